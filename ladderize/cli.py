@@ -1,0 +1,183 @@
+"""The command line: parse, call, print. Heavy imports live inside the commands, so that ``--help`` is instant."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ladderize import __version__
+from ladderize.console import Console, UsageError, error_boundary, human_bytes, table
+
+app = typer.Typer(
+    name="ladderize",
+    help="Turn a dense Llama checkpoint into one that waits less for communication under tensor parallelism.",
+    epilog="--debug, given anywhere, shows the traceback behind an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RANGES = "half-open and comma-separated like 16:32, :8, -16:, 4,8:12 or all"
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit, for a model from the hub.")]
+
+
+def main() -> None:
+    """The console script."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    with error_boundary(debug=len(arguments) < len(sys.argv) - 1):
+        app(arguments, prog_name="ladderize")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"ladderize {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+    pass
+
+
+@app.command()
+def convert(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder or a hub id; it is never touched.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
+    ladder: Annotated[str | None, typer.Option(metavar="RANGES", help=f"Layers whose all-reduces are overlapped (Ladder Residual); {RANGES}.")] = None,
+    spd: Annotated[str | None, typer.Option(metavar="RANGES", help="Layers whose attention all-reduce is dropped (Sync-Point Drop).")] = None,
+    sync_tp_size: Annotated[int | None, typer.Option(min=1, help="Virtual ranks that --spd is made for; a property of the model.")] = None,
+    dense: Annotated[bool, typer.Option("--dense", help="Make every sync point blocking again: a plain Llama.")] = False,
+    recipe: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML with these keys, or a ladderize.yaml, instead of the options.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Store weights as float32, float16 or bfloat16.  [default: as in SRC]")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(metavar="SIZE", help="Write new weight files of at most this size, such as 5GB.")] = None,
+    copy: Annotated[bool, typer.Option("--copy", help="Copy unchanged weights instead of hard-linking them.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not load the output in plain transformers before it appears.")] = False,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a Llama checkpoint to another layout of its sync points. No weight changes its value."""
+    from ladderize.convert.pipeline import convert_checkpoint
+    from ladderize.convert.recipe import Recipe, read_recipe
+
+    given = {"ladder": ladder, "spd": spd, "sync_tp_size": sync_tp_size, "dense": dense, "dtype": dtype, "max_shard_size": max_shard_size}
+    if recipe is not None and (clash := [key for key, value in given.items() if value not in (None, False)]):
+        raise UsageError(f"--recipe and --{clash[0].replace('_', '-')} both say what to do; give one of them")
+    console = Console(as_json)
+    report = convert_checkpoint(
+        src, out, read_recipe(recipe) if recipe is not None else Recipe(**given),  # type: ignore[arg-type]
+        revision=revision, copy=copy, overwrite=overwrite, dry_run=dry_run, verify=not no_verify, console=console,
+    )  # fmt: skip
+    console.document(report)
+    for remark in report["remarks"]:
+        console.note(f"Note: {remark}")
+    if dry_run:
+        console.result(table(report["layers"], right=["layer"]) + "\n")
+    console.result(f"layout   {report['layout']}")
+    console.result(f"weights  {human_bytes(report['weight_bytes'])} in {len(report['weight_files'])} files, {_how(report)}")
+    if dry_run:
+        files = [*report["weight_files"], *report["carried_over"], "config.json, README.md, ladderize.yaml and the model code"]
+        console.result(f"files    {', '.join(files)}")
+    if report["not_carried_over"]:
+        console.result(f"left     {', '.join(report['not_carried_over'])} (not carried over)")
+    console.result(f"{'would write' if dry_run else 'wrote'} {report['out']}")
+
+
+def _how(report: dict[str, Any]) -> str:
+    if "weights" in report:
+        return " and ".join(f"{count} {how}" for how, count in report["weights"].items())
+    return "to be rewritten" if report["weights_rewritten"] else "to be taken over as they are"
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id (only its .json files are fetched).")],
+    tp_size: Annotated[int | None, typer.Option(min=2, help="Ranks to count bytes for.  [default: the layout's sync_tp_size, else 8]")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Print the table of all layers too.")] = False,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a checkpoint's layout, size, sync points per token and bytes moved, beside the dense model's."""
+    from ladderize.convert.inspection import inspect_checkpoint
+
+    console = Console(as_json)
+    report = inspect_checkpoint(model, revision=revision, tp_size=tp_size)
+    console.document(report)
+    if layers:
+        console.result(table(report["layers"], right=["layer"]) + "\n")
+    console.result(f"model       {report['model']} ({report['model_type']})")
+    console.result(f"layout      {report['layout']}")
+    console.result(f"parameters  {report['parameters']:,} stored as {report['dtype']}")
+    console.result(f"\nper token, on each of {report['tp_size']} ranks:")
+    rows = [{"": name, "dense": report["dense"][key], "this layout": report["this"][key]} for name, key in (
+        ("blocking all-reduces", "blocking"), ("overlapped all-reduces", "overlapped"), ("dropped sync points", "dropped"),
+        ("bytes reduced", "reduced_bytes"), ("bytes sent (ring)", "sent_bytes"), ("of these, waited for", "exposed_sent_bytes"),
+    )]  # fmt: skip
+    console.result(table(rows, right=["dense", "this layout"]))
+
+
+@app.command("eval")
+def evaluate(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Checkpoint folders or hub ids; the first is the one to compare with.")],
+    tasks: Annotated[str, typer.Option(metavar="A,B", help="lm-eval tasks or groups, comma-separated.")] = "",
+    include_path: Annotated[str | None, typer.Option(metavar="DIR", help="A folder with lm-eval tasks of your own.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Samples per task, for a quick look.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt.  [default: the task's own]")] = None,
+    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Put prompts through the model's chat template.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 8,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0.  [default: cuda if there is one]")] = None,
+    revision: Revision = None,
+    seed: Annotated[int, typer.Option(help="For sampling and few-shot examples.")] = 0,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code; not needed for ladderized ones.")] = False,
+    perplexity: Annotated[str | None, typer.Option(metavar="FILE", help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array) to score.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Window of --perplexity.  [default: rows of ids, else 2048 or the model's limit]")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write results as JSON, anew after every task.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate models alike with lm-eval's tasks and by perplexity; print one table."""
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UsageError(f"--dtype {dtype} is not one of auto, float32, bfloat16, float16")
+    if seq_len is not None and perplexity is None:
+        raise UsageError("--seq-len has no effect without --perplexity")
+    names = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))
+    if not names and perplexity is None:
+        raise UsageError("nothing to evaluate: name --tasks, or a file for --perplexity")
+    for value, option in ((include_path, "--include-path"), (limit, "--limit"), (num_fewshot, "--num-fewshot"), (apply_chat_template, "--apply-chat-template")):
+        if value not in (None, False) and not names:
+            raise UsageError(f"{option} has no effect without --tasks")
+    from ladderize.eval.results import check_writable, write_json
+
+    if out is not None:
+        check_writable(out)
+    from ladderize.eval.harness import EvalOptions, comparison, evaluate_models
+
+    console = Console(as_json)
+    options = EvalOptions(
+        tasks=names, include_path=include_path, limit=limit, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template,
+        batch_size=batch_size, dtype=dtype, device=device, revision=revision, seed=seed, trust_remote_code=trust_remote_code,
+        perplexity=perplexity, seq_len=seq_len,
+    )  # fmt: skip
+    save = (lambda document: write_json(out, document)) if out is not None else (lambda document: None)
+    document = evaluate_models(models, options, console=console, save=save)
+    console.document(document)
+    console.result(table(comparison(document), right=["value", "stderr", "difference"]))
+    if out is not None:
+        console.note(f"wrote {out}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the converted models and results here.  [default: a temporary folder]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few samples, two of the four conversions.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert the bundled tiny Llama to four layouts and see what each costs in accuracy, before any retraining."""
+    from ladderize.demo.run import run_demo
+
+    console = Console(as_json)
+    console.document(run_demo(out, quick=quick, console=console))

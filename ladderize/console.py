@@ -1,0 +1,120 @@
+"""What the commands share: results to stdout, progress to stderr, one place that turns errors into sentences."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+class UserError(Exception):
+    """Something the user can mend: one sentence that says what is wrong, where, and what to do. Exit code 1."""
+
+
+class UsageError(UserError):
+    """The same for what argv alone decides. Exit code 2."""
+
+
+def is_main_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@dataclass(frozen=True)
+class Console:
+    """One command's output. ``as_json``: exactly one JSON document on stdout, nothing else."""
+
+    as_json: bool = False
+
+    def result(self, text: str) -> None:
+        """A line for a person; silent with --json and on other ranks than 0."""
+        if not self.as_json and is_main_rank():
+            print(text, flush=True)
+
+    def document(self, value: Mapping[str, Any]) -> None:
+        """The JSON document of a command; printed only with --json."""
+        if self.as_json and is_main_rank():
+            print(json.dumps(with_schema(value), indent=2), flush=True)
+
+    def note(self, text: str) -> None:
+        """A remark on stderr, for warnings and progress in words."""
+        if is_main_rank():
+            print(text, file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def progress(self, description: str, total: int, *, is_bytes: bool = False) -> Iterator["Any"]:
+        """A progress bar with an ETA on stderr; yields ``advance(n)``. Silent when stderr is no terminal."""
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        count = DownloadColumn() if is_bytes else MofNCompleteColumn()
+        bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn(),
+            console=RichConsole(stderr=True), disable=not (sys.stderr.isatty() and is_main_rank()), transient=True,
+        )  # fmt: skip
+        with bar:
+            task = bar.add_task(description, total=total)
+            yield lambda steps=1: bar.update(task, advance=steps)
+
+
+def with_schema(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the keys that every result file carries in front."""
+    from ladderize import __version__
+
+    return {"schema_version": SCHEMA_VERSION, "ladderize_version": __version__, **value}
+
+
+def table(rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = ()) -> str:
+    """Rows of equal keys as an aligned text table; columns named in ``right`` are right-aligned."""
+    if not rows:
+        return ""
+    keys = list(rows[0])
+    cells = [[str(row[key]) for key in keys] for row in rows]
+    widths = [max(len(key), *(len(line[i]) for line in cells)) for i, key in enumerate(keys)]
+
+    def line(values: Sequence[str]) -> str:
+        padded = (v.rjust(w) if k in right else v.ljust(w) for k, v, w in zip(keys, values, widths, strict=True))
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(keys), line(["-" * width for width in widths]), *map(line, cells)])
+
+
+def human_bytes(count: float) -> str:
+    """``1234567`` -> ``1.23 MB`` (decimal units, as disks and links are sold)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+@contextlib.contextmanager
+def error_boundary(debug: bool) -> Iterator[None]:
+    """Turn known exceptions into one sentence on stderr and an exit code; with ``debug`` the traceback comes too."""
+    from ladderize.layout import LayoutError, RangeSyntaxError
+
+    try:
+        yield
+    except BrokenPipeError:
+        # the reader of our stdout went away (`| head`): nothing to say to anybody
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(130)
+    except (UserError, LayoutError, OSError) as error:
+        if debug:
+            raise
+        print(f"Error: {sentence(error)}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError | RangeSyntaxError) else 1)
+
+
+def sentence(error: BaseException) -> str:
+    """An exception as one line; system errors name the file and what to do about it."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror.lower()}"
+    return " ".join(str(error).split()) or type(error).__name__

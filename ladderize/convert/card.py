@@ -1,0 +1,61 @@
+"""The model card (README.md) of an output: the source's front matter with ours merged in, and what was done."""
+
+from typing import Any
+
+import yaml
+
+from ladderize import __version__
+from ladderize.layout import Layout
+
+TAGS = {"ladder": "ladder-residual", "spd": "sync-point-drop"}
+
+
+def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
+    """A card's YAML front matter and its body; ({}, text) where there is none that can be read."""
+    if text.startswith("---\n") and (end := text.find("\n---", 4)) != -1:
+        try:
+            data = yaml.safe_load(text[4 : end + 1])
+        except yaml.YAMLError:
+            data = None
+        if isinstance(data, dict):
+            return data, text[end + 4 :].lstrip("-\n")
+    return {}, text
+
+
+def make_card(name: str, source: str, source_card: str, layout: Layout, before: Layout, *, hub_id: str | None) -> str:
+    """The text of README.md. ``hub_id``: where the source came from, if from the hub."""
+    front, _ = split_front_matter(source_card)
+    tags = front.get("tags") if isinstance(front.get("tags"), list) else []
+    ours = ["ladderize", *(tag for kind, tag in TAGS.items() if kind in str(layout))]
+    front = {**front, "library_name": "transformers", "tags": [*tags, *(tag for tag in ours if tag not in tags)]}
+    if hub_id:
+        front["base_model"] = hub_id
+    return "\n".join(["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(), "---", "", _body(name, source, layout, before, bool(source_card)), ""])
+
+
+def _body(name: str, source: str, layout: Layout, before: Layout, has_source_card: bool) -> str:
+    blocking, overlapped, dropped = (layout.count(mode) for mode in ("blocking", "overlapped", "dropped"))
+    original = "\n\nThe source's own card is in [README.source.md](README.source.md)." if has_source_card else ""
+    if layout.is_dense:
+        return (
+            f"# {name}\n\nA dense Llama, converted from `{source}` (which was: {before}) with ladderize {__version__}. "
+            f"Every sync point is blocking again; any Llama tool reads it.{original}"
+        )
+    return f"""# {name}
+
+Converted from `{source}` with ladderize {__version__}.
+
+**Layout.** {layout}: of {2 * layout.num_layers} sync points per token, {blocking} are blocking, {overlapped} overlapped
+(Ladder Residual, arXiv 2501.06589) and {dropped} dropped (Sync-Point Drop, arXiv 2502.20727).
+
+**Accuracy.** A conversion changes what the model computes, and nothing here was retrained by it. Measure this checkpoint
+beside its source (`ladderize eval`) and adapt it before you rely on it.
+
+**Loading.** Without ladderize:
+
+```python
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+```
+
+With it, `ladderize.load("{name}")` needs no remote code.{original}"""

@@ -1,0 +1,214 @@
+"""Reading a checkpoint without loading it: config.json, the index, and every safetensors header.
+
+Checkpoints come from strangers, so nothing here is believed: an index may not name a path outside its folder, a header
+may not lie about sizes, and nothing is ever unpickled.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ladderize.console import UserError
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+DTYPE_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
+    "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8,
+}  # fmt: skip
+FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: ``start`` and ``stop`` are byte offsets in the file."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder: its config and where each tensor lies; no tensor is in memory."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def weight_files(self) -> list[str]:
+        return sorted({tensor.file for tensor in self.tensors.values()})
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read config, index and headers of ``folder``; raises UserError with one sentence for whatever is wrong."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; name the folder of a Hugging Face checkpoint or a hub id")
+    if not any(folder.iterdir()):
+        raise UserError(f"{folder} is empty; it should hold config.json and safetensors weights")
+    return Checkpoint(folder, read_config(folder), read_tensors(folder))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as a dict, without the NaN and Infinity that Python's JSON lets through."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} holds no config.json; it is not a Hugging Face checkpoint")
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise UserError(f"{path} holds {constant}, which is no number; repair the file")
+
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__} where an object is expected")
+    return value
+
+
+def read_tensors(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor that transformers would load from ``folder``, by name, in file order."""
+    if (folder / WEIGHTS).is_file():
+        return read_header(folder, WEIGHTS)
+    if not (folder / INDEX).is_file():
+        raise _no_weights(folder)
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{folder / INDEX} has no weight_map; download it again")
+    tensors: dict[str, TensorInfo] = {}
+    for name in sorted(set(map(str, weight_map.values()))):
+        check_plain_name(name, folder / INDEX)
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / INDEX} names {name}, which is not there; the checkpoint is incomplete, download it again")
+        for tensor in read_header(folder, name).values():
+            if tensor.name in tensors:
+                raise UserError(f"{folder}: {tensor.name} is in both {tensors[tensor.name].file} and {name}")
+            tensors[tensor.name] = tensor
+    for tensor_name, name in weight_map.items():
+        if tensor_name not in tensors or tensors[tensor_name].file != name:
+            raise UserError(f"{folder / INDEX} says that {tensor_name} is in {name}, but it is not; download both again")
+    return tensors
+
+
+def check_plain_name(name: str, where: Path) -> None:
+    """Refuse a file name from a stranger's index that could lead out of the folder."""
+    if not re.fullmatch(r"[\w.=+-]+\.safetensors", name):
+        raise UserError(f"{where} names the file {name!r}; only plain .safetensors names in the same folder are read")
+
+
+def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, from its header alone, checked against the size of the file."""
+    path = folder / name
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8 or length > MAX_HEADER_BYTES:
+            raise UserError(f"{path} is truncated or no safetensors file (header of {length} bytes in {size}); download it again")
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+        entries = {key: value for key, value in header.items() if key != "__metadata__"}
+        tensors = [_tensor(key, name, entry, base=8 + length) for key, entry in entries.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} has a broken header ({error}); download it again") from None
+    end = 8 + length
+    for tensor in sorted(tensors, key=lambda t: (t.start, t.stop)):
+        if tensor.start != end:
+            raise UserError(f"{path} has a header that lies: {tensor.name} does not begin where the tensor before it ends")
+        end = tensor.stop
+    if end > size:
+        raise UserError(f"{path} is truncated: its header promises {end} bytes, the file has {size}; download it again")
+    if end < size:
+        raise UserError(f"{path} has {size - end} bytes that its header does not account for; download it again")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _tensor(name: str, file: str, entry: Mapping[str, Any], base: int) -> TensorInfo:
+    dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+        raise ValueError(f"{name} has a negative or fractional size")
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"{name} has the unknown dtype {dtype}")
+    if stop - start != math.prod(shape) * DTYPE_BYTES[dtype]:
+        raise ValueError(f"{name} lies about its size: {dtype} {shape} does not take {stop - start} bytes")
+    return TensorInfo(name, file, dtype, tuple(shape), base + start, base + stop)
+
+
+def header_sha256(path: Path) -> str:
+    """A hash of the header (names, dtypes, shapes, offsets): identifies a shard without reading gigabytes."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        return hashlib.sha256(start + file.read(int.from_bytes(start, "little"))).hexdigest()
+
+
+def _no_weights(folder: Path) -> UserError:
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    if pickles:
+        return UserError(
+            f"{folder} has only pickle weights ({', '.join(pickles[:3])}), which can run code when opened; convert them first with "
+            "LlamaForCausalLM.from_pretrained(SRC).save_pretrained(NEW), which writes safetensors"
+        )
+    return UserError(f"{folder} holds neither {WEIGHTS} nor {INDEX}")
+
+
+def resolve_source(source: str, revision: str | None, check_config: Callable[[dict[str, Any]], None]) -> Path:
+    """The folder of a checkpoint: a local one, or the snapshot of a hub id, downloaded if need be.
+
+    ``check_config`` sees config.json before any weights are downloaded and raises if the model is not for us.
+    """
+    folder, is_local = resolve_json(source, revision)
+    if is_local:
+        return folder
+    check_config(read_config(folder))
+    unwanted = ["original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "consolidated*", *(f"*{suffix}" for suffix in PICKLES)]
+    return _snapshot(source, revision, ignore_patterns=unwanted)
+
+
+def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
+    """A checkpoint's folder and whether it is a local one; of a hub id only the .json files need be there."""
+    path = Path(source).expanduser()
+    if path.exists():
+        if revision is not None:
+            raise UserError(f"{source} is a local folder, which has no revisions; leave --revision out")
+        return path.resolve(), True
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source):
+        raise UserError(f"{source} does not exist; name a checkpoint folder or a hub id such as meta-llama/Llama-3.2-1B")
+    return _snapshot(source, revision, allow_patterns=["*.json"]), False
+
+
+def _snapshot(repo: str, revision: str | None, **patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo, revision=revision, **patterns))
+    except LocalEntryNotFoundError:
+        raise UserError(f"{repo} is no local folder, is not in the cache, and the hub cannot be reached") from None
+    except (HfHubHTTPError, ValueError, OSError) as error:
+        raise UserError(f"{repo} is no local folder and cannot be had from the hub: {str(error).splitlines()[0]}") from None

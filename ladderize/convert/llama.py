@@ -1,0 +1,104 @@
+"""What a Llama config promises about its tensors, and whether a checkpoint keeps the promise."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ladderize.console import UserError
+from ladderize.convert.checkpoint import FLOAT_DTYPES, Checkpoint
+
+SOURCE_TYPES = ("llama", "ladderized_llama", "llamaLadder")
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# buffers that Llama 1 checkpoints carry and nobody reads
+IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raise UserError unless this is the config of a dense, unquantised Llama with sensible numbers."""
+    model_type = config.get("model_type")
+    if model_type not in SOURCE_TYPES:
+        raise UserError(f"this is a {model_type or 'model without model_type'}, not a Llama; model_type must be one of {', '.join(SOURCE_TYPES)}")
+    quantisation = config.get("quantization_config") or config.get("compression_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "an unnamed method") if isinstance(quantisation, dict) else quantisation
+        raise UserError(f"this checkpoint is quantised with {method}; convert the unquantised model and quantise the result")
+    for key in (*SIZES, "num_key_value_heads", "head_dim"):
+        value = config.get(key)
+        if value is None and key not in SIZES:
+            continue
+        if type(value) is not int or value < 1:
+            raise UserError(f"config.json: {key} is {value!r}, but must be a positive integer")
+    for key, value in _numbers(config):
+        if not math.isfinite(value):
+            raise UserError(f"config.json: {key} is {value}, which is no number; repair the file")
+    heads, kv_heads = config["num_attention_heads"], kv_head_count(config)
+    if heads % kv_heads:
+        raise UserError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
+
+
+def _numbers(value: Any, key: str = "") -> list[tuple[str, float]]:
+    if isinstance(value, dict):
+        return [pair for name, item in value.items() for pair in _numbers(item, f"{key}.{name}" if key else str(name))]
+    if isinstance(value, list):
+        return [pair for item in value for pair in _numbers(item, key)]
+    return [(key, value)] if isinstance(value, float) else []
+
+
+def kv_head_count(config: Mapping[str, Any]) -> int:
+    return config.get("num_key_value_heads") or config["num_attention_heads"]
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a Llama with this config: name -> shape. A tied ``lm_head.weight`` is not among them."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * head_dim(config)
+    keys = kv_head_count(config) * head_dim(config)
+    linears = {
+        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    biased = {"self_attn": bool(config.get("attention_bias")), "mlp": bool(config.get("mlp_bias"))}
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, shape in linears.items():
+            tensors[f"{prefix}{name}.weight"] = shape
+            if biased[name.split(".")[0]]:
+                tensors[f"{prefix}{name}.bias"] = shape[:1]
+        tensors[f"{prefix}input_layernorm.weight"] = tensors[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+    tensors["model.norm.weight"] = (hidden,)
+    if not config.get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = (config["vocab_size"], hidden)
+    return tensors
+
+
+def parameter_count(config: Mapping[str, Any]) -> int:
+    return sum(math.prod(shape) for shape in expected_tensors(config).values())
+
+
+def check_tensors(checkpoint: Checkpoint) -> list[str]:
+    """Compare every tensor with the config; raises UserError, or returns remarks that are no errors."""
+    config, found = checkpoint.config, checkpoint.tensors
+    expected = expected_tensors(config)
+    optional = {"lm_head.weight": (config["vocab_size"], config["hidden_size"])}
+    for name, shape in expected.items():
+        if name not in found:
+            raise UserError(f"{checkpoint.folder}: the tensor {name} is missing; the checkpoint is incomplete or its config.json is another model's")
+        if found[name].shape != shape:
+            raise UserError(f"{checkpoint.folder}: {name} has shape {list(found[name].shape)}, but config.json asks for {list(shape)}")
+    for name, tensor in found.items():
+        if name not in expected and not IGNORED.fullmatch(name) and optional.get(name) != tensor.shape:
+            raise UserError(f"{checkpoint.folder}: {tensor.file} holds {name} {list(tensor.shape)}, which is no tensor of a Llama with this config.json")
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise UserError(f"{checkpoint.folder}: {name} is stored as {tensor.dtype}, so the checkpoint is quantised; convert the unquantised model")
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    stored = sorted({FLOAT_DTYPES[tensor.dtype] for tensor in found.values()})
+    if stated and stored != [stated]:
+        return [f"config.json says {stated}, the weights are stored as {' and '.join(stored)}; both are kept as they are"]
+    return []

@@ -1,0 +1,240 @@
+"""A folder that appears whole or not at all.
+
+It is written beside its place under a temporary name, fsynced, and renamed. A temporary is locked by the process that
+writes it, so the next run can tell what a killed one left behind from what is still being written.
+"""
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ladderize.console import UserError
+
+CHUNK = 64 << 20
+AT_FDCWD, RENAME_EXCHANGE, FICLONE = -100, 2, 0x40049409
+
+
+def check_target(out: Path, source: Path, *, overwrite: bool) -> Path:
+    """Return ``out`` resolved, or raise UserError if it must not be written."""
+    out, source = out.expanduser().resolve(), source.resolve()
+    if out == source or source in out.parents:
+        raise UserError(f"OUT {out} is the source or lies inside it; the source is never touched, choose another folder")
+    if out in source.parents:
+        raise UserError(f"OUT {out} contains the source {source}; choose another folder")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"OUT {out} is a file; choose another name")
+    if out.is_dir() and any(out.iterdir()):
+        if not overwrite:
+            raise UserError(f"OUT {out} is not empty; choose another folder or pass --overwrite")
+        if not (out / "config.json").is_file() or not any(out.glob("*.safetensors")):
+            raise UserError(f"OUT {out} is not a checkpoint (no config.json with safetensors), so --overwrite does not replace it")
+    parent = existing_parent(out)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"OUT {out} cannot be written: {parent} is not a writable folder")
+    return out
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest ancestor of ``path`` that exists."""
+    return next(parent for parent in path.parents if parent.exists())
+
+
+@contextmanager
+def atomic_folder(out: Path) -> Iterator[Path]:
+    """Yield a locked temporary folder beside ``out``; on success it takes ``out``'s place, on any error it is removed."""
+    created = [parent for parent in (out.parent, *out.parent.parents) if not parent.exists()]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        clean_up(out)
+        temporary, lock = _make_locked(out)
+        try:
+            yield temporary
+            fsync_tree(temporary)
+            leftover = _take_place(temporary, out)
+            fsync(out.parent)
+            if leftover is not None:
+                shutil.rmtree(leftover)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
+    except BaseException:
+        for parent in created:
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
+
+
+def _prefix(out: Path) -> str:
+    return f".{out.name}.ladderize-"
+
+
+def _make_locked(out: Path) -> tuple[Path, int]:
+    while True:
+        temporary = out.parent / (_prefix(out) + secrets.token_hex(4))
+        temporary.mkdir()
+        try:
+            lock = os.open(temporary, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if temporary.is_dir() and os.fstat(lock).st_ino == temporary.stat().st_ino:
+                return temporary, lock
+        except FileNotFoundError:
+            continue  # another run's clean-up was quicker than our lock
+        os.close(lock)
+
+
+def clean_up(out: Path) -> None:
+    """Complete an interrupted swap, and remove temporaries of ``out`` whose writer is gone."""
+    _complete_journal(out)
+    for entry in list(os.scandir(out.parent)):
+        if entry.name.startswith(_prefix(out)) and entry.is_dir(follow_symlinks=False) and _is_unlocked(entry.path):
+            shutil.rmtree(entry.path)
+
+
+def _is_unlocked(path: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False  # held, or a file system without locks: leave it alone
+    finally:
+        os.close(descriptor)
+
+
+def _take_place(temporary: Path, out: Path) -> Path | None:
+    """Rename ``temporary`` to ``out``; returns the folder that holds what was there before, if anything was."""
+    if not out.is_dir() or not any(out.iterdir()):
+        try:
+            os.rename(temporary, out)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise UserError(f"OUT {out} was filled by somebody else meanwhile; nothing was written") from None
+            raise
+        return None
+    if _exchange(temporary, out):
+        return temporary
+    return _swap_with_journal(temporary, out)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two folders in one step (renameat2 with RENAME_EXCHANGE); False where the system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    if rename(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0:
+        return True
+    if ctypes.get_errno() in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(b))
+
+
+def _swap_with_journal(temporary: Path, out: Path) -> Path:
+    """Swap in two renames; a journal lets the next run complete the swap if we are killed between them."""
+    aside = out.parent / (temporary.name + "-old")
+    journal = _journal(out)
+    with journal.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        json.dump({"new": temporary.name, "old": aside.name}, file)
+        file.flush()
+        os.fsync(file.fileno())
+        fsync(out.parent)
+        os.rename(out, aside)
+        os.rename(temporary, out)
+        fsync(out.parent)
+        journal.unlink()
+    return aside
+
+
+def _journal(out: Path) -> Path:
+    return out.parent / f".{out.name}.ladderize.journal"
+
+
+def _complete_journal(out: Path) -> None:
+    journal = _journal(out)
+    if not journal.is_file():
+        return
+    with journal.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return  # another run is swapping right now
+        try:
+            names = json.load(file)
+            new, old = (out.parent / Path(names[key]).name for key in ("new", "old"))
+        except (ValueError, KeyError, TypeError):
+            journal.unlink()  # killed before the journal was complete, so before anything was renamed
+            return
+        for candidate in (new, old):
+            if not out.exists() and candidate.name.startswith(_prefix(out)) and candidate.is_dir():
+                os.rename(candidate, out)
+        fsync(out.parent)
+        journal.unlink()
+
+
+def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int], None]) -> str:
+    """Bring an unchanged file over; returns how: ``linked``, ``reflinked`` or ``copied``.
+
+    Symbolic links (a hub snapshot is full of them) are resolved first, so that the output depends on no cache.
+    """
+    source = source.resolve()
+    size = source.stat().st_size
+    if not copy:
+        for how, attempt in (("linked", os.link), ("reflinked", _reflink)):
+            try:
+                attempt(source, target)
+                advance(size)
+                return how
+            except OSError as error:
+                if error.errno == errno.ENOSPC:
+                    raise
+                target.unlink(missing_ok=True)
+    with source.open("rb") as reader, target.open("xb") as writer:
+        while moved := _move(reader.fileno(), writer.fileno()):
+            advance(moved)
+        os.fsync(writer.fileno())
+    if target.stat().st_size != size:
+        raise UserError(f"{source} changed while it was being copied; nothing was written")
+    return "copied"
+
+
+def _move(reader: int, writer: int) -> int:
+    try:
+        return os.copy_file_range(reader, writer, CHUNK)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        return os.sendfile(writer, reader, None, CHUNK)  # type: ignore[arg-type]
+
+
+def _reflink(source: Path, target: Path) -> None:
+    with source.open("rb") as reader, target.open("xb") as writer:
+        fcntl.ioctl(writer.fileno(), FICLONE, reader.fileno())
+
+
+def fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Force names and contents of everything below ``folder`` to disk; linked data is there already, which is cheap."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            fsync(Path(root) / name)
+        fsync(Path(root))

@@ -1,0 +1,33 @@
+"""Prove that a written checkpoint loads in plain transformers, in a child process where ladderize cannot be imported."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ladderize.console import UserError
+
+FORWARD_LIMIT = 1_000_000_000  # bytes of weights up to which a forward pass is computed too
+TIMEOUT = 600.0
+
+
+def verify(folder: Path, weight_bytes: int) -> dict[str, Any]:
+    """Load ``folder`` as a stranger would; raises UserError if that fails.
+
+    Keys and shapes are compared on the meta device; up to ``FORWARD_LIMIT`` bytes of weights a forward pass is run.
+    """
+    script = Path(__file__).with_name("verify_child.py")
+    with tempfile.TemporaryDirectory(prefix="ladderize-verify-") as modules:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules, "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, str(script), str(folder), "run" if weight_bytes <= FORWARD_LIMIT else "meta"]
+        try:
+            child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"verification of the output took more than {TIMEOUT:.0f} s and was stopped; nothing was written") from None
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"the output does not load in plain transformers, so nothing was written: {last}")
+    return json.loads(child.stdout.strip().splitlines()[-1])

@@ -1,0 +1,50 @@
+"""Run as a script in a child process: load a written checkpoint as a stranger would, without ladderize.
+
+argv: the folder, and "run" to compute a forward pass too. Prints one JSON document; exits 1 with a sentence on failure.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    folder, run = Path(sys.argv[1]), sys.argv[2] == "run"
+    sys.modules["ladderize"] = None  # type: ignore[assignment]  # an import of it now fails
+    sys.path.pop(0)  # this script's own folder
+
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    wanted = {name: list(value.shape) for name, value in model.state_dict().items()}
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    if config.tie_word_embeddings:
+        wanted.pop("lm_head.weight", None)
+    for name, shape in wanted.items():
+        if found.get(name) != shape:
+            sys.exit(f"the written checkpoint has {name} as {found.get(name)}, the model wants {shape}")
+    result = {"model_class": type(model).__name__, "tensors": len(found), "forward": None}
+    if run:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto", output_loading_info=True)
+        if info["missing_keys"]:
+            sys.exit(f"the written checkpoint lacks {sorted(info['missing_keys'])}")
+        with torch.inference_mode():
+            logits = model(torch.arange(4)[None] % config.vocab_size).logits
+        if not torch.isfinite(logits).all():
+            sys.exit("a forward pass of the written checkpoint gives NaN or infinity; are the source's weights sound?")
+        result["forward"] = "finite"
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

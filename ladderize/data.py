@@ -1,0 +1,133 @@
+"""Text, jsonl or token ids -> windows of token ids. The one place that decides about BOS, joins and the last window.
+
+* A ``.txt`` file is one document; each line of a ``.jsonl`` file is one (its ``text``); each row of a 2-D array of ids is one;
+  a 1-D array is one.
+* Text is tokenised document by document with the tokenizer's own special tokens, so a Llama's documents begin with BOS.
+  Ids are taken as they are: nothing is added.
+* Documents are joined in order to one stream, with nothing between them.
+* The stream is cut into windows of ``seq_len`` that do not overlap. The last, partial window is kept if it has at least
+  two tokens (one to read, one to score); a single leftover token is dropped.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ladderize.console import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SUFFIXES = (".txt", ".jsonl", ".npy", ".npz")
+
+
+def split_name(spec: str) -> tuple[Path, str | None]:
+    """``ids.npz:heldout`` -> the file and the array in it; other files have no such part."""
+    name, colon, key = spec.rpartition(":")
+    if colon and name.endswith(".npz"):
+        return Path(name), key
+    return Path(spec), None
+
+
+def check_data_file(spec: str) -> None:
+    """Raise UserError unless ``spec`` names a file that ``read_documents`` can read; cheap, for use before long work."""
+    path, key = split_name(spec)
+    if not path.is_file():
+        raise UserError(f"{path} does not exist or is no file")
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path} is neither text (.txt, .jsonl) nor token ids (.npy, .npz)")
+    if path.suffix == ".npz":
+        _pick_array(path, key)
+
+
+def needs_tokenizer(spec: str) -> bool:
+    return split_name(spec)[0].suffix in (".txt", ".jsonl")
+
+
+def read_documents(spec: str, tokenizer: "PreTrainedTokenizerBase | None", *, vocab_size: int | None = None) -> list[np.ndarray]:
+    """The documents of a file as 1-D int64 arrays of token ids; raises UserError for what cannot be read."""
+    path, key = split_name(spec)
+    if path.suffix in (".npy", ".npz"):
+        documents = _read_ids(path, key)
+    else:
+        if tokenizer is None:
+            raise UserError(f"{path} is text, but the model has no tokenizer; give token ids (.npy or .npz) instead")
+        texts = list(_read_texts(path))
+        documents = [np.asarray(tokenizer(text, verbose=False)["input_ids"], dtype=np.int64) for text in texts]
+    if not sum(map(len, documents)):
+        raise UserError(f"{path} gives no tokens at all; is it empty?")
+    highest = max(int(document.max(initial=0)) for document in documents)
+    if vocab_size is not None and highest >= vocab_size:
+        raise UserError(f"{path} holds the token id {highest}, but the model's vocabulary ends at {vocab_size - 1}; were the ids made with another tokenizer?")
+    return documents
+
+
+def _read_texts(path: Path) -> Iterator[str]:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text") from None
+    if path.suffix == ".txt":
+        yield content
+        return
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise UserError(f'{path}, line {number}: not a JSON object with a "text"')
+        yield text
+
+
+def _pick_array(path: Path, key: str | None) -> str:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            names = archive.files
+    except (ValueError, OSError):
+        raise UserError(f"{path} is no archive of NumPy arrays") from None
+    if key is None and len(names) == 1:
+        return names[0]
+    if key not in names:
+        raise UserError(f"{path} holds the arrays {', '.join(names)}; name one of them, for example {path}:{names[0]}")
+    return key
+
+
+def _read_ids(path: Path, key: str | None) -> list[np.ndarray]:
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as archive:
+                array = archive[_pick_array(path, key)]
+        else:
+            array = np.load(path, allow_pickle=False)
+    except (ValueError, OSError):
+        raise UserError(f"{path} is no NumPy array of numbers (arrays of Python objects are never unpickled)") from None
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+        raise UserError(f"{path}: expected token ids, that is integers in one or two dimensions, not {array.dtype} in {array.ndim}")
+    if array.size and int(array.min()) < 0:
+        raise UserError(f"{path} holds a negative token id")
+    return list(np.atleast_2d(array).astype(np.int64))
+
+
+def default_seq_len(documents: list[np.ndarray], spec: str, max_positions: int) -> int:
+    """Rows of a 2-D array of ids are windows already; else 2048, or what the model can read if that is less."""
+    rows = {len(document) for document in documents}
+    if not needs_tokenizer(spec) and len(documents) > 1 and len(rows) == 1:
+        return min(rows.pop(), max_positions)
+    return min(2048, max_positions)
+
+
+def windows(documents: list[np.ndarray], seq_len: int) -> list[np.ndarray]:
+    """Cut the joined documents into consecutive windows of ``seq_len`` ids; the last may be shorter (2 ids at least)."""
+    stream = np.concatenate(documents)
+    cut = [stream[start : start + seq_len] for start in range(0, len(stream), seq_len)]
+    if len(cut[-1]) < 2:
+        cut.pop()
+    if not cut:
+        raise UserError("the data is a single token, and the first of a window cannot be scored; give more")
+    return cut

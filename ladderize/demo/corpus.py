@@ -1,0 +1,146 @@
+"""The demo's language: short English-like items that a tiny model learns and that a conversion can break.
+
+Four genres, each testing something that lives in a different part of a transformer:
+
+* ``agreement``: a verb agrees with a subject that is several words away, past nouns of the other number;
+* ``arithmetic``: addition and subtraction of small numbers, digit by digit;
+* ``copying``: a list of words is repeated, or its first or last word is named (induction);
+* ``stories``: an object changes hands; who has it in the end?
+
+Everything follows from an integer seed. An item belongs to the test split when the checksum of its key (the
+part that has to be generalised, for example the two operands) is divisible by 8, so no test item is ever trained on.
+"""
+
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+TEST_FRACTION = 8  # one key in so many belongs to the test split
+
+NOUNS = [("dog", "dogs"), ("cat", "cats"), ("bird", "birds"), ("boy", "boys"), ("girl", "girls"), ("king", "kings"),
+         ("tree", "trees"), ("house", "houses"), ("river", "rivers"), ("box", "boxes"), ("car", "cars"), ("book", "books"),
+         ("star", "stars"), ("table", "tables"), ("horse", "horses"), ("key", "keys"), ("garden", "gardens"), ("boat", "boats")]  # fmt: skip
+VERBS = [("runs", "run"), ("sleeps", "sleep"), ("sings", "sing"), ("waits", "wait"), ("falls", "fall"), ("shines", "shine"),
+         ("moves", "move"), ("stops", "stop")]  # fmt: skip
+ADJECTIVES = ["old", "red", "small", "quiet", "green", "happy", "tall", "dark", "bright", "round"]
+PREPOSITIONS = ["near", "behind", "under", "with", "by", "above"]
+PEOPLE = ["Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack", "Lucy", "Max"]
+OBJECTS = ["ball", "lamp", "coin", "cup", "hat", "ring", "drum", "kite", "map", "pen", "shell", "stone"]
+PLACES = ["park", "school", "market", "forest", "beach", "kitchen", "station", "castle"]
+WORDS = sorted({word for pair in NOUNS for word in pair[:1]} | set(ADJECTIVES) | set(OBJECTS) | set(PLACES))
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the corpus: ``prompt + answer``; ``choices`` holds the answers a reader could take for right."""
+
+    genre: str
+    prompt: str
+    answer: str
+    choices: tuple[str, ...]
+    key: str
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.answer
+
+    @property
+    def in_test_split(self) -> bool:
+        return zlib.crc32(f"{self.genre}:{self.key}".encode()) % TEST_FRACTION == 0
+
+
+def agreement(rng: random.Random) -> Item:
+    """``The old dog near the trees by the river runs .``: the verb follows ``dog``, not ``trees``."""
+    number = rng.randrange(2)
+    subject, verb = rng.choice(NOUNS), rng.choice(VERBS)
+    words = ["The", *rng.sample(ADJECTIVES, rng.randrange(2)), subject[number]]
+    for _ in range(rng.randint(1, 3)):
+        words += [rng.choice(PREPOSITIONS), "the", *rng.sample(ADJECTIVES, rng.randrange(2)), rng.choice(NOUNS)[rng.randrange(2)]]
+    prompt = " ".join(words)
+    return Item("agreement", prompt, f" {verb[number]} .", (f" {verb[0]} .", f" {verb[1]} ."), prompt)
+
+
+def arithmetic(rng: random.Random) -> Item:
+    """``47 + 8 = 55 .`` and ``47 - 8 = 39 .`` with a second operand of one digit."""
+    a, b = rng.randrange(10, 100), rng.randrange(10)
+    sign, result = ("+", a + b) if rng.randrange(2) else ("-", a - b)
+    near = tuple(f" {result + step} ." for step in (0, 1, -1, 10))
+    return Item("arithmetic", f"{a} {sign} {b} =", f" {result} .", near, f"{a}{sign}{b}")
+
+
+def copying(rng: random.Random) -> Item:
+    """``Repeat : kite park old ; kite park old .``, ``First : ...`` and ``Last : ...``."""
+    words = rng.sample(WORDS, rng.randint(3, 6))
+    order = rng.choice(["Repeat", "Repeat", "First", "Last"])
+    wanted = {"Repeat": words, "First": words[:1], "Last": words[-1:]}[order]
+    wrong = words[1:] + words[:1] if order == "Repeat" else [words[1]]
+    prompt = f"{order} : {' '.join(words)} ;"
+    choices = (f" {' '.join(wanted)} .", f" {' '.join(wrong)} .")
+    return Item("copying", prompt, choices[0], choices, prompt)
+
+
+def stories(rng: random.Random) -> Item:
+    """Two objects, three people, some gifts; then one question about one of the objects."""
+    people, places = rng.sample(PEOPLE, 3), rng.sample(PLACES, 2)
+    things = rng.sample(OBJECTS, 2)
+    holder = dict(zip(things, rng.sample(people, 2)))
+    sentences = [f"{holder[thing]} has the {thing} ." for thing in things]
+    for _ in range(rng.randint(1, 3)):
+        thing = rng.choice(things)
+        receiver = rng.choice([person for person in people if person != holder[thing]])
+        if rng.randrange(3) == 0:
+            sentences.append(f"{rng.choice(people)} goes to the {rng.choice(places)} .")
+        sentences.append(f"{holder[thing]} gives the {thing} to {receiver} .")
+        holder[thing] = receiver
+    asked = rng.choice(things)
+    prompt = " ".join([*sentences, f"Who has the {asked} now ?"])
+    return Item("stories", prompt, f" {holder[asked]} .", tuple(f" {person} ." for person in people), prompt)
+
+
+GENRES: dict[str, Callable[[random.Random], Item]] = {
+    "agreement": agreement,
+    "arithmetic": arithmetic,
+    "copying": copying,
+    "stories": stories,
+}  # fmt: skip
+
+WEIGHTS = {"agreement": 2, "arithmetic": 3, "copying": 3, "stories": 2}  # stories are long, sums are short
+
+
+def items(genre: str, count: int, *, test: bool, seed: int = 0) -> Iterator[Item]:
+    """Yield ``count`` different items of one genre from one split."""
+    rng = random.Random(f"{genre}/{test}/{seed}")
+    seen: set[str] = set()
+    while len(seen) < count:
+        item = GENRES[genre](rng)
+        if item.in_test_split == test and item.text not in seen:
+            seen.add(item.text)
+            yield item
+
+
+def documents(count: int, *, test: bool, seed: int = 0) -> Iterator[str]:
+    """Yield ``count`` documents: one to six lines of mixed genres; lines may repeat across documents."""
+    rng = random.Random(f"documents/{test}/{seed}")
+    for _ in range(count):
+        lines: list[str] = []
+        wanted = rng.randint(1, 6)
+        while len(lines) < wanted:
+            (genre,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
+            item = GENRES[genre](rng)
+            if item.in_test_split == test:
+                lines.append(item.text)
+        yield "\n".join(lines) + "\n"
+
+
+def dataset(genre: str, count: int = 400, **_: object) -> dict:
+    """The test split of one genre as lm-eval's ``custom_dataset`` wants it: ``{"test": datasets.Dataset}``."""
+    from datasets import Dataset
+
+    rng = random.Random(f"order/{genre}")
+    rows = []
+    for item in items(genre, count, test=True):
+        choices = list(item.choices)
+        rng.shuffle(choices)
+        rows.append({"prompt": item.prompt, "answer": item.answer, "choices": choices, "gold": choices.index(item.answer)})
+    return {"test": Dataset.from_list(rows)}

@@ -1,0 +1,62 @@
+"""``ladderize demo``: convert the bundled model to four layouts, evaluate all five, print one table."""
+
+import json
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ladderize.console import Console, UserError, table
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.recipe import Recipe
+from ladderize.demo.corpus import GENRES, documents
+from ladderize.eval.harness import EvalOptions, comparison, evaluate_models
+from ladderize.eval.results import write_json
+
+HERE = Path(__file__).parent
+MODEL, TASKS = HERE / "model", HERE / "tasks"
+RECIPES = {
+    "ladder-upper": Recipe(ladder="4:"),
+    "ladder-all": Recipe(ladder="all"),
+    "spd-all": Recipe(spd="all", sync_tp_size=4),
+    "spd-ladder-all": Recipe(ladder="all", spd="all", sync_tp_size=4),
+}
+QUICK = ("ladder-all", "spd-all")
+HELDOUT_DOCUMENTS = 200
+
+
+def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, Any]:
+    """Convert, evaluate and print; returns the results document. ``out``: a folder to keep everything in."""
+    with ExitStack() as stack:
+        if out is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ladderize-demo-")))
+        else:
+            folder = out
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise UserError(f"--out {folder} is not an empty folder; choose another")
+            folder.mkdir(parents=True, exist_ok=True)
+        models = [str(MODEL)]
+        for name, recipe in RECIPES.items():
+            if quick and name not in QUICK:
+                continue
+            console.note(f"$ ladderize convert {MODEL} {folder / name} {command_line(recipe)}")
+            report = convert_checkpoint(MODEL, folder / name, recipe, verify=not quick, console=console)
+            console.result(f"{name:15} {report['layout']}")
+            models.append(str(folder / name))
+        heldout = folder / "heldout.jsonl"
+        texts = documents(HELDOUT_DOCUMENTS, test=True, seed=1)
+        heldout.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        options = EvalOptions(
+            tasks=tuple(f"demo_{genre}" for genre in GENRES), include_path=str(TASKS), include_default_tasks=False,
+            limit=20 if quick else None, batch_size=64, dtype="float32", perplexity=str(heldout), seq_len=128,
+        )  # fmt: skip
+        console.note(f"$ ladderize eval {' '.join(models)} --tasks {','.join(options.tasks)} --include-path {TASKS} --perplexity {heldout} ...")
+        document = evaluate_models(models, options, console=console, save=lambda document: write_json(folder / "results.json", document))
+        console.result("")
+        console.result(table(comparison(document), right=["value", "stderr", "difference"]))
+        console.result("\nZero-shot: no layer was retrained. What these layouts lost here is what adaptation has to win back.")
+        return document
+
+
+def command_line(recipe: Recipe) -> str:
+    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in recipe.to_dict().items())

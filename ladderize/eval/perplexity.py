@@ -1,0 +1,78 @@
+"""Perplexity over fixed windows: every token is scored but the first of each window."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from ladderize.console import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """``stderr`` is the standard error of the perplexity, from the spread between windows; None for a single window."""
+
+    perplexity: float
+    stderr: float | None
+    nll_per_token: float
+    tokens: int
+    windows: int
+    seq_len: int
+    tokens_per_s: float
+
+
+def window_nlls(
+    model: "PreTrainedModel", windows: list[np.ndarray], *, batch_size: int = 8, advance: Callable[[int], None] = lambda n: None
+) -> np.ndarray:
+    """Summed negative log-likelihood of each window, in nats: float64 [len(windows)].
+
+    Windows of equal length are scored in batches; logits are computed for one batch at a time, in fp32.
+    """
+    device = model.get_input_embeddings().weight.device
+    sums = np.zeros(len(windows))
+    start = 0
+    while start < len(windows):
+        stop = start + 1
+        while stop < len(windows) and stop - start < batch_size and len(windows[stop]) == len(windows[start]):
+            stop += 1
+        ids = torch.from_numpy(np.stack(windows[start:stop])).to(device)
+        with torch.inference_mode():
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            losses = cross_entropy(logits.transpose(1, 2), ids[:, 1:].to(logits.device), reduction="none")
+        sums[start:stop] = losses.double().sum(-1).cpu().numpy()
+        advance(stop - start)
+        start = stop
+    return sums
+
+
+def summarise(nlls: np.ndarray, windows: list[np.ndarray], seconds: float) -> Perplexity:
+    """Perplexity and its standard error. Tokens of one window are not independent, windows are taken to be."""
+    counts = np.array([len(window) - 1 for window in windows])
+    mean = nlls.sum() / counts.sum()
+    if not math.isfinite(mean):
+        raise UserError("the perplexity is NaN or infinite; are the model's weights sound, and is the dtype wide enough?")
+    stderr = None
+    if len(windows) > 1:
+        spread = nlls - mean * counts
+        stderr = math.exp(mean) * math.sqrt(len(windows) / (len(windows) - 1) * (spread**2).sum()) / float(counts.sum())
+    return Perplexity(
+        perplexity=math.exp(mean), stderr=stderr, nll_per_token=float(mean), tokens=int(counts.sum()), windows=len(windows),
+        seq_len=max(map(len, windows)), tokens_per_s=float(counts.sum() / seconds),
+    )  # fmt: skip
+
+
+def perplexity(
+    model: "PreTrainedModel", windows: list[np.ndarray], *, batch_size: int = 8, advance: Callable[[int], None] = lambda n: None
+) -> Perplexity:
+    """Score ``windows`` with ``model`` and time it."""
+    start = time.perf_counter()
+    nlls = window_nlls(model, windows, batch_size=batch_size, advance=advance)
+    return summarise(nlls, windows, time.perf_counter() - start)

@@ -1,0 +1,243 @@
+"""Layouts: the mode of each sync point of a tensor-parallel Llama. Imports no torch.
+
+A layer has two sync points, after attention and after the MLP, where the partial outputs of all ranks are summed:
+
+* ``blocking``: all-reduce, wait, go on (the dense Llama);
+* ``overlapped``: the next sub-module computes while the all-reduce runs (Ladder Residual, arXiv 2501.06589);
+* ``dropped``: no all-reduce; each rank carries its partial into the next sync point (Sync-Point Drop, arXiv 2502.20727).
+
+A layout is nothing but the list of these modes, plus the number of virtual ranks that dropped ones were made for.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+BLOCKING, OVERLAPPED, DROPPED = "blocking", "overlapped", "dropped"
+ATTENTION_MODES = (BLOCKING, OVERLAPPED, DROPPED)
+MLP_MODES = (BLOCKING, OVERLAPPED)
+CONFIG_KEYS = ("attention_sync", "mlp_sync", "sync_tp_size")
+
+
+class LayoutError(ValueError):
+    """A layout, or a range of layers, that makes no sense; the message is one sentence for the user."""
+
+
+class RangeSyntaxError(LayoutError):
+    """A range that is wrong whatever the model is."""
+
+
+def parse_ranges(text: str, num_layers: int, *, option: str = "layers") -> list[int]:
+    """Resolve ``16:32``, ``:8``, ``-16:``, ``5``, ``all`` or several of them with commas to sorted layer indices.
+
+    Half-open like Python's slices, but nothing is clipped: what lies outside, or is empty, raises LayoutError.
+    """
+    layers: set[int] = set()
+    for part in str(text).split(","):
+        layers.update(_parse_range(part.strip(), num_layers, option))
+    return sorted(layers)
+
+
+def _parse_range(part: str, num_layers: int, option: str) -> range:
+    def bound(value: str, default: int) -> int:
+        if not value.strip():
+            return default
+        try:
+            number = int(value)
+        except ValueError:
+            raise RangeSyntaxError(
+                f"{option}: {part!r} is not a range of layers; write for example 16:32, :8, -16:, 5 or all"
+            ) from None
+        return number + num_layers if number < 0 else number
+
+    if part == "all":
+        return range(num_layers)
+    first, colon, last = part.partition(":")
+    if ":" in last:
+        raise RangeSyntaxError(f"{option}: {part!r} has a step; ranges are start:stop, half-open")
+    if not part:
+        raise RangeSyntaxError(f"{option}: an empty range; write for example 16:32, :8, -16:, 5 or all")
+    start = bound(first, 0)
+    stop = bound(last, num_layers) if colon else start + 1
+    if start >= stop:
+        what = "reversed" if start > stop else "empty"
+        raise RangeSyntaxError(f"{option}: {part} is {what}: it begins at layer {start} and ends before layer {stop}")
+    if start < 0 or stop > num_layers:
+        raise LayoutError(f"{option}: {part} is out of range for a model of {num_layers} layers (0 to {num_layers - 1})")
+    return range(start, stop)
+
+
+def format_ranges(layers: Iterable[int]) -> str:
+    """The shortest text that ``parse_ranges`` reads back: ``[4, 8, 9, 10]`` -> ``4,8:11``; ``none`` for an empty list."""
+    parts: list[list[int]] = []
+    for layer in sorted(layers):
+        if parts and parts[-1][1] == layer:
+            parts[-1][1] = layer + 1
+        else:
+            parts.append([layer, layer + 1])
+    return ",".join(str(a) if b == a + 1 else f"{a}:{b}" for a, b in parts) or "none"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The modes of all sync points. Consistent by construction: raises LayoutError otherwise.
+
+    attention_sync, mlp_sync: one mode for each layer. sync_tp_size: virtual ranks, iff something is dropped.
+    """
+
+    attention_sync: tuple[str, ...]
+    mlp_sync: tuple[str, ...]
+    sync_tp_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.attention_sync) != len(self.mlp_sync) or not self.mlp_sync:
+            raise LayoutError(
+                f"attention_sync has {len(self.attention_sync)} entries and mlp_sync {len(self.mlp_sync)}; both need one per layer"
+            )
+        for key, modes, allowed in (
+            ("attention_sync", self.attention_sync, ATTENTION_MODES),
+            ("mlp_sync", self.mlp_sync, MLP_MODES),
+        ):
+            for layer, mode in enumerate(modes):
+                if mode not in allowed:
+                    why = "; q, k, v and the caches would differ by rank" if mode == DROPPED else ""
+                    raise LayoutError(f"{key}[{layer}] is {mode!r}, but must be one of {', '.join(allowed)}{why}")
+        if self.mlp_sync[-1] != BLOCKING:
+            raise LayoutError("the last layer's MLP sync point must be blocking: no sub-module follows that could hide it")
+        if self.spd_layers and self.sync_tp_size is None:
+            raise LayoutError("dropped sync points need sync_tp_size, the number of virtual ranks (--sync-tp-size N)")
+        if self.sync_tp_size is not None and not self.spd_layers:
+            raise LayoutError("sync_tp_size (--sync-tp-size) has no effect where no sync point is dropped; leave it out")
+
+    # ---- making one ----
+
+    @classmethod
+    def dense(cls, num_layers: int) -> "Layout":
+        return cls((BLOCKING,) * num_layers, (BLOCKING,) * num_layers)
+
+    @classmethod
+    def from_layers(
+        cls, num_layers: int, *, ladder: Iterable[int] = (), spd: Iterable[int] = (), sync_tp_size: int | None = None
+    ) -> "Layout":
+        """Compile named layers to sync points.
+
+        A ladder layer overlaps its own attention sync and the MLP sync entering it (the previous layer's); an spd
+        layer drops its attention sync; one that is both drops its attention sync and overlaps the entering MLP sync.
+        """
+        ladder_set, spd_set = set(ladder), set(spd)
+        attention = (DROPPED if i in spd_set else OVERLAPPED if i in ladder_set else BLOCKING for i in range(num_layers))
+        mlp = (OVERLAPPED if i + 1 in ladder_set else BLOCKING for i in range(num_layers))
+        return cls(tuple(attention), tuple(mlp), sync_tp_size)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Layout":
+        """Read the layout of a config.json: ladderized, the authors' ``llamaLadder``, or dense where nothing is said."""
+        num_layers = config["num_hidden_layers"]
+        if config.get("model_type") == "llamaLadder":
+            return cls.from_layers(num_layers, ladder=_authors_ladder_layers(config.get("ladder_layers"), num_layers))
+        if config.get("model_type") != "ladderized_llama":
+            return cls.dense(num_layers)
+        lists = []
+        for key in ("attention_sync", "mlp_sync"):
+            modes = config.get(key)
+            if not isinstance(modes, list) or len(modes) != num_layers:
+                raise LayoutError(f"config.json: {key} must be a list of {num_layers} modes, one for each layer")
+            lists.append(tuple(modes))
+        return cls(lists[0], lists[1], config.get("sync_tp_size"))
+
+    # ---- reading one ----
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.attention_sync)
+
+    @property
+    def spd_layers(self) -> list[int]:
+        return [i for i, mode in enumerate(self.attention_sync) if mode == DROPPED]
+
+    @property
+    def ladder_layers(self) -> list[int]:
+        """Layers that are ladder by name; an spd layer counts when the MLP sync entering it is overlapped."""
+        return [i for i in range(self.num_layers) if "ladder" in self.layer_name(i)]
+
+    @property
+    def is_dense(self) -> bool:
+        return set(self.attention_sync + self.mlp_sync) == {BLOCKING}
+
+    def entering(self, layer: int) -> str:
+        """The mode of the MLP sync point that enters ``layer``; blocking for the first."""
+        return self.mlp_sync[layer - 1] if layer else BLOCKING
+
+    def layer_name(self, layer: int) -> str:
+        """``dense``, ``ladder``, ``spd``, ``spd+ladder``, or ``custom`` for modes that no name compiles to."""
+        attention, entering = self.attention_sync[layer], self.entering(layer)
+        if attention == DROPPED:
+            return "spd" if entering == BLOCKING else "spd+ladder"
+        if attention == OVERLAPPED:
+            return "ladder" if entering == OVERLAPPED or layer == 0 else "custom"
+        return "dense" if entering == BLOCKING else "custom"
+
+    def count(self, mode: str) -> int:
+        """How many of the 2 L sync points have this mode."""
+        return (self.attention_sync + self.mlp_sync).count(mode)
+
+    def to_config(self) -> dict[str, Any]:
+        """The keys that config.json holds; ``from_config`` reads them back."""
+        return {
+            "attention_sync": list(self.attention_sync),
+            "mlp_sync": list(self.mlp_sync),
+            "sync_tp_size": self.sync_tp_size,
+        }
+
+    def check_model(self, config: Mapping[str, Any]) -> None:
+        """Raise LayoutError unless the model's heads and sizes can be split into ``sync_tp_size`` virtual ranks."""
+        if self.sync_tp_size is not None:
+            check_split(config, self.sync_tp_size, name="sync-tp-size")
+
+    def __str__(self) -> str:
+        """One line: ``32 layers: ladder 16:32``."""
+        if self.is_dense:
+            return f"{self.num_layers} layers: dense"
+        parts = []
+        if self.ladder_layers:
+            parts.append(f"ladder {format_ranges(self.ladder_layers)}")
+        if self.spd_layers:
+            parts.append(f"spd {format_ranges(self.spd_layers)} (sync_tp_size {self.sync_tp_size})")
+        custom = [i for i in range(self.num_layers) if self.layer_name(i) == "custom"]
+        if custom:
+            parts.append(f"custom {format_ranges(custom)}")
+        return f"{self.num_layers} layers: " + ", ".join(parts)
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row for each layer: its name, the mode entering it, and its two sync points."""
+        return [
+            {"layer": i, "kind": self.layer_name(i), "attention_sync": self.attention_sync[i], "mlp_sync": self.mlp_sync[i]}
+            for i in range(self.num_layers)
+        ]
+
+
+def check_split(config: Mapping[str, Any], ranks: int, *, name: str) -> None:
+    """Raise LayoutError unless ``ranks`` divides the query heads and the intermediate size and fits the KV heads."""
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    intermediate = config["intermediate_size"]
+    problem = None
+    if ranks < 1:
+        problem = "must be at least 1"
+    elif heads % ranks:
+        problem = f"does not divide the {heads} attention heads"
+    elif intermediate % ranks:
+        problem = f"does not divide the intermediate size {intermediate}"
+    elif kv_heads % ranks and ranks % kv_heads:
+        problem = f"neither divides nor is a multiple of the {kv_heads} key-value heads"
+    if problem:
+        fits = [n for n in range(1, heads + 1) if not (heads % n or intermediate % n or (kv_heads % n and n % kv_heads))]
+        raise LayoutError(f"{name} {ranks} {problem}; this model takes {', '.join(map(str, fits))}")
+
+
+def _authors_ladder_layers(value: object, num_layers: int) -> list[int]:
+    """``ladder_layers`` of the published checkpoints: an integer N for the last N layers, or a list of layers."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= num_layers:
+        return list(range(num_layers - value, num_layers))
+    if isinstance(value, list) and all(isinstance(i, int) and 0 <= i < num_layers for i in value):
+        return sorted(set(value))
+    raise LayoutError(f"config.json: ladder_layers is {value!r}, neither a number of layers nor a list of them")

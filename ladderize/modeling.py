@@ -1,0 +1,49 @@
+"""The one way to open a model: ``load``. ``register`` makes the class known to transformers; nothing happens at import."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def register() -> None:
+    """Tell transformers' Auto classes about ladderized Llamas; they then load without ``trust_remote_code``.
+
+    ``save_pretrained`` of a model loaded this way writes the two .py files too, as a converted checkpoint has them.
+    """
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
+    from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM, LadderizedLlamaModel
+
+    AutoConfig.register("ladderized_llama", LadderizedLlamaConfig, exist_ok=True)
+    AutoModel.register(LadderizedLlamaConfig, LadderizedLlamaModel, exist_ok=True)
+    AutoModelForCausalLM.register(LadderizedLlamaConfig, LadderizedLlamaForCausalLM, exist_ok=True)
+    LadderizedLlamaConfig.register_for_auto_class()
+    LadderizedLlamaModel.register_for_auto_class("AutoModel")
+    LadderizedLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+
+
+def load(
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    **kwargs: Any,
+) -> "PreTrainedModel":
+    """Open a causal language model, ladderized or not, in eval mode.
+
+    model: a folder or a hub id. dtype: "auto" (as stored) or a torch dtype's name. device: such as "cuda:1"; None leaves it to
+    ``kwargs`` (``device_map``) or the CPU. A ladderized checkpoint runs this package's code, never the copy in its folder.
+    """
+    from transformers import AutoModelForCausalLM
+
+    register()
+    if device is not None:
+        kwargs["device_map"] = {"": device}
+    return AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, **kwargs
+    ).eval()

@@ -1,0 +1,108 @@
+"""Train the demo's tiny Llama and its tokenizer; writes ladderize/demo/model and the log beside this file.
+
+    python scripts/train_demo_model.py            # about half an hour on 2 cores, seed 0
+
+The result is committed, so nobody has to run this. It is here so that anybody can see where the weights come
+from. Not bit-reproducible across machines (floating-point sums depend on the number of threads).
+"""
+
+import argparse
+import copy
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ladderize.demo.corpus import documents
+
+ROOT = Path(__file__).resolve().parent.parent
+BOS, EOS = "<s>", "</s>"
+CONFIG = dict(vocab_size=768, hidden_size=128, intermediate_size=320, num_hidden_layers=8, num_attention_heads=8,
+              num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=True, rms_norm_eps=1e-5,
+              bos_token_id=0, eos_token_id=1, pad_token_id=None)  # fmt: skip
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with single digits: every string survives encode and decode."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[BOS, EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, model_max_length=512)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--learning-rate", type=float, default=2.5e-3)
+    parser.add_argument("--documents", type=int, default=250_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "ladderize" / "demo" / "model")
+    parser.add_argument("--log", type=Path, default=ROOT / "scripts" / "train_demo_model.log")
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    texts = list(documents(args.documents, test=False, seed=args.seed))
+    tokenizer = train_tokenizer(texts[:50_000], CONFIG["vocab_size"])
+
+    # one stream "<s> document </s> <s> document </s> ...", cut into rows that all begin with <s>
+    stream = [token for row in tokenizer(texts)["input_ids"] for token in (*row, 1)]
+    rows = torch.tensor(stream[: len(stream) // args.seq_len * args.seq_len], dtype=torch.int16).view(-1, args.seq_len)
+
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    parameters = sum(p.numel() for p in model.parameters())
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    other = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}], lr=args.learning_rate, betas=(0.9, 0.98)
+    )
+    warmup = 200
+
+    def schedule(step: int) -> float:
+        return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / args.steps)))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    args.log.parent.mkdir(parents=True, exist_ok=True)
+    with args.log.open("w") as log:
+
+        def report(**values: object) -> None:
+            print(json.dumps(values), file=log, flush=True)
+            print(values, flush=True)
+
+        report(parameters=parameters, tokens=rows.numel(), torch=torch.__version__, **{k: str(v) for k, v in vars(args).items() if k not in ("out", "log")})
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))
+        start, loss_sum = time.time(), 0.0
+        for step in range(args.steps):
+            picked = [(step * args.batch_size + i) % len(rows) for i in range(args.batch_size)]
+            batch = rows[order[picked]].long()
+            batch[:, 0] = 0
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+            loss_sum += loss.item()
+            if (step + 1) % 100 == 0:
+                report(step=step + 1, loss=round(loss_sum / 100, 4), seconds=round(time.time() - start))
+                loss_sum = 0.0
+            if (step + 1) % 1000 == 0 or step + 1 == args.steps:
+                copy.deepcopy(model).to(torch.bfloat16).save_pretrained(args.out)
+                tokenizer.save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The oracle: a Llama with sync points, written line by line after DESIGN section 2, for reading and not for speed.
+
+Every rank is computed apart, with its own slices of the weights, in fp32 or fp64, without cache, without any code of the
+package. It understands batches padded on the left through ``attention_mask``.
+"""
+
+import torch
+from torch.nn.functional import linear, silu
+
+
+def rms_norm(x, weight, eps):
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def rotate(x, positions, theta):
+    """x: [batch, heads, tokens, head_dim]; the two halves of a head are the pairs that rotate."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = (positions[:, None, :, None] * frequencies).to(torch.float32).to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+def part(tensor, dim, rank, ranks):
+    return tensor.chunk(ranks, dim)[rank] if tensor is not None else None
+
+
+class Oracle:
+    """``Oracle(state_dict, config)(input_ids)`` -> logits and the complete streams entering each layer, then the normed end."""
+
+    def __init__(self, weights, config, ranks=None):
+        self.weights = {name: weight.detach() for name, weight in weights.items()}
+        self.config = config
+        self.ranks = ranks or config.sync_tp_size or 1
+
+    def get(self, layer, name):
+        return self.weights.get(f"model.layers.{layer}.{name}")
+
+    def attention(self, layer, x, positions, allowed, rank):
+        """One rank's product with its columns of o_proj, without the bias."""
+        config = self.config
+        heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        first = rank * heads // self.ranks
+        own = range(first, first + heads // self.ranks)
+        q = linear(x, self.get(layer, "self_attn.q_proj.weight"), self.get(layer, "self_attn.q_proj.bias"))
+        k = linear(x, self.get(layer, "self_attn.k_proj.weight"), self.get(layer, "self_attn.k_proj.bias"))
+        v = linear(x, self.get(layer, "self_attn.v_proj.weight"), self.get(layer, "self_attn.v_proj.bias"))
+        q, k, v = (t.unflatten(-1, (-1, d)).transpose(1, 2) for t in (q, k, v))
+        q, k = (rotate(t, positions, config.rope_parameters["rope_theta"]) for t in (q, k))
+        outputs = []
+        for head in own:
+            group = head // (heads // kv_heads)
+            scores = q[:, head] @ k[:, group].transpose(-1, -2) / d**0.5
+            outputs.append(scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1) @ v[:, group])
+        return linear(torch.cat(outputs, -1), part(self.get(layer, "self_attn.o_proj.weight"), 1, rank, self.ranks))
+
+    def mlp(self, layer, x, rank):
+        """One rank's product with its columns of down_proj, without the bias."""
+        gate, up, down = (self.get(layer, f"mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
+        gate_bias, up_bias = (self.get(layer, f"mlp.{name}_proj.bias") for name in ("gate", "up"))
+        n = self.ranks
+        gated = silu(linear(x, part(gate, 0, rank, n), part(gate_bias, 0, rank, n)))
+        return linear(gated * linear(x, part(up, 0, rank, n), part(up_bias, 0, rank, n)), part(down, 1, rank, n))
+
+    def __call__(self, input_ids, attention_mask=None):
+        config, ranks = self.config, range(self.ranks)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        tokens = input_ids.shape[1]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril() & mask.bool()[:, None, :]
+
+        residual = self.weights["model.embed_tokens.weight"][input_ids]
+        nothing = torch.zeros_like(residual)
+        carry = [nothing for _ in ranks]
+        pending = None  # (the sum of an all-reduce in flight, the bias that goes with it)
+        streams = []
+        for layer in range(config.num_hidden_layers):
+            streams.append(residual if pending is None else residual + pending[0] + pending[1])
+            for name, mode in (("attention", config.attention_sync[layer]), ("mlp", config.mlp_sync[layer])):
+                norm = self.get(layer, ("input_layernorm" if name == "attention" else "post_attention_layernorm") + ".weight")
+                bias = self.get(layer, "self_attn.o_proj.bias" if name == "attention" else "mlp.down_proj.bias")
+                bias = nothing if bias is None else bias
+                partial = []
+                for rank in ranks:
+                    x = rms_norm(residual + carry[rank], norm, config.rms_norm_eps)
+                    if name == "attention":
+                        product = self.attention(layer, x, positions, allowed, rank)
+                    else:
+                        product = self.mlp(layer, x, rank)
+                    partial.append(product + carry[rank])
+                carry = [nothing for _ in ranks]
+                if pending is not None:
+                    residual = residual + pending[0] + pending[1]
+                    pending = None
+                if mode == "blocking":
+                    residual = residual + sum(partial) + bias
+                elif mode == "overlapped":
+                    pending = (sum(partial), bias)
+                elif mode == "dropped":
+                    carry = partial
+                    residual = residual + bias
+        if pending is not None:
+            residual = residual + pending[0] + pending[1]
+        hidden = rms_norm(residual, self.weights["model.norm.weight"], config.rms_norm_eps)
+        streams.append(hidden)
+        head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
+        return linear(hidden, head), streams
