@@ -1,6 +1,7 @@
 """What the commands share: results to stdout, progress to stderr, one place that turns errors into sentences."""
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -58,6 +59,13 @@ class Console:
         with bar:
             task = bar.add_task(description, total=total)
             yield lambda steps=1: bar.update(task, advance=steps)
+
+    @contextlib.contextmanager
+    def contained(self) -> Iterator[None]:
+        """Around a library that prints: its stdout goes to stderr, and its progress bars nowhere if stderr is no terminal."""
+        stderr = sys.stderr if sys.stderr.isatty() and is_main_rank() else io.StringIO()
+        with contextlib.redirect_stdout(stderr), contextlib.redirect_stderr(stderr):
+            yield
 
 
 def with_schema(value: Mapping[str, Any]) -> dict[str, Any]:

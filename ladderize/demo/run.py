@@ -1,6 +1,7 @@
 """``ladderize demo``: convert the bundled model to four layouts, evaluate all five, print one table."""
 
 import json
+import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,12 +36,12 @@ def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, An
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UserError(f"--out {folder} is not an empty folder; choose another")
             folder.mkdir(parents=True, exist_ok=True)
-        models = [str(MODEL)]
+        models = [str(shutil.copytree(MODEL, folder / "dense"))]
         for name, recipe in RECIPES.items():
             if quick and name not in QUICK:
                 continue
-            console.note(f"$ ladderize convert {MODEL} {folder / name} {command_line(recipe)}")
-            report = convert_checkpoint(MODEL, folder / name, recipe, verify=not quick, console=console)
+            console.note(f"$ ladderize convert {models[0]} {folder / name} {command_line(recipe)}")
+            report = convert_checkpoint(models[0], folder / name, recipe, verify=not quick, console=console)
             console.result(f"{name:15} {report['layout']}")
             models.append(str(folder / name))
         heldout = folder / "heldout.jsonl"

@@ -51,11 +51,13 @@ def evaluate_models(
     """
     names = list(models)
     check_before_work(names, options)
-    manager = load_tasks(options) if options.tasks else None
+    with console.contained():
+        manager = load_tasks(options) if options.tasks else None
     document: dict[str, Any] = {"options": asdict(options), "models": []}
     add_bos: bool | None = None
     for name in names:
-        model, tokenizer = open_model(name, options)
+        with console.contained():
+            model, tokenizer = open_model(name, options)
         entry: dict[str, Any] = {"ladderize": {"model": name, **describe(model)}}
         document["models"].append(entry)
         if tokenizer is not None and add_bos is None:
@@ -68,7 +70,9 @@ def evaluate_models(
             harness = wrap(name, model, tokenizer, options, add_bos)
             for number, task in enumerate(options.tasks, start=1):
                 console.note(f"{name}: {task} ({number} of {len(options.tasks)})")
-                merge(entry, run_task(harness, task, manager, options))
+                with console.contained():
+                    result = run_task(harness, task, manager, options)
+                merge(entry, result)
                 save(document)
             del harness
         del model
@@ -116,13 +120,15 @@ def load_tasks(options: EvalOptions) -> "TaskManager":
 
 def open_model(name: str, options: EvalOptions) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
     """A model and, if it has one, its tokenizer; errors of transformers become one sentence."""
+    import torch
     from transformers import AutoTokenizer
 
     from ladderize.modeling import load
 
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     common = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     try:
-        model = load(name, dtype=options.dtype, device=options.device, **common)  # type: ignore[arg-type]
+        model = load(name, dtype=options.dtype, device=device, **common)  # type: ignore[arg-type]
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{name} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
     try:
@@ -203,19 +209,30 @@ def merge(entry: dict[str, Any], result: Mapping[str, Any]) -> None:
 
 def comparison(document: Mapping[str, Any]) -> list[dict[str, str]]:
     """Rows task x model: value, standard error, and the difference to the first model."""
-    rows: list[dict[str, str]] = []
-    first: dict[tuple[str, str], float] = {}
-    for entry in document["models"]:
-        model = entry["ladderize"]["model"]
-        for task, metric, value, stderr in measurements(entry):
-            base = first.setdefault((task, metric), value)
+    entries = document["models"]
+    names = short_names([entry["ladderize"]["model"] for entry in entries])
+    measured = [{(task, metric): (value, stderr) for task, metric, value, stderr in measurements(entry)} for entry in entries]
+    rows = []
+    for task, metric in dict.fromkeys(key for values in measured for key in values):
+        base = measured[0].get((task, metric))
+        first = True
+        for name, values in zip(names, measured, strict=True):
+            if (task, metric) not in values:
+                continue
+            value, stderr = values[task, metric]
             rows.append({
-                "task": task, "metric": metric, "model": model, "value": f"{value:.4g}",
-                "stderr": "" if stderr is None else f"{stderr:.2g}",
-                "difference": "" if entry is document["models"][0] else f"{value - base:+.4g}",
+                "task": task if first else "", "metric": metric if first else "", "model": name, "value": f"{value:.4f}",
+                "stderr": "" if stderr is None else f"{stderr:.4f}",
+                "difference": "" if values is measured[0] or base is None else f"{value - base[0]:+.4f}",
             })  # fmt: skip
-    order = list(dict.fromkeys((row["task"], row["metric"]) for row in rows))
-    return sorted(rows, key=lambda row: order.index((row["task"], row["metric"])))
+            first = False
+    return rows
+
+
+def short_names(models: list[str]) -> list[str]:
+    """The last part of each path, where these differ; else the whole."""
+    last = [Path(model).name for model in models]
+    return last if len(set(last)) == len(last) else models
 
 
 def measurements(entry: Mapping[str, Any]) -> list[tuple[str, str, float, float | None]]:

@@ -79,8 +79,7 @@ class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
         residual: [batch, tokens, hidden]; heads: [batch, tokens, heads * head_dim].
         Returns the residual plus the bias of o_proj, and the sum over the ranks of P_k + MLP_k.
         """
-        partials = row_parallel(self.self_attn.o_proj, heads, self.sync_tp_size)
-        bias = base_linear(self.self_attn.o_proj).bias
+        partials, bias = row_parallel(self.self_attn.o_proj, heads, self.sync_tp_size)
         residual = residual if bias is None else residual + bias
         mlp_input = self.post_attention_layernorm(residual + partials)
         gate = column_parallel(self.mlp.gate_proj, mlp_input, self.sync_tp_size)
@@ -90,9 +89,10 @@ class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
 
 
 def row_parallel(projection, inputs, ranks):
-    """The ranks' partial products of a row-parallel projection, without its bias.
+    """The ranks' partial products of a row-parallel projection, and its bias, which belongs to no rank.
 
-    inputs: [..., in]; rank k owns the k-th contiguous part of them. Returns [ranks, ..., out]; their sum is the product.
+    inputs: [..., in]; rank k owns the k-th contiguous part of them. Returns [ranks, ..., out], whose sum is the product
+    without bias, and the bias or None.
     """
 
     def multiply(weight, inputs):
@@ -102,14 +102,14 @@ def row_parallel(projection, inputs, ranks):
     if parts is None:
         parts = inputs.unflatten(-1, (ranks, -1))
         alone = (nn.functional.pad(parts[..., k : k + 1, :], (0, 0, k, ranks - 1 - k)).flatten(-2) for k in range(ranks))
-        products = torch.stack([projection(masked) for masked in alone])
-        return products if base_linear(projection).bias is None else products - projection(torch.zeros_like(inputs))
+        bias = projection(torch.zeros_like(inputs))
+        return torch.stack([projection(masked) for masked in alone]) - bias, bias
     weight, adapters = parts
     output = multiply(weight, inputs)
     for dropout, lora_a, lora_b, scaling in adapters:
         low = multiply(lora_a, dropout(inputs.to(lora_a.dtype)))
         output = output + (nn.functional.linear(low, lora_b) * scaling).to(output.dtype)
-    return output
+    return output, base_linear(projection).bias
 
 
 def column_parallel(projection, inputs, ranks):

@@ -1,0 +1,90 @@
+"""Small models and the command line, for all tests."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
+from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.layout import Layout, parse_ranges
+
+ROOT = Path(__file__).resolve().parent.parent
+STORIES = ROOT.parent / "shared" / "fixtures" / "stories260K"
+SHAPE = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+# name -> (ladder, spd, sync_tp_size, config extras)
+LAYOUTS = {
+    "dense": ("", "", None, {}),
+    "ladder all": ("all", "", None, {}),
+    "ladder last half": ("2:", "", None, {}),
+    "ladder first": ("0", "", None, {}),
+    "ladder gaps": ("1,3", "", None, {}),
+    "ladder with biases": ("all", "", None, BIASES),
+    "spd all 2": ("", "all", 2, {}),
+    "spd all 4": ("", "all", 4, {}),
+    "spd more ranks than kv heads": ("", "all", 8, {}),
+    "spd some": ("", "0,2", 4, {}),
+    "spd with biases": ("", "all", 4, BIASES),
+    "mixed": ("2:", "0:2", 2, {}),
+    "same layer": ("all", "all", 4, {}),
+    "same layer with biases": ("1:3", "1:4", 2, BIASES),
+}
+
+
+def make_layout(name: str) -> Layout:
+    ladder, spd, ranks, _ = LAYOUTS[name]
+    layers = SHAPE["num_hidden_layers"]
+    named = {key: parse_ranges(value, layers) for key, value in (("ladder", ladder), ("spd", spd)) if value}
+    return Layout.from_layers(layers, **named, sync_tp_size=ranks)
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Weights, norms and biases far from their initial values, so that an error in any of them shows."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * (0.15 if parameter.ndim > 1 else 0.3)
+            parameter.add_(noise.to(parameter.dtype))
+
+
+def make_model(name: str, *, seed: int | None = None, **extra: object) -> LadderizedLlamaForCausalLM:
+    """A random model with one of LAYOUTS; a fresh seed each time unless one is given."""
+    config = LadderizedLlamaConfig(**{**SHAPE, **LAYOUTS[name][3], **extra}, **make_layout(name).to_config())
+    model = LadderizedLlamaForCausalLM(config).eval()
+    randomise(model, int(torch.randint(1 << 30, ())) if seed is None else seed)
+    return model
+
+
+def save_llama(folder: Path, *, shards: int = 1, dtype: torch.dtype = torch.float32, seed: int = 0, **extra: object) -> Path:
+    """Write a plain random Llama with transformers."""
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **extra}))
+    randomise(model, seed)
+    size = sum(p.numel() * dtype.itemsize for p in model.parameters())
+    model.to(dtype).save_pretrained(folder, max_shard_size=size // shards + size // 8 if shards > 1 else "5GB")
+    return folder
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def random_ids(*shape: int) -> torch.Tensor:
+    return torch.randint(3, SHAPE["vocab_size"], shape)
+
+
+def run_cli(*arguments: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ladderize", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, **kwargs)  # type: ignore[call-overload]
+
+
+def listing(folder: Path) -> list[str]:
+    """Everything in a folder, hidden entries included: what a failed command left behind."""
+    return sorted(path.name for path in folder.iterdir())

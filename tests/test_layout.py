@@ -1,0 +1,105 @@
+import subprocess
+import sys
+
+import pytest
+
+from ladderize.layout import Layout, LayoutError, RangeSyntaxError, check_split, format_ranges, parse_ranges
+from tests.helpers import LAYOUTS, make_layout
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("2:5", [2, 3, 4]), (":3", [0, 1, 2]), ("-3:", [5, 6, 7]), ("5", [5]), ("-1", [7]), ("all", list(range(8))),
+        ("4,6:8", [4, 6, 7]), (" 1 , 0:2 ", [0, 1]), (":", list(range(8))), (":-6", [0, 1]),
+    ],
+)  # fmt: skip
+def test_ranges(text, layers):
+    assert parse_ranges(text, 8) == layers
+    assert parse_ranges(format_ranges(layers), 8) == layers
+
+
+@pytest.mark.parametrize("text", ["", "1:2:3", "a", "1:b", "5:2", "3:3", "1,,2", "0x1", "1.5"])
+def test_ranges_wrong_for_every_model(text):
+    with pytest.raises(RangeSyntaxError):
+        parse_ranges(text, 8)
+
+
+@pytest.mark.parametrize("text", ["6:9", "8", "-9", "-9:", "0:100"])
+def test_ranges_are_never_clipped(text):
+    with pytest.raises(LayoutError, match="out of range for a model of 8 layers"):
+        parse_ranges(text, 8)
+
+
+def test_named_layers_compile_to_sync_points():
+    layout = Layout.from_layers(5, ladder=[0, 3], spd=[2, 3], sync_tp_size=2)
+    assert layout.attention_sync == ("overlapped", "blocking", "dropped", "dropped", "blocking")
+    assert layout.mlp_sync == ("blocking", "blocking", "overlapped", "blocking", "blocking")
+    assert [layout.layer_name(i) for i in range(5)] == ["ladder", "dense", "spd", "spd+ladder", "dense"]
+    assert str(layout) == "5 layers: ladder 0,3, spd 2:4 (sync_tp_size 2)"
+
+
+def test_custom_modes_keep_their_name():
+    layout = Layout(("blocking", "overlapped", "blocking"), ("overlapped", "blocking", "blocking"))
+    assert [layout.layer_name(i) for i in range(3)] == ["dense", "ladder", "dense"]
+    layout = Layout(("blocking", "overlapped", "blocking"), ("blocking", "overlapped", "blocking"))
+    assert [layout.layer_name(i) for i in range(3)] == ["dense", "custom", "custom"]
+    assert str(layout) == "3 layers: custom 1:3"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_config_round_trip(name):
+    layout = make_layout(name)
+    config = {"model_type": "ladderized_llama", "num_hidden_layers": 4, **layout.to_config()}
+    assert Layout.from_config(config) == layout
+
+
+@pytest.mark.parametrize(("value", "ladder"), [(2, [2, 3]), ([0, 3], [0, 3]), (0, []), ([], [])])
+def test_authors_format(value, ladder):
+    layout = Layout.from_config({"model_type": "llamaLadder", "num_hidden_layers": 4, "ladder_layers": value})
+    assert layout == Layout.from_layers(4, ladder=ladder)
+
+
+@pytest.mark.parametrize("value", [5, -1, [4], "2", None, [0.5], True])
+def test_authors_format_nonsense(value):
+    with pytest.raises(LayoutError, match="ladder_layers"):
+        Layout.from_config({"model_type": "llamaLadder", "num_hidden_layers": 4, "ladder_layers": value})
+
+
+@pytest.mark.parametrize(
+    ("attention", "mlp", "ranks", "message"),
+    [
+        (["blocking"], ["overlapped"], None, "last layer's MLP"),
+        (["blocking"] * 2, ["dropped", "blocking"], 2, "caches would differ by rank"),
+        (["dropped"], ["blocking"], None, "need sync_tp_size"),
+        (["blocking"], ["blocking"], 2, "no effect"),
+        (["blocking"], ["blocking"] * 2, None, "one per layer"),
+        (["lazy"], ["blocking"], None, "'lazy'"),
+        ([], [], None, "one per layer"),
+    ],
+)
+def test_impossible_layouts(attention, mlp, ranks, message):
+    with pytest.raises(LayoutError, match=message):
+        Layout(tuple(attention), tuple(mlp), ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_fitting_rank_counts(ranks):
+    check_split({"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 48}, ranks, name="n")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "message"),
+    [
+        (3, {}, "8 attention heads"), (16, {}, "8 attention heads"), (4, {"intermediate_size": 50}, "intermediate size 50"),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 6}, "6 key-value heads"), (0, {}, "at least 1"),
+    ],
+)  # fmt: skip
+def test_rank_counts_that_do_not_fit(ranks, config, message):
+    with pytest.raises(LayoutError, match=message):
+        check_split({"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 48, **config}, ranks, name="n")
+
+
+def test_layout_imports_no_torch():
+    code = "import sys, ladderize.layout, ladderize.cli; print('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

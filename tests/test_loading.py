@@ -1,0 +1,196 @@
+"""Converted checkpoints in the hands of others: plain transformers, save_pretrained, device maps, transformers' own TP."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ladderize import convert_checkpoint, load, register
+from ladderize.convert.recipe import Recipe
+from tests.helpers import LAYOUTS, listing, random_ids, save_llama
+from tests.oracle import Oracle
+
+BOTH = Recipe(ladder="1:", spd="2:", sync_tp_size=4)
+TIGHT = {"rtol": 1e-4, "atol": 2e-5}
+
+STRANGER = """
+import json, sys
+sys.modules["ladderize"] = None
+import torch
+from transformers import AutoModelForCausalLM, AutoModel, AutoConfig
+path, ids = sys.argv[1], torch.tensor(json.loads(sys.argv[2]))
+model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+with torch.no_grad():
+    logits = model(ids).logits
+base = AutoModel.from_pretrained(path, trust_remote_code=True)
+with torch.no_grad():
+    assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+assert "LadderizedLlama" in type(model).__name__
+if len(sys.argv) > 3:
+    model.save_pretrained(sys.argv[3])
+print(json.dumps(logits.tolist()))
+"""
+
+
+def as_a_stranger(path, ids, cache, save_to=None):
+    """Logits of a checkpoint in a process that cannot import ladderize."""
+    command = [sys.executable, "-c", STRANGER, str(path), json.dumps(ids.tolist()), *([str(save_to)] if save_to else [])]
+    environment = {**os.environ, "HF_MODULES_CACHE": str(cache)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, cwd=cache.parent)
+    assert result.returncode == 0, result.stderr
+    return torch.tensor(json.loads(result.stdout))
+
+
+@pytest.fixture
+def converted(llama, tmp_path) -> Path:
+    convert_checkpoint(llama, tmp_path / "out", BOTH, verify=False)
+    return tmp_path / "out"
+
+
+def test_without_ladderize_and_saved_again(converted, tmp_path):
+    ids = random_ids(2, 7)
+    model = load(converted)
+    expected, _ = Oracle(model.state_dict(), model.config)(ids)
+    torch.testing.assert_close(as_a_stranger(converted, ids, tmp_path / "modules", tmp_path / "saved"), expected, **TIGHT)
+    assert {"configuration_ladderized_llama.py", "modeling_ladderized_llama.py"} <= set(listing(tmp_path / "saved"))
+    torch.testing.assert_close(as_a_stranger(tmp_path / "saved", ids, tmp_path / "modules2"), expected, **TIGHT)
+
+
+def test_save_pretrained_after_load_writes_the_code_too(converted, tmp_path):
+    model = load(converted)
+    model.save_pretrained(tmp_path / "again")
+    assert {"configuration_ladderized_llama.py", "modeling_ladderized_llama.py"} <= set(listing(tmp_path / "again"))
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config["model_type"] == "ladderized_llama"
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_ladderized_llama.LadderizedLlamaForCausalLM"
+    ids = random_ids(1, 5)
+    with torch.no_grad():
+        expected = model(ids).logits
+    torch.testing.assert_close(as_a_stranger(tmp_path / "again", ids, tmp_path / "modules"), expected, **TIGHT)
+
+
+def test_a_loaded_model_runs_our_code_not_the_folders(converted):
+    (converted / "modeling_ladderized_llama.py").write_text("raise SystemExit('a stranger ran')\n")
+    model = load(converted)
+    assert type(model).__module__ == "ladderize.convert.remote_code.modeling_ladderized_llama"
+
+
+def test_a_strangers_code_is_never_run_unasked(converted):
+    config = json.loads((converted / "config.json").read_text())
+    (converted / "evil.py").write_text("raise SystemExit('a stranger ran')\n")
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.A", "AutoModelForCausalLM": "evil.B"}}
+    (converted / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load(converted)
+
+
+def test_register_is_explicit_and_repeatable(converted):
+    code = "import sys, ladderize; from transformers import AutoConfig; AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=False)"
+    unregistered = subprocess.run([sys.executable, "-c", code, str(converted)], capture_output=True, text=True)
+    assert "trust_remote_code" in unregistered.stderr
+    register()
+    register()
+    assert AutoConfig.from_pretrained(converted).sync_tp_size == 4
+
+
+@pytest.mark.parametrize("changes", [
+    {"attention_sync": ["blocking"]}, {"mlp_sync": ["blocking", "blocking", "blocking", "overlapped"]}, {"sync_tp_size": 3},
+    {"sync_tp_size": None}, {"attention_sync": ["lazy"] * 4},
+])  # fmt: skip
+def test_an_impossible_layout_does_not_load(converted, changes):
+    config = json.loads((converted / "config.json").read_text())
+    (converted / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(Exception, match="attention_sync|mlp_sync|sync_tp_size"):
+        load(converted)
+
+
+@pytest.mark.parametrize("name", ["spd with biases", "same layer"])
+def test_disk_and_cpu_offload(name, tmp_path):
+    """Offloaded weights are on the meta device between calls: slicing them would give NaN."""
+    ladder, spd, ranks, extra = LAYOUTS[name]
+    source = save_llama(tmp_path / "src", **extra)
+    convert_checkpoint(source, tmp_path / "out", Recipe(ladder=ladder or None, spd=spd, sync_tp_size=ranks), verify=False)
+    ids = random_ids(2, 6)
+    model = load(tmp_path / "out")
+    expected, _ = Oracle(model.state_dict(), model.config)(ids)
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(4)}
+    offloaded = load(tmp_path / "out", device_map=places, offload_folder=str(tmp_path / "offload"))
+    assert offloaded.model.layers[1].mlp.up_proj.weight.is_meta
+    with torch.no_grad():
+        torch.testing.assert_close(offloaded(ids).logits, expected, **TIGHT)
+
+
+def test_device_map_auto(converted):
+    ids = random_ids(1, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(load(converted, device_map="auto")(ids).logits.cpu(), load(converted)(ids).logits, **TIGHT)
+
+
+def test_tied_embeddings_stay_tied(tmp_path):
+    source = save_llama(tmp_path / "src", tie_word_embeddings=True)
+    convert_checkpoint(source, tmp_path / "out", Recipe(ladder="all"), verify=False)
+    model = load(tmp_path / "out")
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    ids = random_ids(1, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, Oracle(model.state_dict(), model.config)(ids)[0], **TIGHT)
+
+
+TENSOR_PARALLEL = """
+import os, sys, torch, torch.distributed as dist
+from transformers.distributed import DistributedConfig
+from ladderize import load
+path, reference = sys.argv[1:]
+model = load(path, distributed_config=DistributedConfig(tp_plan="auto", tp_size=2))
+ids = torch.arange(3, 14)[None]
+with torch.no_grad():
+    logits = model(ids).logits
+expected = torch.load(reference, weights_only=True)
+torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)
+shape = tuple(model.model.layers[0].mlp.up_proj.weight.to_local().shape)
+assert shape == (24, 32), shape
+if dist.get_rank() == 0:
+    print("equal", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def under_torchrun(script, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180)
+
+
+def test_transformers_tensor_parallelism_runs_ladder_layouts(llama, tmp_path):
+    convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="1:"), verify=False)
+    model = load(tmp_path / "out")
+    logits, _ = Oracle(model.state_dict(), model.config)(torch.arange(3, 14)[None])
+    torch.save(logits, tmp_path / "logits.pt")
+    (tmp_path / "tp.py").write_text(TENSOR_PARALLEL)
+    result = under_torchrun(tmp_path / "tp.py", tmp_path / "out", tmp_path / "logits.pt")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.strip() == "equal"
+
+
+def test_transformers_tensor_parallelism_refuses_dropped_layouts(converted, tmp_path):
+    (tmp_path / "tp.py").write_text(TENSOR_PARALLEL)
+    result = under_torchrun(tmp_path / "tp.py", converted, tmp_path / "nothing.pt")
+    assert result.returncode != 0
+    assert "drops sync points for 4 virtual ranks" in result.stderr
+    assert "use ladderize's own runtime" in result.stderr
+
+
+def test_plain_llama_after_dense(converted, llama, tmp_path):
+    convert_checkpoint(converted, tmp_path / "back", Recipe(dense=True), verify=False)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", trust_remote_code=False)
+    original = AutoModelForCausalLM.from_pretrained(llama)
+    assert type(back).__name__ == "LlamaForCausalLM"
+    ids = random_ids(1, 6)
+    with torch.no_grad():
+        assert torch.equal(back(ids).logits, original(ids).logits)

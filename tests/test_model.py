@@ -1,0 +1,208 @@
+"""The HF model against the oracle, and against LlamaForCausalLM where the layout is dense."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.helpers import BIASES, LAYOUTS, SHAPE, make_model, random_ids
+from tests.oracle import Oracle
+
+TIGHT = {"rtol": 1e-4, "atol": 2e-5}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logits_and_hidden_states_equal_the_oracle(name):
+    model = make_model(name)
+    ids = random_ids(2, 11)
+    with torch.no_grad():
+        output = model(ids, output_hidden_states=True)
+    logits, streams = Oracle(model.state_dict(), model.config)(ids)
+    torch.testing.assert_close(output.logits, logits, **TIGHT)
+    assert len(output.hidden_states) == len(streams) == SHAPE["num_hidden_layers"] + 1
+    for got, expected in zip(output.hidden_states, streams, strict=True):
+        torch.testing.assert_close(got, expected, **TIGHT)
+
+
+def test_layouts_differ():
+    """The oracle tests would pass if every layout meant the same; it does not."""
+    logits = {}
+    ids = random_ids(1, 9)
+    for name, (_, _, _, extra) in LAYOUTS.items():
+        if not extra:
+            with torch.no_grad():
+                logits[name] = make_model(name, seed=5)(ids).logits
+    names = list(logits)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            assert (logits[a] - logits[b]).abs().max() > 1e-2, (a, b)
+
+
+@pytest.mark.parametrize("extra", [{}, BIASES, {"tie_word_embeddings": True}])
+def test_dense_is_bit_equal_to_llama(extra):
+    model = make_model("dense", **extra)
+    llama = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **extra})).eval()
+    llama.load_state_dict(model.state_dict())
+    ids = random_ids(3, 13)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, llama(ids).logits)
+    assert list(model.state_dict()) == list(llama.state_dict())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_cached_decoding_equals_the_oracle(name):
+    model = make_model(name)
+    ids = random_ids(2, 12)
+    expected, _ = Oracle(model.state_dict(), model.config)(ids)
+    with torch.no_grad():
+        output = model(ids[:, :5], use_cache=True)
+        steps = [output.logits]
+        for position in range(5, 12):
+            output = model(ids[:, position : position + 1], past_key_values=output.past_key_values, use_cache=True)
+            steps.append(output.logits)
+    torch.testing.assert_close(torch.cat(steps, 1), expected, **TIGHT)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer with biases"])
+def test_left_padding(name, attention):
+    model = make_model(name, attn_implementation=attention)
+    ids = random_ids(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=position_ids).logits
+    expected, _ = Oracle(model.state_dict(), model.config)(ids, mask)
+    alone, _ = Oracle(model.state_dict(), model.config)(ids[:1, 4:])
+    torch.testing.assert_close(logits[1], expected[1], **TIGHT)
+    torch.testing.assert_close(logits[:1, 4:], alone, **TIGHT)
+
+
+def oracle_greedy(model, ids, steps):
+    oracle = Oracle(model.state_dict(), model.config)
+    for _ in range(steps):
+        logits, _ = oracle(ids)
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer", "mixed"])
+def test_greedy_generation_of_a_padded_batch(name):
+    model = make_model(name)
+    short, long = random_ids(1, 4), random_ids(1, 7)
+    batch = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], 1), long])
+    mask = (batch != 0).long()
+    text = model.generate(batch, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert torch.equal(text[:1, 3:], oracle_greedy(model, short, 8))
+    assert torch.equal(text[1:], oracle_greedy(model, long, 8))
+
+
+@pytest.mark.parametrize("name", ["ladder last half", "spd all 2", "same layer"])
+def test_beam_search(name):
+    """Beams of 3 over 5 steps, recomputed with the oracle by hand."""
+    model = make_model(name)
+    prompt = random_ids(1, 4)
+    text = model.generate(prompt, num_beams=3, max_new_tokens=5, do_sample=False, length_penalty=0.0)
+    oracle = Oracle(model.state_dict(), model.config)
+    beams, scores = prompt, torch.zeros(1)
+    for _ in range(5):
+        logits, _ = oracle(beams)
+        totals = scores[:, None] + logits[:, -1].log_softmax(-1)
+        scores, best = totals.flatten().topk(3)
+        beams = torch.cat([beams[best // totals.shape[1]], (best % totals.shape[1])[:, None]], 1)
+    assert torch.equal(text[0], beams[0])
+
+
+def test_sampling_is_reproducible():
+    model = make_model("same layer")
+    prompt = random_ids(2, 5)
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        texts.append(model.generate(prompt, max_new_tokens=6, do_sample=True, top_k=20))
+    assert torch.equal(*texts)
+    assert texts[0].shape == (2, 11)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["dense", "ladder all", "spd with biases", "same layer"])
+def test_gradient_checkpointing_gives_the_same_gradients(name, reentrant):
+    model = make_model(name).train()
+    ids = random_ids(2, 8)
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+
+    plain = gradients()
+    model.enable_input_require_grads()  # what reentrant checkpointing needs
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpointed = gradients()
+    assert all(gradient.abs().sum() > 0 for gradient in plain.values())
+    for key, gradient in plain.items():
+        torch.testing.assert_close(checkpointed[key], gradient, **TIGHT)
+
+
+@pytest.mark.parametrize("name", ["ladder all", "spd with biases"])
+def test_gradients_equal_the_oracles(name):
+    model = make_model(name).double()
+    ids = random_ids(2, 7)
+    model(ids, labels=ids).loss.backward()
+    weights = {key: value.detach().clone().requires_grad_() for key, value in model.state_dict().items()}
+    oracle = Oracle(weights, model.config)
+    oracle.weights = weights
+    logits, _ = oracle(ids)
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[key].grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ladder gaps", "spd with biases", "same layer"])
+def test_fullgraph_compile(name):
+    model = make_model(name)
+    ids = random_ids(2, 8)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, **TIGHT)
+
+
+def test_inductor_compiles_the_most_mixed_layout():
+    model = make_model("same layer with biases")
+    ids = random_ids(1, 6)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        torch.testing.assert_close(torch.compile(model, fullgraph=True)(ids, use_cache=False).logits, expected, **TIGHT)
+
+
+@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer with biases"])
+def test_bfloat16_stays_near_float32(name):
+    model = make_model(name)
+    ids = random_ids(2, 9)
+    with torch.no_grad():
+        exact = model(ids).logits
+        rough = model.to(torch.bfloat16)(ids).logits
+    assert rough.dtype == torch.bfloat16
+    assert (rough.float() - exact).std() < 0.05 * exact.std()
+
+
+def test_attentions_are_recorded_in_dropped_layers_too():
+    model = make_model("spd some", attn_implementation="eager")
+    with torch.no_grad():
+        output = model(random_ids(1, 6), output_attentions=True)
+    assert [tuple(weights.shape) for weights in output.attentions] == [(1, 8, 6, 6)] * 4
+    torch.testing.assert_close(torch.stack(output.attentions).sum(-1), torch.ones(4, 1, 8, 6))
+
+
+def test_dropped_layers_cost_the_products_of_a_dense_one():
+    """FLOPs of matrix products, counted by torch: dropping a sync point adds none, whatever the number of ranks."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    flops = {}
+    ids = random_ids(1, 16)
+    for name in ("dense", "spd all 2", "spd more ranks than kv heads"):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            make_model(name)(ids, use_cache=False)
+        flops[name] = counter.get_total_flops()
+    assert len(set(flops.values())) == 1, flops

@@ -1,0 +1,163 @@
+"""LoRA in dropped layers, and weights that cannot be sliced: every path must give what the whole weights give."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from ladderize.convert.remote_code import modeling_ladderized_llama as modeling
+from tests.helpers import make_model, random_ids
+from tests.oracle import Oracle
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TIGHT = {"rtol": 1e-4, "atol": 5e-5}
+
+
+def with_lora(name, targets, **options):
+    """A model with LoRA whose B is not zero, so that a path that forgets the adapter shows."""
+    model = get_peft_model(make_model(name), LoraConfig(r=3, lora_alpha=6, target_modules=targets, **options))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(0, 0.3)
+    return model.eval()
+
+
+@pytest.fixture
+def slow_calls(monkeypatch):
+    """How often a projection had to be called once for each rank."""
+    calls = []
+    original = modeling.sliceable
+
+    def spy(projection, inputs):
+        parts = original(projection, inputs)
+        if parts is None:
+            calls.append(type(projection).__name__)
+        return parts
+
+    monkeypatch.setattr(modeling, "sliceable", spy)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["ladder all", "spd all 4", "spd with biases", "same layer with biases"])
+@pytest.mark.parametrize("target", [*PROJECTIONS, PROJECTIONS])
+def test_merged_and_unmerged_are_equal(name, target, slow_calls):
+    model = with_lora(name, target if isinstance(target, list) else [target])
+    ids = random_ids(2, 7)
+    with torch.no_grad():
+        unmerged = model(ids).logits
+        with model.disable_adapter():
+            without = model(ids).logits
+        merged_model = model.merge_and_unload()
+        merged = merged_model(ids).logits
+    torch.testing.assert_close(unmerged, merged, **TIGHT)
+    torch.testing.assert_close(merged, Oracle(merged_model.state_dict(), merged_model.config)(ids)[0], **TIGHT)
+    assert (unmerged - without).abs().max() > 1e-2
+    assert slow_calls == []
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"bias": "all"}, {"use_rslora": True}])
+def test_other_kinds_of_lora_are_exact(options, slow_calls):
+    model = with_lora("spd with biases", PROJECTIONS, **options)
+    ids = random_ids(2, 7)
+    with torch.no_grad():
+        unmerged = model(ids).logits
+        merged = model.merge_and_unload()(ids).logits
+    torch.testing.assert_close(unmerged, merged, **TIGHT)
+    assert bool(slow_calls) == ("use_dora" in options)
+
+
+def test_two_adapters_at_once():
+    model = with_lora("spd all 4", ["o_proj", "up_proj"])
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj", "gate_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    ids = random_ids(1, 6)
+    with torch.no_grad():
+        both = model(ids).logits
+        merged = model.merge_and_unload(adapter_names=["default", "second"])(ids).logits
+    torch.testing.assert_close(both, merged, **TIGHT)
+
+
+@pytest.mark.parametrize("name", ["spd all 4", "spd with biases"])
+def test_calling_the_whole_module_is_exact(name, monkeypatch, slow_calls):
+    """What happens to quantised or hooked weights, forced upon ordinary ones."""
+    model = with_lora(name, PROJECTIONS)
+    ids = random_ids(2, 6)
+    with torch.no_grad():
+        fast = model(ids).logits
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda *_: None)
+        slow = model(ids).logits
+    assert {*slow_calls} == {"Linear"}
+    torch.testing.assert_close(fast, slow, **TIGHT)
+
+
+def test_gradients_reach_the_adapters_of_a_dropped_layer():
+    """The fast path's gradients equal those of the slow one, adapters included."""
+    model = with_lora("spd with biases", PROJECTIONS)
+    ids = random_ids(2, 6)
+
+    def gradients(model):
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {key: p.grad.clone() for key, p in model.named_parameters() if p.requires_grad}
+
+    slow = copy.deepcopy(model)
+    for module in slow.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *_: None)
+    fast_gradients, slow_gradients = gradients(model), gradients(slow)
+    assert len(fast_gradients) == 4 * 7 * 2
+    for key, gradient in fast_gradients.items():
+        assert gradient.abs().sum() > 0, key
+        torch.testing.assert_close(gradient, slow_gradients[key], **TIGHT)
+
+
+def test_dropout_is_drawn_once_for_all_ranks():
+    """With one mask for all ranks, equal inputs and equal weight rows give equal outputs on every rank."""
+    torch.manual_seed(0)
+    base = nn.Linear(64, 32, bias=False)
+    with torch.no_grad():
+        base.weight.copy_(base.weight[:8].repeat(4, 1))
+    holder = get_peft_model(nn.ModuleDict({"up_proj": base}), LoraConfig(r=4, target_modules=["up_proj"], lora_dropout=0.5)).train()
+    layer = holder.base_model.model["up_proj"]
+    with torch.no_grad():
+        layer.lora_B["default"].weight.copy_(torch.randn(8, 4).repeat(4, 1))
+        x = torch.randn(1, 3, 64).expand(4, 1, 3, 64)
+        first, second = (modeling.column_parallel(layer, x, 4).unflatten(-1, (4, 8)) for _ in range(2))
+    for rank in range(1, 4):
+        torch.testing.assert_close(first[..., rank, :], first[..., 0, :])
+    assert (first - second).abs().max() > 1e-3  # it was drawn anew
+
+
+def test_the_slow_way_is_announced_once(caplog):
+    model = make_model("spd all 4")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(lambda *_: None)
+    modeling.logger.warning_once.cache_clear()
+    root = logging.getLogger("transformers")
+    root.addHandler(caplog.handler)
+    try:
+        with torch.no_grad():
+            model(random_ids(1, 4))
+    finally:
+        root.removeHandler(caplog.handler)
+    assert [record.message for record in caplog.records if "virtual rank" in record.message] == [
+        "Linear: weight or adapter cannot be sliced by virtual rank; calling the whole module once for each rank instead "
+        "(the same result, slower)"
+    ]
+
+
+def test_a_foreign_layer_is_refused():
+    class TheirLinear(nn.Module):
+        def forward(self, x):
+            return x
+
+    model = make_model("spd all 4")
+    model.model.layers[2].mlp.up_proj = TheirLinear()
+    with pytest.raises(RuntimeError, match="TheirLinear is sharded or replaced.*ladderize's own runtime"):
+        model(random_ids(1, 4))
