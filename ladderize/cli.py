@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from ladderize import __version__
-from ladderize.console import Console, UsageError, error_boundary, human_bytes, table
+from ladderize.console import Console, UsageError, UserError, error_boundary, human_bytes, table
+from ladderize.layout import RangeSyntaxError
 
 app = typer.Typer(
     name="ladderize",
@@ -68,10 +69,15 @@ def convert(
     if recipe is not None and (clash := [key for key, value in given.items() if value not in (None, False)]):
         raise UsageError(f"--recipe and --{clash[0].replace('_', '-')} both say what to do; give one of them")
     console = Console(as_json)
-    report = convert_checkpoint(
-        src, out, read_recipe(recipe) if recipe is not None else Recipe(**given),  # type: ignore[arg-type]
-        revision=revision, copy=copy, overwrite=overwrite, dry_run=dry_run, verify=not no_verify, console=console,
-    )  # fmt: skip
+    what = read_recipe(recipe) if recipe is not None else Recipe(**given)  # type: ignore[arg-type]
+    try:
+        report = convert_checkpoint(
+            src, out, what, revision=revision, copy=copy, overwrite=overwrite, dry_run=dry_run, verify=not no_verify, console=console
+        )
+    except RangeSyntaxError as error:
+        if recipe is None:
+            raise
+        raise UserError(f"{recipe}: {error}") from None
     console.document(report)
     for remark in report["remarks"]:
         console.note(f"Note: {remark}")

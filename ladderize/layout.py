@@ -61,7 +61,9 @@ def _parse_range(part: str, num_layers: int, option: str) -> range:
     stop = bound(last, num_layers) if colon else start + 1
     if start >= stop:
         what = "reversed" if start > stop else "empty"
-        raise RangeSyntaxError(f"{option}: {part} is {what}: it begins at layer {start} and ends before layer {stop}")
+        same_end = colon and first.strip().startswith("-") == last.strip().startswith("-")
+        error = RangeSyntaxError if same_end and first.strip() and last.strip() else LayoutError
+        raise error(f"{option}: {part} is {what}: it begins at layer {start} and ends before layer {stop}")
     if start < 0 or stop > num_layers:
         raise LayoutError(f"{option}: {part} is out of range for a model of {num_layers} layers (0 to {num_layers - 1})")
     return range(start, stop)

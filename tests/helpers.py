@@ -1,13 +1,18 @@
 """Small models and the command line, for all tests."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ladderize.cli import main
 from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.layout import Layout, parse_ranges
@@ -88,3 +93,33 @@ def run_cli(*arguments: object, **kwargs: object) -> subprocess.CompletedProcess
 def listing(folder: Path) -> list[str]:
     """Everything in a folder, hidden entries included: what a failed command left behind."""
     return sorted(path.name for path in folder.iterdir())
+
+
+class Outcome(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
+
+
+def invoke(*arguments: object) -> Outcome:
+    """The command line in this process, which spares the imports: exit code, stdout, stderr."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    code: object = 0
+    with mock.patch.object(sys, "argv", ["ladderize", *map(str, arguments)]):
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            try:
+                main()
+            except SystemExit as stop:
+                code = stop.code or 0
+    assert isinstance(code, int), code
+    return Outcome(code, stdout.getvalue(), stderr.getvalue())
+
+
+def one_sentence(outcome: Outcome) -> str:
+    """The message of a failed command; checks that it is one line and no traceback."""
+    assert outcome.code in (1, 2), outcome
+    assert outcome.stdout == ""
+    lines = [line for line in outcome.stderr.strip().splitlines() if not line.startswith("verifying")]
+    assert len(lines) == 1, outcome.stderr
+    assert lines[0].startswith("Error: ")
+    return lines[0]

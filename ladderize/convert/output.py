@@ -47,8 +47,11 @@ def existing_parent(path: Path) -> Path:
 
 
 @contextmanager
-def atomic_folder(out: Path) -> Iterator[Path]:
-    """Yield a locked temporary folder beside ``out``; on success it takes ``out``'s place, on any error it is removed."""
+def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a locked temporary folder beside ``out``; on success it takes ``out``'s place, on any error it is removed.
+
+    What fills ``out`` by then is replaced only with ``overwrite``.
+    """
     created = [parent for parent in (out.parent, *out.parent.parents) if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -57,7 +60,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
         try:
             yield temporary
             fsync_tree(temporary)
-            leftover = _take_place(temporary, out)
+            leftover = _take_place(temporary, out, overwrite)
             fsync(out.parent)
             if leftover is not None:
                 shutil.rmtree(leftover)
@@ -113,19 +116,17 @@ def _is_unlocked(path: str) -> bool:
         os.close(descriptor)
 
 
-def _take_place(temporary: Path, out: Path) -> Path | None:
+def _take_place(temporary: Path, out: Path, overwrite: bool) -> Path | None:
     """Rename ``temporary`` to ``out``; returns the folder that holds what was there before, if anything was."""
-    if not out.is_dir() or not any(out.iterdir()):
-        try:
-            os.rename(temporary, out)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise UserError(f"OUT {out} was filled by somebody else meanwhile; nothing was written") from None
-            raise
+    try:
+        os.rename(temporary, out)  # replaces nothing but an empty folder
         return None
-    if _exchange(temporary, out):
-        return temporary
-    return _swap_with_journal(temporary, out)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    if not overwrite:
+        raise UserError(f"OUT {out} was filled by somebody else meanwhile; nothing was written")
+    return temporary if _exchange(temporary, out) else _swap_with_journal(temporary, out)
 
 
 def _exchange(a: Path, b: Path) -> bool:

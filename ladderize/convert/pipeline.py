@@ -229,7 +229,7 @@ def convert_checkpoint(
         return report | {"written": False}
     check_space(plan, copy=copy)
     try:
-        with output.atomic_folder(plan.out) as folder:
+        with output.atomic_folder(plan.out, overwrite=overwrite) as folder:
             with console.progress("writing weights", plan.source.weight_bytes, is_bytes=True) as advance:
                 how = write(plan, folder, copy=copy, advance=advance)
             if verify:

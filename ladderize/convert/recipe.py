@@ -63,7 +63,7 @@ class Recipe:
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML without its base-60 numbers (``16:32`` would be 992) and without silently repeated keys."""
+    """YAML without its base-60 and octal numbers (``16:32`` would be 992) and without silently repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep)
@@ -78,7 +78,8 @@ RecipeLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?[0-9]+"), list("-+0123456789"))
+RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
+RecipeLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -86,7 +87,7 @@ def read_recipe(path: Path) -> Recipe:
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=RecipeLoader)  # noqa: S506 (a SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path} is not valid YAML (a range that ends in a colon needs quotes): {' '.join(str(error).split())}") from None
     if isinstance(document, dict) and "recipe" in document:
         document = document["recipe"]
     if not isinstance(document, dict) or not document:

@@ -1,0 +1,200 @@
+"""The output appears whole or not at all, whatever interrupts the run."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ladderize import convert_checkpoint, load
+from ladderize.console import UserError
+from ladderize.convert import output, pipeline
+from ladderize.convert.recipe import Recipe
+from tests.helpers import invoke, listing, one_sentence, save_llama
+from tests.test_convert import fingerprint
+
+LADDER = Recipe(ladder="2:")
+
+# Runs a conversion and stops for ever at the moment that argv names, after creating a file that says so.
+STOPPER = """
+import os, sys, time
+from pathlib import Path
+from ladderize.convert import output, pipeline
+from ladderize.convert.recipe import Recipe
+source, out, moment, flag = sys.argv[1:]
+def stop(*args, **kwargs):
+    Path(flag).touch()
+    time.sleep(600)
+module, name = moment.split(".")
+target = {"output": output, "pipeline": pipeline, "os": os}[module]
+if moment == "output._exchange":  # no exchange: take the journal, and stop between its two renames
+    output._exchange = lambda a, b: False
+    rename, calls = os.rename, []
+    def second_rename_stops(a, b):
+        calls.append(a)
+        stop() if len(calls) == 2 else rename(a, b)
+    os.rename = second_rename_stops
+else:
+    setattr(target, name, stop)
+pipeline.convert_checkpoint(source, out, Recipe(ladder="2:"), overwrite=True, verify=False, copy=True)
+"""
+
+
+def kill_at(moment: str, source: Path, out: Path, tmp_path: Path) -> None:
+    """Start a conversion, wait until it reaches ``moment``, and kill -9 it."""
+    flag = tmp_path / "flag"
+    child = subprocess.Popen([sys.executable, "-c", STOPPER, str(source), str(out), moment, str(flag)])
+    try:
+        deadline = time.monotonic() + 60
+        while not flag.exists():
+            assert child.poll() is None, "the conversion ended before it was killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        child.send_signal(signal.SIGKILL)
+    finally:
+        child.kill()
+        child.wait(timeout=10)
+    flag.unlink()
+
+
+MOMENTS = ["pipeline.write", "pipeline.make_card", "output.fsync_tree", "output._take_place"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_before_there_was_anything(llama, tmp_path, moment):
+    before = fingerprint(llama)
+    kill_at(moment, llama, tmp_path / "out", tmp_path)
+    assert "out" not in listing(tmp_path)
+    assert len(listing(tmp_path)) == 2  # the temporary is there, until the next run
+    convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
+    assert listing(tmp_path) == ["out", "src"]
+    load(tmp_path / "out")
+    assert fingerprint(llama) == before
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS, "output._exchange"])
+def test_killed_while_overwriting(llama, tmp_path, moment):
+    convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all"), verify=False)
+    old = fingerprint(tmp_path / "out")
+    kill_at(moment, llama, tmp_path / "out", tmp_path)
+    if moment != "output._exchange":
+        assert fingerprint(tmp_path / "out") == old
+    output.clean_up(tmp_path / "out")  # what the next run begins with
+    assert listing(tmp_path) == ["out", "src"]
+    after = fingerprint(tmp_path / "out")
+    if moment == "output._exchange":
+        assert after != old  # the interrupted swap was completed, not rolled back
+        assert '"overlapped"' in (tmp_path / "out" / "config.json").read_text()
+    else:
+        assert after == old
+    load(tmp_path / "out")
+
+
+def test_a_temporary_in_use_is_left_alone(llama, tmp_path):
+    with output.atomic_folder(tmp_path / "out") as mine:
+        (mine / "weights").write_text("half")
+        convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
+        assert (mine / "weights").exists()
+        shutil.rmtree(tmp_path / "out")
+    assert (tmp_path / "out" / "weights").exists()
+
+
+def test_a_target_filled_meanwhile_is_not_replaced(llama, tmp_path):
+    with pytest.raises(UserError, match="filled by somebody else meanwhile"), output.atomic_folder(tmp_path / "out"):
+        convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
+    assert listing(tmp_path) == ["out", "src"]
+    load(tmp_path / "out")
+
+
+def test_somebody_elses_files_are_not_cleaned(llama, tmp_path):
+    for name in (".out.ladderize-notes", "out.ladderize-1234", ".outer.ladderize-1234"):
+        (tmp_path / name).mkdir() if "outer" in name else (tmp_path / name).write_text("mine")
+    convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
+    assert {".out.ladderize-notes", "out.ladderize-1234", ".outer.ladderize-1234"} <= set(listing(tmp_path))
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_overwrite_swaps(llama, tmp_path, exchange, monkeypatch):
+    if not exchange:
+        monkeypatch.setattr(output, "_exchange", lambda a, b: False)
+    convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all"), verify=False)
+    (tmp_path / "out" / "old-file").touch()
+    convert_checkpoint(llama, tmp_path / "out", LADDER, overwrite=True, verify=False)
+    assert listing(tmp_path) == ["out", "src"]
+    assert not (tmp_path / "out" / "old-file").exists()
+
+
+def test_a_failed_verification_leaves_nothing(llama, tmp_path, monkeypatch):
+    def refuse(folder, size):
+        raise UserError("it does not load")
+
+    monkeypatch.setattr(pipeline, "verify_output", refuse)
+    with pytest.raises(UserError, match="does not load"):
+        convert_checkpoint(llama, tmp_path / "deep" / "er" / "out", LADDER)
+    assert listing(tmp_path) == ["src"]
+
+
+def test_verification_finds_code_that_does_not_work(llama, tmp_path, monkeypatch):
+    broken = tmp_path / "code"
+    shutil.copytree(pipeline.REMOTE_CODE, broken)
+    path = broken / "modeling_ladderized_llama.py"
+    path.write_text(path.read_text() + "\nimport ladderize\n")
+    monkeypatch.setattr(pipeline, "REMOTE_CODE", broken)
+    with pytest.raises(UserError, match="does not load in plain transformers, so nothing was written.*ladderize"):
+        convert_checkpoint(llama, tmp_path / "out", LADDER)
+    assert listing(tmp_path) == ["code", "src"]
+
+
+@pytest.mark.parametrize("failure", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_system_errors_while_writing(llama, tmp_path, monkeypatch, failure):
+    def fail(*args, **kwargs):
+        raise OSError(failure, os.strerror(failure))
+
+    monkeypatch.setattr(pipeline, "write", fail)
+    outcome = invoke("convert", llama, tmp_path / "out", "--ladder", "2:")
+    assert os.strerror(failure).lower() in one_sentence(outcome)
+    assert listing(tmp_path) == ["src"]
+
+
+def test_a_full_disk(tmp_path):
+    """A real one: a tmpfs of 300 kB, which a copy of the weights does not fit, and one that the plan thinks is big enough."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount a tmpfs here")
+    try:
+        source = save_llama(tmp_path / "src", intermediate_size=1024)
+        outcome = invoke("convert", source, disk / "out", "--ladder", "2:", "--no-verify")
+        assert "only" in one_sentence(outcome)
+        assert "free" in one_sentence(outcome)
+        assert listing(disk) == []
+        small = save_llama(tmp_path / "small")
+        (small / "vocabulary.txt").write_bytes(b"x" * 280_000)  # weights fit, the rest does not
+        outcome = invoke("convert", small, disk / "out", "--ladder", "2:", "--no-verify")
+        assert "no space left on device" in one_sentence(outcome)
+        assert listing(disk) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_an_interrupt_from_the_keyboard(llama, tmp_path):
+    script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from ladderize.convert import pipeline\n"
+    script += "def stop(*a, **k): print('now', flush=True); import time; time.sleep(60)\n"
+    script += "pipeline.verify_output = stop\nfrom ladderize.cli import main\nmain()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, "convert", str(llama), str(tmp_path / "out"), "--ladder", "2:"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stdout.readline() == "now\n"
+    child.send_signal(signal.SIGINT)
+    _, stderr = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert "Traceback" not in stderr
+    assert listing(tmp_path) == ["src"]

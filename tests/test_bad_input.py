@@ -1,0 +1,221 @@
+"""Bad input: one sentence, the right exit code, nothing left behind."""
+
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers import edit_json, invoke, listing, one_sentence, save_llama
+
+
+def convert(source, out, *options):
+    return invoke("convert", source, out, *(options or ("--ladder", "2:")))
+
+
+def rewrite_header(path: Path, change) -> None:
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + raw[8 + length :])
+
+
+def change_tensors(folder: Path, **changes) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def lie(header):
+    header["model.norm.weight"]["shape"] = [320]
+
+
+def overlap(header):
+    header["model.norm.weight"]["data_offsets"] = [0, 128]
+
+
+def negative(header):
+    header["model.norm.weight"]["shape"] = [-32]
+
+
+def unknown_dtype(header):
+    header["model.norm.weight"]["dtype"] = "Q7"
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+DAMAGE = {
+    "empty folder": (lambda s: [p.unlink() for p in s.iterdir()], "is empty"),
+    "no config": (lambda s: (s / "config.json").unlink(), "no config.json"),
+    "config is no JSON": (lambda s: (s / "config.json").write_text("{"), "not valid JSON"),
+    "config is a list": (lambda s: (s / "config.json").write_text("[]"), "holds a list"),
+    "NaN in config": (lambda s: edit_json(s / "config.json", rms_norm_eps=float("nan")), "holds NaN"),
+    "infinite number": (lambda s: (s / "config.json").write_text((s / "config.json").read_text().replace("1e-06", "1e999")), "rms_norm_eps is inf"),
+    "text for a number": (lambda s: edit_json(s / "config.json", hidden_size="32"), "hidden_size is '32'"),
+    "no layers": (lambda s: edit_json(s / "config.json", num_hidden_layers=0), "num_hidden_layers is 0"),
+    "heads": (lambda s: edit_json(s / "config.json", num_key_value_heads=3), "cannot share 3 key-value heads"),
+    "not a Llama": (lambda s: edit_json(s / "config.json", model_type="mistral"), "this is a mistral, not a Llama"),
+    "no model type": (lambda s: edit_json(s / "config.json", model_type=None), "model without model_type"),
+    "quantised": (lambda s: edit_json(s / "config.json", quantization_config={"quant_method": "gptq"}), "quantised with gptq"),
+    "pickle only": (lambda s: (s / "model.safetensors").rename(s / "pytorch_model.bin"), "only pickle weights.*save_pretrained"),
+    "no weights": (lambda s: (s / "model.safetensors").unlink(), "holds neither"),
+    "truncated": (lambda s: (s / "model.safetensors").write_bytes((s / "model.safetensors").read_bytes()[:-9]), "is truncated"),
+    "eight bytes": (lambda s: (s / "model.safetensors").write_bytes(b"\xff" * 8), "truncated or no safetensors"),
+    "empty file": (lambda s: (s / "model.safetensors").write_bytes(b""), "truncated or no safetensors"),
+    "trailing bytes": (lambda s: (s / "model.safetensors").open("ab").write(b"more"), "4 bytes that its header does not account for"),
+    "header lies": (lambda s: rewrite_header(s / "model.safetensors", lie), "lies about its size"),
+    "header overlaps": (lambda s: rewrite_header(s / "model.safetensors", overlap), "header that lies"),
+    "negative shape": (lambda s: rewrite_header(s / "model.safetensors", negative), "negative or fractional"),
+    "unknown dtype": (lambda s: rewrite_header(s / "model.safetensors", unknown_dtype), "unknown dtype Q7"),
+    "tensor missing": (lambda s: change_tensors(s, **{Q: None}), f"{Q} is missing"),
+    "tensor misshapen": (lambda s: change_tensors(s, **{Q: torch.zeros(31, 32)}), r"shape \[31, 32\], but config.json asks for \[32, 32\]"),
+    "tensor too many": (lambda s: change_tensors(s, extra=torch.zeros(3)), "no tensor of a Llama"),
+    "integer tensor": (lambda s: change_tensors(s, **{Q: torch.zeros(32, 32, dtype=torch.int8)}), "stored as I8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_source(llama, tmp_path, name):
+    damage, message = DAMAGE[name]
+    damage(llama)
+    outcome = convert(llama, tmp_path / "out")
+    assert outcome.code == 1
+    assert re.search(message, one_sentence(outcome)), outcome.stderr
+    assert listing(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize(("entry", "message"), [
+    ("../secret.safetensors", "only plain .safetensors names"), ("/etc/passwd", "only plain .safetensors names"),
+    ("sub/model.safetensors", "only plain .safetensors names"), ("nowhere.safetensors", "which is not there"),
+    ("model-00001-of-00003.safetensors", "but it is not"),
+])  # fmt: skip
+def test_index_that_leads_astray(tmp_path, entry, message):
+    source = save_llama(tmp_path / "src", shards=3)
+    (tmp_path / "secret.safetensors").write_bytes(b"x")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = entry
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    outcome = convert(source, tmp_path / "out")
+    assert outcome.code == 1
+    assert message in one_sentence(outcome)
+    assert "out" not in listing(tmp_path)
+
+
+@pytest.mark.parametrize(("options", "code", "message"), [
+    (["--ladder", "2:9"], 1, "out of range for a model of 4 layers"), (["--ladder", "-5:"], 1, "out of range"),
+    (["--ladder", "3:1"], 2, "is reversed"), (["--ladder", "2:2"], 2, "is empty"), (["--ladder", ""], 2, "an empty range"),
+    (["--ladder", "0:4:2"], 2, "has a step"), (["--ladder", "two"], 2, "is not a range"),
+    (["--spd", "all", "--sync-tp-size", "3"], 1, "3 does not divide the 8 attention heads; this model takes 1, 2, 4, 8"),
+    (["--spd", "all"], 2, "needs --sync-tp-size"), (["--sync-tp-size", "4"], 2, "no effect without --spd"),
+    (["--ladder", "2:", "--sync-tp-size", "4"], 2, "no effect without --spd"),
+    (["--dense", "--ladder", "2:"], 2, "does not go with"), (["--ladder", "2:", "--dtype", "int8"], 2, "int8 is not one of"),
+    (["--ladder", "2:", "--max-shard-size", "big"], 2, "is no size"), ([], 1, "nothing to convert"),
+    (["--ladder", "2:", "--revision", "main"], 1, "has no revisions"),
+])  # fmt: skip
+def test_wrong_options(llama, tmp_path, options, code, message):
+    outcome = invoke("convert", llama, tmp_path / "out", *options)
+    assert (outcome.code, message in one_sentence(outcome)) == (code, True), outcome.stderr
+    assert listing(tmp_path) == ["src"]
+
+
+def test_options_unknown_to_typer(llama, tmp_path):
+    outcome = invoke("convert", llama, tmp_path / "out", "--ladders", "2:")
+    assert outcome.code == 2
+    assert "--ladders" in outcome.stderr
+    assert invoke("convert", llama).code == 2
+    assert invoke("convert", llama, tmp_path / "out", "--spd", "all", "--sync-tp-size", "0").code == 2
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("lader: 2:4", "unknown key 'lader'; did you mean ladder?"), ("zzz: 1", "known keys are"), ("ladder: 2.5", "write ranges"),
+    ("ladder: 3:1", "is reversed"), ("", "holds no recipe"), ("- 1", "holds no recipe"), ("ladder: [", "not valid YAML"),
+    ("ladder: 1\nladder: 2", "the key 'ladder' stands twice"), ("sync_tp_size: 4", "no effect without"),
+    ("spd: all\nsync_tp_size: '4'", "must be a positive integer"), ("dense: 1", "must be a bool"), ("ladder: true", "write ranges"),
+    ("ladder: 2:9", "out of range"), ("!!python/object/apply:os.system ['true']", "not valid YAML"),
+])  # fmt: skip
+def test_wrong_recipes(llama, tmp_path, text, message):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    outcome = convert(llama, tmp_path / "out", "--recipe", recipe)
+    assert outcome.code == 1
+    assert message in one_sentence(outcome)
+    assert listing(tmp_path) == ["recipe.yaml", "src"]
+
+
+def test_recipe_and_options_together(llama, tmp_path):
+    (tmp_path / "r.yaml").write_text("ladder: all")
+    outcome = convert(llama, tmp_path / "out", "--recipe", tmp_path / "r.yaml", "--sync-tp-size", "4")
+    assert outcome.code == 2
+    assert "--recipe and --sync-tp-size" in one_sentence(outcome)
+    outcome = convert(llama, tmp_path / "out", "--recipe", tmp_path / "missing.yaml")
+    assert outcome.code == 1
+    assert "no such file" in one_sentence(outcome)
+
+
+def test_missing_source(tmp_path):
+    for name in ("/no/such/folder", "./nowhere", "a/b/c"):
+        outcome = convert(name, tmp_path / "out")
+        assert outcome.code == 1
+        assert "does not exist" in one_sentence(outcome)
+    outcome = convert("nobody/nothing", tmp_path / "out")
+    assert "hub" in one_sentence(outcome)
+    (tmp_path / "file").touch()
+    assert "is not a folder" in one_sentence(convert(tmp_path / "file", tmp_path / "out"))
+    assert listing(tmp_path) == ["file"]
+
+
+def test_wrong_targets(llama, tmp_path):
+    before = listing(llama)
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("years of work")
+    cases = [
+        (llama, [], "is the source or lies inside it"), (llama / "out", [], "lies inside it"), (tmp_path, ["--overwrite"], "contains the source"),
+        (tmp_path / "file", [], "is a file"), (tmp_path / "file" / "out", [], "not a writable folder"), (tmp_path / "full", [], "is not empty"),
+        (tmp_path / "full", ["--overwrite"], "is not a checkpoint"), (Path("/proc/ladderize"), ["--dtype", "float16"], "only 0 B are free"),
+    ]  # fmt: skip
+    for out, options, message in cases:
+        outcome = convert(llama, out, "--ladder", "2:", *options)
+        assert outcome.code == 1
+        assert message in one_sentence(outcome), outcome.stderr
+    (tmp_path / "alias").symlink_to(llama)
+    assert "is the source" in one_sentence(convert(llama, tmp_path / "alias", "--ladder", "2:", "--overwrite"))
+    assert listing(llama) == before
+    assert (tmp_path / "full" / "thesis.tex").read_text() == "years of work"
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    with pytest.raises(Exception, match="does not exist"):
+        invoke("--debug", "convert", "/no/such/folder", tmp_path / "out", "--ladder", "2:")
+
+
+def test_a_broken_pipe_is_no_error(llama):
+    command = f"{sys.executable} -m ladderize inspect {llama} --layers | head -1 >/dev/null; echo ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in result.stderr
+
+
+def test_inspect_bad_input(llama, tmp_path):
+    assert "does not exist" in one_sentence(invoke("inspect", tmp_path / "nothing"))
+    assert "does not divide the 8 attention heads" in one_sentence(invoke("inspect", llama, "--tp-size", "3"))
+    edit_json(llama / "config.json", model_type="gpt2")
+    assert "this is a gpt2" in one_sentence(invoke("inspect", llama))
+
+
+def test_a_ladderized_source_with_a_broken_layout(llama, tmp_path):
+    assert convert(llama, tmp_path / "a", "--ladder", "2:", "--no-verify").code == 0
+    edit_json(tmp_path / "a" / "config.json", mlp_sync=["blocking"])
+    outcome = convert(tmp_path / "a", tmp_path / "b", "--ladder", "all")
+    assert "mlp_sync must be a list of 4 modes" in one_sentence(outcome)
+    shutil.rmtree(tmp_path / "a")
+    assert listing(tmp_path) == ["src"]

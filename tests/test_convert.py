@@ -1,0 +1,335 @@
+"""ladderize convert on sources of all kinds."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from ladderize import convert_checkpoint, load
+from ladderize.console import UserError
+from ladderize.convert.card import split_front_matter
+from ladderize.convert.checkpoint import read_checkpoint
+from ladderize.convert.recipe import Recipe, read_recipe
+from tests.helpers import BIASES, STORIES, edit_json, invoke, listing, random_ids, save_llama
+from tests.oracle import Oracle
+
+LADDER = Recipe(ladder="2:")
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Every file below a folder with its hash: to show that a source was not touched."""
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_weights_are_linked_and_verified(tmp_path, shards):
+    source = save_llama(tmp_path / "src", shards=shards)
+    before = fingerprint(source)
+    outcome = invoke("convert", source, tmp_path / "out", "--ladder", "2:", "--spd", "1", "--sync-tp-size", "2", "--json")
+    assert outcome.code == 0, outcome.stderr
+    report = json.loads(outcome.stdout)
+    assert report["verified"]["forward"] == "finite"
+    assert report["verified"]["model_class"] == "LadderizedLlamaForCausalLM"
+    assert len(report["weight_files"]) == shards
+    assert report["weights"] == {"linked": shards}
+    for name in report["weight_files"]:
+        assert (tmp_path / "out" / name).samefile(source / name)
+    assert fingerprint(source) == before
+    assert listing(tmp_path) == ["out", "src"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["attention_sync"] == ["blocking", "dropped", "overlapped", "overlapped"]
+    assert config["mlp_sync"] == ["blocking", "overlapped", "overlapped", "blocking"]
+    assert config["sync_tp_size"] == 2
+    source_config = json.loads((source / "config.json").read_text())
+    ours = {"model_type", "architectures", "auto_map", "attention_sync", "mlp_sync", "sync_tp_size"}
+    assert {k: v for k, v in config.items() if k not in ours} == {k: v for k, v in source_config.items() if k not in ours}
+
+
+def test_copy_shares_no_bytes_with_the_source(llama, tmp_path):
+    report = convert_checkpoint(llama, tmp_path / "out", LADDER, copy=True, verify=False)
+    assert report["weights"] == {"copied": 1}
+    assert not (tmp_path / "out" / "model.safetensors").samefile(llama / "model.safetensors")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
+
+
+def test_another_file_system_gets_copies(llama):
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or shm.stat().st_dev == llama.stat().st_dev:
+        pytest.skip("no second file system")
+    out = shm / f"ladderize-test-{os.getpid()}"
+    try:
+        assert convert_checkpoint(llama, out, LADDER, verify=False)["weights"] == {"copied": 1}
+        assert (out / "model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtype(tmp_path, dtype, shards):
+    source = save_llama(tmp_path / "src", shards=shards)
+    report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="2:", dtype=dtype), verify=False)
+    assert report["weights"] == {"rewritten": shards}
+    wanted = getattr(torch, dtype)
+    found, expected = all_tensors(tmp_path / "out"), all_tensors(source)
+    assert list(found) == list(expected) or set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.to(wanted))
+    model = load(tmp_path / "out")
+    assert model.dtype == wanted
+
+
+def test_dtype_that_is_there_already_links(llama, tmp_path):
+    assert convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype="float32"), verify=False)["weights"] == {"linked": 1}
+
+
+def test_values_too_large_for_the_dtype(llama, tmp_path):
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e5
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="model.norm.weight has values too large for float16"):
+        convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype="float16"), verify=False)
+    assert listing(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize(("size", "dtype"), [("20kB", None), ("30KB", "bfloat16"), ("1GB", None), ("1", None)])
+def test_max_shard_size(tmp_path, size, dtype):
+    source = save_llama(tmp_path / "src", shards=2)
+    report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="2:", dtype=dtype, max_shard_size=size), verify=False)
+    expected, found = all_tensors(source), all_tensors(tmp_path / "out")
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.to(getattr(torch, dtype)) if dtype else tensor)
+    limit = {"20kB": 20_000, "30KB": 30_000, "1GB": 10**9, "1": 1}[size]
+    for name in report["weight_files"]:
+        tensors = load_file(tmp_path / "out" / name)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= limit
+    if size == "1GB":
+        assert report["weight_files"] == ["model.safetensors"]
+    else:
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+        assert set(index["weight_map"].values()) == set(report["weight_files"])
+    load(tmp_path / "out")
+
+
+def test_mixed_dtypes_stay_aligned(llama, tmp_path):
+    """A 2-byte tensor with an odd number of elements before 4-byte ones must not shift them off their boundary."""
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].half()
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    report = convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", max_shard_size="1GB"), verify=False)
+    assert "float16 and float32" in report["remarks"][0]
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("extra", [
+    {}, BIASES, {"tie_word_embeddings": True}, {"head_dim": 16}, {"num_key_value_heads": 8},
+    {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                         "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
+])  # fmt: skip
+def test_llama_configs(tmp_path, extra):
+    """Llama 1 to 3.2: the converted model of a dense layout-free source computes what the oracle says."""
+    source = save_llama(tmp_path / "src", **extra)
+    report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="1:", spd="0,2", sync_tp_size=4))
+    assert report["verified"]["forward"] == "finite"
+    with safe_open(source / "model.safetensors", "pt") as a, safe_open(tmp_path / "out" / "model.safetensors", "pt") as b:
+        assert set(a.keys()) == set(b.keys())
+    if "rope_parameters" in extra:
+        return
+    model = load(tmp_path / "out")
+    ids = random_ids(1, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, Oracle(model.state_dict(), model.config)(ids)[0], rtol=1e-4, atol=2e-5)
+
+
+def test_a_config_in_the_style_of_transformers_4(llama, tmp_path):
+    """rope_theta, rope_scaling and torch_dtype at the top level, as all published Llama 3 checkpoints have them."""
+    config = json.loads((llama / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    dtype = config.pop("dtype")
+    config |= {"rope_theta": 500000.0, "torch_dtype": dtype, "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}  # fmt: skip
+    (llama / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(llama, tmp_path / "out", LADDER)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == config["rope_scaling"]
+    assert load(tmp_path / "out").config.rope_parameters["rope_theta"] == 500000.0
+
+
+def test_llama_1_buffers_are_ignored_and_kept(llama, tmp_path):
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    report = convert_checkpoint(llama, tmp_path / "out", LADDER)
+    assert report["verified"]["tensors"] == len(tensors)
+
+
+def test_the_authors_format(llama, tmp_path):
+    edit_json(llama / "config.json", model_type="llamaLadder", ladder_layers=2, auto_map={"AutoConfig": "evil.Config"})
+    (llama / "modeling_llama_ladder.py").write_text("raise SystemExit\n")
+    report = convert_checkpoint(llama, tmp_path / "out", Recipe())
+    assert report["layout"] == "4 layers: ladder 2:4"
+    assert report["not_carried_over"] == ["modeling_llama_ladder.py"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "ladder_layers" not in config
+    assert config["auto_map"]["AutoConfig"] == "configuration_ladderized_llama.LadderizedLlamaConfig"
+    assert [p for p in listing(tmp_path / "out") if p.endswith(".py")] == ["configuration_ladderized_llama.py", "modeling_ladderized_llama.py"]
+
+
+def test_another_layout_and_back_to_dense(llama, tmp_path):
+    (llama / "README.md").write_text("---\nlicense: mit\n---\n\nThe original card.\n")
+    convert_checkpoint(llama, tmp_path / "a", LADDER, verify=False)
+    report = convert_checkpoint(tmp_path / "a", tmp_path / "b", Recipe(spd="all", sync_tp_size=4), verify=False)
+    assert (report["layout_before"], report["layout"]) == ("4 layers: ladder 2:4", "4 layers: spd 0:4 (sync_tp_size 4)")
+    assert (tmp_path / "b" / "README.source.md").read_text().endswith("The original card.\n")
+    report = convert_checkpoint(tmp_path / "b", tmp_path / "c", Recipe(dense=True))
+    assert report["verified"]["model_class"] == "LlamaForCausalLM"
+    assert json.loads((tmp_path / "c" / "config.json").read_text()) == json.loads((llama / "config.json").read_text())
+    assert not list((tmp_path / "c").glob("*.py"))
+
+
+def test_what_is_carried_over(llama, tmp_path):
+    carried = {
+        "tokenizer.json": b"{}", "chat_template.jinja": b"{{ messages }}", "LICENSE": b"terms\r\n", "notes/data.txt": b"\x00\xff",
+        "USE_POLICY.md": b"policy",
+    }  # fmt: skip
+    left = {
+        "pytorch_model.bin": b"pickle", "original/params.json": b"{}", "model.gguf": b"x", "custom.py": b"raise SystemExit",
+        "consolidated.safetensors": b"x", ".cache/x": b"x",
+    }  # fmt: skip
+    for name, content in {**carried, **left}.items():
+        (llama / name).parent.mkdir(exist_ok=True)
+        (llama / name).write_bytes(content)
+    report = convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
+    assert set(report["not_carried_over"]) == {"pytorch_model.bin", "original/", "model.gguf", "custom.py", "consolidated.safetensors", ".cache/"}
+    for name, content in carried.items():
+        assert (tmp_path / "out" / name).read_bytes() == content
+        assert not (tmp_path / "out" / name).samefile(llama / name)  # editing the output must not edit the source
+    assert set(listing(tmp_path / "out")) == {
+        *(name.split("/")[0] for name in carried), "model.safetensors", "config.json", "generation_config.json", "README.md",
+        "ladderize.yaml", "configuration_ladderized_llama.py", "modeling_ladderized_llama.py",
+    }  # fmt: skip
+
+
+def test_a_link_out_of_the_folder_is_not_followed(llama, tmp_path):
+    (tmp_path / "secret").write_text("key")
+    (llama / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"tokenizer.json is a link that leads out of the checkpoint"):
+        convert_checkpoint(llama, tmp_path / "out", LADDER)
+    assert "out" not in listing(tmp_path)
+
+
+def test_the_card(llama, tmp_path):
+    (llama / "README.md").write_text("---\nlicense: llama3\nbase_model: meta/Base\ntags:\n- chat\n---\n# Original\n\nbody\n")
+    convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
+    front, body = split_front_matter((tmp_path / "out" / "README.md").read_text())
+    assert front == {"license": "llama3", "base_model": "meta/Base", "tags": ["chat", "ladderize", "ladder-residual"], "library_name": "transformers"}
+    assert "4 layers: ladder 2:4" in body
+    assert (tmp_path / "out" / "README.source.md").read_bytes() == (llama / "README.md").read_bytes()
+
+
+@pytest.mark.parametrize("card", ["", "no front matter", "---\n: : broken\n  - [\n---\nbody", "---\n- a list\n---\nbody", "---\nunclosed: 1\n"])
+def test_a_broken_card_breaks_nothing(llama, tmp_path, card):
+    (llama / "README.md").write_text(card)
+    convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
+    front, _ = split_front_matter((tmp_path / "out" / "README.md").read_text())
+    assert front["library_name"] == "transformers"
+
+
+def test_the_record_is_a_recipe(llama, tmp_path):
+    convert_checkpoint(llama, tmp_path / "a", Recipe(ladder="1:", spd="0", sync_tp_size=2, dtype="bfloat16"), verify=False)
+    record = yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())
+    assert record["source"]["files"]["config.json"]["sha256"] == hashlib.sha256((llama / "config.json").read_bytes()).hexdigest()
+    outcome = invoke("convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
+    assert outcome.code == 0, outcome.stderr
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize(("text", "recipe"), [
+    ("ladder: 16:32", Recipe(ladder="16:32")),  # YAML 1.1 reads 992 here
+    ("ladder: 1:30\nspd: 4\nsync_tp_size: 8", Recipe(ladder="1:30", spd="4", sync_tp_size=8)),
+    ("spd: [4, '8:12', 010]\nsync_tp_size: 2", Recipe(spd="4,8:12,10", sync_tp_size=2)),
+    ("ladder: '-16:'\nmax_shard_size: 5GB\ndtype: float16", Recipe(ladder="-16:", max_shard_size="5GB", dtype="float16")),
+    ("dense: true", Recipe(dense=True)),
+])  # fmt: skip
+def test_recipes(tmp_path, text, recipe):
+    (tmp_path / "r.yaml").write_text(text)
+    assert read_recipe(tmp_path / "r.yaml") == recipe
+
+
+def test_dry_run_writes_nothing(llama, tmp_path):
+    outcome = invoke("convert", llama, tmp_path / "deep" / "out", "--ladder", "2:", "--dry-run")
+    assert outcome.code == 0
+    assert "overlapped" in outcome.stdout
+    assert "would write" in outcome.stdout
+    assert "model.safetensors" in outcome.stdout
+    assert listing(tmp_path) == ["src"]
+    report = json.loads(invoke("convert", llama, tmp_path / "out", "--ladder", "2:", "--dry-run", "--json").stdout)
+    assert report["written"] is False
+    assert report["weight_bytes"] == read_checkpoint(llama).weight_bytes
+
+
+def test_a_hub_snapshot(llama, tmp_path, monkeypatch):
+    """The cache's layout: a snapshot of links into blobs; the output must depend on neither."""
+    repo = tmp_path / "hub" / "models--org--tiny"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    for path in llama.iterdir():
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.move(path, repo / "blobs" / digest)
+        (repo / "snapshots" / commit / path.name).symlink_to(f"../../blobs/{digest}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    report = convert_checkpoint("org/tiny", tmp_path / "out", LADDER, revision="main")
+    assert report["weights"] == {"linked": 1}
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    front, _ = split_front_matter((tmp_path / "out" / "README.md").read_text())
+    assert front["base_model"] == "org/tiny"
+    record = yaml.safe_load((tmp_path / "out" / "ladderize.yaml").read_text())
+    assert len(record["source"]["files"]["model.safetensors"]["sha256"]) == 64
+    shutil.rmtree(tmp_path / "hub")
+    load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("recipe", [Recipe(ladder="2:"), Recipe(spd="all", sync_tp_size=4)])
+def test_inspect(llama, tmp_path, recipe):
+    convert_checkpoint(llama, tmp_path / "out", recipe, verify=False)
+    report = json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)
+    message, ranks = 32 * 4, 4 if recipe.spd else 8
+    assert report["tp_size"] == ranks
+    assert report["dense"]["reduced_bytes"] == 8 * message
+    assert report["this"]["reduced_bytes"] == (4 if recipe.spd else 8) * message
+    assert report["this"]["sent_bytes"] == (4 if recipe.spd else 8) * (2 * (ranks - 1) * message // ranks)
+    assert report["this"]["blocking"] == 4
+    assert report["this"]["exposed_sent_bytes"] == 4 * (2 * (ranks - 1) * message // ranks)
+    assert report["parameters"] == sum(t.numel() for t in all_tensors(llama).values())
+    text = invoke("inspect", tmp_path / "out", "--layers")
+    assert text.code == 0
+    assert str(report["layout"]) in text.stdout
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/fixtures is not here")
+def test_stories_after_a_round_trip_to_dense(tmp_path):
+    from transformers import AutoTokenizer
+
+    convert_checkpoint(STORIES, tmp_path / "a", Recipe(ladder="all"), verify=False)
+    convert_checkpoint(tmp_path / "a", tmp_path / "dense", Recipe(dense=True), verify=False)
+    model, tokenizer = load(tmp_path / "dense"), AutoTokenizer.from_pretrained(tmp_path / "dense")
+    output = model.generate(torch.tensor([[1]]), max_new_tokens=40, do_sample=False)
+    text = tokenizer.decode(output[0], skip_special_tokens=True)
+    assert text.startswith("Once upon a time, there was a little girl named Lily. She loved to play outside in the park.")
