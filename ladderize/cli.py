@@ -47,13 +47,21 @@ def root(version: Annotated[bool, typer.Option("--version", callback=_version, i
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder or a hub id; it is never touched.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
-    ladder: Annotated[str | None, typer.Option(metavar="RANGES", help=f"Layers whose all-reduces are overlapped (Ladder Residual); {RANGES}.")] = None,
-    spd: Annotated[str | None, typer.Option(metavar="RANGES", help="Layers whose attention all-reduce is dropped (Sync-Point Drop).")] = None,
+    ladder: Annotated[
+        str | None, typer.Option(metavar="RANGES", help=f"Layers whose all-reduces are overlapped (Ladder Residual); {RANGES}.")
+    ] = None,
+    spd: Annotated[
+        str | None, typer.Option(metavar="RANGES", help="Layers whose attention all-reduce is dropped (Sync-Point Drop).")
+    ] = None,
     sync_tp_size: Annotated[int | None, typer.Option(min=1, help="Virtual ranks that --spd is made for; a property of the model.")] = None,
     dense: Annotated[bool, typer.Option("--dense", help="Make every sync point blocking again: a plain Llama.")] = False,
-    recipe: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML with these keys, or a ladderize.yaml, instead of the options.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML with these keys, or a ladderize.yaml, instead of the options.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Store weights as float32, float16 or bfloat16.  [default: as in SRC]")] = None,
-    max_shard_size: Annotated[str | None, typer.Option(metavar="SIZE", help="Write new weight files of at most this size, such as 5GB.")] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Write new weight files of at most this size, such as 5GB.")
+    ] = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy unchanged weights instead of hard-linking them.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint.")] = False,
@@ -102,7 +110,9 @@ def _how(report: dict[str, Any]) -> str:
 @app.command()
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id (only its .json files are fetched).")],
-    tp_size: Annotated[int | None, typer.Option(min=2, help="Ranks to count bytes for.  [default: the layout's sync_tp_size, else 8]")] = None,
+    tp_size: Annotated[
+        int | None, typer.Option(min=2, help="Ranks to count bytes for.  [default: the layout's sync_tp_size, else 8]")
+    ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Print the table of all layers too.")] = False,
     revision: Revision = None,
     as_json: AsJson = False,
@@ -128,20 +138,30 @@ def inspect(
 
 @app.command("eval")
 def evaluate(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Checkpoint folders or hub ids; the first is the one to compare with.")],
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="Checkpoint folders or hub ids; the first is the one to compare with.")
+    ],
     tasks: Annotated[str, typer.Option(metavar="A,B", help="lm-eval tasks or groups, comma-separated.")] = "",
     include_path: Annotated[str | None, typer.Option(metavar="DIR", help="A folder with lm-eval tasks of your own.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Samples per task, for a quick look.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt.  [default: the task's own]")] = None,
-    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Put prompts through the model's chat template.")] = False,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Put prompts through the model's chat template.")
+    ] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 8,
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0.  [default: cuda if there is one]")] = None,
     revision: Revision = None,
     seed: Annotated[int, typer.Option(help="For sampling and few-shot examples.")] = 0,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code; not needed for ladderized ones.")] = False,
-    perplexity: Annotated[str | None, typer.Option(metavar="FILE", help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array) to score.")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, help="Window of --perplexity.  [default: rows of ids, else 2048 or the model's limit]")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code; not needed for ladderized ones.")
+    ] = False,
+    perplexity: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array) to score.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=2, help="Window of --perplexity.  [default: rows of ids, else 2048 or the model's limit]")
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write results as JSON, anew after every task.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -153,7 +173,12 @@ def evaluate(
     names = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))
     if not names and perplexity is None:
         raise UsageError("nothing to evaluate: name --tasks, or a file for --perplexity")
-    for value, option in ((include_path, "--include-path"), (limit, "--limit"), (num_fewshot, "--num-fewshot"), (apply_chat_template, "--apply-chat-template")):
+    for value, option in (
+        (include_path, "--include-path"),
+        (limit, "--limit"),
+        (num_fewshot, "--num-fewshot"),
+        (apply_chat_template, "--apply-chat-template"),
+    ):
         if value not in (None, False) and not names:
             raise UsageError(f"{option} has no effect without --tasks")
     from ladderize.eval.results import check_writable, write_json
@@ -178,7 +203,9 @@ def evaluate(
 
 @app.command()
 def demo(
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the converted models and results here.  [default: a temporary folder]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the converted models and results here.  [default: a temporary folder]")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few samples, two of the four conversions.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ class Console:
     def document(self, value: Mapping[str, Any]) -> None:
         """The JSON document of a command; printed only with --json."""
         if self.as_json and is_main_rank():
-            print(json.dumps(with_schema(value), indent=2), flush=True)
+            print(to_json(value), flush=True)
 
     def note(self, text: str) -> None:
         """A remark on stderr, for warnings and progress in words."""
@@ -73,6 +74,23 @@ def with_schema(value: Mapping[str, Any]) -> dict[str, Any]:
     from ladderize import __version__
 
     return {"schema_version": SCHEMA_VERSION, "ladderize_version": __version__, **value}
+
+
+def to_json(value: Mapping[str, Any]) -> str:
+    """A result document as strict JSON: arrays' scalars become numbers, NaN and infinity null, anything else its text."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, Mapping):
+            return {str(key): plain(entry) for key, entry in item.items()}
+        if isinstance(item, list | tuple):
+            return [plain(entry) for entry in item]
+        if callable(getattr(item, "item", None)) and getattr(item, "size", 1) == 1:
+            return plain(item.item())
+        if isinstance(item, float):
+            return item if math.isfinite(item) else None
+        return item if item is None or isinstance(item, str | int | bool) else str(item)
+
+    return json.dumps(plain(with_schema(value)), indent=2, allow_nan=False)
 
 
 def table(rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = ()) -> str:

@@ -61,7 +61,9 @@ def read_documents(spec: str, tokenizer: "PreTrainedTokenizerBase | None", *, vo
         raise UserError(f"{path} gives no tokens at all; is it empty?")
     highest = max(int(document.max(initial=0)) for document in documents)
     if vocab_size is not None and highest >= vocab_size:
-        raise UserError(f"{path} holds the token id {highest}, but the model's vocabulary ends at {vocab_size - 1}; were the ids made with another tokenizer?")
+        raise UserError(
+            f"{path} holds the token id {highest}, but the model's vocabulary ends at {vocab_size - 1}; was it another tokenizer's?"
+        )
     return documents
 
 
@@ -93,7 +95,7 @@ def _pick_array(path: Path, key: str | None) -> str:
         raise UserError(f"{path} is no archive of NumPy arrays") from None
     if key is None and len(names) == 1:
         return names[0]
-    if key not in names:
+    if key is None or key not in names:
         raise UserError(f"{path} holds the arrays {', '.join(names)}; name one of them, for example {path}:{names[0]}")
     return key
 

@@ -45,9 +45,7 @@ def _parse_range(part: str, num_layers: int, option: str) -> range:
         try:
             number = int(value)
         except ValueError:
-            raise RangeSyntaxError(
-                f"{option}: {part!r} is not a range of layers; write for example 16:32, :8, -16:, 5 or all"
-            ) from None
+            raise RangeSyntaxError(f"{option}: {part!r} is not a range of layers; write for example 16:32, :8, -16:, 5 or all") from None
         return number + num_layers if number < 0 else number
 
     if part == "all":

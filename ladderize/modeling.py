@@ -44,6 +44,4 @@ def load(
     register()
     if device is not None:
         kwargs["device_map"] = {"": device}
-    return AutoModelForCausalLM.from_pretrained(
-        model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, **kwargs
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, **kwargs).eval()

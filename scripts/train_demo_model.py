@@ -21,9 +21,11 @@ from ladderize.demo.corpus import documents
 
 ROOT = Path(__file__).resolve().parent.parent
 BOS, EOS = "<s>", "</s>"
-CONFIG = dict(vocab_size=768, hidden_size=128, intermediate_size=320, num_hidden_layers=8, num_attention_heads=8,
-              num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=True, rms_norm_eps=1e-5,
-              bos_token_id=0, eos_token_id=1, pad_token_id=None)  # fmt: skip
+CONFIG = {
+    "vocab_size": 768, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+}  # fmt: skip
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -81,7 +83,12 @@ def main() -> None:
             print(json.dumps(values), file=log, flush=True)
             print(values, flush=True)
 
-        report(parameters=parameters, tokens=rows.numel(), torch=torch.__version__, **{k: str(v) for k, v in vars(args).items() if k not in ("out", "log")})
+        report(
+            parameters=parameters,
+            tokens=rows.numel(),
+            torch=torch.__version__,
+            **{k: str(v) for k, v in vars(args).items() if k not in ("out", "log")},
+        )
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed))
         start, loss_sum = time.time(), 0.0
         for step in range(args.steps):

@@ -35,10 +35,10 @@ target = {"output": output, "pipeline": pipeline, "os": os}[module]
 if moment == "output._exchange":  # no exchange: take the journal, and stop between its two renames
     output._exchange = lambda a, b: False
     rename, calls = os.rename, []
-    def second_rename_stops(a, b):
+    def stop_between(a, b):  # the first rename finds OUT full, the second moves it aside, the third fills the gap
         calls.append(a)
-        stop() if len(calls) == 2 else rename(a, b)
-    os.rename = second_rename_stops
+        stop() if len(calls) == 3 else rename(a, b)
+    os.rename = stop_between
 else:
     setattr(target, name, stop)
 pipeline.convert_checkpoint(source, out, Recipe(ladder="2:"), overwrite=True, verify=False, copy=True)

@@ -37,6 +37,11 @@ def change_tensors(folder: Path, **changes) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def replace_text(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
 def lie(header):
     header["model.norm.weight"]["shape"] = [320]
 
@@ -60,7 +65,7 @@ DAMAGE = {
     "config is no JSON": (lambda s: (s / "config.json").write_text("{"), "not valid JSON"),
     "config is a list": (lambda s: (s / "config.json").write_text("[]"), "holds a list"),
     "NaN in config": (lambda s: edit_json(s / "config.json", rms_norm_eps=float("nan")), "holds NaN"),
-    "infinite number": (lambda s: (s / "config.json").write_text((s / "config.json").read_text().replace("1e-06", "1e999")), "rms_norm_eps is inf"),
+    "infinite number": (lambda s: replace_text(s / "config.json", "1e-06", "1e999"), "rms_norm_eps is inf"),
     "text for a number": (lambda s: edit_json(s / "config.json", hidden_size="32"), "hidden_size is '32'"),
     "no layers": (lambda s: edit_json(s / "config.json", num_hidden_layers=0), "num_hidden_layers is 0"),
     "heads": (lambda s: edit_json(s / "config.json", num_key_value_heads=3), "cannot share 3 key-value heads"),
@@ -137,7 +142,7 @@ def test_options_unknown_to_typer(llama, tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("lader: 2:4", "unknown key 'lader'; did you mean ladder?"), ("zzz: 1", "known keys are"), ("ladder: 2.5", "write ranges"),
+    ("lader: 2:4", "unknown key 'lader'; did you mean ladder?"), ("zzz: 1", "known keys are"), ("ladder: 2.5", "is not a range of layers"),
     ("ladder: 3:1", "is reversed"), ("", "holds no recipe"), ("- 1", "holds no recipe"), ("ladder: [", "not valid YAML"),
     ("ladder: 1\nladder: 2", "the key 'ladder' stands twice"), ("sync_tp_size: 4", "no effect without"),
     ("spd: all\nsync_tp_size: '4'", "must be a positive integer"), ("dense: 1", "must be a bool"), ("ladder: true", "write ranges"),
@@ -180,8 +185,9 @@ def test_wrong_targets(llama, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("years of work")
     cases = [
-        (llama, [], "is the source or lies inside it"), (llama / "out", [], "lies inside it"), (tmp_path, ["--overwrite"], "contains the source"),
-        (tmp_path / "file", [], "is a file"), (tmp_path / "file" / "out", [], "not a writable folder"), (tmp_path / "full", [], "is not empty"),
+        (llama, [], "is the source or lies inside it"), (llama / "out", [], "lies inside it"),
+        (tmp_path, ["--overwrite"], "contains the source"), (tmp_path / "full", [], "is not empty"),
+        (tmp_path / "file", [], "is a file"), (tmp_path / "file" / "out", [], "not a writable folder"),
         (tmp_path / "full", ["--overwrite"], "is not a checkpoint"), (Path("/proc/ladderize"), ["--dtype", "float16"], "only 0 B are free"),
     ]  # fmt: skip
     for out, options, message in cases:

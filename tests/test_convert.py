@@ -160,8 +160,9 @@ def test_a_config_in_the_style_of_transformers_4(llama, tmp_path):
     config = json.loads((llama / "config.json").read_text())
     config.pop("rope_parameters", None)
     dtype = config.pop("dtype")
-    config |= {"rope_theta": 500000.0, "torch_dtype": dtype, "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}  # fmt: skip
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 32
+    config |= {"rope_theta": 500000.0, "torch_dtype": dtype, "rope_scaling": scaling}
     (llama / "config.json").write_text(json.dumps(config))
     convert_checkpoint(llama, tmp_path / "out", LADDER)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == config["rope_scaling"]
@@ -185,7 +186,10 @@ def test_the_authors_format(llama, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "ladder_layers" not in config
     assert config["auto_map"]["AutoConfig"] == "configuration_ladderized_llama.LadderizedLlamaConfig"
-    assert [p for p in listing(tmp_path / "out") if p.endswith(".py")] == ["configuration_ladderized_llama.py", "modeling_ladderized_llama.py"]
+    assert [p for p in listing(tmp_path / "out") if p.endswith(".py")] == [
+        "configuration_ladderized_llama.py",
+        "modeling_ladderized_llama.py",
+    ]
 
 
 def test_another_layout_and_back_to_dense(llama, tmp_path):
@@ -213,7 +217,14 @@ def test_what_is_carried_over(llama, tmp_path):
         (llama / name).parent.mkdir(exist_ok=True)
         (llama / name).write_bytes(content)
     report = convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
-    assert set(report["not_carried_over"]) == {"pytorch_model.bin", "original/", "model.gguf", "custom.py", "consolidated.safetensors", ".cache/"}
+    assert set(report["not_carried_over"]) == {
+        "pytorch_model.bin",
+        "original/",
+        "model.gguf",
+        "custom.py",
+        "consolidated.safetensors",
+        ".cache/",
+    }
     for name, content in carried.items():
         assert (tmp_path / "out" / name).read_bytes() == content
         assert not (tmp_path / "out" / name).samefile(llama / name)  # editing the output must not edit the source
@@ -235,12 +246,19 @@ def test_the_card(llama, tmp_path):
     (llama / "README.md").write_text("---\nlicense: llama3\nbase_model: meta/Base\ntags:\n- chat\n---\n# Original\n\nbody\n")
     convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
     front, body = split_front_matter((tmp_path / "out" / "README.md").read_text())
-    assert front == {"license": "llama3", "base_model": "meta/Base", "tags": ["chat", "ladderize", "ladder-residual"], "library_name": "transformers"}
+    assert front == {
+        "license": "llama3",
+        "base_model": "meta/Base",
+        "tags": ["chat", "ladderize", "ladder-residual"],
+        "library_name": "transformers",
+    }
     assert "4 layers: ladder 2:4" in body
     assert (tmp_path / "out" / "README.source.md").read_bytes() == (llama / "README.md").read_bytes()
 
 
-@pytest.mark.parametrize("card", ["", "no front matter", "---\n: : broken\n  - [\n---\nbody", "---\n- a list\n---\nbody", "---\nunclosed: 1\n"])
+@pytest.mark.parametrize(
+    "card", ["", "no front matter", "---\n: : broken\n  - [\n---\nbody", "---\n- a list\n---\nbody", "---\nunclosed: 1\n"]
+)
 def test_a_broken_card_breaks_nothing(llama, tmp_path, card):
     (llama / "README.md").write_text(card)
     convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)

@@ -25,12 +25,22 @@ def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
 def make_card(name: str, source: str, source_card: str, layout: Layout, before: Layout, *, hub_id: str | None) -> str:
     """The text of README.md. ``hub_id``: where the source came from, if from the hub."""
     front, _ = split_front_matter(source_card)
-    tags = front.get("tags") if isinstance(front.get("tags"), list) else []
+    tags = front.get("tags")
+    tags = tags if isinstance(tags, list) else []
     ours = ["ladderize", *(tag for kind, tag in TAGS.items() if kind in str(layout))]
     front = {**front, "library_name": "transformers", "tags": [*tags, *(tag for tag in ours if tag not in tags)]}
     if hub_id:
         front["base_model"] = hub_id
-    return "\n".join(["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(), "---", "", _body(name, source, layout, before, bool(source_card)), ""])
+    return "\n".join(
+        [
+            "---",
+            yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(),
+            "---",
+            "",
+            _body(name, source, layout, before, bool(source_card)),
+            "",
+        ]
+    )
 
 
 def _body(name: str, source: str, layout: Layout, before: Layout, has_source_card: bool) -> str:

@@ -202,7 +202,7 @@ def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
     return _snapshot(source, revision, allow_patterns=["*.json"]), False
 
 
-def _snapshot(repo: str, revision: str | None, **patterns: list[str]) -> Path:
+def _snapshot(repo: str, revision: str | None, **patterns: Any) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -65,4 +65,3 @@ def inspect_checkpoint(model: str, *, revision: str | None = None, tp_size: int 
         "dense": communication(Layout.dense(layout.num_layers), *sizes),
         "this": communication(layout, *sizes),
     }
-

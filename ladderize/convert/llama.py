@@ -18,7 +18,9 @@ def check_config(config: Mapping[str, Any]) -> None:
     """Raise UserError unless this is the config of a dense, unquantised Llama with sensible numbers."""
     model_type = config.get("model_type")
     if model_type not in SOURCE_TYPES:
-        raise UserError(f"this is a {model_type or 'model without model_type'}, not a Llama; model_type must be one of {', '.join(SOURCE_TYPES)}")
+        raise UserError(
+            f"this is a {model_type or 'model without model_type'}, not a Llama; model_type must be one of {', '.join(SOURCE_TYPES)}"
+        )
     quantisation = config.get("quantization_config") or config.get("compression_config")
     if quantisation:
         method = quantisation.get("quant_method", "an unnamed method") if isinstance(quantisation, dict) else quantisation
@@ -89,14 +91,20 @@ def check_tensors(checkpoint: Checkpoint) -> list[str]:
     optional = {"lm_head.weight": (config["vocab_size"], config["hidden_size"])}
     for name, shape in expected.items():
         if name not in found:
-            raise UserError(f"{checkpoint.folder}: the tensor {name} is missing; the checkpoint is incomplete or its config.json is another model's")
+            raise UserError(
+                f"{checkpoint.folder}: the tensor {name} is missing; the checkpoint is incomplete or its config.json is another model's"
+            )
         if found[name].shape != shape:
             raise UserError(f"{checkpoint.folder}: {name} has shape {list(found[name].shape)}, but config.json asks for {list(shape)}")
     for name, tensor in found.items():
         if name not in expected and not IGNORED.fullmatch(name) and optional.get(name) != tensor.shape:
-            raise UserError(f"{checkpoint.folder}: {tensor.file} holds {name} {list(tensor.shape)}, which is no tensor of a Llama with this config.json")
+            raise UserError(
+                f"{checkpoint.folder}: {tensor.file} holds {name} {list(tensor.shape)}, which is no tensor of a Llama with this config.json"
+            )
         if tensor.dtype not in FLOAT_DTYPES:
-            raise UserError(f"{checkpoint.folder}: {name} is stored as {tensor.dtype}, so the checkpoint is quantised; convert the unquantised model")
+            raise UserError(
+                f"{checkpoint.folder}: {name} is stored as {tensor.dtype}, so the checkpoint is quantised; convert the unquantised model"
+            )
     stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     stored = sorted({FLOAT_DTYPES[tensor.dtype] for tensor in found.values()})
     if stated and stored != [stated]:

@@ -6,6 +6,7 @@ argv: the folder, and "run" to compute a forward pass too. Prints one JSON docum
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -24,7 +25,7 @@ def main() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
     wanted = {name: list(value.shape) for name, value in model.state_dict().items()}
-    found = {}
+    found: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             found |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
@@ -35,7 +36,8 @@ def main() -> None:
             sys.exit(f"the written checkpoint has {name} as {found.get(name)}, the model wants {shape}")
     result = {"model_class": type(model).__name__, "tensors": len(found), "forward": None}
     if run:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto", output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto", output_loading_info=True)
+        model, info = loaded
         if info["missing_keys"]:
             sys.exit(f"the written checkpoint lacks {sorted(info['missing_keys'])}")
         with torch.inference_mode():

@@ -112,7 +112,7 @@ def _cast(chunk: bytearray, tensor: TensorInfo, dtype: str) -> memoryview:
     cast = values.to(torch_dtype(dtype))
     if not torch.isfinite(cast).all() and torch.isfinite(values).all():
         raise UserError(f"{tensor.name} has values too large for {FLOAT_DTYPES[dtype]}; take --dtype bfloat16 or float32")
-    return memoryview(cast.view(torch.uint8).numpy())
+    return cast.view(torch.uint8).numpy().data
 
 
 def torch_dtype(name: str) -> "torch.dtype":

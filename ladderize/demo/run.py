@@ -51,7 +51,9 @@ def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, An
             tasks=tuple(f"demo_{genre}" for genre in GENRES), include_path=str(TASKS), include_default_tasks=False,
             limit=20 if quick else None, batch_size=64, dtype="float32", perplexity=str(heldout), seq_len=128,
         )  # fmt: skip
-        console.note(f"$ ladderize eval {' '.join(models)} --tasks {','.join(options.tasks)} --include-path {TASKS} --perplexity {heldout} ...")
+        console.note(
+            f"$ ladderize eval {' '.join(models)} --tasks {','.join(options.tasks)} --include-path {TASKS} --perplexity {heldout} ..."
+        )
         document = evaluate_models(models, options, console=console, save=lambda document: write_json(folder / "results.json", document))
         console.result("")
         console.result(table(comparison(document), right=["value", "stderr", "difference"]))

@@ -112,7 +112,7 @@ def load_tasks(options: EvalOptions) -> "TaskManager":
     for task in options.tasks:
         try:
             manager.load([task])
-        except Exception as error:  # noqa: BLE001  (a task may run any code to get its data)
+        except Exception as error:  # a task may run any code to get its data
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"the task {task!r} cannot be loaded, most likely because its data set is not here: {reason}") from error
     return manager
@@ -178,7 +178,9 @@ def measure_perplexity(
         return perplexity(model, windows, batch_size=options.batch_size, advance=advance)
 
 
-def wrap(name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", options: EvalOptions, add_bos: bool | None) -> Any:
+def wrap(
+    name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", options: EvalOptions, add_bos: bool | None
+) -> Any:
     """lm-eval's HF backend around a loaded model. BOS is told explicitly, the same for all models."""
     from lm_eval.models.huggingface import HFLM
 

@@ -36,7 +36,7 @@ def window_nlls(
 
     Windows of equal length are scored in batches; logits are computed for one batch at a time, in fp32.
     """
-    device = model.get_input_embeddings().weight.device
+    device = next(model.get_input_embeddings().parameters()).device
     sums = np.zeros(len(windows))
     start = 0
     while start < len(windows):

@@ -1,13 +1,12 @@
 """Result files: written whole or not at all, as often as there is something new."""
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ladderize.console import UserError, with_schema
+from ladderize.console import UserError, to_json
 
 
 def check_writable(path: Path) -> None:
@@ -27,7 +26,7 @@ def check_writable(path: Path) -> None:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a result document atomically, with schema and version in front."""
     path = path.expanduser().resolve()
-    text = json.dumps(with_schema(value), indent=2, default=str)
+    text = to_json(value)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
         try:
             file.write(text + "\n")

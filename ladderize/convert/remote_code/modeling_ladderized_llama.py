@@ -35,9 +35,7 @@ class HeadsOnlyAttention(LlamaAttention):
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
-        output, weights = attend(
-            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )
+        output, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
         return output.flatten(-2), weights
 
 
@@ -181,10 +179,7 @@ def plain_lora(layer):
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if any(name in layer.lora_variant or layer.lora_bias[name] for name in active):
         return None
-    return [
-        (layer.lora_dropout[name], layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
-        for name in active
-    ]
+    return [(layer.lora_dropout[name], layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in active]
 
 
 class LadderizedLlamaPreTrainedModel(LlamaPreTrainedModel):

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call of at most 9 minutes: correctness first, then times.
+# Needs torch, transformers, typer, rich and PyYAML; no network, no lm-eval. JSON goes to ${OUT:-benchmarks/results}.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${OUT:-benchmarks/results}
+mkdir -p "$out"
+export PYTHONPATH=. HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+python3 -c 'import torch, transformers; assert torch.cuda.is_available(), "no GPU here"; print(torch.cuda.get_device_name(), torch.__version__, transformers.__version__)'
+timeout 240 python3 -m pytest -q tests/test_gpu.py
+timeout 280 python3 benchmarks/model.py --device cuda --dtype bfloat16 --shape 8b --out "$out/model_cuda.json"

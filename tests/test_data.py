@@ -1,0 +1,97 @@
+import json
+
+import numpy as np
+import pytest
+
+from ladderize.console import UserError
+from ladderize.data import check_data_file, default_seq_len, read_documents, split_name, windows
+
+
+class Letters:
+    """A tokenizer for the tests: BOS, then one id for each character."""
+
+    def __call__(self, text, **_):
+        return {"input_ids": [1, *map(ord, text)]}
+
+
+def lists(arrays):
+    return [array.tolist() for array in arrays]
+
+
+def test_text_is_one_document_with_one_bos(tmp_path):
+    (tmp_path / "a.txt").write_text("ab\n\ncd")
+    assert lists(read_documents(str(tmp_path / "a.txt"), Letters())) == [[1, 97, 98, 10, 10, 99, 100]]
+
+
+def test_every_jsonl_line_is_a_document_and_they_are_joined(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n\n{"text": "c"}\n')
+    documents = read_documents(str(tmp_path / "a.jsonl"), Letters())
+    assert lists(documents) == [[1, 97, 98], [1, 99]]
+    assert lists(windows(documents, 2)) == [[1, 97], [98, 1]]  # the lone 99 cannot be scored
+    assert lists(windows(documents, 3)) == [[1, 97, 98], [1, 99]]  # the partial window is kept
+    assert lists(windows(documents, 100)) == [[1, 97, 98, 1, 99]]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int64, np.int32])
+def test_ids_are_taken_as_they_are(tmp_path, dtype):
+    rows = np.arange(12, dtype=dtype).reshape(3, 4)
+    np.save(tmp_path / "a.npy", rows)
+    np.savez(tmp_path / "one.npz", only=rows)
+    np.savez(tmp_path / "two.npz", train=rows[:1], heldout=rows[1:])
+    for name in ("a.npy", "one.npz", "one.npz:only"):
+        documents = read_documents(str(tmp_path / name), None)
+        assert lists(documents) == rows.tolist()
+        assert default_seq_len(documents, name, 100) == 4
+        assert default_seq_len(documents, name, 3) == 3
+    assert lists(read_documents(str(tmp_path / "two.npz:heldout"), None)) == rows[1:].tolist()
+    np.save(tmp_path / "flat.npy", np.arange(5))
+    flat = read_documents(str(tmp_path / "flat.npy"), None)
+    assert default_seq_len(flat, "flat.npy", 4096) == 2048
+    assert lists(windows(flat, 3)) == [[0, 1, 2], [3, 4]]
+
+
+def test_split_name():
+    assert split_name("a/b.npz:x")[1] == "x"
+    assert split_name("a:b/c.txt") == (split_name("a:b/c.txt")[0], None)
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.txt", b"", "no tokens at all"), ("a.txt", b"\xff\xfe", "not UTF-8"),
+    ("a.jsonl", b"{}\n", 'line 1: not a JSON object with a "text"'),
+    ("a.jsonl", b'{"text": "x"}\n{"text": 1}', "line 2"), ("a.npy", b"junk", "no NumPy array"), ("a.npz", b"junk", "no NumPy array"),
+])  # fmt: skip
+def test_unreadable_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_documents(str(tmp_path / name), lambda text, **_: {"input_ids": list(map(ord, text))})
+
+
+def test_unusable_arrays(tmp_path):
+    cases = [
+        (np.zeros(3), "expected token ids"), (np.zeros((1, 1, 1), int), "expected token ids"), (np.array([-1, 2]), "negative"),
+        (np.array([{}], dtype=object), "never unpickled"), (np.zeros(0, int), "no tokens"), (np.array([5, 9]), "token id 9.*ends at 8"),
+    ]  # fmt: skip
+    for array, message in cases:
+        np.save(tmp_path / "a.npy", array, allow_pickle=True)
+        with pytest.raises(UserError, match=message):
+            read_documents(str(tmp_path / "a.npy"), None, vocab_size=9)
+    np.savez(tmp_path / "two.npz", a=np.arange(3), b=np.arange(3))
+    for spec in ("two.npz", "two.npz:c"):
+        with pytest.raises(UserError, match="holds the arrays a, b"):
+            check_data_file(str(tmp_path / spec))
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(UserError, match="neither text"):
+        check_data_file(str(tmp_path / "a.csv"))
+    with pytest.raises(UserError, match="does not exist"):
+        check_data_file(str(tmp_path / "none.txt"))
+
+
+def test_a_single_token_is_too_little():
+    with pytest.raises(UserError, match="single token"):
+        windows([np.array([1])], 8)
+
+
+def test_text_without_a_tokenizer(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x"}))
+    with pytest.raises(UserError, match="no tokenizer"):
+        read_documents(str(tmp_path / "a.jsonl"), None)

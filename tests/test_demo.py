@@ -1,0 +1,59 @@
+import json
+import random
+from itertools import islice
+
+import pytest
+
+from ladderize.demo.corpus import GENRES, dataset, documents, items
+from ladderize.demo.run import HERE, MODEL
+from tests.helpers import invoke, listing
+
+
+def test_the_corpus_is_deterministic():
+    assert list(documents(20, test=False, seed=4)) == list(documents(20, test=False, seed=4))
+    assert list(documents(20, test=False, seed=4)) != list(documents(20, test=False, seed=5))
+    assert next(iter(documents(1, test=False, seed=0))) == next(iter(documents(1, test=False, seed=0)))
+
+
+@pytest.mark.parametrize("genre", GENRES)
+def test_no_test_item_is_trained_on(genre):
+    tested = {item.text for item in items(genre, 150, test=True)}
+    rng = random.Random(7)
+    trained = {item.text for item in (GENRES[genre](rng) for _ in range(5000)) if not item.in_test_split}
+    assert len(tested) == 150
+    assert not tested & trained
+    text = "\n".join(documents(500, test=False, seed=0))
+    assert not any(line in tested for line in text.splitlines())
+
+
+@pytest.mark.parametrize("genre", GENRES)
+def test_answers_are_right_and_among_the_choices(genre):
+    for item in items(genre, 100, test=True):
+        assert item.choices.count(item.answer) == 1
+    rows = dataset(genre, 50)["test"]
+    assert all(row["choices"][row["gold"]] == row["answer"] for row in rows)
+    assert len({row["gold"] for row in rows}) == len(rows[0]["choices"])  # the right answer is not always the first
+
+
+def test_too_many_items_are_refused_not_waited_for():
+    with pytest.raises(ValueError, match="different items"):
+        list(islice(items("arithmetic", 5000, test=True), 5000))
+
+
+def test_bundled_model_is_small():
+    assert sum(path.stat().st_size for path in MODEL.iterdir()) <= 4_000_000
+    assert (HERE / "tasks" / "agreement.yaml").is_file()
+
+
+def test_the_quick_demo(tmp_path):
+    outcome = invoke("demo", "--quick", "--out", tmp_path / "demo", "--json")
+    assert outcome.code == 0, outcome.stderr
+    models = json.loads(outcome.stdout)["models"]
+    assert [model["ladderize"]["layout"] for model in models] == [
+        "8 layers: dense", "8 layers: ladder 0:8", "8 layers: spd 0:8 (sync_tp_size 4)",
+    ]  # fmt: skip
+    dense, *converted = (model["ladderize"]["perplexity"]["perplexity"] for model in models)
+    assert all(dense < 0.8 * other for other in converted)
+    assert dense > 1
+    assert "results.json" in listing(tmp_path / "demo")
+    assert invoke("demo", "--out", tmp_path / "demo").code == 1

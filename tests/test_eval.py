@@ -1,0 +1,197 @@
+"""Perplexity against a plain loop, lm-eval through our command against lm-eval by itself, and the errors of `eval`."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ladderize import convert_checkpoint, load
+from ladderize.convert.recipe import Recipe
+from ladderize.demo.run import MODEL, TASKS
+from ladderize.eval import harness
+from ladderize.eval.perplexity import perplexity, window_nlls
+from tests.helpers import STORIES, invoke, listing, make_model, one_sentence
+from tests.oracle import Oracle
+
+
+def test_window_nlls_equal_a_plain_loop():
+    model = make_model("mixed")
+    rng = np.random.default_rng()
+    windows = [rng.integers(3, 97, length) for length in (9, 9, 9, 9, 9, 7, 2)]
+    oracle = Oracle(model.state_dict(), model.config)
+    expected = []
+    for window in windows:
+        logits = oracle(torch.from_numpy(window)[None])[0][0].double().log_softmax(-1)
+        expected.append(-sum(float(logits[i, window[i + 1]]) for i in range(len(window) - 1)))
+    for batch_size in (1, 2, 8):
+        np.testing.assert_allclose(window_nlls(model, windows, batch_size=batch_size), expected, rtol=1e-4)
+    result = perplexity(model, windows, batch_size=3)
+    tokens = 5 * 8 + 6 + 1
+    assert (result.tokens, result.windows, result.seq_len) == (tokens, 7, 9)
+    assert math.isclose(result.perplexity, math.exp(sum(expected) / tokens), rel_tol=1e-4)
+
+
+def test_the_standard_error_covers_the_truth():
+    """Windows drawn from the model itself: across resamples, the stated error is about the spread of the perplexity."""
+    model = make_model("dense", seed=3)
+    torch.manual_seed(0)
+    ids = model.generate(torch.full((256, 1), 5), max_new_tokens=11, do_sample=True, top_k=0).numpy()
+    results = [perplexity(model, list(ids[i::16])) for i in range(16)]
+    spread = np.std([result.perplexity for result in results], ddof=1)
+    stated = np.mean([result.stderr for result in results])
+    assert 0.5 < stated / spread < 2
+    assert perplexity(model, list(ids[:1])).stderr is None
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/fixtures is not here")
+@pytest.mark.parametrize(("recipe", "expected"), [
+    (None, "3.622"), (Recipe(ladder="-1:"), "4.176"), (Recipe(ladder="-3:"), "5.761"), (Recipe(ladder="all"), "13.40"),
+    (Recipe(spd="all", sync_tp_size=2), "5.829"), (Recipe(spd="all", sync_tp_size=4), "8.05"),
+    (Recipe(spd="all", sync_tp_size=4, ladder="all"), "15.17"),
+])  # fmt: skip
+def test_published_perplexities(tmp_path, recipe, expected):
+    """DESIGN section 8, to the digits that it gives."""
+    model = STORIES
+    if recipe is not None:
+        convert_checkpoint(STORIES, tmp_path / "out", recipe, verify=False)
+        model = tmp_path / "out"
+    ids = np.load(STORIES.with_name("stories260K-samples.npz"))["heldout"].astype(np.int64)
+    result = perplexity(load(model), list(ids))
+    digits = len(expected.split(".")[1])
+    assert f"{result.perplexity:.{digits}f}" == expected
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    convert_checkpoint(MODEL, folder / "ladder", Recipe(ladder="all"), verify=False)
+    return MODEL, folder / "ladder"
+
+
+def test_eval_of_two_models(pair, tmp_path):
+    (tmp_path / "text.txt").write_text("The dog near the trees runs .\nRepeat : kite park ; kite park .\n" * 20)
+    outcome = invoke(
+        "eval", *pair, "--tasks", "demo_agreement,demo_arithmetic", "--include-path", TASKS, "--limit", "20", "--batch-size", "16",
+        "--perplexity", tmp_path / "text.txt", "--seq-len", "64", "--dtype", "float32", "--out", tmp_path / "r.json", "--json",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.stderr
+    document = json.loads(outcome.stdout)
+    assert json.loads((tmp_path / "r.json").read_text()) == document
+    assert document["schema_version"] == 1
+    dense, ladder = document["models"]
+    assert ladder["ladderize"]["layout"] == "8 layers: ladder 0:8"
+    assert dense["ladderize"]["add_bos_token"] is ladder["ladderize"]["add_bos_token"] is True
+    assert dense["results"]["demo_agreement"]["acc,none"] > ladder["results"]["demo_agreement"]["acc,none"] - 0.3
+    assert dense["ladderize"]["perplexity"]["perplexity"] < ladder["ladderize"]["perplexity"]["perplexity"]
+    assert {"results", "configs", "versions", "n-shot", "n-samples", "higher_is_better"} <= set(dense)
+    assert listing(tmp_path) == ["r.json", "text.txt"]
+    rows = harness.comparison(document)
+    assert [row["task"] for row in rows if row["task"]] == ["perplexity", "demo_agreement", "demo_arithmetic"]
+    assert {row["model"] for row in rows} == {"model", "ladder"}
+
+
+def test_the_same_as_lm_eval_by_itself(pair):
+    """Our numbers are lm-eval's: the same model through its own loader and command-line defaults."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False)
+    expected = simple_evaluate(
+        model="hf", model_args={"pretrained": str(pair[0]), "dtype": "float32"}, tasks=["demo_stories", "demo_copying"],
+        task_manager=manager, limit=24, batch_size=8, device="cpu",
+    )["results"]  # fmt: skip
+    outcome = invoke(
+        "eval", pair[0], "--tasks", "demo_stories,demo_copying", "--include-path", TASKS, "--limit", "24", "--dtype", "float32", "--json"
+    )
+    found = json.loads(outcome.stdout)["models"][0]["results"]
+    for task, values in expected.items():
+        assert {k: v for k, v in found[task].items() if "stderr" not in k} == {k: v for k, v in values.items() if "stderr" not in k}
+
+
+def test_results_are_saved_after_every_task(pair, tmp_path, monkeypatch):
+    original = harness.run_task
+
+    def second_fails(lm, task, manager, options):
+        if task == "demo_stories":
+            raise RuntimeError("out of memory, say")
+        return original(lm, task, manager, options)
+
+    monkeypatch.setattr(harness, "run_task", second_fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        invoke(
+            "eval", pair[0], "--tasks", "demo_agreement,demo_stories", "--include-path", TASKS, "--limit", "8", "--out", tmp_path / "r.json"
+        )
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert list(saved["models"][0]["results"]) == ["demo_agreement"]
+
+
+def test_stdout_is_only_json_and_stderr_quiet(pair):
+    command = [
+        sys.executable,
+        "-m",
+        "ladderize",
+        "eval",
+        str(pair[1]),
+        "--tasks",
+        "demo_arithmetic",
+        "--include-path",
+        str(TASKS),
+        "--limit",
+        "4",
+        "--json",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert json.loads(result.stdout)["models"]
+    assert result.stderr.splitlines() == [f"{pair[1]}: demo_arithmetic (1 of 1)"]
+
+
+def task_without_data(folder: Path) -> Path:
+    (folder / "lost.yaml").write_text(
+        "task: lost\ndataset_path: nobody/nothing\noutput_type: multiple_choice\ntest_split: test\n"
+        "doc_to_text: '{{a}}'\ndoc_to_choice: b\ndoc_to_target: c\nmetric_list:\n  - metric: acc\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(("options", "code", "message"), [
+    ([], 2, "nothing to evaluate"), (["--limit", "3", "--perplexity", "x.txt"], 2, "--limit has no effect without --tasks"),
+    (["--tasks", "demo_agrement", "--include-path", TASKS], 1, "near names: demo_agreement"),
+    (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
+    (["--tasks", "a", "--seq-len", "9"], 2, "--seq-len has no effect"), (["--tasks", "a", "--include-path", "/no/dir"], 1, "is no folder"),
+    (["--perplexity", "/no/file.txt"], 1, "does not exist"), (["--tasks", "a", "--dtype", "int4"], 2, "is not one of"),
+    (["--tasks", "a", "--revision", "x"], 1, "has no revisions"),
+    (["--tasks", "demo_copying", "--include-path", TASKS, "--apply-chat-template"], 1, "has no chat template"),
+])  # fmt: skip
+def test_bad_options(options, code, message):
+    outcome = invoke("eval", MODEL, *options)
+    assert outcome.code == code
+    assert message in next(line for line in outcome.stderr.splitlines() if line.startswith("Error"))
+
+
+def test_found_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "open_model", lambda *_: pytest.fail("a model was loaded"))
+    outcome = invoke("eval", MODEL, "--tasks", "lost", "--include-path", task_without_data(tmp_path))
+    assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in one_sentence(outcome)
+    for out, message in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "no" / "r.json", "does not exist"),
+        (Path("/proc/r.json"), "cannot be written"),
+    ):
+        assert message in one_sentence(invoke("eval", MODEL, "--tasks", "demo_copying", "--include-path", TASKS, "--out", out))
+    assert "does not exist" in one_sentence(invoke("eval", MODEL, "/no/model", "--tasks", "demo_copying", "--include-path", TASKS))
+    assert "config.json" in one_sentence(invoke("eval", tmp_path, "--tasks", "demo_copying", "--include-path", TASKS))
+
+
+def test_data_that_does_not_fit_the_model(tmp_path):
+    np.save(tmp_path / "ids.npy", np.array([5, 99999]))
+    outcome = invoke("eval", MODEL, "--perplexity", tmp_path / "ids.npy")
+    assert "token id 99999" in one_sentence(outcome)
+    np.save(tmp_path / "ids.npy", np.arange(600))
+    assert "must be between 2 and the 512 positions" in one_sentence(
+        invoke("eval", MODEL, "--perplexity", tmp_path / "ids.npy", "--seq-len", "600")
+    )

@@ -1,0 +1,103 @@
+"""The rules of the house: who may import whom, no import-time work, a wheel that is complete."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+PACKAGE = ROOT / "ladderize"
+LEAVES = {"layout", "console", "modeling", "data"}
+MAY_IMPORT = {
+    "convert": LEAVES | {"convert"},
+    "runtime": LEAVES | {"convert", "runtime"},
+    "eval": LEAVES | {"convert", "runtime", "eval"},
+    "adapt": LEAVES | {"convert", "adapt", "eval.perplexity"},
+    "demo": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "demo"},
+    "workflows": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows"},
+    "cli": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "demo"},
+    **dict.fromkeys(LEAVES, LEAVES),
+}
+# load and register hand out the model class, which lives beside the converter that copies it
+EXCEPTIONS = {("modeling", "convert.remote_code")}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of ladderize that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found |= {f"{node.module}.{alias.name}" if node.module == "ladderize" else node.module for alias in node.names}
+    return {name.removeprefix("ladderize.") for name in found if name.startswith("ladderize.")} - {"__version__"}
+
+
+def sources():
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.name not in ("__init__.py", "__main__.py")]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_import_rules(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    imported = imports_of(path)
+    if "remote_code" in parts:
+        tree = ast.parse(path.read_text())
+        roots = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        roots |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level == 0}
+        assert roots <= {"torch", "transformers"}
+        return
+    for name in imported:
+        allowed = any(name == rule or name.startswith(rule + ".") for rule in MAY_IMPORT[parts[0]])
+        excepted = any(parts[0] == who and name.startswith(what) for who, what in EXCEPTIONS)
+        assert allowed or excepted, f"{'/'.join(parts)} must not import ladderize.{name}"
+
+
+def test_every_module_has_a_rule():
+    assert {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in sources()} <= set(MAY_IMPORT)
+
+
+def test_help_is_instant_and_imports_no_torch():
+    code = "import sys; sys.argv = ['ladderize', '--help']\nfrom ladderize.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+    code += "assert not {'torch', 'transformers', 'lm_eval', 'numpy'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_version_and_module_entry_point():
+    result = subprocess.run([sys.executable, "-m", "ladderize", "--version"], capture_output=True, text=True)
+    from ladderize import __version__
+
+    assert result.stdout == f"ladderize {__version__}\n"
+
+
+def test_the_wheel_works_without_the_source_tree(tmp_path):
+    """Build it, install it in a fresh venv that borrows this environment's libraries, and run the demo from elsewhere."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    venv.create(tmp_path / "venv", with_pip=False)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    shutil.unpack_archive(wheel, site, "zip")
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    # appended after the venv's own folder; a plain path line, so that no editable install's .pth of theirs is processed
+    (site / "borrowed.pth").write_text("\n".join(libraries) + "\n")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    python = tmp_path / "venv" / "bin" / "python"
+    where = subprocess.run(
+        [python, "-c", "import ladderize; print(ladderize.__file__)"], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert Path(where.stdout.strip()).is_relative_to(site), where.stderr
+    start = time.monotonic()
+    result = subprocess.run(
+        [python, "-m", "ladderize", "demo", "--quick"], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=240
+    )
+    assert result.returncode == 0, result.stderr
+    assert "demo_agreement" in result.stdout
+    assert time.monotonic() - start < 240
