@@ -42,9 +42,14 @@ class Console:
             print(to_json(value), flush=True)
 
     def note(self, text: str) -> None:
-        """A remark on stderr, for warnings and progress in words."""
+        """A remark on stderr that the user should see."""
         if is_main_rank():
             print(text, file=sys.stderr, flush=True)
+
+    def status(self, text: str) -> None:
+        """Progress in words on stderr; silent when stderr is no terminal, like the bars."""
+        if sys.stderr.isatty():
+            self.note(text)
 
     @contextlib.contextmanager
     def progress(self, description: str, total: int, *, is_bytes: bool = False) -> Iterator["Any"]:
@@ -136,6 +141,12 @@ def error_boundary(debug: bool) -> Iterator[None]:
             raise
         print(f"Error: {sentence(error)}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError | RangeSyntaxError) else 1)
+    except Exception as error:
+        if debug:
+            raise
+        what = f"{type(error).__name__}: {sentence(error)}"
+        print(f"Error: something unforeseen, {what} (run again with --debug for the traceback)", file=sys.stderr)
+        sys.exit(1)
 
 
 def sentence(error: BaseException) -> str:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MODEL_TYPE = "ladderized_llama"
+
 
 def register() -> None:
     """Tell transformers' Auto classes about ladderized Llamas; they then load without ``trust_remote_code``.
@@ -17,7 +19,7 @@ def register() -> None:
     from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
     from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM, LadderizedLlamaModel
 
-    AutoConfig.register("ladderized_llama", LadderizedLlamaConfig, exist_ok=True)
+    AutoConfig.register(MODEL_TYPE, LadderizedLlamaConfig, exist_ok=True)
     AutoModel.register(LadderizedLlamaConfig, LadderizedLlamaModel, exist_ok=True)
     AutoModelForCausalLM.register(LadderizedLlamaConfig, LadderizedLlamaForCausalLM, exist_ok=True)
     LadderizedLlamaConfig.register_for_auto_class()
@@ -37,11 +39,15 @@ def load(
     """Open a causal language model, ladderized or not, in eval mode.
 
     model: a folder or a hub id. dtype: "auto" (as stored) or a torch dtype's name. device: such as "cuda:1"; None leaves it to
-    ``kwargs`` (``device_map``) or the CPU. A ladderized checkpoint runs this package's code, never the copy in its folder.
+    ``kwargs`` (``device_map``) or the CPU. ``trust_remote_code`` is for other models: a ladderized checkpoint always runs this
+    package's code, never the copy in its folder.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedConfig
 
     register()
+    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+    if config.get("model_type") == MODEL_TYPE:
+        trust_remote_code = False
     if device is not None:
         kwargs["device_map"] = {"": device}
     return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, **kwargs).eval()

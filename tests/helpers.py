@@ -119,7 +119,7 @@ def one_sentence(outcome: Outcome) -> str:
     """The message of a failed command; checks that it is one line and no traceback."""
     assert outcome.code in (1, 2), outcome
     assert outcome.stdout == ""
-    lines = [line for line in outcome.stderr.strip().splitlines() if not line.startswith("verifying")]
+    lines = outcome.stderr.strip().splitlines()
     assert len(lines) == 1, outcome.stderr
     assert lines[0].startswith("Error: ")
     return lines[0]

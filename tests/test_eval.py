@@ -122,10 +122,12 @@ def test_results_are_saved_after_every_task(pair, tmp_path, monkeypatch):
         return original(lm, task, manager, options)
 
     monkeypatch.setattr(harness, "run_task", second_fails)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    failed = one_sentence(
         invoke(
             "eval", pair[0], "--tasks", "demo_agreement,demo_stories", "--include-path", TASKS, "--limit", "8", "--out", tmp_path / "r.json"
         )
+    )
+    assert "RuntimeError: out of memory, say (run again with --debug" in failed
     saved = json.loads((tmp_path / "r.json").read_text())
     assert list(saved["models"][0]["results"]) == ["demo_agreement"]
 
@@ -147,7 +149,7 @@ def test_stdout_is_only_json_and_stderr_quiet(pair):
     ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert json.loads(result.stdout)["models"]
-    assert result.stderr.splitlines() == [f"{pair[1]}: demo_arithmetic (1 of 1)"]
+    assert result.stderr == ""
 
 
 def task_without_data(folder: Path) -> Path:

@@ -74,9 +74,10 @@ def test_save_pretrained_after_load_writes_the_code_too(converted, tmp_path):
     torch.testing.assert_close(as_a_stranger(tmp_path / "again", ids, tmp_path / "modules"), expected, **TIGHT)
 
 
-def test_a_loaded_model_runs_our_code_not_the_folders(converted):
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_loaded_model_runs_our_code_not_the_folders(converted, trust):
     (converted / "modeling_ladderized_llama.py").write_text("raise SystemExit('a stranger ran')\n")
-    model = load(converted)
+    model = load(converted, trust_remote_code=trust)
     assert type(model).__module__ == "ladderize.convert.remote_code.modeling_ladderized_llama"
 
 

@@ -113,6 +113,14 @@ def test_beam_search(name):
     assert torch.equal(text[0], beams[0])
 
 
+@pytest.mark.parametrize("name", ["ladder all", "same layer"])
+def test_static_cache(name):
+    model = make_model(name)
+    prompt = random_ids(2, 5)
+    static = model.generate(prompt, max_new_tokens=6, do_sample=False, cache_implementation="static", disable_compile=True)
+    assert torch.equal(static, model.generate(prompt, max_new_tokens=6, do_sample=False))
+
+
 def test_sampling_is_reproducible():
     model = make_model("same layer")
     prompt = random_ids(2, 5)

@@ -13,6 +13,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 
 from ladderize.console import UserError
@@ -202,8 +203,8 @@ def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int],
                 if error.errno == errno.ENOSPC:
                     raise
                 target.unlink(missing_ok=True)
-    with source.open("rb") as reader, target.open("xb") as writer:
-        while moved := _move(reader.fileno(), writer.fileno()):
+    with source.open("rb", buffering=0) as reader, target.open("xb") as writer:
+        while moved := _move(reader, writer):
             advance(moved)
         os.fsync(writer.fileno())
     if target.stat().st_size != size:
@@ -211,13 +212,16 @@ def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int],
     return "copied"
 
 
-def _move(reader: int, writer: int) -> int:
+def _move(reader: RawIOBase, writer: BufferedIOBase) -> int:
+    """Copy the next chunk, inside the kernel where it can; returns how many bytes, 0 at the end."""
     try:
-        return os.copy_file_range(reader, writer, CHUNK)
+        return os.copy_file_range(reader.fileno(), writer.fileno(), CHUNK)
     except (AttributeError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        return os.sendfile(writer, reader, None, CHUNK)  # type: ignore[arg-type]
+        moved = writer.write(reader.read(CHUNK) or b"")
+        writer.flush()
+        return moved
 
 
 def _reflink(source: Path, target: Path) -> None:

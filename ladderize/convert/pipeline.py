@@ -233,7 +233,7 @@ def convert_checkpoint(
             with console.progress("writing weights", plan.source.weight_bytes, is_bytes=True) as advance:
                 how = write(plan, folder, copy=copy, advance=advance)
             if verify:
-                console.note("verifying: loading the output in plain transformers")
+                console.status("verifying: loading the output in plain transformers")
                 report["verified"] = verify_output(folder, plan.weight_bytes)
     except OSError as error:
         raise UserError(f"OUT {plan.out} could not be written ({sentence(error)}); nothing was left there") from error

@@ -40,7 +40,7 @@ def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, An
         for name, recipe in RECIPES.items():
             if quick and name not in QUICK:
                 continue
-            console.note(f"$ ladderize convert {models[0]} {folder / name} {command_line(recipe)}")
+            console.status(f"$ ladderize convert {models[0]} {folder / name} {command_line(recipe)}")
             report = convert_checkpoint(models[0], folder / name, recipe, verify=not quick, console=console)
             console.result(f"{name:15} {report['layout']}")
             models.append(str(folder / name))
@@ -51,7 +51,7 @@ def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, An
             tasks=tuple(f"demo_{genre}" for genre in GENRES), include_path=str(TASKS), include_default_tasks=False,
             limit=20 if quick else None, batch_size=64, dtype="float32", perplexity=str(heldout), seq_len=128,
         )  # fmt: skip
-        console.note(
+        console.status(
             f"$ ladderize eval {' '.join(models)} --tasks {','.join(options.tasks)} --include-path {TASKS} --perplexity {heldout} ..."
         )
         document = evaluate_models(models, options, console=console, save=lambda document: write_json(folder / "results.json", document))

@@ -69,7 +69,7 @@ def evaluate_models(
         if manager is not None:
             harness = wrap(name, model, tokenizer, options, add_bos)
             for number, task in enumerate(options.tasks, start=1):
-                console.note(f"{name}: {task} ({number} of {len(options.tasks)})")
+                console.status(f"{name}: {task} ({number} of {len(options.tasks)})")
                 with console.contained():
                     result = run_task(harness, task, manager, options)
                 merge(entry, result)
