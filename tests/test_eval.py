@@ -102,11 +102,11 @@ def test_the_same_as_lm_eval_by_itself(pair):
 
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
     expected = simple_evaluate(
-        model="hf", model_args={"pretrained": str(pair[0]), "dtype": "float32"}, tasks=["demo_stories", "demo_copying"],
+        model="hf", model_args={"pretrained": str(pair[0]), "dtype": "float32"}, tasks=["demo_agreement", "demo_copying"],
         task_manager=manager, limit=24, batch_size=8, device="cpu",
     )["results"]  # fmt: skip
     outcome = invoke(
-        "eval", pair[0], "--tasks", "demo_stories,demo_copying", "--include-path", TASKS, "--limit", "24", "--dtype", "float32", "--json"
+        "eval", pair[0], "--tasks", "demo_agreement,demo_copying", "--include-path", TASKS, "--limit", "24", "--dtype", "float32", "--json"
     )
     found = json.loads(outcome.stdout)["models"][0]["results"]
     for task, values in expected.items():
@@ -117,14 +117,14 @@ def test_results_are_saved_after_every_task(pair, tmp_path, monkeypatch):
     original = harness.run_task
 
     def second_fails(lm, task, manager, options):
-        if task == "demo_stories":
+        if task == "demo_copying":
             raise RuntimeError("out of memory, say")
         return original(lm, task, manager, options)
 
     monkeypatch.setattr(harness, "run_task", second_fails)
     failed = one_sentence(
         invoke(
-            "eval", pair[0], "--tasks", "demo_agreement,demo_stories", "--include-path", TASKS, "--limit", "8", "--out", tmp_path / "r.json"
+            "eval", pair[0], "--tasks", "demo_agreement,demo_copying", "--include-path", TASKS, "--limit", "8", "--out", tmp_path / "r.json"
         )
     )
     assert "RuntimeError: out of memory, say (run again with --debug" in failed

@@ -10,7 +10,7 @@ from typing import Any
 from ladderize.console import Console, UserError, table
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.demo.corpus import GENRES, documents
+from ladderize.demo.corpus import documents
 from ladderize.eval.harness import EvalOptions, comparison, evaluate_models
 from ladderize.eval.results import write_json
 
@@ -48,7 +48,7 @@ def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, An
         texts = documents(HELDOUT_DOCUMENTS, test=True, seed=1)
         heldout.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         options = EvalOptions(
-            tasks=tuple(f"demo_{genre}" for genre in GENRES), include_path=str(TASKS), include_default_tasks=False,
+            tasks=tuple(sorted(f"demo_{path.stem}" for path in TASKS.glob("*.yaml"))), include_path=str(TASKS), include_default_tasks=False,
             limit=20 if quick else None, batch_size=64, dtype="float32", perplexity=str(heldout), seq_len=128,
         )  # fmt: skip
         console.status(

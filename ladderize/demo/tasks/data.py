@@ -4,4 +4,4 @@ from functools import partial
 
 from ladderize.demo.corpus import dataset
 
-agreement, arithmetic, copying, stories = (partial(dataset, genre) for genre in ("agreement", "arithmetic", "copying", "stories"))
+agreement, arithmetic, copying = (partial(dataset, genre) for genre in ("agreement", "arithmetic", "copying"))
