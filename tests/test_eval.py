@@ -12,6 +12,7 @@ import torch
 
 from ladderize import convert_checkpoint, load
 from ladderize.convert.recipe import Recipe
+from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL, TASKS
 from ladderize.eval import harness
 from ladderize.eval.perplexity import perplexity, window_nlls
@@ -74,10 +75,10 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def test_eval_of_two_models(pair, tmp_path):
-    (tmp_path / "text.txt").write_text("The dog near the trees runs .\nRepeat : kite park ; kite park .\n" * 20)
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents(40, test=True, seed=2)))
     outcome = invoke(
         "eval", *pair, "--tasks", "demo_agreement,demo_arithmetic", "--include-path", TASKS, "--limit", "20", "--batch-size", "16",
-        "--perplexity", tmp_path / "text.txt", "--seq-len", "64", "--dtype", "float32", "--out", tmp_path / "r.json", "--json",
+        "--perplexity", tmp_path / "text.jsonl", "--seq-len", "64", "--dtype", "float32", "--out", tmp_path / "r.json", "--json",
     )  # fmt: skip
     assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)
@@ -86,10 +87,11 @@ def test_eval_of_two_models(pair, tmp_path):
     dense, ladder = document["models"]
     assert ladder["ladderize"]["layout"] == "8 layers: ladder 0:8"
     assert dense["ladderize"]["add_bos_token"] is ladder["ladderize"]["add_bos_token"] is True
-    assert dense["results"]["demo_agreement"]["acc,none"] > ladder["results"]["demo_agreement"]["acc,none"] - 0.3
+    correct = [model["results"]["demo_arithmetic"]["exact_match,none"] for model in (dense, ladder)]
+    assert correct[0] > correct[1] + 0.3
     assert dense["ladderize"]["perplexity"]["perplexity"] < ladder["ladderize"]["perplexity"]["perplexity"]
     assert {"results", "configs", "versions", "n-shot", "n-samples", "higher_is_better"} <= set(dense)
-    assert listing(tmp_path) == ["r.json", "text.txt"]
+    assert listing(tmp_path) == ["r.json", "text.jsonl"]
     rows = harness.comparison(document)
     assert [row["task"] for row in rows if row["task"]] == ["perplexity", "demo_agreement", "demo_arithmetic"]
     assert {row["model"] for row in rows} == {"model", "ladder"}

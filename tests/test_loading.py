@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ladderize import convert_checkpoint, load, register
 from ladderize.convert.recipe import Recipe
-from tests.helpers import LAYOUTS, listing, random_ids, save_llama
+from tests.helpers import LAYOUTS, listing, make_model, random_ids, save_llama
 from tests.oracle import Oracle
 
 BOTH = Recipe(ladder="1:", spd="2:", sync_tp_size=4)
@@ -183,8 +183,17 @@ def test_transformers_tensor_parallelism_refuses_dropped_layouts(converted, tmp_
     (tmp_path / "tp.py").write_text(TENSOR_PARALLEL)
     result = under_torchrun(tmp_path / "tp.py", converted, tmp_path / "nothing.pt")
     assert result.returncode != 0
-    assert "drops sync points for 4 virtual ranks" in result.stderr
-    assert "use ladderize's own runtime" in result.stderr
+    assert "drops sync points for 4 virtual ranks, and transformers' tensor parallelism cannot run it" in result.stderr
+    assert "ladderize's own runtime" in result.stderr
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_other_engines_are_refused_before_they_replace_the_layers(engine):
+    """They set the attention implementation, then build the model from its config on the meta device."""
+    with pytest.raises(ValueError, match=f"drops sync points for 4 virtual ranks, and {engine} cannot run it"):
+        make_model("spd all 4", attn_implementation=engine)
+    with torch.device("meta"):
+        assert make_model("ladder all", attn_implementation=engine, seed=0).config._attn_implementation == engine
 
 
 def test_plain_llama_after_dense(converted, llama, tmp_path):

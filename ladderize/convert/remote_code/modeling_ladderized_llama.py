@@ -141,7 +141,7 @@ def base_linear(projection):
     if not isinstance(linear, nn.Linear) or type(linear.weight).__name__ == "DTensor":
         raise RuntimeError(
             f"this layout has dropped sync points, which need whole weights, but {type(linear).__name__} is sharded or "
-            "replaced by another framework's layer: run it under tensor parallelism with ladderize's own runtime"
+            "replaced by another framework's layer: run it in plain transformers on one device, or with ladderize's own runtime"
         )
     return linear
 
@@ -188,11 +188,14 @@ class LadderizedLlamaPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["LadderizedLlamaDecoderLayer"]
 
     def __init__(self, config, *args, **kwargs):
-        parallel = getattr(config, "distributed_config", None)
-        if config.sync_tp_size is not None and getattr(parallel, "tp_size", None) not in (None, 1):
+        # Both engines replace every nn.Linear, at any tensor-parallel size; they name their attention before they build a model.
+        engine = config._attn_implementation if config._attn_implementation in ("vllm", "vllm_mla", "sglang") else None
+        if getattr(getattr(config, "distributed_config", None), "tp_size", None) not in (None, 1):
+            engine = "transformers' tensor parallelism"
+        if config.sync_tp_size is not None and engine is not None:
             raise ValueError(
-                f"this layout drops sync points for {config.sync_tp_size} virtual ranks; transformers' tensor parallelism "
-                "cannot run it: use ladderize's own runtime"
+                f"this layout drops sync points for {config.sync_tp_size} virtual ranks, and {engine} cannot run it: use plain "
+                "transformers on one device, or ladderize's own runtime"
             )
         super().__init__(config, *args, **kwargs)
 
