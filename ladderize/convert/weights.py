@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -13,7 +14,7 @@ from ladderize.convert.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, INDEX, WEIGH
 if TYPE_CHECKING:
     import torch
 
-CHUNK = 32 << 20  # bytes read at a time; a multiple of every element size
+CHUNK = 4 << 20  # bytes read at a time; a multiple of every element size
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -80,7 +81,7 @@ def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Calla
         header[tensor.name] = {"dtype": shard.stored_dtype(tensor), "shape": list(tensor.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    sources: dict[str, BinaryIO] = {}
+    sources: dict[str, BufferedReader] = {}
     try:
         with path.open("xb") as writer:
             writer.write(len(encoded).to_bytes(8, "little") + encoded)
@@ -93,19 +94,20 @@ def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Calla
             file.close()
 
 
-def _stream(tensor: TensorInfo, dtype: str, reader: BinaryIO, writer: BinaryIO, advance: Callable[[int], None]) -> None:
+def _stream(tensor: TensorInfo, dtype: str, reader: BufferedReader, writer: BinaryIO, advance: Callable[[int], None]) -> None:
     reader.seek(tensor.start)
     left = tensor.nbytes
+    buffer = memoryview(bytearray(min(CHUNK, left)))  # one for all chunks: fresh memory costs more than the copy
     while left:
-        chunk = bytearray(reader.read(min(CHUNK, left)))
-        if not chunk:
+        chunk = buffer[: min(CHUNK, left)]
+        if reader.readinto(chunk) != len(chunk):
             raise UserError(f"{tensor.file} became shorter while it was being read; nothing was written")
         left -= len(chunk)
         writer.write(chunk if dtype == tensor.dtype else _cast(chunk, tensor, dtype))
         advance(len(chunk))
 
 
-def _cast(chunk: bytearray, tensor: TensorInfo, dtype: str) -> memoryview:
+def _cast(chunk: memoryview, tensor: TensorInfo, dtype: str) -> memoryview:
     import torch
 
     values = torch.frombuffer(chunk, dtype=torch_dtype(tensor.dtype))
