@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ladderize import convert_checkpoint, load, register
 from ladderize.convert.recipe import Recipe
@@ -168,15 +169,16 @@ def under_torchrun(script, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
 
 
-def test_transformers_tensor_parallelism_runs_ladder_layouts(llama, tmp_path):
-    convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="1:"), verify=False)
+def test_transformers_tensor_parallelism_runs_ladder_layouts(tmp_path):
+    source = save_llama(tmp_path / "src", vocab_size=96)  # transformers 5.16 shards only an even vocabulary
+    convert_checkpoint(source, tmp_path / "out", Recipe(ladder="1:"), verify=False)
     model = load(tmp_path / "out")
     logits, _ = Oracle(model.state_dict(), model.config)(torch.arange(3, 14)[None])
     torch.save(logits, tmp_path / "logits.pt")
     (tmp_path / "tp.py").write_text(TENSOR_PARALLEL)
     result = under_torchrun(tmp_path / "tp.py", tmp_path / "out", tmp_path / "logits.pt")
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.strip() == "equal"
+    assert result.stdout.strip().endswith("equal")  # older gloo says hello on stdout
 
 
 def test_transformers_tensor_parallelism_refuses_dropped_layouts(converted, tmp_path):
@@ -189,7 +191,8 @@ def test_transformers_tensor_parallelism_refuses_dropped_layouts(converted, tmp_
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_other_engines_are_refused_before_they_replace_the_layers(engine):
-    """They set the attention implementation, then build the model from its config on the meta device."""
+    """They register an attention of their own, name it in the config, and build the model on the meta device."""
+    ALL_ATTENTION_FUNCTIONS.register(engine, lambda *_, **__: None)
     with pytest.raises(ValueError, match=f"drops sync points for 4 virtual ranks, and {engine} cannot run it"):
         make_model("spd all 4", attn_implementation=engine)
     with torch.device("meta"):
