@@ -111,7 +111,7 @@ def _how(report: dict[str, Any]) -> str:
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id (only its .json files are fetched).")],
     tp_size: Annotated[
-        int | None, typer.Option(min=2, help="Ranks to count bytes for.  [default: the layout's sync_tp_size, else 8]")
+        int | None, typer.Option(min=2, help="Ranks to count bytes for.  [default: the layout's sync_tp_size, else up to 8]")
     ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Print the table of all layers too.")] = False,
     revision: Revision = None,

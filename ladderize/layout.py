@@ -218,20 +218,27 @@ class Layout:
 
 def check_split(config: Mapping[str, Any], ranks: int, *, name: str) -> None:
     """Raise LayoutError unless ``ranks`` divides the query heads and the intermediate size and fits the KV heads."""
-    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
-    intermediate = config["intermediate_size"]
-    problem = None
-    if ranks < 1:
-        problem = "must be at least 1"
-    elif heads % ranks:
-        problem = f"does not divide the {heads} attention heads"
-    elif intermediate % ranks:
-        problem = f"does not divide the intermediate size {intermediate}"
-    elif kv_heads % ranks and ranks % kv_heads:
-        problem = f"neither divides nor is a multiple of the {kv_heads} key-value heads"
+    problem = _split_problem(config, ranks)
     if problem:
-        fits = [n for n in range(1, heads + 1) if not (heads % n or intermediate % n or (kv_heads % n and n % kv_heads))]
-        raise LayoutError(f"{name} {ranks} {problem}; this model takes {', '.join(map(str, fits))}")
+        raise LayoutError(f"{name} {ranks} {problem}; this model takes {', '.join(map(str, fitting_ranks(config)))}")
+
+
+def fitting_ranks(config: Mapping[str, Any]) -> list[int]:
+    """Every number of ranks that a model can be split into, ascending; 1 is always among them."""
+    return [ranks for ranks in range(1, config["num_attention_heads"] + 1) if not _split_problem(config, ranks)]
+
+
+def _split_problem(config: Mapping[str, Any], ranks: int) -> str | None:
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    if ranks < 1:
+        return "must be at least 1"
+    if heads % ranks:
+        return f"does not divide the {heads} attention heads"
+    if config["intermediate_size"] % ranks:
+        return f"does not divide the intermediate size {config['intermediate_size']}"
+    if kv_heads % ranks and ranks % kv_heads:
+        return f"neither divides nor is a multiple of the {kv_heads} key-value heads"
+    return None
 
 
 def _authors_ladder_layers(value: object, num_layers: int) -> list[int]:

@@ -68,6 +68,8 @@ DAMAGE = {
     "infinite number": (lambda s: replace_text(s / "config.json", "1e-06", "1e999"), "rms_norm_eps is inf"),
     "text for a number": (lambda s: edit_json(s / "config.json", hidden_size="32"), "hidden_size is '32'"),
     "no layers": (lambda s: edit_json(s / "config.json", num_hidden_layers=0), "num_hidden_layers is 0"),
+    "a billion layers": (lambda s: edit_json(s / "config.json", num_hidden_layers=10**9), "at most 10000 are believed"),
+    "astronomical": (lambda s: edit_json(s / "config.json", hidden_size=10**40), "a positive integer below"),
     "heads": (lambda s: edit_json(s / "config.json", num_key_value_heads=3), "cannot share 3 key-value heads"),
     "not a Llama": (lambda s: edit_json(s / "config.json", model_type="mistral"), "this is a mistral, not a Llama"),
     "no model type": (lambda s: edit_json(s / "config.json", model_type=None), "model without model_type"),

@@ -344,6 +344,10 @@ def test_inspect(llama, tmp_path, recipe):
     assert report["this"]["blocking"] == 4
     assert report["this"]["exposed_sent_bytes"] == 4 * (2 * (ranks - 1) * message // ranks)
     assert report["parameters"] == sum(t.numel() for t in all_tensors(llama).values())
+    edit_json(tmp_path / "out" / "config.json", intermediate_size=50)  # 8 ranks no longer fit, 2 do
+    if not recipe.spd:
+        assert json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)["tp_size"] == 2
+    edit_json(tmp_path / "out" / "config.json", intermediate_size=48)
     text = invoke("inspect", tmp_path / "out", "--layers")
     assert text.code == 0
     assert str(report["layout"]) in text.stdout

@@ -6,7 +6,7 @@ from ladderize.console import UserError
 from ladderize.convert.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, read_config, read_tensors, resolve_json
 from ladderize.convert.llama import check_config, parameter_count
 from ladderize.convert.weights import DTYPES
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split, fitting_ranks
 
 DEFAULT_TP_SIZE = 8
 
@@ -34,14 +34,15 @@ def communication(layout: Layout, hidden_size: int, dtype_bytes: int, tp_size: i
 def inspect_checkpoint(model: str, *, revision: str | None = None, tp_size: int | None = None) -> dict[str, Any]:
     """Layout, parameters, and sync points and bytes per token before and after; reads no weights.
 
-    ``tp_size`` defaults to the layout's sync_tp_size, else 8; one that the model cannot be split into is refused.
+    ``tp_size`` defaults to the layout's sync_tp_size, else to 8 or the most below it that the model can be split into;
+    another that it cannot be split into is refused.
     """
     folder, is_local = resolve_json(model, revision)
     config = read_config(folder)
     check_config(config)
     layout = Layout.from_config(config)
     layout.check_model(config)
-    ranks = tp_size or layout.sync_tp_size or DEFAULT_TP_SIZE
+    ranks = tp_size or layout.sync_tp_size or max(n for n in fitting_ranks(config) if n <= DEFAULT_TP_SIZE)
     if tp_size is not None:
         check_split(config, tp_size, name="--tp-size")
         if layout.sync_tp_size is not None and layout.sync_tp_size % tp_size:

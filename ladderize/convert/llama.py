@@ -10,6 +10,7 @@ from ladderize.convert.checkpoint import FLOAT_DTYPES, Checkpoint
 
 SOURCE_TYPES = ("llama", "ladderized_llama", "llamaLadder")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LARGEST, MOST_LAYERS = 2**31, 10_000  # no size of a real model; more would only exhaust memory
 # buffers that Llama 1 checkpoints carry and nobody reads
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -29,8 +30,10 @@ def check_config(config: Mapping[str, Any]) -> None:
         value = config.get(key)
         if value is None and key not in SIZES:
             continue
-        if type(value) is not int or value < 1:
-            raise UserError(f"config.json: {key} is {value!r}, but must be a positive integer")
+        if type(value) is not int or not 1 <= value < LARGEST:
+            raise UserError(f"config.json: {key} is {value!r}, but must be a positive integer below {LARGEST:,}")
+    if config["num_hidden_layers"] > MOST_LAYERS:
+        raise UserError(f"config.json: num_hidden_layers is {config['num_hidden_layers']}; at most {MOST_LAYERS} are believed")
     for key, value in _numbers(config):
         if not math.isfinite(value):
             raise UserError(f"config.json: {key} is {value}, which is no number; repair the file")
