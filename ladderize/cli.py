@@ -46,7 +46,7 @@ def root(version: Annotated[bool, typer.Option("--version", callback=_version, i
 @app.command()
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder or a hub id; it is never touched.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
     ladder: Annotated[
         str | None, typer.Option(metavar="RANGES", help=f"Layers whose all-reduces are overlapped (Ladder Residual); {RANGES}.")
     ] = None,
@@ -77,6 +77,8 @@ def convert(
     if recipe is not None and (clash := [key for key, value in given.items() if value not in (None, False)]):
         raise UsageError(f"--recipe and --{clash[0].replace('_', '-')} both say what to do; give one of them")
     console = Console(as_json)
+    if not out.strip():
+        raise UsageError("OUT is empty; name the folder to write")
     what = read_recipe(recipe) if recipe is not None else Recipe(**given)  # type: ignore[arg-type]
     try:
         report = convert_checkpoint(
@@ -152,7 +154,7 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0.  [default: cuda if there is one]")] = None,
     revision: Revision = None,
-    seed: Annotated[int, typer.Option(help="For sampling and few-shot examples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="For sampling and few-shot examples.")] = 0,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code; not needed for ladderized ones.")
     ] = False,

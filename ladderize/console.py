@@ -22,7 +22,7 @@ class UsageError(UserError):
 
 
 def is_main_rank() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
+    return os.environ.get("RANK", "0") in ("", "0")
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _read_texts(path: Path) -> Iterator[str]:
     if path.suffix == ".txt":
         yield content
         return
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -95,6 +95,8 @@ def _pick_array(path: Path, key: str | None) -> str:
         raise UserError(f"{path} is no archive of NumPy arrays") from None
     if key is None and len(names) == 1:
         return names[0]
+    if not names:
+        raise UserError(f"{path} is an empty archive")
     if key is None or key not in names:
         raise UserError(f"{path} holds the arrays {', '.join(names)}; name one of them, for example {path}:{names[0]}")
     return key
@@ -111,8 +113,8 @@ def _read_ids(path: Path, key: str | None) -> list[np.ndarray]:
         raise UserError(f"{path} is no NumPy array of numbers (arrays of Python objects are never unpickled)") from None
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise UserError(f"{path}: expected token ids, that is integers in one or two dimensions, not {array.dtype} in {array.ndim}")
-    if array.size and int(array.min()) < 0:
-        raise UserError(f"{path} holds a negative token id")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
+        raise UserError(f"{path} holds a negative or an impossibly large token id")
     return list(np.atleast_2d(array).astype(np.int64))
 
 
@@ -131,5 +133,5 @@ def windows(documents: list[np.ndarray], seq_len: int) -> list[np.ndarray]:
     if len(cut[-1]) < 2:
         cut.pop()
     if not cut:
-        raise UserError("the data is a single token, and the first of a window cannot be scored; give more")
+        raise UserError("the data gives no window of two tokens, and the first of a window cannot be scored; give more, or longer windows")
     return cut

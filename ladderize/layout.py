@@ -57,18 +57,19 @@ def _parse_range(part: str, num_layers: int, option: str) -> range:
         raise RangeSyntaxError(f"{option}: an empty range; write for example 16:32, :8, -16:, 5 or all")
     start = bound(first, 0)
     stop = bound(last, num_layers) if colon else start + 1
-    if start >= stop:
-        what = "reversed" if start > stop else "empty"
-        same_end = colon and first.strip().startswith("-") == last.strip().startswith("-")
-        error = RangeSyntaxError if same_end and first.strip() and last.strip() else LayoutError
-        raise error(f"{option}: {part} is {what}: it begins at layer {start} and ends before layer {stop}")
-    if start < 0 or stop > num_layers:
+    both_given = first.strip() and last.strip() and first.strip().startswith("-") == last.strip().startswith("-")
+    what = f"{'reversed' if start > stop else 'empty'}: it begins at layer {start} and ends before layer {stop}"
+    if both_given and start >= stop:
+        raise RangeSyntaxError(f"{option}: {part} is {what}")  # for every model
+    if not 0 <= start < num_layers or stop > num_layers:
         raise LayoutError(f"{option}: {part} is out of range for a model of {num_layers} layers (0 to {num_layers - 1})")
+    if start >= stop:
+        raise LayoutError(f"{option}: {part} is {what} in a model of {num_layers} layers")
     return range(start, stop)
 
 
 def format_ranges(layers: Iterable[int]) -> str:
-    """The shortest text that ``parse_ranges`` reads back: ``[4, 8, 9, 10]`` -> ``4,8:11``; ``none`` for an empty list."""
+    """The shortest text that ``parse_ranges`` reads back: ``[4, 8, 9, 10]`` -> ``4,8:11``. Of an empty list: ``none``, for people."""
     parts: list[list[int]] = []
     for layer in sorted(layers):
         if parts and parts[-1][1] == layer:
@@ -104,6 +105,8 @@ class Layout:
                     raise LayoutError(f"{key}[{layer}] is {mode!r}, but must be one of {', '.join(allowed)}{why}")
         if self.mlp_sync[-1] != BLOCKING:
             raise LayoutError("the last layer's MLP sync point must be blocking: no sub-module follows that could hide it")
+        if self.sync_tp_size is not None and (type(self.sync_tp_size) is not int or self.sync_tp_size < 1):
+            raise LayoutError(f"sync_tp_size is {self.sync_tp_size!r}, but must be a positive integer")
         if self.spd_layers and self.sync_tp_size is None:
             raise LayoutError("dropped sync points need sync_tp_size, the number of virtual ranks (--sync-tp-size N)")
         if self.sync_tp_size is not None and not self.spd_layers:

@@ -129,6 +129,32 @@ def test_overwrite_swaps(llama, tmp_path, exchange, monkeypatch):
     assert not (tmp_path / "out" / "old-file").exists()
 
 
+def test_a_swap_that_fails_half_way_puts_the_old_one_back(llama, tmp_path, monkeypatch):
+    convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all"), verify=False)
+    old, rename = fingerprint(tmp_path / "out"), os.rename
+
+    def fails_once_out_is_free(a, b):
+        if Path(b) == tmp_path / "out" and not Path(b).exists() and not str(a).endswith("-old"):
+            raise OSError(errno.EIO, "input/output error")
+        rename(a, b)
+
+    monkeypatch.setattr(output, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(os, "rename", fails_once_out_is_free)
+    with pytest.raises(UserError, match="input/output error"):
+        convert_checkpoint(llama, tmp_path / "out", LADDER, overwrite=True, verify=False)
+    assert listing(tmp_path) == ["out", "src"]
+    assert fingerprint(tmp_path / "out") == old
+
+
+def test_an_interrupted_swap_is_completed_before_out_is_looked_at(llama, tmp_path):
+    convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all"), verify=False)
+    kill_at("output._exchange", llama, tmp_path / "out", tmp_path)
+    assert "out" not in listing(tmp_path)
+    outcome = invoke("convert", llama, tmp_path / "out", "--ladder", "2:")
+    assert "is not empty" in one_sentence(outcome)
+    load(tmp_path / "out")
+
+
 def test_a_failed_verification_leaves_nothing(llama, tmp_path, monkeypatch):
     def refuse(folder, size):
         raise UserError("it does not load")

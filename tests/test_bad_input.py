@@ -144,7 +144,7 @@ def test_options_unknown_to_typer(llama, tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("lader: 2:4", "unknown key 'lader'; did you mean ladder?"), ("zzz: 1", "known keys are"), ("ladder: 2.5", "is not a range of layers"),
+    ("lader: 2:4", "unknown key 'lader'; did you mean ladder?"), ("zzz: 1", "known keys are"), ("ladder: 2.5", "write ranges"),
     ("ladder: 3:1", "is reversed"), ("", "holds no recipe"), ("- 1", "holds no recipe"), ("ladder: [", "not valid YAML"),
     ("ladder: 1\nladder: 2", "the key 'ladder' stands twice"), ("sync_tp_size: 4", "no effect without"),
     ("spd: all\nsync_tp_size: '4'", "must be a positive integer"), ("dense: 1", "must be a bool"), ("ladder: true", "write ranges"),
@@ -200,6 +200,37 @@ def test_wrong_targets(llama, tmp_path):
     assert "is the source" in one_sentence(convert(llama, tmp_path / "alias", "--ladder", "2:", "--overwrite"))
     assert listing(llama) == before
     assert (tmp_path / "full" / "thesis.tex").read_text() == "years of work"
+
+
+def test_empty_names(llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(llama)
+    assert "OUT is empty" in one_sentence(convert(llama, ""))
+    assert "name of the checkpoint is empty" in one_sentence(convert("", tmp_path / "out"))
+    assert "name of the checkpoint is empty" in one_sentence(invoke("inspect", " "))
+    assert "is a folder, not a recipe" in one_sentence(convert(llama, tmp_path / "out", "--recipe", ""))
+    assert listing(tmp_path) == ["src"]
+
+
+def test_weights_that_are_links_into_out(llama, tmp_path):
+    assert convert(llama, tmp_path / "out", "--ladder", "2:", "--no-verify").code == 0
+    (llama / "model.safetensors").unlink()
+    (llama / "model.safetensors").symlink_to(tmp_path / "out" / "model.safetensors")
+    before = (llama / "model.safetensors").read_bytes()
+    outcome = convert(llama, tmp_path / "out", "--ladder", "all", "--dtype", "bfloat16", "--overwrite")
+    assert "is a link into OUT" in one_sentence(outcome)
+    assert (llama / "model.safetensors").read_bytes() == before
+
+
+def test_an_adapter_beside_the_weights(llama, tmp_path):
+    (llama / "adapter_config.json").write_text("{}")
+    assert "holds a PEFT adapter" in one_sentence(convert(llama, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("value", ["4", 4.0, True, 0, -2])
+def test_sync_tp_size_of_another_kind(llama, tmp_path, value):
+    assert convert(llama, tmp_path / "a", "--spd", "all", "--sync-tp-size", "4", "--no-verify").code == 0
+    edit_json(tmp_path / "a" / "config.json", sync_tp_size=value)
+    assert "must be a positive integer" in one_sentence(invoke("inspect", tmp_path / "a"))
 
 
 def test_debug_shows_the_traceback(tmp_path):

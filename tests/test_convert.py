@@ -363,3 +363,56 @@ def test_stories_after_a_round_trip_to_dense(tmp_path):
     output = model.generate(torch.tensor([[1]]), max_new_tokens=40, do_sample=False)
     text = tokenizer.decode(output[0], skip_special_tokens=True)
     assert text.startswith("Once upon a time, there was a little girl named Lily. She loved to play outside in the park.")
+
+
+def test_the_card_survives_norwegian_windows_and_nonsense(llama, tmp_path):
+    original = b"\xef\xbb\xbf---\r\nlanguage:\r\n- no\r\nlicense: mit\r\ndate: 2001-13-45\r\nscore: 0.5\r\n---\r\nbody \xe9\r\n"
+    (llama / "README.md").write_bytes(original)
+    convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
+    assert (tmp_path / "out" / "README.source.md").read_bytes() == original
+    front = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---")[1])
+    assert (front["language"], front["license"], front["date"], front["score"]) == (["no"], "mit", "2001-13-45", 0.5)
+
+
+def test_a_card_that_its_owner_rewrote_is_a_source_card(llama, tmp_path):
+    (llama / "README.md").write_text("first")
+    convert_checkpoint(llama, tmp_path / "a", LADDER, verify=False)
+    (tmp_path / "a" / "README.md").write_text("---\nlicense: mit\n---\nretrained by me")
+    convert_checkpoint(tmp_path / "a", tmp_path / "b", Recipe(ladder="all"), verify=False)
+    assert (tmp_path / "b" / "README.source.md").read_text().endswith("retrained by me")
+    assert split_front_matter((tmp_path / "b" / "README.md").read_text())[0]["license"] == "mit"
+
+
+def test_nothing_foreign_hides_deeper_down(llama, tmp_path):
+    for name in ("sub/.git/config", "sub/__pycache__/x.pyc", "evil.so", "a.PY", "x.BIN", "pytorch_model.bin.index.json", "sub/notes.txt"):
+        (llama / name).parent.mkdir(parents=True, exist_ok=True)
+        (llama / name).write_bytes(b"x")
+    report = convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
+    assert report["not_carried_over"] == [
+        "a.PY", "evil.so", "pytorch_model.bin.index.json", "sub/.git/config", "sub/__pycache__/x.pyc", "x.BIN",
+    ]  # fmt: skip
+    assert listing(tmp_path / "out" / "sub") == ["notes.txt"]
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(dtype="float16")])
+def test_an_unsaid_layout_is_recorded(llama, tmp_path, recipe):
+    """The record makes the same output of the dense model, also where the layout came with the source."""
+    convert_checkpoint(llama, tmp_path / "a", Recipe(ladder="1:3", spd="3", sync_tp_size=2), verify=False)
+    convert_checkpoint(tmp_path / "a", tmp_path / "b", recipe, verify=False)
+    again = read_recipe(tmp_path / "b" / "ladderize.yaml")
+    convert_checkpoint(llama, tmp_path / "c", again, verify=False)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
+
+
+@pytest.mark.parametrize(("recipe", "message"), [
+    (Recipe(ladder="9"), "out of range"), (Recipe(spd="all", sync_tp_size=3), "does not divide"), (Recipe(), "nothing to convert"),
+])  # fmt: skip
+def test_no_weights_are_downloaded_for_a_conversion_that_cannot_be(llama, tmp_path, monkeypatch, recipe, message):
+    def snapshot(repo, revision, **patterns):
+        assert patterns == {"allow_patterns": ["*.json"]}, "weights were fetched"
+        return llama
+
+    monkeypatch.setattr("ladderize.convert.checkpoint._snapshot", snapshot)
+    with pytest.raises(ValueError if recipe.names_layers else UserError, match=message):
+        convert_checkpoint("org/tiny", tmp_path / "out", recipe)

@@ -50,6 +50,11 @@ def test_ids_are_taken_as_they_are(tmp_path, dtype):
     assert lists(windows(flat, 3)) == [[0, 1, 2], [3, 4]]
 
 
+def test_unicode_line_ends_are_no_ends_of_json_lines(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\u2028b\u0085"}\n', encoding="utf-8")
+    assert lists(read_documents(str(tmp_path / "a.jsonl"), Letters())) == [[1, 97, 0x2028, 98, 0x85]]
+
+
 def test_split_name():
     assert split_name("a/b.npz:x")[1] == "x"
     assert split_name("a:b/c.txt") == (split_name("a:b/c.txt")[0], None)
@@ -68,7 +73,8 @@ def test_unreadable_files(tmp_path, name, content, message):
 
 def test_unusable_arrays(tmp_path):
     cases = [
-        (np.zeros(3), "expected token ids"), (np.zeros((1, 1, 1), int), "expected token ids"), (np.array([-1, 2]), "negative"),
+        (np.zeros(3), "expected token ids"), (np.zeros((1, 1, 1), int), "expected token ids"), (np.array([-1, 2]), "negative"), 
+        (np.array([2**63], dtype=np.uint64), "impossibly large"),
         (np.array([{}], dtype=object), "never unpickled"), (np.zeros(0, int), "no tokens"), (np.array([5, 9]), "token id 9.*ends at 8"),
     ]  # fmt: skip
     for array, message in cases:
@@ -87,7 +93,7 @@ def test_unusable_arrays(tmp_path):
 
 
 def test_a_single_token_is_too_little():
-    with pytest.raises(UserError, match="single token"):
+    with pytest.raises(UserError, match="no window of two tokens"):
         windows([np.array([1])], 8)
 
 

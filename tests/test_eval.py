@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -179,10 +180,12 @@ def test_bad_options(options, code, message):
 
 def test_found_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "open_model", lambda *_: pytest.fail("a model was loaded"))
+    os.mkfifo(tmp_path / "fifo")
     outcome = invoke("eval", MODEL, "--tasks", "lost", "--include-path", task_without_data(tmp_path))
     assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in one_sentence(outcome)
     for out, message in (
         (tmp_path, "is a folder"),
+        (tmp_path / "fifo", "is no ordinary file"),
         (tmp_path / "no" / "r.json", "does not exist"),
         (Path("/proc/r.json"), "cannot be written"),
     ):

@@ -5,17 +5,20 @@ from typing import Any
 import yaml
 
 from ladderize import __version__
+from ladderize.convert.yaml12 import load_yaml
 from ladderize.layout import Layout
 
+MARK = "<!-- written by ladderize convert -->"  # tells our cards from those that people write
 TAGS = {"ladder": "ladder-residual", "spd": "sync-point-drop"}
 
 
 def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
     """A card's YAML front matter and its body; ({}, text) where there is none that can be read."""
+    text = text.replace("\r\n", "\n")
     if text.startswith("---\n") and (end := text.find("\n---", 4)) != -1:
         try:
-            data = yaml.safe_load(text[4 : end + 1])
-        except yaml.YAMLError:
+            data = load_yaml(text[4 : end + 1])
+        except (yaml.YAMLError, ValueError):
             data = None
         if isinstance(data, dict):
             return data, text[end + 4 :].lstrip("-\n")
@@ -36,6 +39,8 @@ def make_card(name: str, source: str, source_card: str, layout: Layout, before: 
             "---",
             yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(),
             "---",
+            "",
+            MARK,
             "",
             _body(name, source, layout, before, bool(source_card)),
             "",

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,16 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read config, index and headers of ``folder``; raises UserError with one sentence for whatever is wrong."""
+def check_folder(folder: Path) -> None:
+    """Raise UserError unless ``folder`` is one with something in it."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; name the folder of a Hugging Face checkpoint or a hub id")
     if not any(folder.iterdir()):
         raise UserError(f"{folder} is empty; it should hold config.json and safetensors weights")
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read config, index and headers of ``folder``; raises UserError with one sentence for whatever is wrong."""
     return Checkpoint(folder, read_config(folder), read_tensors(folder))
 
 
@@ -85,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     try:
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__} where an object is expected")
@@ -168,32 +172,36 @@ def header_sha256(path: Path) -> str:
 
 
 def _no_weights(folder: Path) -> UserError:
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    advice = (
+        "convert them first with LlamaForCausalLM.from_pretrained(SRC).save_pretrained(NEW), which writes safetensors; "
+        "pickle can run code when opened, so it is not read here"
+    )
+    pickles = sorted(path.name.removesuffix(".index.json") for path in folder.iterdir() if _is_pickle(path.name))
     if pickles:
-        return UserError(
-            f"{folder} has only pickle weights ({', '.join(pickles[:3])}), which can run code when opened; convert them first with "
-            "LlamaForCausalLM.from_pretrained(SRC).save_pretrained(NEW), which writes safetensors"
-        )
-    return UserError(f"{folder} holds neither {WEIGHTS} nor {INDEX}")
+        return UserError(f"{folder} has only pickle weights ({', '.join(pickles[:3])}); {advice}")
+    return UserError(f"{folder} holds neither {WEIGHTS} nor {INDEX}; if its source has only pickle weights (.bin), {advice}")
 
 
-def resolve_source(source: str, revision: str | None, check_config: Callable[[dict[str, Any]], None]) -> Path:
-    """The folder of a checkpoint: a local one, or the snapshot of a hub id, downloaded if need be.
+def _is_pickle(name: str) -> bool:
+    return name.removesuffix(".index.json").lower().endswith(PICKLES)
 
-    ``check_config`` sees config.json before any weights are downloaded and raises if the model is not for us.
-    """
-    folder, is_local = resolve_json(source, revision)
-    if is_local:
-        return folder
-    check_config(read_config(folder))
+
+def fetch_weights(repo: str, revision: str | None) -> Path:
+    """The snapshot of a hub id with its weights, downloaded if need be; never pickle and other foreign weights."""
     unwanted = ["original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "consolidated*", *(f"*{suffix}" for suffix in PICKLES)]
-    return _snapshot(source, revision, ignore_patterns=unwanted)
+    return _snapshot(repo, revision, ignore_patterns=unwanted)
 
 
 def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
     """A checkpoint's folder and whether it is a local one; of a hub id only the .json files need be there."""
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError:
+        path = Path(source)  # ~ of nobody
+    if not source.strip():
+        raise UserError("the name of the checkpoint is empty; name a folder or a hub id")
     if path.exists():
+        check_folder(path)
         if revision is not None:
             raise UserError(f"{source} is a local folder, which has no revisions; leave --revision out")
         return path.resolve(), True

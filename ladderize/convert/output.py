@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ def check_target(out: Path, source: Path, *, overwrite: bool) -> Path:
         raise UserError(f"OUT {out} contains the source {source}; choose another folder")
     if out.exists() and not out.is_dir():
         raise UserError(f"OUT {out} is a file; choose another name")
+    if os.path.ismount(out):
+        raise UserError(f"OUT {out} is a mount point, which cannot be replaced as a whole; choose a folder inside it")
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
             raise UserError(f"OUT {out} is not empty; choose another folder or pass --overwrite")
@@ -64,7 +67,7 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
             leftover = _take_place(temporary, out, overwrite)
             fsync(out.parent)
             if leftover is not None:
-                shutil.rmtree(leftover)
+                shutil.rmtree(leftover, ignore_errors=True)  # OUT is complete; what resists is left to the next clean-up
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -87,32 +90,32 @@ def _make_locked(out: Path) -> tuple[Path, int]:
         temporary.mkdir()
         try:
             lock = os.open(temporary, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if temporary.is_dir() and os.fstat(lock).st_ino == temporary.stat().st_ino:
-                return temporary, lock
         except FileNotFoundError:
-            continue  # another run's clean-up was quicker than our lock
+            continue  # another run's clean-up was quicker than our lock, here and below
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if temporary.is_dir() and os.fstat(lock).st_ino == temporary.stat().st_ino:
+            return temporary, lock
         os.close(lock)
 
 
 def clean_up(out: Path) -> None:
     """Complete an interrupted swap, and remove temporaries of ``out`` whose writer is gone."""
-    _complete_journal(out)
+    complete_journal(out)
     for entry in list(os.scandir(out.parent)):
-        if entry.name.startswith(_prefix(out)) and entry.is_dir(follow_symlinks=False) and _is_unlocked(entry.path):
-            shutil.rmtree(entry.path)
+        if re.fullmatch(re.escape(_prefix(out)) + r"[0-9a-f]{8}(-old)?", entry.name) and entry.is_dir(follow_symlinks=False):
+            _remove_if_unlocked(entry.path)
 
 
-def _is_unlocked(path: str) -> bool:
+def _remove_if_unlocked(path: str) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
-        return False
+        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
+        shutil.rmtree(path, ignore_errors=True)  # with the lock held: nobody can begin to write in it meanwhile
     except OSError:
-        return False  # held, or a file system without locks: leave it alone
+        return  # held, or a file system without locks: leave it alone
     finally:
         os.close(descriptor)
 
@@ -154,7 +157,13 @@ def _swap_with_journal(temporary: Path, out: Path) -> Path:
         os.fsync(file.fileno())
         fsync(out.parent)
         os.rename(out, aside)
-        os.rename(temporary, out)
+        try:
+            os.rename(temporary, out)
+        except BaseException:
+            if not out.exists():
+                os.rename(aside, out)
+                journal.unlink()
+            raise
         fsync(out.parent)
         journal.unlink()
     return aside
@@ -164,7 +173,8 @@ def _journal(out: Path) -> Path:
     return out.parent / f".{out.name}.ladderize.journal"
 
 
-def _complete_journal(out: Path) -> None:
+def complete_journal(out: Path) -> None:
+    """Complete a swap that was interrupted between its two renames, so that ``out`` is there again."""
     journal = _journal(out)
     if not journal.is_file():
         return

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,23 @@ import yaml
 from ladderize import __version__
 from ladderize.console import SCHEMA_VERSION, Console, UserError, human_bytes, sentence
 from ladderize.convert import output
-from ladderize.convert.card import make_card
-from ladderize.convert.checkpoint import INDEX, PICKLES, WEIGHTS, Checkpoint, header_sha256, read_checkpoint, resolve_source
+from ladderize.convert.card import MARK, make_card
+from ladderize.convert.checkpoint import (
+    INDEX,
+    PICKLES,
+    WEIGHTS,
+    Checkpoint,
+    fetch_weights,
+    header_sha256,
+    read_checkpoint,
+    read_config,
+    resolve_json,
+)
 from ladderize.convert.llama import check_config, check_tensors, parameter_count
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import verify as verify_output
 from ladderize.convert.weights import DTYPES, Shard, index_for, parse_size, plan_shards, write_shard
-from ladderize.layout import CONFIG_KEYS, Layout
+from ladderize.layout import CONFIG_KEYS, Layout, format_ranges
 
 REMOTE_CODE = Path(__file__).parent / "remote_code"
 AUTO_MAP = {
@@ -30,7 +40,8 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_ladderized_llama.LadderizedLlamaForCausalLM",
 }
 MADE_HERE = {"config.json", "ladderize.yaml", "README.md", "README.source.md", INDEX}
-FOREIGN_WEIGHTS = (*PICKLES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+# weights that are not the ones converted, their indices, and code
+FOREIGN = (*PICKLES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json", ".py", ".pyc", ".so", ".dll")
 
 
 @dataclass(frozen=True)
@@ -60,21 +71,26 @@ class Plan:
 
 def make_plan(src: str, out: Path, recipe: Recipe, *, revision: str | None = None, overwrite: bool = False) -> Plan:
     """Read and validate the source (headers only) and decide what to write; raises UserError or LayoutError."""
-    local = Path(src).expanduser().exists()
-    folder = resolve_source(src, revision, check_config)
+    folder, local = resolve_json(src, revision)
     out = output.check_target(out, folder, overwrite=overwrite)
-    source = read_checkpoint(folder)
-    check_config(source.config)
-    before = Layout.from_config(source.config)
+    config = read_config(folder)
+    check_config(config)
+    before = Layout.from_config(config)
     after = recipe.layout(before)
-    after.check_model(source.config)
-    if source.config["model_type"] == "llama" and after.is_dense and not recipe.dense:
+    after.check_model(config)
+    if config["model_type"] == "llama" and after.is_dense and not recipe.dense:
         raise UserError(f"nothing to convert: {src} is a dense Llama; name layers with --ladder or --spd, or give a --recipe")
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{src} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then convert the result")
+    source = read_checkpoint(folder if local else fetch_weights(src, revision))
     remarks = check_tensors(source)
     stored = {tensor.dtype for tensor in source.tensors.values()}
     dtype = recipe.dtype if recipe.dtype and stored != {DTYPES[recipe.dtype]} else None
     limit = parse_size(recipe.max_shard_size) if recipe.max_shard_size else None
     carried, left_behind = sort_files(source)
+    for path in [source.folder / name for name in source.weight_files] + [source.folder / relative for relative in carried]:
+        if out in path.resolve().parents:
+            raise UserError(f"{path} is a link into OUT {out}, which would be replaced; choose another OUT")
     return Plan(
         source=source, source_name=src, hub_id=None if local else src, out=out, recipe=recipe, before=before, after=after,
         shards=plan_shards(source, dtype, limit) if dtype or limit else None,
@@ -86,30 +102,24 @@ def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
     """Which other files are carried over byte for byte, and which are left behind (and only listed)."""
     carried: list[Path] = []
     left_behind: list[str] = []
-    weights = set(source.weight_files)
+    known = {*source.weight_files, *MADE_HERE}
     home = source.folder.resolve()
     cache = home.parent.parent / "blobs"  # where the links of a hub snapshot lead
-    for path in sorted(source.folder.iterdir()):
-        if path.name in weights or path.name in MADE_HERE:
+    for path in sorted(source.folder.rglob("*")):
+        relative = path.relative_to(source.folder)
+        if path.is_dir() or str(relative) in known:
             continue
-        if path.is_dir():
-            inner = [p for p in sorted(path.rglob("*")) if p.is_file()]
-            skipped = path.name == "original" or path.name.startswith(".") or path.name == "__pycache__" or path.is_symlink()
-            if skipped:
-                left_behind.append(f"{path.name}/")
-                continue
+        folders = relative.parts[:-1]
+        if any(part in ("original", "__pycache__") or part.startswith(".") for part in folders):
+            left_behind.append(f"{folders[0]}/" if len(folders) == 1 else str(relative))
+        elif not path.is_file() or path.name.lower().endswith(FOREIGN):
+            left_behind.append(str(relative))
         else:
-            inner = [path]
-        for file in inner:
-            relative = file.relative_to(source.folder)
-            if file.suffix == ".py" or file.suffix in FOREIGN_WEIGHTS or not file.is_file():
-                left_behind.append(str(relative))
-                continue
-            target = file.resolve()
+            target = path.resolve()
             if home not in target.parents and cache not in target.parents:
-                raise UserError(f"{file} is a link that leads out of the checkpoint, to {target}; replace it by a copy or remove it")
+                raise UserError(f"{path} is a link that leads out of the checkpoint, to {target}; replace it by a copy or remove it")
             carried.append(relative)
-    return carried, left_behind
+    return carried, sorted(set(left_behind))
 
 
 def make_config(plan: Plan) -> dict[str, Any]:
@@ -128,6 +138,18 @@ def make_config(plan: Plan) -> dict[str, Any]:
     }
 
 
+def full_recipe(plan: Plan) -> Recipe:
+    """The recipe that makes this output of the dense model, also where the layout was the source's and went unsaid."""
+    if plan.recipe.names_layers or plan.after.is_dense:
+        return plan.recipe
+    ladder, spd, ranks = plan.after.ladder_layers, plan.after.spd_layers, plan.after.sync_tp_size
+    if Layout.from_layers(plan.after.num_layers, ladder=ladder, spd=spd, sync_tp_size=ranks) != plan.after:
+        return plan.recipe  # modes that no names compile to
+    return replace(
+        plan.recipe, ladder=format_ranges(ladder) if ladder else None, spd=format_ranges(spd) if spd else None, sync_tp_size=ranks
+    )
+
+
 def make_record(plan: Plan) -> dict[str, Any]:
     """The content of ladderize.yaml: what was done, to what, by which version."""
     folder = plan.source.folder
@@ -142,7 +164,7 @@ def make_record(plan: Plan) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "ladderize_version": __version__,
         "layout": str(plan.after),
-        "recipe": plan.recipe.to_dict(),
+        "recipe": full_recipe(plan).to_dict(),
         "source": {"name": plan.source_name, "layout": str(plan.before), "files": hashes},
     }
 
@@ -171,19 +193,21 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
             shutil.copyfile(code, folder / code.name)
     record = yaml.safe_dump(make_record(plan), sort_keys=False, allow_unicode=True)
     (folder / "ladderize.yaml").write_text(record, encoding="utf-8")
-    card = source_card(source)
-    if card:
-        (folder / "README.source.md").write_text(card, encoding="utf-8")
+    card = ""
+    if (path := source_card(source)) is not None:
+        shutil.copyfile(path, folder / "README.source.md")
+        card = path.read_text(encoding="utf-8-sig", errors="replace")
     text = make_card(plan.out.name, plan.source_name, card, plan.after, plan.before, hub_id=plan.hub_id)
     (folder / "README.md").write_text(text, encoding="utf-8")
     return how
 
 
-def source_card(folder: Path) -> str:
-    """The card of the original model: of an already converted source, the one that it kept."""
-    names = ("README.source.md",) if (folder / "ladderize.yaml").is_file() else ("README.md",)
-    paths = [folder / name for name in names if (folder / name).is_file()]
-    return paths[0].read_text(encoding="utf-8", errors="replace") if paths else ""
+def source_card(folder: Path) -> Path | None:
+    """The card that somebody wrote for the source: its README.md, or, where that is one of ours, the original kept with it."""
+    readme, kept = folder / "README.md", folder / "README.source.md"
+    if readme.is_file() and MARK.encode() not in readme.read_bytes():
+        return readme
+    return kept if kept.is_file() else None
 
 
 def describe(plan: Plan) -> dict[str, Any]:
@@ -223,6 +247,8 @@ def convert_checkpoint(
     where possible; ``copy=True`` copies them. Raises UserError, LayoutError or OSError, each with a message for the user.
     """
     console = console or Console()
+    if not dry_run:
+        output.complete_journal(Path(out).expanduser().resolve())
     plan = make_plan(str(src), Path(out), recipe, revision=revision, overwrite=overwrite)
     report = describe(plan)
     if dry_run:
@@ -236,7 +262,7 @@ def convert_checkpoint(
                 console.status("verifying: loading the output in plain transformers")
                 report["verified"] = verify_output(folder, plan.weight_bytes)
     except OSError as error:
-        raise UserError(f"OUT {plan.out} could not be written ({sentence(error)}); nothing was left there") from error
+        raise UserError(f"writing OUT {plan.out} failed ({sentence(error)}); nothing was left there") from error
     return report | {"written": True, "weights": dict(how)}
 
 

@@ -1,7 +1,6 @@
 """A recipe: the options that decide what a conversion computes, as a dataclass and as YAML."""
 
 import difflib
-import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import yaml
 
 from ladderize.console import UsageError, UserError
 from ladderize.convert.weights import DTYPES, parse_size
+from ladderize.convert.yaml12 import Yaml12Loader, load_yaml
 from ladderize.layout import Layout, RangeSyntaxError, parse_ranges
 
 
@@ -62,8 +62,8 @@ class Recipe:
         return {key: value for key, value in asdict(self).items() if value not in (None, False)}
 
 
-class RecipeLoader(yaml.SafeLoader):
-    """YAML without its base-60 and octal numbers (``16:32`` would be 992) and without silently repeated keys."""
+class RecipeLoader(Yaml12Loader):
+    """YAML without silently repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep)
@@ -74,18 +74,12 @@ class RecipeLoader(yaml.SafeLoader):
         return mapping
 
 
-RecipeLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
-RecipeLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
-
-
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe file, or the ``recipe`` key of a ladderize.yaml."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, not a recipe file")
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=RecipeLoader)  # noqa: S506 (a SafeLoader)
+        document = load_yaml(path.read_text(encoding="utf-8"), RecipeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML (a range that ends in a colon needs quotes): {' '.join(str(error).split())}") from None
     if isinstance(document, dict) and "recipe" in document:

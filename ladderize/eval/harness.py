@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from ladderize import data
 from ladderize.console import Console, UserError
@@ -49,7 +50,7 @@ def evaluate_models(
     ``save`` gets the document after every task, so that nothing is lost when a later one fails. Returns it at the end:
     ``models`` holds lm-eval's own schema for each model, with our data under the key ``ladderize``.
     """
-    names = list(models)
+    names = [str(Path(name).expanduser()) if name.startswith("~") else name for name in models]
     check_before_work(names, options)
     with console.contained():
         manager = load_tasks(options) if options.tasks else None
@@ -129,7 +130,7 @@ def open_model(name: str, options: EvalOptions) -> "tuple[PreTrainedModel, PreTr
     common = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     try:
         model = load(name, dtype=options.dtype, device=device, **common)  # type: ignore[arg-type]
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
         raise UserError(f"{name} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
@@ -193,11 +194,13 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
     """One task (or group) with lm-eval's ``simple_evaluate``; the seeds are set anew for each."""
     from lm_eval import simple_evaluate
 
-    return simple_evaluate(  # type: ignore[return-value]
-        model=harness, tasks=[task], task_manager=manager, num_fewshot=options.num_fewshot, limit=options.limit,
-        batch_size=options.batch_size, apply_chat_template=options.apply_chat_template, log_samples=False,
-        random_seed=options.seed, numpy_random_seed=options.seed, torch_random_seed=options.seed, fewshot_random_seed=options.seed,
-    )  # fmt: skip
+    # lm-eval asks git about the current folder, which says nothing of us, and git complains where there is no repository
+    with mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None):
+        return simple_evaluate(  # type: ignore[return-value]
+            model=harness, tasks=[task], task_manager=manager, num_fewshot=options.num_fewshot, limit=options.limit,
+            batch_size=options.batch_size, apply_chat_template=options.apply_chat_template, log_samples=False,
+            random_seed=options.seed, numpy_random_seed=options.seed, torch_random_seed=options.seed, fewshot_random_seed=options.seed,
+        )  # fmt: skip
 
 
 def merge(entry: dict[str, Any], result: Mapping[str, Any]) -> None:

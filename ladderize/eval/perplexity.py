@@ -34,7 +34,7 @@ def window_nlls(
 ) -> np.ndarray:
     """Summed negative log-likelihood of each window, in nats: float64 [len(windows)].
 
-    Windows of equal length are scored in batches; logits are computed for one batch at a time, in fp32.
+    Windows of equal length are scored in batches; of their logits one window at a time is held in fp32.
     """
     device = next(model.get_input_embeddings().parameters()).device
     sums = np.zeros(len(windows))
@@ -45,9 +45,9 @@ def window_nlls(
             stop += 1
         ids = torch.from_numpy(np.stack(windows[start:stop])).to(device)
         with torch.inference_mode():
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-            losses = cross_entropy(logits.transpose(1, 2), ids[:, 1:].to(logits.device), reduction="none")
-        sums[start:stop] = losses.double().sum(-1).cpu().numpy()
+            logits = model(input_ids=ids, use_cache=False).logits
+            for row, (scores, target) in enumerate(zip(logits, ids.to(logits.device), strict=True), start=start):
+                sums[row] = cross_entropy(scores[:-1].float(), target[1:], reduction="none").double().sum().item()
         advance(stop - start)
         start = stop
     return sums

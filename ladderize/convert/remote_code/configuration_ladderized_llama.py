@@ -47,7 +47,7 @@ class LadderizedLlamaConfig(LlamaConfig):
             raise ValueError(f"sync_tp_size is {self.sync_tp_size}: it goes with dropped sync points, and only with them")
         if self.sync_tp_size is not None:
             n, kv_heads = self.sync_tp_size, self.num_key_value_heads
-            if n < 1 or self.num_attention_heads % n or self.intermediate_size % n or (kv_heads % n and n % kv_heads):
+            if type(n) is not int or n < 1 or self.num_attention_heads % n or self.intermediate_size % n or (kv_heads % n and n % kv_heads):
                 raise ValueError(
                     f"sync_tp_size {n} does not fit {self.num_attention_heads} heads, {kv_heads} key-value heads "
                     f"and intermediate size {self.intermediate_size}"
