@@ -73,7 +73,7 @@ def test_unreadable_files(tmp_path, name, content, message):
 
 def test_unusable_arrays(tmp_path):
     cases = [
-        (np.zeros(3), "expected token ids"), (np.zeros((1, 1, 1), int), "expected token ids"), (np.array([-1, 2]), "negative"), 
+        (np.zeros(3), "expected token ids"), (np.zeros((1, 1, 1), int), "expected token ids"), (np.array([-1, 2]), "negative"),
         (np.array([2**63], dtype=np.uint64), "impossibly large"),
         (np.array([{}], dtype=object), "never unpickled"), (np.zeros(0, int), "no tokens"), (np.array([5, 9]), "token id 9.*ends at 8"),
     ]  # fmt: skip
