@@ -40,6 +40,7 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_ladderized_llama.LadderizedLlamaForCausalLM",
 }
 MADE_HERE = {"config.json", "ladderize.yaml", "README.md", "README.source.md", INDEX}
+CLOSED = ("original", "__pycache__")  # and hidden folders: nothing in them is carried over
 # weights that are not the ones converted, their indices, and code
 FOREIGN = (*PICKLES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json", ".py", ".pyc", ".so", ".dll")
 
@@ -109,9 +110,9 @@ def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
         relative = path.relative_to(source.folder)
         if path.is_dir() or str(relative) in known:
             continue
-        folders = relative.parts[:-1]
-        if any(part in ("original", "__pycache__") or part.startswith(".") for part in folders):
-            left_behind.append(f"{folders[0]}/" if len(folders) == 1 else str(relative))
+        closed = [i for i, part in enumerate(relative.parts[:-1]) if part in CLOSED or part.startswith(".")]
+        if closed:
+            left_behind.append("/".join(relative.parts[: closed[0] + 1]) + "/")
         elif not path.is_file() or path.name.lower().endswith(FOREIGN):
             left_behind.append(str(relative))
         else:
