@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -192,6 +193,16 @@ def test_found_before_any_work(tmp_path, monkeypatch):
         assert message in one_sentence(invoke("eval", MODEL, "--tasks", "demo_copying", "--include-path", TASKS, "--out", out))
     assert "does not exist" in one_sentence(invoke("eval", MODEL, "/no/model", "--tasks", "demo_copying", "--include-path", TASKS))
     assert "config.json" in one_sentence(invoke("eval", tmp_path, "--tasks", "demo_copying", "--include-path", TASKS))
+
+
+def test_fewshot_that_a_task_forbids(tmp_path):
+    shutil.copytree(TASKS, tmp_path / "tasks")
+    with (tmp_path / "tasks" / "agreement.yaml").open("a") as file:
+        file.write("num_fewshot: 0\n")
+    options = ("--include-path", tmp_path / "tasks", "--num-fewshot", "2")
+    assert "has no effect on demo_agreement" in one_sentence(invoke("eval", MODEL, "--tasks", "demo_agreement", *options))
+    document = json.loads(invoke("eval", MODEL, "--tasks", "demo_copying", *options, "--limit", "4", "--json").stdout)
+    assert document["models"][0]["n-shot"] == {"demo_copying": 2}
 
 
 def test_data_that_does_not_fit_the_model(tmp_path):

@@ -112,10 +112,13 @@ def load_tasks(options: EvalOptions) -> "TaskManager":
             raise UserError(f"there is no task {task!r}; {hint}")
     for task in options.tasks:
         try:
-            manager.load([task])
+            loaded = manager.load([task])["tasks"]
         except Exception as error:  # a task may run any code to get its data
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"the task {task!r} cannot be loaded, most likely because its data set is not here: {reason}") from error
+        fixed = [name for name, entry in loaded.items() if entry.get_config("num_fewshot") == 0]
+        if options.num_fewshot and fixed:
+            raise UserError(f"--num-fewshot has no effect on {fixed[0]}, which fixes it at 0; leave it out, or leave the task out")
     return manager
 
 
