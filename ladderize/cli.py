@@ -69,7 +69,7 @@ def convert(
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a Llama checkpoint to another layout of its sync points. No weight changes its value."""
+    """Convert a Llama checkpoint to another layout of its sync points. Weights change only with --dtype."""
     from ladderize.convert.pipeline import convert_checkpoint
     from ladderize.convert.recipe import Recipe, read_recipe
 

@@ -1,6 +1,6 @@
 """Train the demo's tiny Llama and its tokenizer; writes ladderize/demo/model and the log beside this file.
 
-    python scripts/train_demo_model.py            # about half an hour on 2 cores, seed 0
+    python scripts/train_demo_model.py            # seed 0; 42 minutes on 2 cores busy with other work too, see the log
 
 The result is committed, so nobody has to run this. It is here so that anybody can see where the weights come
 from. Not bit-reproducible across machines (floating-point sums depend on the number of threads).

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from ladderize.console import UsageError, UserError
-from ladderize.convert.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, INDEX, WEIGHTS, Checkpoint, TensorInfo
+from ladderize.convert.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, WEIGHTS, Checkpoint, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -129,6 +129,3 @@ def index_for(shards: list[Shard]) -> Mapping[str, object] | None:
         return None
     weight_map = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
     return {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": dict(sorted(weight_map.items()))}
-
-
-__all__ = ["DTYPES", "INDEX", "Shard", "index_for", "parse_size", "plan_shards", "torch_dtype", "write_shard"]
