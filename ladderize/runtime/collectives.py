@@ -1,0 +1,240 @@
+"""All-reduces that may run under compute: one small interface and its backends.
+
+=========== ==============================================================================================
+backend     for
+=========== ==============================================================================================
+``nccl``    GPUs: on a stream of its own, capturable in CUDA graphs
+``symm_mem`` GPUs that see each other's memory: one kernel for small messages, NCCL for large ones
+``gloo``    CPUs, also on several hosts
+``shm``     CPUs of one host: shared memory, no sockets (shm.py)
+``emulated`` one rank of a group that is not there: a delay instead of each collective (emulated.py)
+``none``    nothing is summed: the no-communication upper bound, for timing only
+``single``  a group of one
+=========== ==============================================================================================
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ladderize.console import UserError
+from ladderize.runtime.distributed import Group, cores, host_id
+
+BACKENDS = ("auto", "nccl", "symm_mem", "gloo", "shm", "none")
+# Up to here one kernel in which every rank reads all peers beats NCCL's ring (vLLM's and TensorRT-LLM's custom all-reduces switch
+# at sizes between 256 KiB and 8 MiB).
+ONE_SHOT_BYTES = 512 * 1024
+
+
+class Handle:
+    """An all-reduce in flight. ``wait()`` returns the sum, once: a second call raises RuntimeError."""
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+
+    def wait(self) -> Tensor:
+        finish, self._finish = self._finish, None
+        if finish is None:
+            raise RuntimeError("this all-reduce has been waited for already")
+        return finish()
+
+
+class Collectives:
+    """What a tensor-parallel forward needs of its group. As it stands: a group of one, where every sum is complete.
+
+    Messages given to ``all_reduce`` and ``all_reduce_async`` belong to the backend from then on: they may be reduced in place.
+    All ranks issue the same collectives in the same order; handles are waited in that order too.
+    """
+
+    name = "single"
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = ranks
+
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        """Start to sum ``x`` over the ranks."""
+        return Handle(lambda: x)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's ``x``."""
+        return self.all_reduce_async(x).wait()
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's ``x`` [..., n] side by side: [..., ranks * n]."""
+        return x
+
+    def close(self) -> None:
+        """Free what the backend holds."""
+
+
+class NoCommunication(Collectives):
+    """Every collective takes no time and does nothing: the upper bound for any overlap. Its results are wrong by design."""
+
+    name = "none"
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.repeat(*[1] * (x.ndim - 1), self.ranks)
+
+
+class Gloo(Collectives):
+    """torch.distributed's CPU backend. Two ranks exchange whole messages, which is one step instead of a ring's two."""
+
+    name = "gloo"
+
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        work = dist.all_reduce(x, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return x
+
+        return Handle(finish)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.ranks)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, -1)
+
+
+class Nccl(Collectives):
+    """NCCL on a stream of its own. ``wait`` orders streams and never blocks the host, so CUDA graphs can capture it."""
+
+    name = "nccl"
+
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        super().__init__(ranks)
+        self.stream = torch.cuda.Stream(device)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Sum on the current stream."""
+        dist.all_reduce(x)
+        return x
+
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        compute = torch.cuda.current_stream()
+        self.stream.wait_stream(compute)
+        with torch.cuda.stream(self.stream):
+            total = self.reduce(x)
+        x.record_stream(self.stream)
+
+        def finish() -> Tensor:
+            waiting = torch.cuda.current_stream()
+            waiting.wait_stream(self.stream)
+            total.record_stream(waiting)
+            return total
+
+        return Handle(finish)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        parts = torch.empty(self.ranks, *x.shape, dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(parts, x.contiguous())
+        return torch.cat(parts.unbind(0), -1)
+
+
+class SymmetricMemory(Nccl):
+    """PyTorch's symmetric memory: small messages by one kernel that reads all peers (or the switch's multicast), large ones by NCCL."""
+
+    name = "symm_mem"
+
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        super().__init__(ranks, device)
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self.group_name = dist.group.WORLD.group_name
+        self.buffer = symm_mem.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
+        handle = symm_mem.rendezvous(self.buffer, self.group_name)
+        self.multicast = bool(getattr(handle, "multicast_ptr", 0))
+
+    def reduce(self, x: Tensor) -> Tensor:
+        size = x.numel() * x.element_size()
+        if size > ONE_SHOT_BYTES or size % 16:
+            return super().reduce(x)
+        # one buffer is enough: it is used on one stream only, and each kernel ends with a barrier of all ranks
+        message = self.buffer[:size].view(x.dtype)
+        message.copy_(x.view(-1))
+        if self.multicast and x.dtype in (torch.bfloat16, torch.float32):
+            return torch.ops.symm_mem.multimem_all_reduce_(message, "sum", self.group_name).clone().view(x.shape)
+        return torch.ops.symm_mem.one_shot_all_reduce(message, "sum", self.group_name).view(x.shape)
+
+
+def choose(backend: str, group: Group, *, max_bytes: int) -> tuple[Collectives, str]:
+    """The collectives of a group, and one sentence on the choice. Raises UserError where ``backend`` cannot work.
+
+    max_bytes: the largest message that will be sent.
+    """
+    from ladderize.runtime.shm import SharedMemory
+
+    if group.size == 1:
+        if backend not in ("auto", "none"):
+            raise UserError(f"--backend {backend} has no effect with one rank; leave it out or raise --tp-size")
+        return Collectives(), "one rank: no communication"
+    if backend == "none":
+        return NoCommunication(group.size), "none, as asked for: for timing only, results are wrong"
+    on_gpu = group.device.type == "cuda"
+    if (backend in ("nccl", "symm_mem")) != on_gpu and backend != "auto":
+        raise UserError(f"--backend {backend} is for {'CPUs' if on_gpu else 'GPUs'}, but the ranks compute on {group.device.type}")
+    if on_gpu:
+        return _on_gpu(backend, group)
+    problem = SharedMemory.problem(hosts=group.gather(host_id()), cores=cores(), max_bytes=max_bytes)
+    if backend == "shm" or (backend == "auto" and problem is None):
+        if problem is not None:
+            raise UserError(f"--backend shm cannot be used: {problem}; --backend gloo can")
+        why = "as asked for" if backend == "shm" else "all ranks are on this host"
+        return SharedMemory(group, max_bytes=max_bytes), f"shm: {why}"
+    return Gloo(group.size), f"gloo: {'as asked for' if backend == 'gloo' else problem}"
+
+
+def _on_gpu(backend: str, group: Group) -> tuple[Collectives, str]:
+    problem = None
+    if len(set(group.gather(host_id()))) > 1:
+        problem = "the ranks are on several hosts"
+    elif not all(group.gather(_peers_reachable(group))):
+        problem = "not every GPU can read every other's memory"
+    if backend == "symm_mem" and problem:
+        raise UserError(f"--backend symm_mem cannot be used: {problem}; --backend nccl can")
+    if backend == "nccl" or problem:
+        return Nccl(group.size, group.device), f"nccl: {problem or 'as asked for'}"
+    chosen = SymmetricMemory(group.size, group.device)
+    kernel = "multicast" if chosen.multicast else "one-shot"
+    return chosen, f"symm_mem: {kernel} up to {ONE_SHOT_BYTES // 1024} KiB, nccl above"
+
+
+def _peers_reachable(group: Group) -> bool:
+    own, count = group.device.index, torch.cuda.device_count()
+    return all(torch.cuda.can_device_access_peer(own, peer) for peer in range(min(count, group.size)) if peer != own)
+
+
+class Recording(Collectives):
+    """Another backend, with a note of every all-reduce: what it moved and when it was started, waited for and done."""
+
+    def __init__(self, inner: Collectives, clock: Callable[[], float]) -> None:
+        super().__init__(inner.ranks)
+        self.inner, self.clock, self.name = inner, clock, inner.name
+        self.records: list[dict[str, Any]] = []
+        self.gathered: list[int] = []
+
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        record = {"bytes": x.numel() * x.element_size(), "start": self.clock()}
+        self.records.append(record)
+        handle = self.inner.all_reduce_async(x)
+        record["started"] = self.clock()
+
+        def finish() -> Tensor:
+            record["wait"] = self.clock()
+            total = handle.wait()
+            record["end"] = self.clock()
+            return total
+
+        return Handle(finish)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.gathered.append(x.numel() * x.element_size())
+        return self.inner.all_gather(x)
+
+    def close(self) -> None:
+        self.inner.close()

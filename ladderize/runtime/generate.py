@@ -1,0 +1,221 @@
+"""Prefill and decode on a static cache, sampling that is the same on every rank, and stopping.
+
+Prompts of different lengths share a batch padded on the left; a padded column is never looked at.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ladderize.console import UserError
+from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.model import Step, TPLlama
+
+# A CUDA graph of a decode step has a fixed number of cache columns in view: one graph for each multiple of this.
+BUCKET = 256
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0: greedy. top_k 0 and top_p 1: no limit. The draws depend on ``seed``, row and step only, not on tp_size."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def draws(self, batch: int, steps: int) -> Tensor:
+        """Uniform numbers [batch, steps]; a row's numbers do not depend on how many rows and steps there are."""
+        rows = [torch.rand(steps, generator=torch.Generator().manual_seed(self.seed + row * 0x9E3779B1)) for row in range(batch)]
+        return torch.stack(rows)
+
+
+def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
+    """logits: [batch, vocab]; draw: [batch] in [0, 1). Returns ids [batch], by inversion of the kept tokens' distribution."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    scaled, order = (logits.float() / sampling.temperature).sort(-1, descending=True, stable=True)
+    if sampling.top_k:
+        scaled[:, sampling.top_k :] = -torch.inf
+    probabilities = scaled.softmax(-1)
+    cumulative = probabilities.cumsum(-1)
+    # nucleus: the fewest tokens whose probability reaches top_p, and never less than one (Holtzman et al., arXiv 1904.09751)
+    kept = cumulative - probabilities < sampling.top_p
+    kept[:, 0] = True
+    total = (probabilities * kept).sum(-1)
+    place = (cumulative <= (draw * total).unsqueeze(-1)).sum(-1)
+    place = torch.minimum(place, kept.sum(-1) - 1)
+    return order.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+
+
+@dataclass
+class Rope:
+    """cos and sin [positions, head_dim] in the dtype that attention computes in."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, config: dict[str, object], positions: int, dtype: torch.dtype, device: torch.device) -> "Rope":
+        """From transformers' own rotary embedding, so that every rope scaling it knows is ours too."""
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        known = LlamaConfig.from_dict(config)
+        kind = (known.rope_parameters or {}).get("rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            raise UserError(f"config.json: rope_type {kind} changes with the length of the text, which the runtime does not support")
+        rotary = LlamaRotaryEmbedding(known)
+        cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
+        return cls(cos[0].to(device, dtype), sin[0].to(device, dtype))
+
+
+@dataclass
+class Generator:
+    """A model with a cache for ``batch`` rows and ``columns`` positions. All ranks call the same methods in the same order."""
+
+    model: TPLlama
+    rope: Rope
+    cache: KVCache
+    graphs: bool = False  # decode through CUDA graphs
+    position: int = 0  # columns written so far, in every row
+    padding: Tensor | None = None  # [batch] columns of padding on the left, None where there are none
+    _captured: "dict[int, CapturedStep]" = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.keys.device
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read the prompts, one for each row of the cache. Returns the logits after the last token of each [batch, vocab]."""
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        padding = None if int(lengths.min()) == longest else (longest - lengths).to(self.device)
+        return self.model.logits(self.read(ids.to(self.device), padding)[:, -1:])[:, 0]
+
+    def read(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Begin anew with ids [batch, tokens]; returns the normed hidden states of all of them [batch, tokens, hidden]."""
+        tokens = ids.shape[1]
+        if tokens > self.cache.columns:
+            raise UserError(f"a prompt of {tokens} tokens does not fit a cache of {self.cache.columns}")
+        self.position, self.padding = tokens, padding
+        columns = torch.arange(tokens, device=self.device)
+        if padding is None:
+            mask, positions = None, columns[None]
+        else:
+            real = columns[None] >= padding[:, None]
+            # a column of padding sees itself alone: a row of the mask that allows nothing would make NaN
+            mask = (columns[:, None] >= columns) & real[:, None, :] | torch.eye(tokens, dtype=torch.bool, device=self.device)
+            mask, positions = mask[:, None], (columns[None] - padding[:, None]).clamp(min=0)
+        step = Step(self._turn(self.rope.cos, positions), self._turn(self.rope.sin, positions), 0, tokens, mask, causal=mask is None)
+        return self.model.forward(ids, step, self.cache)
+
+    def decode_one_token(self, tokens: Tensor) -> Tensor:
+        """Append one token to each row: [batch] -> logits [batch, vocab] of the next."""
+        if self.position >= self.cache.columns:
+            raise UserError(f"the cache of {self.cache.columns} positions is full")
+        where, self.position = self.position, self.position + 1
+        if self.graphs:
+            length = min(self.cache.columns, -(-self.position // BUCKET) * BUCKET)
+            if length not in self._captured:
+                self._captured[length] = CapturedStep(self, length)
+            return self._captured[length].replay(tokens, where)
+        if self.padding is None:
+            mask, cos, sin = None, self.rope.cos[where], self.rope.sin[where]
+            step = Step(cos[None, None, None], sin[None, None, None], where, self.position)
+        else:
+            columns = torch.arange(self.position, device=self.device)
+            mask = (columns[None] >= self.padding[:, None])[:, None, None]
+            positions = (where - self.padding)[:, None]
+            step = Step(self._turn(self.rope.cos, positions), self._turn(self.rope.sin, positions), where, self.position, mask)
+        return self.model.logits(self.model.forward(tokens[:, None], step, self.cache))[:, 0]
+
+    def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
+        """Append ``tokens`` [batch] and as many more as ``draws`` [batch, n] has columns; returns the new ones [batch, n].
+
+        On a GPU nothing here waits for the device.
+        """
+        new = []
+        for draw in draws.unbind(1):
+            tokens = sample(self.decode_one_token(tokens), sampling, draw)
+            new.append(tokens)
+        return torch.stack(new, 1)
+
+    def _turn(self, table: Tensor, positions: Tensor) -> Tensor:
+        return table[positions].unsqueeze(2)
+
+
+class CapturedStep:
+    """One decode step as a CUDA graph: token ids, position and padding are read from buffers, ``length`` columns are in view."""
+
+    def __init__(self, generator: Generator, length: int) -> None:
+        batch, device = generator.cache.keys.shape[1], generator.device
+        self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        self.where = torch.zeros(1, dtype=torch.long, device=device)
+        self.padding = torch.zeros(batch, dtype=torch.long, device=device)
+        self.generator, self.length = generator, length
+        self.columns = torch.arange(length, device=device)
+        # warm-up on a side stream, as capturing asks for; it writes column 0, which is put back
+        kept = generator.cache.keys[..., :1, :].clone(), generator.cache.values[..., :1, :].clone()
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._run()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        generator.cache.keys[..., :1, :], generator.cache.values[..., :1, :] = kept
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = self._run()
+
+    def _run(self) -> Tensor:
+        generator = self.generator
+        seen = (self.columns <= self.where) & (self.columns[None] >= self.padding[:, None])
+        positions = (self.where - self.padding)[:, None].clamp(min=0)
+        step = Step(
+            generator._turn(generator.rope.cos, positions), generator._turn(generator.rope.sin, positions),
+            self.where, self.length, seen[:, None, None],
+        )  # fmt: skip
+        return generator.model.logits(generator.model.forward(self.tokens, step, generator.cache))[:, 0]
+
+    def replay(self, tokens: Tensor, where: int) -> Tensor:
+        self.tokens.copy_(tokens[:, None])
+        self.where.fill_(where)
+        if self.generator.padding is None:
+            self.padding.zero_()
+        else:
+            self.padding.copy_(self.generator.padding)
+        self.graph.replay()
+        return self.logits
+
+
+def generate(
+    generator: Generator, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampling: Sampling, eos: Sequence[int] = ()
+) -> Iterator[list[list[int]]]:
+    """Yield the new tokens of each row, a few steps at a time; a row that has ended yields nothing more (its EOS is included)."""
+    draws = sampling.draws(len(prompts), max_new_tokens).to(generator.device)
+    # a host that waits for every token keeps a GPU idle; a CPU has nothing to gain
+    chunk = 8 if generator.device.type == "cuda" else 1
+    ended = [False] * len(prompts)
+    tokens = sample(generator.prefill(prompts), sampling, draws[:, 0])
+    new = tokens[:, None]
+    done = 1
+    while True:
+        rows = []
+        for row, ids in enumerate(new.tolist()):
+            kept: list[int] = []
+            for token in ids:
+                if not ended[row]:
+                    kept.append(token)
+                    ended[row] = token in eos
+            rows.append(kept)
+        yield rows
+        if all(ended) or done >= max_new_tokens:
+            return
+        steps = min(chunk, max_new_tokens - done)
+        new = generator.decode_n_tokens(new[:, -1], draws[:, done : done + steps], sampling)
+        done += steps

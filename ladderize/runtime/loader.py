@@ -1,0 +1,173 @@
+"""Loading: each rank reads the bytes of its own slices from the safetensors files, one tensor at a time, onto its device."""
+
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ladderize.console import UserError
+from ladderize.convert.checkpoint import Checkpoint, TensorInfo
+from ladderize.layout import Layout
+from ladderize.runtime.parallel import LayerWeights, Linear, Shape, Slice, Weights, virtual_ranks
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Source(Protocol):
+    """Where slices come from: a checkpoint, or a generator of random numbers."""
+
+    def read(self, part: Slice) -> Tensor: ...
+
+
+class CheckpointReader:
+    """Reads slices of a checkpoint's tensors with pread: nothing is mapped, so memory holds what was asked for and no more."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+        self.files: dict[str, int] = {}
+
+    def __enter__(self) -> "CheckpointReader":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for descriptor in self.files.values():
+            os.close(descriptor)
+        self.files.clear()
+
+    def read(self, part: Slice) -> Tensor:
+        info = self.checkpoint.tensors[part.name]
+        shape = list(info.shape)
+        start, stop = (0, shape[0]) if part.dim is None else (part.start, part.stop)
+        if part.dim is not None:
+            shape[part.dim] = stop - start
+        staged = torch.empty(shape, dtype=DTYPES[info.dtype], pin_memory=self.device.type == "cuda")
+        if staged.numel():
+            if part.dim in (None, 0):
+                row = info.nbytes // info.shape[0]
+                self._fill(info, staged.view(-1).view(torch.uint8).numpy(), start * row)
+            else:
+                self._fill_columns(info, staged, start)
+        loaded = staged.to(self.device, self.dtype, non_blocking=False)
+        return loaded if part.rows in (None, shape[0]) else _padded(loaded, part.rows)
+
+    def _fill_columns(self, info: TensorInfo, staged: Tensor, start: int) -> None:
+        """A block of columns: a piece of each row."""
+        width = info.shape[1] * staged.element_size()
+        piece = staged.shape[1] * staged.element_size()
+        raw = memoryview(staged.view(torch.uint8).numpy()).cast("B")
+        file, base = self._file(info.file), info.start + start * staged.element_size()
+        for row in range(info.shape[0]):
+            if os.preadv(file, [raw[row * piece : (row + 1) * piece]], base + row * width) != piece:
+                raise self._truncated(info)
+
+    def _fill(self, info: TensorInfo, target: "memoryview | object", offset: int) -> None:
+        view, position = memoryview(target), info.start + offset  # type: ignore[arg-type]
+        while view:
+            count = os.preadv(self._file(info.file), [view], position)
+            if not count:
+                raise self._truncated(info)
+            view, position = view[count:], position + count
+
+    def _file(self, name: str) -> int:
+        if name not in self.files:
+            self.files[name] = os.open(self.checkpoint.folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        return self.files[name]
+
+    def _truncated(self, info: TensorInfo) -> UserError:
+        return UserError(f"{self.checkpoint.folder / info.file} became shorter while it was read; load it again")
+
+
+class RandomSource:
+    """Weights of a shape without a checkpoint: normal with the standard deviation that keeps activations of order one.
+
+    Each tensor's numbers depend on its name only, so that layouts compared in one run have the same weights.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+        self.shapes, self.dtype, self.device = shapes, dtype, device
+
+    def read(self, part: Slice) -> Tensor:
+        shape = list(self.shapes[part.name])
+        if part.dim is not None:
+            shape[part.dim] = part.stop - part.start
+        if len(shape) == 1:
+            tensor = torch.full(shape, 0.0 if part.name.endswith("bias") else 1.0, dtype=self.dtype, device=self.device)
+        else:
+            generator = torch.Generator(self.device).manual_seed(zlib.crc32(part.name.encode()))
+            tensor = torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+            tensor.mul_(self.shapes[part.name][1] ** -0.5)
+        return tensor if part.rows in (None, shape[0]) else _padded(tensor, part.rows)
+
+
+def load_weights(
+    source: Source, shape: Shape, layout: Layout, *, pack: bool, advance: Callable[[int], None] = lambda count: None
+) -> Weights:
+    """One rank's weights for ``layout``. pack: see Linear. ``advance(1)`` is called after each layer."""
+
+    def read(name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
+        return source.read(Slice(name, dim, start, stop))
+
+    embed = source.read(shape.vocab_slice("model.embed_tokens.weight"))
+    layers = []
+    for index in range(shape.layers):
+        layers.append(_layer(read, f"model.layers.{index}.", shape, virtual_ranks(layout, index, shape.tp_size), pack))
+        advance(1)
+    head = embed if shape.tied else source.read(shape.vocab_slice("lm_head.weight"))
+    return Weights(embed, layers, read("model.norm.weight"), Linear(head, pack=pack))
+
+
+def _layer(read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: int, pack: bool) -> LayerWeights:
+    def rows(name: str, bounds: tuple[int, int], biased: bool) -> tuple[Tensor, Tensor | None]:
+        weight = read(f"{prefix}{name}.weight", 0, *bounds)
+        return weight, read(f"{prefix}{name}.bias", 0, *bounds) if biased else None
+
+    def fused(parts: list[tuple[Tensor, Tensor | None]]) -> Linear:
+        biases = [bias for _, bias in parts if bias is not None]
+        return Linear(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None, pack=pack)
+
+    def split(bounds: tuple[int, int]) -> list[tuple[int, int]]:
+        """The blocks of the virtual ranks that this process computes apart."""
+        width = (bounds[1] - bounds[0]) // virtual
+        return [(bounds[0] + k * width, bounds[0] + (k + 1) * width) for k in range(virtual)]
+
+    biased = shape.attention_bias
+    qkv = fused(
+        [
+            rows("self_attn.q_proj", shape.query_rows(), biased),
+            rows("self_attn.k_proj", shape.kv_rows(), biased),
+            rows("self_attn.v_proj", shape.kv_rows(), biased),
+        ]
+    )
+    o = [Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *bounds), pack=pack) for bounds in split(shape.query_rows())]
+    gate_up = [
+        fused([rows("mlp.gate_proj", bounds, shape.mlp_bias), rows("mlp.up_proj", bounds, shape.mlp_bias)])
+        for bounds in split(shape.inner_rows())
+    ]
+    down = Linear(read(f"{prefix}mlp.down_proj.weight", 1, *shape.inner_rows()), pack=pack)
+    return LayerWeights(
+        input_norm=read(f"{prefix}input_layernorm.weight"),
+        qkv=qkv,
+        o=o,
+        o_bias=read(f"{prefix}self_attn.o_proj.bias") if biased else None,
+        post_norm=read(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=gate_up,
+        down=down,
+        down_bias=read(f"{prefix}mlp.down_proj.bias") if shape.mlp_bias else None,
+    )
+
+
+def files_identity(checkpoint: Checkpoint) -> tuple[tuple[int, int], ...]:
+    """The same for two checkpoints exactly if their weights are the same files (``convert`` hard-links them)."""
+    stats = [os.stat(Path(checkpoint.folder) / name) for name in checkpoint.weight_files]
+    return tuple((stat.st_dev, stat.st_ino) for stat in stats)
+
+
+def _padded(tensor: Tensor, rows: int | None) -> Tensor:
+    padded = tensor.new_zeros(rows or 0, *tensor.shape[1:])
+    padded[: tensor.shape[0]] = tensor
+    return padded

@@ -1,0 +1,152 @@
+"""What is to be run: a checkpoint or a bare shape, checked as a whole before any process starts."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ladderize.console import UserError
+from ladderize.convert.checkpoint import FLOAT_DTYPES, fetch_weights, read_checkpoint, read_config, resolve_json
+from ladderize.convert.llama import check_config, check_tensors, expected_tensors
+from ladderize.layout import Layout
+from ladderize.runtime.collectives import Collectives
+from ladderize.runtime.loader import CheckpointReader, RandomSource, files_identity, load_weights
+from ladderize.runtime.model import TPLlama
+from ladderize.runtime.parallel import Shape, Weights, check_tp_size, virtual_ranks
+
+SHAPES = Path(__file__).parent / "data" / "shapes.json"
+RUN_DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("silu", "swish")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model to run. folder: of a checkpoint; None: random weights of this config. dtype: that it computes in."""
+
+    name: str
+    folder: Path | None
+    config: dict[str, Any]
+    layout: Layout
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def positions(self) -> int:
+        """The longest text, prompt and new tokens together, that the config promises to handle."""
+        return int(self.config.get("max_position_embeddings") or 2048)
+
+
+def checkpoint_spec(model: str, *, tp_size: int, dtype: str = "auto", revision: str | None = None, option: str = "--tp-size") -> ModelSpec:
+    """Check everything about a checkpoint that can be known without its weights; raises UserError or LayoutError."""
+    folder, is_local = resolve_json(model, revision)
+    config = read_config(folder)
+    layout = _check(config, tp_size, option)
+    if not is_local:
+        folder = fetch_weights(model, revision)
+    checkpoint = read_checkpoint(folder)
+    check_tensors(checkpoint)
+    stored = FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
+    return ModelSpec(model, folder, config, layout, _dtype(stored if dtype == "auto" else dtype))
+
+
+def shape_spec(
+    config: dict[str, Any], layout: Layout, *, name: str, tp_size: int, dtype: str = "auto", option: str = "--tp-size"
+) -> ModelSpec:
+    """The same for random weights."""
+    _check({**config, **layout.to_config(), "model_type": "ladderized_llama"}, tp_size, option)
+    return ModelSpec(name, None, config, layout, _dtype("bfloat16" if dtype == "auto" else dtype))
+
+
+def known_shapes() -> dict[str, dict[str, Any]]:
+    """The bundled configs of Llama's sizes: facts from the published config.json files."""
+    shapes: dict[str, dict[str, Any]] = json.loads(SHAPES.read_text(encoding="utf-8"))
+    return shapes
+
+
+def read_shape(name: str) -> dict[str, Any]:
+    """A config by a bundled size's name, a config.json, or a folder that holds one."""
+    shapes = known_shapes()
+    if name in shapes:
+        return shapes[name]
+    path = Path(name).expanduser()
+    if path.is_file():
+        path = path.parent if path.name == "config.json" else _no_config(name, shapes)
+    if not path.is_dir():
+        _no_config(name, shapes)
+    return read_config(path)
+
+
+def _no_config(name: str, shapes: dict[str, Any]) -> Any:
+    raise UserError(f"--random-weights {name} is neither one of {', '.join(shapes)} nor a config.json or its folder")
+
+
+def _check(config: dict[str, Any], tp_size: int, option: str) -> Layout:
+    check_config(config)
+    activation = config.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise UserError(f"config.json: hidden_act is {activation!r}; the runtime computes Llama's own, silu")
+    layout = Layout.from_config(config)
+    layout.check_model(config)
+    check_tp_size(config, layout, tp_size, name=option)
+    return layout
+
+
+def _dtype(dtype: str) -> str:
+    if dtype not in RUN_DTYPES:
+        raise UserError(f"weights of {dtype} cannot be run as they are; give --dtype {' or '.join(RUN_DTYPES)}")
+    return dtype
+
+
+def eos_ids(spec: ModelSpec) -> tuple[int, ...]:
+    """Every token that ends a text: of generation_config.json, else of config.json."""
+    value = spec.config.get("eos_token_id")
+    path = spec.folder / "generation_config.json" if spec.folder is not None else None
+    if path is not None and path.is_file():
+        try:
+            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", value)
+        except (ValueError, AttributeError):
+            raise UserError(f"{path} is not a JSON object; repair or delete it") from None
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int for i in ids):
+        raise UserError(f"eos_token_id is {value!r}, neither a token id nor a list of them")
+    return tuple(ids)
+
+
+class WeightCache:
+    """Weights of one rank, loaded once for all models that share them: the same files (or random numbers), slices and dtype."""
+
+    def __init__(self, device: torch.device, *, pack: bool, replicate_vocab: bool = False) -> None:
+        self.device, self.pack, self.replicate_vocab = device, pack, replicate_vocab
+        self.loaded: dict[Any, Weights] = {}
+
+    def get(self, spec: ModelSpec, tp_size: int, rank: int, advance: Callable[[int], None] = lambda count: None) -> tuple[Shape, Weights]:
+        shape = Shape.from_config(spec.config, tp_size=tp_size, rank=rank, replicate_vocab=self.replicate_vocab)
+        apart = tuple(virtual_ranks(spec.layout, layer, tp_size) for layer in range(shape.layers))
+        load = functools.partial(load_weights, shape=shape, layout=spec.layout, pack=self.pack, advance=advance)
+        if spec.folder is None:
+            key: Any = (shape, apart, spec.dtype)
+            if key not in self.loaded:
+                self.loaded[key] = load(RandomSource(expected_tensors(spec.config), spec.torch_dtype, self.device))
+            return shape, self.loaded[key]
+        checkpoint = read_checkpoint(spec.folder)
+        key = (files_identity(checkpoint), shape, apart, spec.dtype)
+        if key not in self.loaded:
+            with CheckpointReader(checkpoint, spec.torch_dtype, self.device) as reader:
+                self.loaded[key] = load(reader)
+        return shape, self.loaded[key]
+
+
+def open_model(
+    spec: ModelSpec, collectives: Collectives, cache: WeightCache, *, rank: int, compile: bool = False, advance: Callable[[int], None] = lambda count: None
+) -> TPLlama:
+    """One rank of a checked model."""
+    shape, weights = cache.get(spec, collectives.ranks, rank, advance)
+    return TPLlama(shape, spec.layout, weights, collectives, compile=compile)
