@@ -50,26 +50,18 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     return order.gather(-1, place.unsqueeze(-1)).squeeze(-1)
 
 
-@dataclass
-class Rope:
-    """cos and sin [positions, head_dim] in the dtype that attention computes in."""
+def rope_table(config: dict[str, object], positions: int, device: torch.device) -> Tensor:
+    """cos + i sin [positions, head_dim / 2], from transformers' own rotary embedding: every rope scaling it knows is ours too."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    cos: Tensor
-    sin: Tensor
-
-    @classmethod
-    def of(cls, config: dict[str, object], positions: int, dtype: torch.dtype, device: torch.device) -> "Rope":
-        """From transformers' own rotary embedding, so that every rope scaling it knows is ours too."""
-        from transformers import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        known = LlamaConfig.from_dict(config)
-        kind = (known.rope_parameters or {}).get("rope_type", "default")
-        if kind in ("dynamic", "longrope"):
-            raise UserError(f"config.json: rope_type {kind} changes with the length of the text, which the runtime does not support")
-        rotary = LlamaRotaryEmbedding(known)
-        cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
-        return cls(cos[0].to(device, dtype), sin[0].to(device, dtype))
+    known = LlamaConfig.from_dict(config)
+    kind = (known.rope_parameters or {}).get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise UserError(f"config.json: rope_type {kind} changes with the length of the text, which the runtime does not support")
+    cos, sin = LlamaRotaryEmbedding(known)(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
+    half = cos.shape[-1] // 2  # the two halves of a head turn alike
+    return torch.complex(cos[0, :, :half], sin[0, :, :half]).to(device)
 
 
 @dataclass
@@ -77,7 +69,7 @@ class Generator:
     """A model with a cache for ``batch`` rows and ``columns`` positions. All ranks call the same methods in the same order."""
 
     model: TPLlama
-    rope: Rope
+    rope: Tensor  # of rope_table
     cache: KVCache
     graphs: bool = False  # decode through CUDA graphs
     position: int = 0  # columns written so far, in every row
@@ -110,7 +102,7 @@ class Generator:
             # a column of padding sees itself alone: a row of the mask that allows nothing would make NaN
             mask = (columns[:, None] >= columns) & real[:, None, :] | torch.eye(tokens, dtype=torch.bool, device=self.device)
             mask, positions = mask[:, None], (columns[None] - padding[:, None]).clamp(min=0)
-        step = Step(self._turn(self.rope.cos, positions), self._turn(self.rope.sin, positions), 0, tokens, mask, causal=mask is None)
+        step = Step(self._turn(positions), 0, 0, mask, causal=mask is None)
         return self.model.forward(ids, step, self.cache)
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
@@ -124,13 +116,12 @@ class Generator:
                 self._captured[length] = CapturedStep(self, length)
             return self._captured[length].replay(tokens, where)
         if self.padding is None:
-            mask, cos, sin = None, self.rope.cos[where], self.rope.sin[where]
-            step = Step(cos[None, None, None], sin[None, None, None], where, self.position)
+            step = Step(self.rope[where][None, None, None], where, self.position)
         else:
             columns = torch.arange(self.position, device=self.device)
             mask = (columns[None] >= self.padding[:, None])[:, None, None]
             positions = (where - self.padding)[:, None]
-            step = Step(self._turn(self.rope.cos, positions), self._turn(self.rope.sin, positions), where, self.position, mask)
+            step = Step(self._turn(positions), where, self.position, mask)
         return self.model.logits(self.model.forward(tokens[:, None], step, self.cache))[:, 0]
 
     def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
@@ -144,8 +135,9 @@ class Generator:
             new.append(tokens)
         return torch.stack(new, 1)
 
-    def _turn(self, table: Tensor, positions: Tensor) -> Tensor:
-        return table[positions].unsqueeze(2)
+    def _turn(self, positions: Tensor) -> Tensor:
+        """[batch or 1, tokens] -> rope's factors [batch or 1, tokens, 1, head_dim / 2]."""
+        return self.rope[positions].unsqueeze(2)
 
 
 class CapturedStep:
@@ -176,10 +168,7 @@ class CapturedStep:
         generator = self.generator
         seen = (self.columns <= self.where) & (self.columns[None] >= self.padding[:, None])
         positions = (self.where - self.padding)[:, None].clamp(min=0)
-        step = Step(
-            generator._turn(generator.rope.cos, positions), generator._turn(generator.rope.sin, positions),
-            self.where, self.length, seen[:, None, None],
-        )  # fmt: skip
+        step = Step(generator._turn(positions), self.where, self.length, seen[:, None, None])
         return generator.model.logits(generator.model.forward(self.tokens, step, generator.cache))[:, 0]
 
     def replay(self, tokens: Tensor, where: int) -> Tensor:

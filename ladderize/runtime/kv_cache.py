@@ -1,4 +1,8 @@
-"""A static KV cache: allocated once, written in place, column by column of the batch."""
+"""A static KV cache: allocated once, written in place, column by column of the batch.
+
+On a CPU it is float32, whatever the weights are: with one query per head, attention over bfloat16 keys takes 2 to 7 times as long
+there (torch converts them again for each step), and the cache is small beside the weights.
+"""
 
 from dataclasses import dataclass
 
@@ -17,6 +21,8 @@ class KVCache:
 
     @classmethod
     def allocate(cls, shape: Shape, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> "KVCache":
+        """dtype: of the model's weights."""
+        dtype = torch.float32 if device.type == "cpu" else dtype
         size = (shape.layers, batch, shape.own_kv_heads, columns, shape.head_dim)
         # zeros, not empty: a masked column of garbage could hold NaN, and 0 * NaN is NaN
         return cls(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
@@ -29,17 +35,19 @@ class KVCache:
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
-    def write(self, layer: int, where: int | Tensor, keys: Tensor, values: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values [batch, heads, tokens, head_dim] from column ``where`` on; returns the first ``length`` columns.
+    def write(self, layer: int, where: int | Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [batch, heads, tokens, head_dim] from column ``where`` on.
 
         where: an int, or a tensor [tokens] of columns (no host sync, capturable in a CUDA graph).
         """
-        all_keys, all_values = self.keys[layer], self.values[layer]
         if isinstance(where, int):
             stop = where + keys.shape[2]
-            all_keys[:, :, where:stop] = keys
-            all_values[:, :, where:stop] = values
+            self.keys[layer, :, :, where:stop] = keys
+            self.values[layer, :, :, where:stop] = values
         else:
-            all_keys.index_copy_(2, where, keys)
-            all_values.index_copy_(2, where, values)
-        return all_keys[:, :, :length], all_values[:, :, :length]
+            self.keys[layer].index_copy_(2, where, keys)
+            self.values[layer].index_copy_(2, where, values)
+
+    def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """The first ``length`` columns of keys and values."""
+        return self.keys[layer, :, :, :length], self.values[layer, :, :, :length]

@@ -23,13 +23,12 @@ from ladderize.runtime.parallel import LayerWeights, Shape, Weights
 class Step:
     """Where the tokens of one forward pass stand.
 
-    cos, sin: [batch or 1, tokens, 1, head_dim]. where: their first cache column, or a tensor [tokens] of columns. length: the
-    columns that attention sees. mask: bool [batch or 1, 1, tokens, length], True where a token may look; None: everything, or with
-    ``causal`` everything up to itself.
+    turn: complex, [batch or 1, tokens, 1, head_dim / 2]: rope's factors. where: their first cache column, or a tensor [tokens] of columns. length: the
+    columns of the cache that attention sees; 0: a prompt, which sees itself alone. mask: bool [batch or 1, 1, tokens, columns in
+    view], True where a token may look; None: everything, or with ``causal`` everything up to itself.
     """
 
-    cos: Tensor
-    sin: Tensor
+    turn: Tensor
     where: int | Tensor
     length: int
     mask: Tensor | None = None
@@ -67,7 +66,7 @@ class TPLlama:
             else:
                 pending, pending_bias = self.collectives.all_reduce_async(partials[0]), layer.o_bias
 
-            partial = self.mlp(layer, residual, carry, self.shape.eps)
+            partial = self.mlp(layer, residual, carry)
             if pending is not None:
                 residual = plus(residual + pending.wait(), pending_bias)
                 pending = None
@@ -75,13 +74,17 @@ class TPLlama:
                 residual = plus(residual + self.collectives.all_reduce(partial), layer.down_bias)
             else:
                 pending, pending_bias = self.collectives.all_reduce_async(partial), layer.down_bias
-        return rms_norm(residual, self.weights.norm, self.shape.eps)  # the last MLP sync is blocking: nothing is pending
+        return self.weights.norm(residual)  # the last MLP sync is blocking: nothing is pending
 
     def attention(self, index: int, layer: LayerWeights, x: Tensor, step: Step, cache: KVCache) -> list[Tensor]:
         """The partial sums of attention, without o_proj's bias: one, or one for each virtual rank that is computed apart."""
-        query, key, value = self.project(layer, x, step.cos, step.sin, self.shape)
-        keys, values = cache.write(index, step.where, key, value, step.length)
-        heads = attend(query, keys, values, step.mask, step.causal)
+        query, key, value = self.project(layer, x, step.turn, self.shape)
+        cache.write(index, step.where, key, value)
+        if step.length:
+            key, value = cache.read(index, step.length)
+        else:
+            key, value = key.to(x.dtype), value.to(x.dtype)
+        heads = attend(query.to(key.dtype), key, value, step.mask, step.causal).to(x.dtype)
         if len(layer.o) == 1:
             return [layer.o[0](heads)]
         return [o(part) for o, part in zip(layer.o, heads.chunk(len(layer.o), -1), strict=True)]
@@ -108,18 +111,21 @@ def plus(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def project(layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [batch, own heads, tokens, head_dim] of the residual stream [batch, tokens, hidden]."""
-    fused = layer.qkv(rms_norm(x, layer.input_norm, shape.eps)).unflatten(-1, (-1, shape.head_dim))
+def project(layer: LayerWeights, x: Tensor, turn: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [batch, own heads, tokens, head_dim], float32, of the residual stream [batch, tokens, hidden]."""
+    fused = layer.qkv(layer.input_norm(x)).float().unflatten(-1, (-1, shape.head_dim))
     turning, value = fused.split((shape.own_heads + shape.own_kv_heads, shape.own_kv_heads), 2)
-    first, second = turning.chunk(2, -1)
-    turned = turning * cos + torch.cat((-second, first), -1) * sin
-    query, key = turned.split((shape.own_heads, shape.own_kv_heads), 2)
+    query, key = rotate(turning, turn).split((shape.own_heads, shape.own_kv_heads), 2)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Rope: neighbouring pairs of x [batch, tokens, heads, head_dim] as complex numbers, times ``turn`` (RoFormer, arXiv 2104.09864)."""
+    pairs = x.unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
+        (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(turn).unbind(-1)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    return torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -138,16 +144,14 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cau
     return output.transpose(1, 2).reshape(batch, tokens, -1)
 
 
-def mlp(layer: LayerWeights, residual: Tensor, carry: list[Tensor] | None, eps: float) -> Tensor:
+def mlp(layer: LayerWeights, residual: Tensor, carry: list[Tensor] | None) -> Tensor:
     """The partial sum of the MLP, without down_proj's bias, plus what this rank carries (SPD section 4.1: X' = X + AR(Z + P)).
 
     Each virtual rank k of this process reads residual + carry[k]; the one product with down_proj adds them all up.
     """
     if carry is None:
-        return layer.down(gated(layer.gate_up[0](rms_norm(residual, layer.post_norm, eps))))
-    inner = [
-        gated(gate_up(rms_norm(residual + own, layer.post_norm, eps))) for gate_up, own in zip(layer.gate_up, carry, strict=True)
-    ]
+        return layer.down(gated(layer.gate_up[0](layer.post_norm(residual))))
+    inner = [gated(gate_up(layer.post_norm(residual + own))) for gate_up, own in zip(layer.gate_up, carry, strict=True)]
     partial = layer.down(inner[0] if len(inner) == 1 else torch.cat(inner, -1))
     for own in carry:
         partial = partial + own

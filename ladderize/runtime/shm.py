@@ -53,8 +53,8 @@ class SharedMemory(Collectives):
         self.read = [counters[(group.size + r) * words : (group.size + r) * words + 1] for r in range(group.size)]
         self.slots = torch.frombuffer(memory, dtype=torch.uint8)[header:].view(SLOTS, group.size, self.slot_bytes)
         self.peers = [r for r in range(group.size) if r != group.rank]
-        # one view per message shape and slot, made once: a view costs as much as copying a small message
-        self.views: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        # views of each slot for each shape of message, made once: a view costs as much as copying a small message
+        self.views: dict[tuple[torch.Size, torch.dtype], list[list[Tensor]]] = {}
 
     @staticmethod
     def problem(*, hosts: list[str], cores: int, max_bytes: int) -> str | None:
@@ -98,15 +98,15 @@ class SharedMemory(Collectives):
             os.unlink(path)
         return memory
 
-    def _views(self, x: Tensor) -> list[Tensor]:
-        """For each slot: all ranks' messages of x's shape [ranks, ...]."""
+    def _views(self, x: Tensor) -> list[list[Tensor]]:
+        """For each slot: every rank's message, shaped like x."""
         size = x.numel() * x.element_size()
         if size > self.slot_bytes:
             raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
-        return [self.slots[slot, :, :size].view(x.dtype).view(self.ranks, *x.shape) for slot in range(SLOTS)]
+        return [[self.slots[slot, rank, :size].view(x.dtype).view(x.shape) for rank in range(self.ranks)] for slot in range(SLOTS)]
 
-    def _post(self, x: Tensor) -> tuple[Tensor, int]:
-        """Put ``x`` into the next slot; returns that slot's messages of all ranks and the message's number."""
+    def _post(self, x: Tensor) -> tuple[list[Tensor], int]:
+        """Put ``x`` into the next slot; returns that slot's messages, one for each rank, and the message's number."""
         key = (x.shape, x.dtype)
         views = self.views.get(key)
         if views is None:
@@ -114,11 +114,12 @@ class SharedMemory(Collectives):
         number = self.sent + 1
         if number > SLOTS:
             for peer in self.peers:
-                self._await(self.read, peer, number - SLOTS)
-        view = views[number % SLOTS]
-        view[self.rank].copy_(x)
+                if self.read[peer][0] < number - SLOTS:
+                    self._await(self.read, peer, number - SLOTS)
+        messages = views[number % SLOTS]
+        messages[self.rank].copy_(x)
         self.written[self.rank][0] = self.sent = number
-        return view, number
+        return messages, number
 
     def _take(self, number: int) -> None:
         """Wait until every peer's message ``number`` is there."""
@@ -132,21 +133,21 @@ class SharedMemory(Collectives):
         self.read[self.rank][0] = self.received = number
 
     def all_reduce_async(self, x: Tensor) -> Handle:
-        view, number = self._post(x)
+        messages, number = self._post(x)
 
         def finish() -> Tensor:
             self._take(number)
-            # in rank order on every rank, so that all hold the same bits
-            total = torch.add(view[0], view[1]) if self.ranks == 2 else view.sum(0)
+            # in rank order on every rank, so that all hold the same bits; more than two in float32, rounded once
+            total = torch.add(*messages) if self.ranks == 2 else torch.stack(messages).sum(0)
             self._done(number)
             return total
 
         return Handle(finish)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        view, number = self._post(x)
+        messages, number = self._post(x)
         self._take(number)
-        gathered = torch.cat(view.unbind(0), -1)
+        gathered = torch.cat(messages, -1)
         self._done(number)
         return gathered
 
