@@ -145,7 +145,9 @@ class SymmetricMemory(Nccl):
         super().__init__(ranks, device)
         import torch.distributed._symmetric_memory as symm_mem
 
-        self.group_name = dist.group.WORLD.group_name
+        world = dist.group.WORLD
+        assert world is not None
+        self.group_name = world.group_name
         self.buffer = symm_mem.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
         handle = symm_mem.rendezvous(self.buffer, self.group_name)
         self.multicast = bool(getattr(handle, "multicast_ptr", 0))

@@ -131,8 +131,7 @@ def _initialised(
     set_threads(threads, local_size)
     group = Group(rank, size, local_rank, _device(device, local_rank))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    options = {"device_id": group.device} if device == "cuda" else {}
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=TIMEOUT, **options)
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
         yield group
     finally:
@@ -149,7 +148,7 @@ def _start(function: Callable[..., Any], args: tuple[Any, ...], size: int, devic
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             arguments = (function, args, rank, size, device, threads, f"file://{store}", theirs)
-            process = context.Process(target=_work, args=arguments, name=f"rank {rank}", daemon=True)
+            process = context.Process(target=_work, args=arguments, name=f"rank {rank}")
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -168,7 +167,9 @@ def _supervise(pipes: list[Connection], processes: list[Any]) -> Any:
     running = set(range(len(processes)))
     deadline = None
     while running and (deadline is None or time.monotonic() < deadline):
-        wait([processes[rank].sentinel for rank in running] + [pipes[rank] for rank in running - values.keys() - errors.keys()], timeout=0.2)
+        wait(
+            [processes[rank].sentinel for rank in running] + [pipes[rank] for rank in running - values.keys() - errors.keys()], timeout=0.2
+        )
         for rank in sorted(running):
             _receive(rank, pipes[rank], values, errors)
             if processes[rank].exitcode is not None:
@@ -213,7 +214,14 @@ def _stop(processes: list[Any]) -> None:
 
 
 def _work(
-    function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, device: str, threads: int | None, store: str, pipe: Connection
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    size: int,
+    device: str,
+    threads: int | None,
+    store: str,
+    pipe: Connection,
 ) -> None:
     """The life of a started rank: it reports a value or one sentence, and ends with whoever started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
@@ -222,7 +230,8 @@ def _work(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
     try:
         with _initialised(rank, size, rank, device, threads, size, store) as group:
-            pipe.send(("value", function(group, *args) if rank == 0 else _nothing(function(group, *args))))
+            value = function(group, *args)
+            pipe.send(("value", value if rank == 0 else None))
     except BaseException as error:
         if os.environ.get("LADDERIZE_DEBUG"):
             import traceback
@@ -234,10 +243,6 @@ def _work(
             pipe.send(("error", error))
         # without leaving through the group's destructors: the others may be gone
         os._exit(1)
-
-
-def _nothing(_: Any) -> None:
-    return None
 
 
 def _die_with_parent() -> None:

@@ -36,7 +36,7 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     """logits: [batch, vocab]; draw: [batch] in [0, 1). Returns ids [batch], by inversion of the kept tokens' distribution."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    scaled, order = (logits.float() / sampling.temperature).sort(-1, descending=True, stable=True)
+    scaled, order = (logits.float() / sampling.temperature).sort(stable=True, dim=-1, descending=True)
     if sampling.top_k:
         scaled[:, sampling.top_k :] = -torch.inf
     probabilities = scaled.softmax(-1)

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,14 +59,15 @@ class CheckpointReader:
         """A block of columns: a piece of each row."""
         width = info.shape[1] * staged.element_size()
         piece = staged.shape[1] * staged.element_size()
-        raw = memoryview(staged.view(torch.uint8).numpy()).cast("B")
+        columns: Any = staged.view(torch.uint8).numpy()
+        raw = memoryview(columns).cast("B")
         file, base = self._file(info.file), info.start + start * staged.element_size()
         for row in range(info.shape[0]):
             if os.preadv(file, [raw[row * piece : (row + 1) * piece]], base + row * width) != piece:
                 raise self._truncated(info)
 
-    def _fill(self, info: TensorInfo, target: "memoryview | object", offset: int) -> None:
-        view, position = memoryview(target), info.start + offset  # type: ignore[arg-type]
+    def _fill(self, info: TensorInfo, target: Any, offset: int) -> None:
+        view, position = memoryview(target), info.start + offset
         while view:
             count = os.preadv(self._file(info.file), [view], position)
             if not count:

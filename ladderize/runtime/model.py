@@ -23,9 +23,9 @@ from ladderize.runtime.parallel import LayerWeights, Shape, Weights
 class Step:
     """Where the tokens of one forward pass stand.
 
-    turn: complex, [batch or 1, tokens, 1, head_dim / 2]: rope's factors. where: their first cache column, or a tensor [tokens] of columns. length: the
-    columns of the cache that attention sees; 0: a prompt, which sees itself alone. mask: bool [batch or 1, 1, tokens, columns in
-    view], True where a token may look; None: everything, or with ``causal`` everything up to itself.
+    turn: complex [batch or 1, tokens, 1, head_dim / 2], rope's factors. where: their first cache column, or a tensor [tokens] of
+    columns. length: the columns of the cache that attention sees; 0: a prompt, which sees itself alone. mask: bool [batch or 1, 1,
+    tokens, columns in view], True where a token may look; None: everything, or with ``causal`` everything up to itself.
     """
 
     turn: Tensor
@@ -138,9 +138,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cau
         return F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(batch, 1, -1)
     if mask is not None and groups != heads:  # kernels that take a mask know no groups
         keys, values = (t.repeat_interleave(heads // groups, 1) for t in (keys, values))
-    output = F.scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=keys.shape[1] != heads
-    )
+    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=keys.shape[1] != heads)
     return output.transpose(1, 2).reshape(batch, tokens, -1)
 
 

@@ -145,7 +145,13 @@ class WeightCache:
 
 
 def open_model(
-    spec: ModelSpec, collectives: Collectives, cache: WeightCache, *, rank: int, compile: bool = False, advance: Callable[[int], None] = lambda count: None
+    spec: ModelSpec,
+    collectives: Collectives,
+    cache: WeightCache,
+    *,
+    rank: int,
+    compile: bool = False,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> TPLlama:
     """One rank of a checked model."""
     shape, weights = cache.get(spec, collectives.ranks, rank, advance)

@@ -1,0 +1,409 @@
+"""The benchmark: layouts against each other in one run, interleaved, so that whatever the machine does hits all alike.
+
+Two regimes, never mixed: prefill is bound by compute and sends long messages; decoding is bound by memory bandwidth and sends
+short ones, whose latency counts. Every variant also runs without communication; the difference is what it waits for.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ladderize.console import Console
+from ladderize.layout import OVERLAPPED
+from ladderize.runtime import gate
+from ladderize.runtime.baselines import ParallelLlama
+from ladderize.runtime.collectives import Collectives, NoCommunication, Recording, choose
+from ladderize.runtime.cost_model import Operation, predict
+from ladderize.runtime.distributed import Group, run
+from ladderize.runtime.emulated import Link, emulate
+from ladderize.runtime.environment import environment
+from ladderize.runtime.generate import Generator, Sampling, rope_table, sample
+from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.memory import PeakMemory
+from ladderize.runtime.model import TPLlama
+from ladderize.runtime.spec import ModelSpec, WeightCache
+from ladderize.runtime.trace import Overlap, Traced, trace
+
+PHASES = ("prefill", "decode")
+TRACED_STEPS = 4
+ALONE_ROUNDS, ALONE_REPEAT = 6, 10
+INSTRUMENTED_RUNS = 5
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """See ``ladderize bench --help``. emulate_tp: ranks of a group that is not there, over ``link``."""
+
+    tp_size: int = 1
+    batch_sizes: tuple[int, ...] = (1,)
+    prompt_len: int = 128
+    output_len: int = 32
+    backend: str = "auto"
+    warmup: int = 2
+    repeat: int = 7
+    baselines: tuple[str, ...] = ()
+    emulate_tp: int | None = None
+    link: Link | None = None
+    replicate_vocab: bool = False
+    compile: bool = False
+    check: bool = True
+    profile: Path | None = None
+    device: str = "cpu"
+    threads: int | None = None
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that the model is split over, real or emulated."""
+        return self.emulate_tp or self.tp_size
+
+
+@dataclass
+class Variant:
+    """One line of the benchmark: a model, with and without communication, and what was measured of it."""
+
+    name: str
+    spec: ModelSpec
+    generators: dict[str, Generator]  # "real" and "none"
+    kind: str = "model"
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    operations: dict[str, list[Operation]] = field(default_factory=dict)
+    unhideable: dict[str, float] = field(default_factory=dict)  # seconds of the vocabulary's collectives
+    peak_memory_bytes: int | None = None
+    overlap: Overlap | None = None
+
+    def median_ms(self, mode: str, phase: str) -> float:
+        return statistics.median(self.samples[f"{mode} {phase}"]) * 1e3
+
+
+def run_bench(specs: list[ModelSpec], options: BenchOptions, console: Console) -> dict[str, Any]:
+    """Check and time ``specs``; returns the document of bench.json. Raises UserError if a model is not what it should be."""
+    document: dict[str, Any] = run(_bench, specs, options, console, tp_size=options.tp_size, device=options.device, threads=options.threads)
+    return document
+
+
+def _bench(group: Group, specs: list[ModelSpec], options: BenchOptions, console: Console) -> dict[str, Any]:
+    tokens = options.prompt_len + options.output_len
+    widest = max(specs, key=lambda spec: int(spec.config["hidden_size"])).config
+    row = max(widest["hidden_size"] * options.prompt_len, widest["vocab_size"])
+    max_bytes = 4 * max(row * max(options.batch_sizes), widest["vocab_size"] * (gate.PROMPT_TOKENS + gate.NEW_TOKENS))
+    collectives, chosen = _collectives(group, options, max_bytes)
+    weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
+    checks = _check(group, specs, options, collectives, weights) if options.check else {}
+    rows: list[dict[str, Any]] = []
+    alone = AloneTimes(group, collectives, options.link)
+    rounds = len(options.batch_sizes) * (options.warmup + options.repeat)
+    with torch.inference_mode(), console.progress("bench", rounds) as advance:
+        for batch in options.batch_sizes:
+            variants = _variants(group, specs, options, collectives, weights, batch, tokens)
+            _measure(group, variants, options, batch, advance)
+            for variant in variants:
+                _instrument(variant, options, batch, group, alone)
+            if options.profile is not None:
+                _profile(group, variants, options, batch, collectives)
+            rows += [row for variant in variants for row in _rows(group, variant, variants[0], options, batch, checks)]
+    collectives.close()
+    return {
+        "emulated": options.emulate_tp is not None,
+        "options": _plain(options),
+        "link": options.link.to_dict() if options.link else None,
+        "backend": chosen,
+        "environment": environment(group, options.device),
+        "checks": checks if options.check else "left out by --no-check: these models are unchecked",
+        "alone_ms": {f"{kind} of {size} bytes": seconds * 1e3 for (kind, size), seconds in sorted(alone.seen.items())},
+        "rows": rows,
+    }
+
+
+def _collectives(group: Group, options: BenchOptions, max_bytes: int) -> tuple[Collectives, str]:
+    if options.emulate_tp is None:
+        return choose(options.backend, group, max_bytes=max_bytes)
+    assert options.link is not None
+    return emulate(options.emulate_tp, options.link, group.device), f"emulated: {options.emulate_tp} ranks over {options.link.name}"
+
+
+def _check(
+    group: Group, specs: list[ModelSpec], options: BenchOptions, collectives: Collectives, weights: WeightCache
+) -> dict[str, dict[str, float]]:
+    """The correctness gate for every checkpoint. Emulated sums are not sums, so there the whole model is checked on one rank."""
+    real = [spec for spec in specs if spec.folder is not None]
+    if not real or options.backend == "none":
+        return {}
+    expected = group.broadcast(gate.references(real, options.device) if group.is_main else None)
+    if options.emulate_tp is not None:
+        collectives, weights = Collectives(), WeightCache(group.device, pack=not options.compile)
+    results = {}
+    with torch.inference_mode():
+        for spec in real:
+            reference = expected[spec.name]
+            generator = _generator(spec, collectives, weights, group, 1, len(reference.ids), compile=options.compile)
+            results[spec.name] = gate.check(generator, reference, spec)
+    return results
+
+
+def _generator(
+    spec: ModelSpec, collectives: Collectives, weights: WeightCache, group: Group, batch: int, tokens: int, *,
+    compile: bool = False, kind: type[TPLlama] = TPLlama, cache: KVCache | None = None,
+) -> Generator:  # fmt: skip
+    shape, own = weights.get(spec, collectives.ranks, group.rank)
+    model = kind(shape, spec.layout, own, collectives, compile=compile)
+    if cache is None or cache.keys.shape[:2] != (shape.layers, batch) or cache.keys.shape[2] != shape.own_kv_heads:
+        cache = KVCache.allocate(shape, batch, tokens, spec.torch_dtype, group.device)
+    return Generator(model, rope_table(spec.config, tokens, group.device), cache, graphs=group.device.type == "cuda")
+
+
+def _variants(
+    group: Group, specs: list[ModelSpec], options: BenchOptions, collectives: Collectives, weights: WeightCache, batch: int, tokens: int
+) -> list[Variant]:
+    """The models first, then the baselines of the first; models of one shape share a cache, since only one runs at a time."""
+    planned: list[tuple[str, ModelSpec, str, type[TPLlama]]] = [(spec.name, spec, "model", TPLlama) for spec in specs]
+    if "parallel" in options.baselines:
+        planned.append(("parallel attention+MLP", specs[0], "baseline, for timing only", ParallelLlama))
+    variants = []
+    cache = None
+    for name, spec, what, kind in planned:
+        generators = {}
+        for mode, means in (("real", collectives), ("none", NoCommunication(collectives.ranks))):
+            generators[mode] = _generator(spec, means, weights, group, batch, tokens, compile=options.compile, kind=kind, cache=cache)
+            cache = generators[mode].cache
+        variants.append(Variant(name, spec, generators, what))
+    return variants
+
+
+# ---- timing ----
+
+
+def _measure(group: Group, variants: list[Variant], options: BenchOptions, batch: int, advance: Callable[[int], None]) -> None:
+    """Rounds over all variants, each with and without communication, in an order drawn anew for each round."""
+    order = [(variant, mode) for variant in variants for mode in variant.generators]
+    shuffle = random.Random(options.seed)  # the same on every rank
+    for round_ in range(options.warmup + options.repeat):
+        shuffle.shuffle(order)
+        for variant, mode in order:
+            generator = variant.generators[mode]
+            with PeakMemory(group.device) as memory:
+                times = _timed(group, generator, options, batch)
+            if round_ >= options.warmup:
+                for phase, seconds in zip(PHASES, times, strict=True):
+                    # the group is done when its last rank is
+                    variant.samples.setdefault(f"{mode} {phase}", []).append(max(group.gather(seconds)))
+            elif mode == "real":
+                own = generator.model.weights.nbytes + generator.cache.nbytes
+                variant.peak_memory_bytes = None if memory.rise is None else own + memory.rise
+        advance(1)
+
+
+def _timed(group: Group, generator: Generator, options: BenchOptions, batch: int) -> tuple[float, float]:
+    """Seconds of the prefill, and per decoded token."""
+    prompts = _prompts(generator, options, batch)
+    draws = torch.zeros(batch, options.output_len - 1, device=group.device)
+    group.barrier()
+    _synchronize(group.device)
+    begin = time.perf_counter()
+    tokens = sample(generator.prefill(prompts), Sampling(), draws[:, 0])
+    _synchronize(group.device)
+    middle = time.perf_counter()
+    generator.decode_n_tokens(tokens, draws, Sampling())
+    _synchronize(group.device)
+    return middle - begin, (time.perf_counter() - middle) / (options.output_len - 1)
+
+
+def _prompts(generator: Generator, options: BenchOptions, batch: int) -> list[list[int]]:
+    numbers = torch.Generator().manual_seed(options.seed)
+    ids: list[list[int]] = torch.randint(0, generator.model.shape.vocab, (batch, options.prompt_len), generator=numbers).tolist()
+    return ids
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# ---- what was communicated, and what of it hid ----
+
+
+class AloneTimes:
+    """Seconds of one collective with nothing beside it, by its kind and the size of its message; measured when first asked for."""
+
+    def __init__(self, group: Group, collectives: Collectives, link: Link | None) -> None:
+        self.group, self.collectives, self.link = group, collectives, link
+        self.seen: dict[tuple[str, int], float] = {}
+
+    def __call__(self, kind: str, size: int) -> float:
+        """kind: all_reduce or all_gather (of ``size`` bytes from each rank). All ranks call it."""
+        if (kind, size) not in self.seen:
+            self.seen[kind, size] = self._seconds(kind, size)
+        return self.seen[kind, size]
+
+    def _seconds(self, kind: str, size: int) -> float:
+        if self.link is not None:
+            return self.link.seconds(size * (self.collectives.ranks if kind == "all_gather" else 1))
+        if self.collectives.ranks == 1 or isinstance(self.collectives, NoCommunication):
+            return 0.0
+        message = torch.zeros(size, dtype=torch.uint8, device=self.group.device).view(torch.bfloat16)
+        collective = getattr(self.collectives, kind)
+        samples = []
+        for _ in range(ALONE_ROUNDS):
+            self.group.barrier()
+            _synchronize(self.group.device)
+            begin = time.perf_counter()
+            for _ in range(ALONE_REPEAT):  # back to back: after a barrier ranks do not start at once
+                collective(message)
+            _synchronize(self.group.device)
+            samples.append(max(self.group.gather(time.perf_counter() - begin)) / ALONE_REPEAT)
+        return statistics.median(samples[1:])
+
+
+def _instrument(variant: Variant, options: BenchOptions, batch: int, group: Group, alone: AloneTimes) -> None:
+    """Count what each phase sends, and see under how much compute each all-reduce could run: from runs without communication."""
+    generator = variant.generators["none"]
+    model, plain = generator.model, generator.model.collectives
+    recording = Recording(plain, clock=lambda: _now(group.device))
+    eager = Generator(model, generator.rope, generator.cache)
+    prompts = _prompts(generator, options, batch)
+    model.collectives = recording
+    try:
+        tokens = eager.prefill(prompts).argmax(-1)
+        for phase in PHASES:
+            runs = []
+            for _ in range(INSTRUMENTED_RUNS):
+                recording.records.clear()
+                recording.gathered.clear()
+                if phase == "prefill":
+                    eager.prefill(prompts)
+                else:
+                    eager.position = options.prompt_len
+                    eager.decode_one_token(tokens)
+                runs.append(list(recording.records))
+            covers = [statistics.median(r["wait"] - r["started"] for r in records) for records in zip(*runs, strict=True)]
+            sizes = [int(record["bytes"]) for record in runs[0]]
+            variant.unhideable[phase] = sum(alone("all_gather", size) for size in recording.gathered)
+            if not model.shape.replicate_vocab:  # the first belongs to the embedding, the same for every layout
+                variant.unhideable[phase] += alone("all_reduce", sizes[0])
+                sizes, covers = sizes[1:], covers[1:]
+            variant.operations[phase] = [
+                Operation(size, alone("all_reduce", size), cover) for size, cover in zip(sizes, covers, strict=True)
+            ]
+    finally:
+        model.collectives = plain
+
+
+def _now(device: torch.device) -> float:
+    _synchronize(device)
+    return time.perf_counter()
+
+
+def _profile(group: Group, variants: list[Variant], options: BenchOptions, batch: int, collectives: Collectives) -> None:
+    assert options.profile is not None
+    for number, variant in enumerate(variants):
+        generator = variant.generators["real"]
+        model = generator.model
+        model.collectives = Traced(collectives)
+        eager = Generator(model, generator.rope, generator.cache)
+        prompts = _prompts(generator, options, batch)
+
+        def steps(eager: Generator = eager, prompts: list[list[int]] = prompts) -> None:
+            tokens = eager.prefill(prompts).argmax(-1)
+            for _ in range(min(TRACED_STEPS, options.output_len - 1)):
+                tokens = eager.decode_one_token(tokens).argmax(-1)
+
+        group.barrier()
+        name = "".join(c if c.isalnum() or c in "+-." else "_" for c in Path(variant.name).name)
+        path = options.profile / f"{number}-{name}-batch{batch}-rank{group.rank}.json"
+        try:
+            variant.overlap = trace(steps, path, group.device)
+        finally:
+            model.collectives = collectives
+
+
+# ---- the document ----
+
+
+def _rows(
+    group: Group, variant: Variant, first: Variant, options: BenchOptions, batch: int, checks: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    yield _row(variant, "real", first, options, batch, checks)
+    if variant is first and "no-comm" in options.baselines:
+        yield _row(variant, "none", first, options, batch, checks)
+
+
+def _row(variant: Variant, mode: str, first: Variant, options: BenchOptions, batch: int, checks: dict[str, Any]) -> dict[str, Any]:
+    times = {phase: variant.median_ms(mode, phase) for phase in PHASES}
+    base = {phase: first.median_ms("real", phase) for phase in PHASES}
+    steps = options.output_len - 1
+
+    def total(values: dict[str, float]) -> float:
+        return values["prefill"] + steps * values["decode"]
+
+    model = variant.generators["real"].model
+    row: dict[str, Any] = {
+        "model": variant.name if mode == "real" else f"{variant.name}, no communication",
+        "kind": variant.kind if mode == "real" else "baseline, for timing only",
+        "layout": str(variant.spec.layout),
+        **variant.spec.layout.to_config(),
+        "weights": "random" if variant.spec.folder is None else str(variant.spec.folder),
+        "dtype": variant.spec.dtype,
+        "checked": variant.name in checks,
+        "emulated": options.emulate_tp is not None,
+        "tp_size": options.ranks,
+        "batch_size": batch,
+        "prefill_ms": times["prefill"],
+        "decode_ms_per_token": times["decode"],
+        "output_tokens_per_s": batch * 1e3 / times["decode"],
+        "tokens_per_s_per_user": 1e3 / times["decode"],
+        "end_to_end_ms": total(times),
+        "speedup_prefill": base["prefill"] / times["prefill"],
+        "speedup_decode": base["decode"] / times["decode"],
+        "speedup_end_to_end": total(base) / total(times),
+        "weight_bytes": model.weights.nbytes,
+        "kv_cache_bytes": variant.generators["real"].cache.nbytes,
+        "peak_memory_bytes": variant.peak_memory_bytes,
+        "samples_ms": {phase: [1e3 * s for s in variant.samples[f"{mode} {phase}"]] for phase in PHASES},
+    }
+    if mode == "real":
+        row["communication"] = {phase: _communication(variant, phase) for phase in PHASES}
+        row["no_communication_samples_ms"] = {phase: [1e3 * s for s in variant.samples[f"none {phase}"]] for phase in PHASES}
+        if variant.overlap is not None:
+            row["overlap"] = variant.overlap.to_dict()
+            if OVERLAPPED in variant.spec.layout.attention_sync + variant.spec.layout.mlp_sync and variant.kind == "model":
+                row["overlap"]["proven"] = variant.overlap.under_compute_ms > 0.01 * variant.overlap.in_flight_ms
+    return row
+
+
+def _communication(variant: Variant, phase: str) -> dict[str, Any]:
+    """In one pass of this phase (a decode pass makes one token of each row): the layers' all-reduces, and all collectives' times."""
+    operations = variant.operations[phase]
+    without = variant.median_ms("none", phase)
+    prediction = predict(without / 1e3, operations, variant.unhideable[phase])
+    exposed = variant.median_ms("real", phase) - without
+    overlapped = variant.kind == "model" and prediction.hideable and variant.spec.layout.count(OVERLAPPED)
+    alone = prediction.communication * 1e3
+    return {
+        "all_reduces": len(operations),
+        "bytes": sum(operation.bytes for operation in operations),
+        "no_communication_ms": without,
+        "alone_ms": alone,
+        "vocabulary_alone_ms": variant.unhideable[phase] * 1e3,
+        "exposed_ms": exposed,
+        "hidden_ms": alone - exposed,
+        "hideable_ms": prediction.hideable * 1e3,
+        "hidden_share": (alone - exposed) / (prediction.hideable * 1e3) if overlapped else None,
+        "predicted_ms": prediction.total * 1e3,
+    }
+
+
+def unproven(document: dict[str, Any]) -> list[str]:
+    """Overlapped layouts in whose trace nothing overlapped."""
+    return [row["model"] for row in document["rows"] if row.get("overlap", {}).get("proven") is False]
+
+
+def _plain(options: BenchOptions) -> dict[str, Any]:
+    values = dict(vars(options))
+    values.pop("link")
+    return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}

@@ -1,0 +1,44 @@
+"""What a layout's communication must cost, given how long its compute and its all-reduces take apart.
+
+An overlapped all-reduce hides as much as its own time or the compute until it is waited for, whichever is less; a blocking one
+hides nothing. One rule, sub-module by sub-module; layouts differ only in which operations have compute to hide under.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One all-reduce: its message, its time alone, and the compute between its start and the wait for it, in seconds."""
+
+    bytes: int
+    alone: float
+    cover: float
+
+    @property
+    def hideable(self) -> float:
+        return min(self.alone, self.cover)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one forward pass: ``total`` = ``compute`` + ``exposed``; ``hideable`` is what the layout lets run under compute."""
+
+    compute: float
+    communication: float
+    hideable: float
+
+    @property
+    def exposed(self) -> float:
+        return self.communication - self.hideable
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed
+
+
+def predict(compute: float, operations: Sequence[Operation], unhideable: float = 0.0) -> Prediction:
+    """compute: seconds without any communication; unhideable: of collectives that every layout waits for (the vocabulary's)."""
+    communication = sum(operation.alone for operation in operations) + unhideable
+    return Prediction(compute, communication, sum(operation.hideable for operation in operations))

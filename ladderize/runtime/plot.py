@@ -1,0 +1,60 @@
+"""The picture of a benchmark: compute and exposed communication, stacked, for each variant and batch size."""
+
+from pathlib import Path
+from typing import Any
+
+from ladderize.console import UserError
+
+COMPUTE, EXPOSED = "#4c72b0", "#dd8452"
+
+
+def check_plot(stem: Path) -> None:
+    """Raise UserError unless the picture can be drawn and written: before the benchmark, not after."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install 'ladderize[plots]'") from None
+    if not stem.expanduser().resolve().parent.is_dir():
+        raise UserError(f"--plot {stem}: the folder {stem.parent} does not exist")
+
+
+def draw(document: dict[str, Any], stem: Path) -> list[Path]:
+    """Write ``stem``.png and ``stem``.svg; returns their paths."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in document["rows"] if "communication" in row]
+    batches = sorted({row["batch_size"] for row in rows})
+    figure = Figure(figsize=(11, 1.6 + max(1.6, 0.42 * len(rows))), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for panel, phase, title in zip(panels, ("prefill", "decode"), ("Prefill", "Decode, per token"), strict=True):
+        labels, position = [], 0.0
+        ticks: list[float] = []
+        for batch in batches:
+            for row in (row for row in rows if row["batch_size"] == batch):
+                total = row["prefill_ms" if phase == "prefill" else "decode_ms_per_token"]
+                compute = min(total, row["communication"][phase]["no_communication_ms"])
+                exposed = max(0.0, total - compute)
+                panel.barh(position, compute, color=COMPUTE, label="compute" if not ticks else None)
+                panel.barh(position, exposed, left=compute, color=EXPOSED, label="communication waited for" if not ticks else None)
+                panel.text(total, position, f" {total:.3g} ms", va="center", fontsize=8)
+                ticks.append(position)
+                labels.append(f"{Path(row['model']).name}, batch {batch}")
+                position += 1
+            position += 0.6
+        panel.set_yticks(ticks, labels if phase == "prefill" else [""] * len(ticks))
+        panel.invert_yaxis()
+        panel.set_title(title)
+        panel.set_xlabel("ms")
+        panel.margins(x=0.18)
+        panel.spines[["top", "right"]].set_visible(False)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False)
+    ranks = rows[0]["tp_size"] if rows else 1
+    how = f"{ranks} emulated ranks, link {document['link']['name']}" if document["emulated"] else f"{ranks} ranks, {document['backend']}"
+    figure.suptitle(f"{how}; medians of {document['options']['repeat']} interleaved runs", fontsize=10)
+    written = []
+    for suffix in (".png", ".svg"):
+        path = stem.expanduser().with_name(stem.name.removesuffix(".png").removesuffix(".svg") + suffix)
+        figure.savefig(path, dpi=150)
+        written.append(path)
+    return written
