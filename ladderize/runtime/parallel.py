@@ -119,10 +119,10 @@ def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> int:
 
 
 class Linear:
-    """y = x W^T + b for an inference-only weight [out, in]. ``pack``: store it in oneDNN's blocked layout (CPU, bf16).
+    """y = x W^T + b for an inference-only weight [out, in]. ``pack``: store it in oneDNN's blocked layout (CPU).
 
-    With one or a few tokens a packed product runs at the memory's bandwidth, F.linear at about 0.6 of it (both measured in
-    benchmarks/results).
+    A packed bfloat16 product of one token reads memory about 1.5 times as fast as F.linear, which reorders as it goes; a packed
+    float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both).
     """
 
     __slots__ = ("bias", "out_features", "packed", "weight")
@@ -130,7 +130,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = False) -> None:
         self.out_features = weight.shape[0]
         self.packed = pack and can_pack(weight)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1) if self.packed else weight
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.packed else weight
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -163,15 +163,17 @@ class RMSNorm:
 
 
 def can_pack(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _packs_bfloat16()
+    return weight.device.type == "cpu" and weight.dtype in _packable()
 
 
 @functools.cache
-def _packs_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 natively here; elsewhere its packed products are slower than plain ones."""
+def _packable() -> tuple[torch.dtype, ...]:
+    """What oneDNN multiplies natively here: emulated, its packed products are slower than plain ones."""
     mkldnn = torch.ops.mkldnn
     names = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
-    return all(hasattr(mkldnn, name) for name in names) and bool(mkldnn._is_mkldnn_bf16_supported())
+    if not torch.backends.mkldnn.is_available() or not all(hasattr(mkldnn, name) for name in names):
+        return ()
+    return (torch.float32, torch.bfloat16) if mkldnn._is_mkldnn_bf16_supported() else (torch.float32,)
 
 
 @dataclass

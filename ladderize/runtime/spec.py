@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import FLOAT_DTYPES, fetch_weights, read_checkpoint, read_config, resolve_json
+from ladderize.convert.checkpoint import FLOAT_DTYPES, fetch_weights, read_checkpoint, read_config, read_json, resolve_json
 from ladderize.convert.llama import check_config, check_tensors, expected_tensors
 from ladderize.layout import Layout
 from ladderize.runtime.collectives import Collectives
@@ -77,15 +77,11 @@ def read_shape(name: str) -> dict[str, Any]:
     if name in shapes:
         return shapes[name]
     path = Path(name).expanduser()
-    if path.is_file():
-        path = path.parent if path.name == "config.json" else _no_config(name, shapes)
-    if not path.is_dir():
-        _no_config(name, shapes)
-    return read_config(path)
-
-
-def _no_config(name: str, shapes: dict[str, Any]) -> Any:
-    raise UserError(f"--random-weights {name} is neither one of {', '.join(shapes)} nor a config.json or its folder")
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise UserError(f"--random-weights {name} is neither one of {', '.join(shapes)} nor a config.json or its folder")
+    return read_json(path)
 
 
 def _check(config: dict[str, Any], tp_size: int, option: str) -> Layout:
