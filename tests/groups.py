@@ -1,0 +1,146 @@
+"""What the ranks of the runtime's tests do; functions here are pickled by name and run in other processes."""
+
+import os
+import signal
+import time
+
+import torch
+
+from ladderize.runtime.collectives import Collectives, Handle, choose
+from ladderize.runtime.generate import Generator, Sampling, generate, rope_table
+from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_model
+
+MAX_BYTES = 1 << 18
+
+
+class Counting(Collectives):
+    """Another backend that counts starts and waits."""
+
+    def __init__(self, inner):
+        super().__init__(inner.ranks)
+        self.inner, self.started, self.waited, self.most_in_flight = inner, 0, 0, 0
+
+    def all_reduce_async(self, x):
+        handle = self.inner.all_reduce_async(x)
+        self.started += 1
+        self.most_in_flight = max(self.most_in_flight, self.started - self.waited)
+
+        def finish():
+            self.waited += 1
+            return handle.wait()
+
+        return Handle(finish)
+
+    def all_gather(self, x):
+        return self.inner.all_gather(x)
+
+
+def make_generator(folder, group, collectives, batch, columns, *, pack=True, replicate_vocab=False, compile=False):
+    spec = checkpoint_spec(str(folder), tp_size=collectives.ranks)
+    weights = WeightCache(group.device, pack=pack, replicate_vocab=replicate_vocab)
+    model = open_model(spec, collectives, weights, rank=group.rank, compile=compile)
+    cache = KVCache.allocate(model.shape, batch, columns, spec.torch_dtype, group.device)
+    return Generator(model, rope_table(spec.config, columns, group.device), cache)
+
+
+def run_models(group, items, backend, replicate_vocab=False):
+    """items: name -> (folder, ids, prompts, steps). Logits of ids, logits of the last step of decoding them, greedy tokens, counts."""
+    collectives, chosen = choose(backend, group, max_bytes=MAX_BYTES)
+    results = {}
+    with torch.inference_mode():
+        for name, (folder, ids, prompts, steps) in items.items():
+            counting = Counting(collectives)
+            generator = make_generator(folder, group, counting, ids.shape[0], 96, replicate_vocab=replicate_vocab)
+            logits = generator.model.logits(generator.read(ids))
+            passes = counting.started
+            generator.read(ids[:, :4])
+            for token in ids[:, 4:].unbind(1):
+                last = generator.decode_one_token(token)
+            rows = [[] for _ in prompts]
+            for made in generate(generator, prompts, max_new_tokens=steps, sampling=Sampling()):
+                for row, more in zip(rows, made, strict=True):
+                    row += more
+            results[name] = {
+                "logits": logits.float().numpy(), "last": last.float().numpy(), "tokens": rows, "backend": chosen,
+                "all_reduces": passes, "started": counting.started, "waited": counting.waited, "in_flight": counting.most_in_flight,
+            }  # fmt: skip
+            same = group.gather(rows)
+            assert all(other == rows for other in same), "ranks chose different tokens"
+    collectives.close()
+    return results
+
+
+def sampled(group, folder, prompts, sampling, steps, backend="auto"):
+    collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
+    with torch.inference_mode():
+        generator = make_generator(folder, group, collectives, len(prompts), 96)
+        rows = [[] for _ in prompts]
+        for made in generate(generator, prompts, max_new_tokens=steps, sampling=sampling):
+            for row, more in zip(rows, made, strict=True):
+                row += more
+    collectives.close()
+    return rows
+
+
+def reduce_randomly(group, backend, rounds, seed):
+    """Sums of fresh random messages of changing shapes, several in flight; every rank knows all inputs, so each checks itself."""
+    collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
+    numbers = torch.Generator().manual_seed(seed)
+    worst = 0.0
+    for _ in range(rounds):
+        pending = []
+        for _ in range(int(torch.randint(1, 4, (), generator=numbers))):
+            shape = torch.randint(1, 9, (3,), generator=numbers).tolist()
+            dtype = (torch.float32, torch.bfloat16)[int(torch.randint(2, (), generator=numbers))]
+            inputs = torch.randn(group.size, *shape, generator=numbers).to(dtype)
+            pending.append((inputs, collectives.all_reduce_async(inputs[group.rank].clone())))
+        for inputs, handle in pending:
+            expected = inputs.float().sum(0)
+            tolerance = 1e-5 if inputs.dtype == torch.float32 else 0.02
+            worst = max(worst, float((handle.wait().float() - expected).abs().max() / (expected.abs().max() + 1)) / tolerance)
+        own = torch.full((2, 3), float(group.rank))
+        gathered = collectives.all_gather(own)
+        assert torch.equal(gathered[0], torch.arange(group.size).repeat_interleave(3).float())
+    collectives.close()
+    return worst
+
+
+def wait_twice(group, backend):
+    collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
+    handle = collectives.all_reduce_async(torch.ones(2))
+    handle.wait()
+    try:
+        handle.wait()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        group.barrier()
+        collectives.close()
+    return "no error"
+
+
+def too_large(group):
+    collectives, _ = choose("shm", group, max_bytes=1024)
+    collectives.all_reduce(torch.ones(1 << 20))
+
+
+def die(group, victim, pid_file):
+    """The victim is killed while the others wait for it, spinning in shared memory."""
+    collectives, _ = choose("shm", group, max_bytes=1024)
+    collectives.all_reduce(torch.ones(8))
+    if group.rank == victim:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    pid_file.with_suffix(f".{group.rank}").write_text(str(os.getpid()))
+    collectives.all_reduce(torch.ones(8))
+
+
+def fail(group, rank):
+    if group.rank == rank:
+        raise ValueError("this rank has had enough")
+    group.barrier()
+
+
+def values(group, factor):
+    return [group.rank * factor, group.size, group.gather(group.rank), group.broadcast(group.rank + 5), torch.get_num_threads()]

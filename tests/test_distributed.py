@@ -1,0 +1,97 @@
+"""Groups of ranks: values come back, one failure ends all of them with one sentence, nothing stays behind. And their collectives."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ladderize.console import UserError
+from ladderize.runtime import distributed
+from ladderize.runtime.collectives import Collectives, NoCommunication, choose
+from ladderize.runtime.distributed import Group
+from ladderize.runtime.shm import SharedMemory
+from tests.groups import die, fail, reduce_randomly, too_large, values, wait_twice
+
+
+def segments():
+    return sorted(Path("/dev/shm").glob("ladderize-*"))
+
+
+def test_values_come_back_from_rank_0():
+    assert distributed.run(values, 3, tp_size=1, device="cpu", threads=1) == [0, 1, [0], 5, 1]
+    assert distributed.run(values, 3, tp_size=2, device="cpu") == [0, 2, [0, 1], 5, max(1, distributed.cores() // 2)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_of_any_rank_is_one_sentence(rank):
+    with pytest.raises(UserError, match=f"rank {rank} failed: ValueError: this rank has had enough"):
+        distributed.run(fail, rank, tp_size=2, device="cpu")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_takes_the_group_down(tmp_path, victim):
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=rf"rank {victim} was killed by SIGKILL.*; the whole group was stopped"):
+        distributed.run(die, victim, tmp_path / "pid", tp_size=2, device="cpu")
+    assert time.monotonic() - begin < 30  # of which most is starting; the message names the dead rank at once
+    other = int((tmp_path / f"pid.{1 - victim}").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(other, 0)
+    assert not segments()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_sums_of_random_messages(backend):
+    assert distributed.run(reduce_randomly, backend, 60, int(torch.randint(1 << 30, ())), tp_size=2, device="cpu") <= 1
+    assert not segments()
+
+
+def test_more_than_two_ranks_sum_over_gloo():
+    assert distributed.run(reduce_randomly, "gloo", 10, int(torch.randint(1 << 30, ())), tp_size=3, device="cpu", threads=1) <= 1
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_handle_is_waited_for_once(backend):
+    assert distributed.run(wait_twice, backend, tp_size=2, device="cpu") == "this all-reduce has been waited for already"
+
+
+def test_a_message_over_the_announced_size_is_an_error():
+    with pytest.raises(UserError, match="a message of 4194304 bytes is over the 4096 that were announced"):
+        distributed.run(too_large, tp_size=2, device="cpu")
+
+
+def test_where_shared_memory_cannot_serve(monkeypatch):
+    problem = SharedMemory.problem
+    assert problem(hosts=["a", "a"], cores=2, max_bytes=100) is None
+    assert "several hosts" in problem(hosts=["a", "b"], cores=2, max_bytes=100)
+    assert "3 ranks would spin on 2 cores" in problem(hosts=["a"] * 3, cores=2, max_bytes=100)
+    assert "are free" in problem(hosts=["a", "a"], cores=2, max_bytes=1 << 50)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert "memory ordering" in problem(hosts=["a", "a"], cores=2, max_bytes=100)
+
+
+def test_choices_that_make_no_sense_are_refused():
+    alone, pair = Group(0, 1, 0, torch.device("cpu")), Group(0, 2, 0, torch.device("cpu"))
+    assert choose("auto", alone, max_bytes=1)[0].name == "single"
+    assert isinstance(choose("none", pair, max_bytes=1)[0], NoCommunication)
+    with pytest.raises(UserError, match="--backend gloo has no effect with one rank"):
+        choose("gloo", alone, max_bytes=1)
+    with pytest.raises(UserError, match="--backend nccl is for GPUs"):
+        choose("nccl", pair, max_bytes=1)
+    with pytest.raises(UserError, match="--backend gloo is for CPUs"):
+        choose("gloo", Group(0, 2, 0, torch.device("cuda", 0)), max_bytes=1)
+
+
+def test_a_launcher_that_started_another_number(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="--tp-size 2 was asked for, but the launcher started 4 processes"):
+        distributed.check_tp_size(2, "cpu")
+
+
+def test_single_and_none_keep_shapes():
+    x = torch.randn(2, 3)
+    assert torch.equal(Collectives().all_reduce(x), x)
+    assert torch.equal(Collectives().all_gather(x), x)
+    assert NoCommunication(4).all_gather(x).shape == (2, 12)

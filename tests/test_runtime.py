@@ -1,0 +1,116 @@
+"""The tensor-parallel Llama against the oracle and the Hugging Face model: every layout, ranks, backends, dtypes, batches."""
+
+import pytest
+import torch
+
+from ladderize.runtime import distributed
+from tests.groups import run_models
+from tests.helpers import LAYOUTS, make_model, random_ids
+from tests.oracle import Oracle
+
+STEPS = 64
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# a vocabulary of 97 is divided by no number of ranks here, so padding is always tested
+GROUPS = [(1, "auto"), (2, "shm"), (2, "gloo")]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """name -> what to run, and what must come out of it; fresh random weights and ids each time."""
+    folder = tmp_path_factory.mktemp("models")
+    found = {}
+    for dtype_name, dtype in DTYPES.items():
+        for name in LAYOUTS:
+            model = make_model(name, max_position_embeddings=128).to(dtype)
+            path = folder / f"{name} {dtype_name}".replace(" ", "_")
+            model.save_pretrained(path)
+            ids = random_ids(2, 9)
+            prompts = [random_ids(7).tolist(), random_ids(4).tolist()]
+            exact, _ = Oracle({key: value.float() for key, value in model.state_dict().items()}, model.config)(ids)
+            found[f"{name} {dtype_name}"] = {"item": (path, ids, prompts, STEPS), "exact": exact, "model": model}
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(cases):
+    done = {}
+
+    def of(tp_size, backend):
+        if (tp_size, backend) not in done:
+            items = {
+                name: case["item"] for name, case in cases.items() if case["model"].config.sync_tp_size in (None, 2, 4, 8) or tp_size == 1
+            }
+            done[tp_size, backend] = distributed.run(run_models, items, backend, tp_size=tp_size, device="cpu")
+        return done[tp_size, backend]
+
+    return of
+
+
+@pytest.mark.parametrize(("tp_size", "backend"), GROUPS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_float32_logits_equal_the_oracle(cases, results, name, tp_size, backend):
+    case, result = cases[f"{name} float32"], results(tp_size, backend)[f"{name} float32"]
+    assert result["backend"].startswith("one rank" if tp_size == 1 else backend)
+    torch.testing.assert_close(torch.from_numpy(result["logits"]), case["exact"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.from_numpy(result["last"]), case["exact"][:, -1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tp_size", "backend"), GROUPS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_float32_tokens_equal_transformers(cases, results, name, tp_size, backend):
+    """64 greedy steps of two prompts of different lengths in one batch, token by token."""
+    case, result = cases[f"{name} float32"], results(tp_size, backend)[f"{name} float32"]
+    for prompt, tokens in zip(case["item"][2], result["tokens"], strict=True):
+        with torch.no_grad():
+            expected = case["model"].generate(torch.tensor([prompt]), max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
+        assert tokens == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(("tp_size", "backend"), GROUPS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bfloat16_stays_within_the_tolerance(cases, results, name, tp_size, backend):
+    """Logits within 0.3 standard deviations of the exact ones (the bench's own rule) and close on average."""
+    case, result = cases[f"{name} bfloat16"], results(tp_size, backend)[f"{name} bfloat16"]
+    for found, exact in ((result["logits"], case["exact"]), (result["last"], case["exact"][:, -1])):
+        error = torch.from_numpy(found) - exact
+        assert error.abs().max() < 0.3 * case["exact"].std()
+        assert error.std() < 0.05 * case["exact"].std()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_reduces_are_those_of_the_layout_and_waited_for_once(cases, results, name):
+    config = cases[f"{name} float32"]["model"].config
+    result = results(2, "shm")[f"{name} float32"]
+    modes = [*config.attention_sync, *config.mlp_sync]
+    assert result["all_reduces"] == 1 + sum(mode != "dropped" for mode in modes)  # one for the embedding
+    assert result["started"] == result["waited"]
+    assert result["in_flight"] == 1
+
+
+def test_replicated_vocabulary(cases):
+    """The option that spares the embedding's all-reduce changes nothing else."""
+    names = ["mixed float32", "same layer with biases float32"]
+    items = {name: cases[name]["item"] for name in names}
+    for name, result in distributed.run(run_models, items, "shm", True, tp_size=2, device="cpu").items():
+        torch.testing.assert_close(torch.from_numpy(result["logits"]), cases[name]["exact"], rtol=1e-4, atol=1e-4)
+        modes = [*cases[name]["model"].config.attention_sync, *cases[name]["model"].config.mlp_sync]
+        assert result["all_reduces"] == sum(mode != "dropped" for mode in modes)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rope_scaling_and_tied_embeddings(tmp_path, rope):
+    model = make_model("mixed", rope_parameters={"rope_theta": 10000.0, **rope}, tie_word_embeddings=True, head_dim=8)
+    model.save_pretrained(tmp_path / "m")
+    ids = random_ids(2, 40)
+    with torch.no_grad():
+        expected = model(ids).logits
+    (result,) = distributed.run(run_models, {"m": (tmp_path / "m", ids, [[3]], 2)}, "auto", tp_size=1, device="cpu").values()
+    torch.testing.assert_close(torch.from_numpy(result["logits"]), expected, rtol=1e-4, atol=1e-4)
