@@ -112,5 +112,5 @@ def test_rope_scaling_and_tied_embeddings(tmp_path, rope):
     ids = random_ids(2, 40)
     with torch.no_grad():
         expected = model(ids).logits
-    (result,) = distributed.run(run_models, {"m": (tmp_path / "m", ids, [[3]], 2)}, "auto", tp_size=1, device="cpu").values()
+    (result,) = distributed.run(run_models, {"m": (tmp_path / "m", ids, [[3], [5, 7]], 2)}, "auto", tp_size=1, device="cpu").values()
     torch.testing.assert_close(torch.from_numpy(result["logits"]), expected, rtol=1e-4, atol=1e-4)

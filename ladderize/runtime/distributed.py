@@ -132,10 +132,8 @@ def _initialised(
     group = Group(rank, size, local_rank, _device(device, local_rank))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=TIMEOUT)
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group()
+    yield group
+    dist.destroy_process_group()  # not after an error: the others would fail of that, and say so before this rank says why
 
 
 # ---- starting ranks on this host ----
@@ -163,7 +161,7 @@ def _start(function: Callable[..., Any], args: tuple[Any, ...], size: int, devic
 def _supervise(pipes: list[Connection], processes: list[Any]) -> Any:
     """Wait until every rank is done; return rank 0's value, or raise UserError as soon as one rank fails."""
     values: dict[int, Any] = {}
-    errors: dict[int, Exception] = {}
+    errors: dict[int, tuple[float, Exception]] = {}
     running = set(range(len(processes)))
     deadline = None
     while running and (deadline is None or time.monotonic() < deadline):
@@ -181,11 +179,11 @@ def _supervise(pipes: list[Connection], processes: list[Any]) -> Any:
         if process.exitcode not in (None, 0) and rank not in errors:
             raise UserError(f"rank {rank} {_death(process.exitcode)}; the whole group was stopped")
     if errors:
-        raise errors[min(errors)]
+        raise min(errors.values(), key=lambda failure: failure[0])[1]
     return values[0]
 
 
-def _receive(rank: int, pipe: Connection, values: dict[int, Any], errors: dict[int, Exception]) -> None:
+def _receive(rank: int, pipe: Connection, values: dict[int, Any], errors: dict[int, tuple[float, Exception]]) -> None:
     if rank in values or rank in errors:
         return
     with contextlib.suppress(EOFError, OSError):
@@ -233,6 +231,7 @@ def _work(
             value = function(group, *args)
             pipe.send(("value", value if rank == 0 else None))
     except BaseException as error:
+        failed_at = time.monotonic()  # one clock for all processes of a host
         if os.environ.get("LADDERIZE_DEBUG"):
             import traceback
 
@@ -240,7 +239,7 @@ def _work(
         if not isinstance(error, UserError | BrokenPipeError):  # the latter: whoever read our stdout went away
             error = UserError(f"rank {rank} failed: {type(error).__name__}: {sentence(error)}")
         with contextlib.suppress(OSError):
-            pipe.send(("error", error))
+            pipe.send(("error", (failed_at, error)))
         # without leaving through the group's destructors: the others may be gone
         os._exit(1)
 

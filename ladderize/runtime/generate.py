@@ -91,6 +91,8 @@ class Generator:
     def read(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
         """Begin anew with ids [batch, tokens]; returns the normed hidden states of all of them [batch, tokens, hidden]."""
         tokens = ids.shape[1]
+        if ids.shape[0] != self.cache.keys.shape[1]:
+            raise ValueError(f"{ids.shape[0]} prompts for a cache of {self.cache.keys.shape[1]} rows")
         if tokens > self.cache.columns:
             raise UserError(f"a prompt of {tokens} tokens does not fit a cache of {self.cache.columns}")
         self.position, self.padding = tokens, padding

@@ -135,7 +135,6 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
-            x = x.contiguous()  # some strides have no kernel
             return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 

@@ -1,0 +1,242 @@
+"""Sampling, stopping, streaming, and the command line of ``ladderize generate``."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ladderize.demo.run import MODEL
+from ladderize.runtime import distributed
+from ladderize.runtime.generate import Sampling, generate, sample
+from ladderize.runtime.spec import checkpoint_spec, eos_ids
+from ladderize.runtime.text import TextStream
+from tests.groups import make_generator, sampled
+from tests.helpers import ROOT, edit_json, invoke, make_model, one_sentence, random_ids, run_cli, save_llama
+
+GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+
+
+def distribution(logits, sampling):
+    """What sampling promises, the slow way: the probability of each token."""
+    scaled = logits / sampling.temperature
+    if sampling.top_k:
+        scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
+    probabilities = scaled.softmax(-1)
+    kept, total = torch.zeros_like(probabilities), 0.0
+    for index in probabilities.argsort(descending=True):
+        if total >= sampling.top_p and total:
+            break
+        kept[index] = probabilities[index]
+        total += float(probabilities[index])
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0),
+        Sampling(0.5),
+        Sampling(2.0, top_k=5),
+        Sampling(1.0, top_p=0.6),
+        Sampling(1.5, top_k=7, top_p=0.8),
+        Sampling(1.0, top_p=0.0),
+    ],
+)
+def test_samples_have_the_promised_distribution(sampling):
+    logits = torch.randn(12)
+    draws = (torch.arange(20000) + 0.5) / 20000  # every part of the unit interval alike: no chance in this test
+    found = torch.bincount(sample(logits.expand(20000, -1), sampling, draws), minlength=12) / 20000
+    torch.testing.assert_close(found, distribution(logits, sampling), atol=2e-4, rtol=0)
+
+
+def test_draws_depend_on_seed_and_row_only():
+    draws = Sampling(seed=3).draws(2, 5)
+    assert torch.equal(draws, Sampling(seed=3).draws(4, 9)[:2, :5])
+    assert not torch.equal(draws, Sampling(seed=4).draws(2, 5))
+    assert not torch.equal(draws[0], draws[1])
+
+
+def test_sampling_is_reproducible_and_the_same_across_tp_sizes(tmp_path):
+    make_model("mixed", max_position_embeddings=128).save_pretrained(tmp_path / "m")
+    prompts = [random_ids(5).tolist(), random_ids(3).tolist()]
+    sampling = Sampling(temperature=1.0, top_k=40, top_p=0.95, seed=7)
+    arguments = (tmp_path / "m", prompts, sampling, 20)
+    one, again = (distributed.run(sampled, *arguments, tp_size=1, device="cpu", threads=1) for _ in range(2))
+    two = distributed.run(sampled, *arguments, tp_size=2, device="cpu")
+    assert one == again == two
+    other = distributed.run(sampled, *arguments[:2], Sampling(1.0, 40, 0.95, seed=8), 20, tp_size=1, device="cpu", threads=1)
+    assert other != one
+
+
+def test_a_row_stops_at_any_eos_and_the_others_go_on(tmp_path):
+    make_model("ladder all", max_position_embeddings=128).save_pretrained(tmp_path / "m")
+    prompts = [random_ids(5).tolist(), random_ids(3).tolist()]
+    free = distributed.run(sampled, tmp_path / "m", prompts, Sampling(), 24, tp_size=1, device="cpu", threads=1)
+    group = distributed.Group(0, 1, 0, torch.device("cpu"))
+    from ladderize.runtime.collectives import Collectives
+
+    generator = make_generator(tmp_path / "m", group, Collectives(), 2, 64)
+    stop = free[0][6]
+    with torch.inference_mode():
+        rows = [[], []]
+        for made in generate(generator, prompts, max_new_tokens=24, sampling=Sampling(), eos=(stop, 10**6)):
+            for row, more in zip(rows, made, strict=True):
+                row += more
+    for row, whole in zip(rows, free, strict=True):
+        assert row == whole[: whole.index(stop) + 1 if stop in whole else None]
+
+
+def test_eos_ids_are_all_of_generation_config(llama):
+    edit_json(llama / "config.json", eos_token_id=5)
+    (llama / "generation_config.json").unlink(missing_ok=True)
+    spec = checkpoint_spec(str(llama), tp_size=1)
+    assert eos_ids(spec) == (5,)
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert eos_ids(spec) == (7, 8)
+
+
+def test_text_never_shows_half_a_character():
+    class Bytes:
+        def decode(self, ids, skip_special_tokens):
+            return bytes(ids).decode(errors="replace")
+
+    stream = TextStream(Bytes())
+    pieces = [stream.push([byte]) for byte in "naïve 🙂!".encode()]
+    assert "".join(pieces) == "naïve 🙂!"
+    assert not any("\ufffd" in piece for piece in pieces)
+    cut = TextStream(Bytes())
+    assert cut.push("🙂".encode()[:2]) == ""
+    assert cut.rest() == "\ufffd"
+
+
+# ---- the command ----
+
+
+def test_generate_streams_the_models_text(stories):
+    outcome = invoke("generate", stories, "--prompt", "", "--max-new-tokens", 40)
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stdout.startswith(GREEDY)
+
+
+def test_two_ranks_and_a_batch_and_json(stories):
+    outcome = run_cli(
+        "generate", stories, "-p", "Once upon", "-p", "", "--tp-size", 2, "--max-new-tokens", 12, "--dtype", "float32", "--json"
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    document = json.loads(outcome.stdout)
+    assert document["schema_version"] == 1
+    assert document["tp_size"] == 2
+    assert document["backend"].startswith("shm")
+    alone = json.loads(
+        invoke("generate", stories, "-p", "Once upon", "-p", "", "--max-new-tokens", 12, "--dtype", "float32", "--json").stdout
+    )
+    assert [t["new_ids"] for t in document["texts"]] == [t["new_ids"] for t in alone["texts"]]
+    assert document["texts"][1]["text"].startswith(GREEDY[:20])
+    assert {t["finish_reason"] for t in document["texts"]} == {"length"}
+
+
+def test_joins_a_group_that_torchrun_started(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "ladderize", "generate", MODEL,
+               "-p", "the cat", "--tp-size", "2", "--max-new-tokens", "6", "--dtype", "float32", "--json"]  # fmt: skip
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert outcome.returncode == 0, outcome.stderr
+    alone = json.loads(invoke("generate", MODEL, "-p", "the cat", "--max-new-tokens", 6, "--dtype", "float32", "--json").stdout)
+    assert json.loads(outcome.stdout)["texts"][0]["new_ids"] == alone["texts"][0]["new_ids"]  # one document: rank 0's
+
+
+def children(pid):
+    """The ranks that a process has started, in order; Linux only."""
+    try:
+        listed = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return sorted(child for child in listed if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes())
+    except FileNotFoundError:
+        return []
+
+
+def test_kill_9_of_one_rank_ends_the_command_within_10_seconds():
+    command = [sys.executable, "-m", "ladderize", "generate", MODEL, "-p", "the cat", "--tp-size", "2", "--max-new-tokens", "100", "--ignore-eos",
+               "-p", "a"]  # fmt: skip
+    # many restarts of the same short text would be needed to be sure to hit the decoding; any moment must do
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(ranks := children(process.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(ranks[1], signal.SIGKILL)
+    killed = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 10
+    assert process.returncode == 1
+    assert stderr.strip().splitlines()[-1].startswith("Error: rank 1 was killed by SIGKILL")
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)
+
+
+def test_ranks_end_when_their_parent_is_killed():
+    command = [sys.executable, "-m", "ladderize", "generate", MODEL, "-p", "the cat", "--tp-size", "2", "--max-new-tokens", "100"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(ranks := children(process.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+
+    def alive(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except FileNotFoundError:
+            return False
+
+    while any(map(alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, ranks))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--tp-size", "3"], 1, "--tp-size 3 does not divide the 8 attention heads"),
+        (["--top-k", "4"], 2, "--top-k has no effect with --temperature 0"),
+        (["--backend", "mpi"], 2, "--backend mpi is not one of"),
+        (["--backend", "none"], 2, "its text would be noise"),
+        (["--backend", "gloo"], 1, "--backend gloo has no effect with one rank"),
+        (["--dtype", "int8"], 2, "--dtype int8 is not one of"),
+        (["--device", "tpu"], 2, "--device tpu is not cpu or cuda"),
+        (["--replicate-vocab"], 2, "--replicate-vocab has no effect with one rank"),
+        (["--max-new-tokens", "5000"], 1, "exceed the model's"),
+        (["--chat"], 1, "no chat template"),
+    ],
+)
+def test_bad_arguments(arguments, code, message):
+    outcome = invoke("generate", MODEL, "-p", "the cat", *arguments)
+    assert message in one_sentence(outcome)
+    assert outcome.code == code
+
+
+def test_bad_checkpoints(tmp_path, llama, monkeypatch):
+    def failure(folder, *arguments):
+        # nothing below may start a process: whatever is wrong is known before
+        monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", lambda self: pytest.fail("a process was started"))
+        return one_sentence(invoke("generate", folder, "-p", "x", "--tp-size", 2, *arguments))
+
+    assert "does not exist" in failure(tmp_path / "nowhere")
+    assert "tokenizer cannot be loaded" in failure(llama)
+    make_model("spd all 4").save_pretrained(tmp_path / "spd")
+    assert "--tp-size 8 does not divide the 4 virtual ranks" in one_sentence(
+        invoke("generate", tmp_path / "spd", "-p", "x", "--tp-size", 8)
+    )
+    edit_json(llama / "config.json", hidden_act="gelu")
+    assert "hidden_act is 'gelu'" in failure(llama)
+    edit_json(llama / "config.json", hidden_act="silu", hidden_size=64)
+    assert "config.json asks for" in failure(llama)
+    scaled = save_llama(tmp_path / "scaled")
+    edit_json(scaled / "config.json", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    (scaled / "model.safetensors").write_bytes((scaled / "model.safetensors").read_bytes()[:-100])
+    assert "is truncated" in failure(scaled)
