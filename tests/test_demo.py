@@ -48,12 +48,16 @@ def test_bundled_model_is_small():
 def test_the_quick_demo(tmp_path):
     outcome = invoke("demo", "--quick", "--out", tmp_path / "demo", "--json")
     assert outcome.code == 0, outcome.stderr
-    models = json.loads(outcome.stdout)["models"]
+    document = json.loads(outcome.stdout)
+    models = document["models"]
     assert [model["ladderize"]["layout"] for model in models] == [
         "8 layers: dense", "8 layers: ladder 0:8", "8 layers: spd 0:8 (sync_tp_size 4)",
     ]  # fmt: skip
     dense, *converted = (model["ladderize"]["perplexity"]["perplexity"] for model in models)
     assert all(dense < 0.8 * other for other in converted)
     assert dense > 1
-    assert "results.json" in listing(tmp_path / "demo")
+    assert {"results.json", "bench-emulated-tp4.json", "bench-tp2.json"} <= set(listing(tmp_path / "demo"))
+    for bench, emulated, ranks in (("bench-emulated-tp4", True, 4), ("bench-tp2", False, 2)):
+        rows = document["benches"][bench]["rows"]
+        assert [(row["emulated"], row["tp_size"], row["checked"]) for row in rows] == [(emulated, ranks, True)] * 3
     assert invoke("demo", "--out", tmp_path / "demo").code == 1

@@ -1,8 +1,14 @@
-"""The model on a GPU against the oracle; skipped where there is none (benchmarks/gpu.sh runs it)."""
+"""The model and the runtime on a GPU against the oracle; skipped where there is none (benchmarks/gpu.sh runs it)."""
 
 import pytest
 import torch
 
+from ladderize.runtime.collectives import Collectives
+from ladderize.runtime.distributed import Group
+from ladderize.runtime.emulated import Link, emulate
+from ladderize.runtime.generate import Generator, Sampling, generate
+from ladderize.runtime.trace import Traced, trace
+from tests.groups import make_generator
 from tests.helpers import LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle
 
@@ -41,3 +47,75 @@ def test_generate_and_compile(name):
         expected = model(ids, use_cache=False).logits
         compiled = torch.compile(model, fullgraph=True)(ids, use_cache=False).logits
     torch.testing.assert_close(compiled, expected, rtol=1e-3, atol=1e-3)
+
+
+# ---- the runtime ----
+
+
+def gpu_group():
+    return Group(0, 1, 0, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_runtime_equals_the_oracle(tmp_path, name, graphs):
+    """Prefill, and decoding step by step, eager and through CUDA graphs, of a padded batch."""
+    model = make_model(name, max_position_embeddings=128)
+    model.save_pretrained(tmp_path / "m")
+    ids = random_ids(2, 12)
+    exact, _ = Oracle(model.state_dict(), model.config)(ids)
+    generator = make_generator(tmp_path / "m", gpu_group(), Collectives(), 2, 40)
+    generator.graphs = graphs
+    with torch.inference_mode():
+        logits = generator.model.logits(generator.read(ids.cuda())).cpu()
+        torch.testing.assert_close(logits, exact, rtol=1e-3, atol=1e-3)
+        generator.read(ids[:, :5].cuda())
+        for position in range(5, 12):
+            step = generator.decode_one_token(ids[:, position].cuda()).cpu()
+            torch.testing.assert_close(step, exact[:, position], rtol=1e-3, atol=1e-3)
+        prompts = [ids[0].tolist(), ids[1, :7].tolist()]
+        rows = [[], []]
+        for made in generate(generator, prompts, max_new_tokens=20, sampling=Sampling()):
+            for row, more in zip(rows, made, strict=True):
+                row += more
+    for prompt, tokens in zip(prompts, rows, strict=True):
+        with torch.no_grad():
+            expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_compiled_sub_modules_on_a_gpu(tmp_path):
+    model = make_model("same layer", max_position_embeddings=128)
+    model.save_pretrained(tmp_path / "m")
+    ids = random_ids(2, 9)
+    exact, _ = Oracle(model.state_dict(), model.config)(ids)
+    generator = make_generator(tmp_path / "m", gpu_group(), Collectives(), 2, 40, compile=True)
+    generator.graphs = True
+    with torch.inference_mode():
+        generator.read(ids[:, :-1].cuda())
+        torch.testing.assert_close(generator.decode_one_token(ids[:, -1].cuda()).cpu(), exact[:, -1], rtol=1e-3, atol=1e-3)
+
+
+def test_an_emulated_all_reduce_takes_its_time_and_runs_under_compute(tmp_path):
+    make_model("ladder all", hidden_size=1024, intermediate_size=4096, max_position_embeddings=128).save_pretrained(tmp_path / "m")
+    group = gpu_group()
+    collectives = emulate(2, Link("test", 500.0, None), group.device)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    x = torch.ones(8, device="cuda")
+    collectives.all_reduce(x)
+    begin.record()
+    for _ in range(10):
+        collectives.all_reduce(x)
+    end.record()
+    torch.cuda.synchronize()
+    assert 4.5 < begin.elapsed_time(end) < 6.5  # ten delays of 0.5 ms
+    generator = make_generator(tmp_path / "m", group, Traced(collectives), 1, 128)
+    ids = random_ids(1, 64).cuda()
+
+    def run() -> None:
+        with torch.inference_mode():
+            Generator(generator.model, generator.rope, generator.cache).read(ids)
+
+    overlap = trace(run, tmp_path / "trace.json", group.device)
+    assert overlap.in_flight_ms > 3
+    assert overlap.under_compute_ms > 0.01 * overlap.in_flight_ms

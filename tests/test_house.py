@@ -95,3 +95,20 @@ def test_the_wheel_works_without_the_source_tree(tmp_path):
     demo = subprocess.run([binaries / "ladderize", "demo", "--quick"], capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert demo.returncode == 0, demo.stderr
     assert "demo_agreement" in demo.stdout
+
+
+def test_the_runtime_needs_neither_lm_eval_nor_datasets(tmp_path):
+    """A GPU machine without them runs generate and bench; matplotlib and peft are not needed either."""
+    arguments = ["ladderize", "bench", str(PACKAGE / "demo" / "model"), "--prompt-len", "4", "--output-len", "3", "--repeat", "1"]
+    arguments += ["--no-check", "--out", str(tmp_path / "bench.json")]
+    script = (
+        "import sys\n"
+        "for name in ('lm_eval', 'datasets', 'peft', 'accelerate', 'matplotlib'):\n"
+        "    sys.modules[name] = None\n"
+        f"sys.argv = {arguments!r}\n"
+        "from ladderize.cli import main\n"
+        "main()\n"
+    )
+    outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert outcome.returncode == 0, outcome.stderr
+    assert (tmp_path / "bench.json").is_file()

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from ladderize.console import UserError
 from ladderize.runtime import distributed
-from tests.groups import run_models
+from ladderize.runtime.collectives import Collectives
+from ladderize.runtime.generate import FixedStep
+from tests.groups import make_generator, run_models
 from tests.helpers import LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle
 
@@ -95,6 +98,49 @@ def test_replicated_vocabulary(cases):
         torch.testing.assert_close(torch.from_numpy(result["logits"]), cases[name]["exact"], rtol=1e-4, atol=1e-4)
         modes = [*cases[name]["model"].config.attention_sync, *cases[name]["model"].config.mlp_sync]
         assert result["all_reduces"] == sum(mode != "dropped" for mode in modes)
+
+
+def test_compiled_sub_modules(tmp_path):
+    """--compile changes how the sub-modules run, and nothing of what they compute."""
+    model = make_model("same layer", max_position_embeddings=128)
+    model.save_pretrained(tmp_path / "m")
+    ids = random_ids(2, 9)
+    exact, _ = Oracle(model.state_dict(), model.config)(ids)
+    group = distributed.Group(0, 1, 0, torch.device("cpu"))
+    with torch.inference_mode():
+        generator = make_generator(tmp_path / "m", group, Collectives(), 2, 16, pack=False, compile=True)
+        found = generator.model.logits(generator.read(ids))
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+        generator.read(ids[:, :-1])
+        torch.testing.assert_close(generator.decode_one_token(ids[:, -1]), exact[:, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_step_that_cuda_graphs_capture(tmp_path):
+    """Positions and padding from buffers, a fixed number of columns in view: the same logits as the step that knows them."""
+    make_model("mixed", max_position_embeddings=128).save_pretrained(tmp_path / "m")
+    group = distributed.Group(0, 1, 0, torch.device("cpu"))
+    known, fixed = (make_generator(tmp_path / "m", group, Collectives(), 2, 24) for _ in range(2))
+    prompts = [random_ids(6).tolist(), random_ids(3).tolist()]
+    with torch.inference_mode():
+        for rows in (prompts, [prompts[0], prompts[0]]):  # with padding and without
+            assert torch.equal(known.prefill(rows), fixed.prefill(rows))
+            step = FixedStep(fixed, 16)
+            for where in range(6, 16):
+                tokens = random_ids(2)
+                step.set(tokens, where)
+                torch.testing.assert_close(step.run(), known.decode_one_token(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_another_size_than_the_cache(tmp_path):
+    make_model("dense").save_pretrained(tmp_path / "m")
+    generator = make_generator(tmp_path / "m", distributed.Group(0, 1, 0, torch.device("cpu")), Collectives(), 2, 8)
+    with pytest.raises(ValueError, match="1 prompts for a cache of 2 rows"):
+        generator.prefill([[3, 4]])
+    with pytest.raises(UserError, match="a prompt of 9 tokens does not fit a cache of 8"):
+        generator.prefill([[3] * 9, [4]])
+    generator.prefill([[3] * 8, [4]])
+    with pytest.raises(UserError, match="the cache of 8 positions is full"):
+        generator.decode_one_token(torch.tensor([3, 4]))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``ladderize demo``: convert the bundled model to four layouts, evaluate all five, print one table."""
+"""``ladderize demo``: convert the bundled model to four layouts, evaluate all five, and time them on the runtime."""
 
 import json
 import shutil
@@ -13,6 +13,9 @@ from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.eval.harness import EvalOptions, comparison, evaluate_models
 from ladderize.eval.results import write_json
+from ladderize.runtime.bench import run_bench
+from ladderize.runtime.command import BenchArguments, plan
+from ladderize.runtime.report import summary
 
 HERE = Path(__file__).parent
 MODEL, TASKS = HERE / "model", HERE / "tasks"
@@ -23,6 +26,8 @@ RECIPES = {
     "spd-ladder-all": Recipe(ladder="all", spd="all", sync_tp_size=4),
 }
 QUICK = ("ladder-all", "spd-all")
+# What a group of 4 on PCIe would gain, and the runtime at work on 2 processes of this machine, whose shared memory leaves little to gain
+BENCHES: dict[str, dict[str, Any]] = {"bench-emulated-tp4": {"emulate_tp": 4, "link": "nccl_pcie"}, "bench-tp2": {"tp_size": 2}}
 HELDOUT_DOCUMENTS = 200
 
 
@@ -58,7 +63,19 @@ def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, An
         console.result("")
         console.result(table(comparison(document), right=["value", "stderr", "difference"]))
         console.result("\nZero-shot: no layer was retrained. What these layouts lost here is what adaptation has to win back.")
-        return document
+        benches = {name: _bench(models, folder / f"{name}.json", arguments, quick, console) for name, arguments in BENCHES.items()}
+        return {**document, "benches": benches}
+
+
+def _bench(models: list[str], out: Path, arguments: dict[str, Any], quick: bool, console: Console) -> dict[str, Any]:
+    repeat: dict[str, Any] = {"repeat": 1, "warmup": 1} if quick else {}
+    said = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in arguments.items())
+    console.status(f"$ ladderize bench {' '.join(models)} {said} --out {out}")
+    specs, options = plan(BenchArguments(models=tuple(models), prompt_len=64, **arguments, **repeat))
+    document = run_bench(specs, options, console)
+    write_json(out, document)
+    console.result("\n" + summary(document))
+    return document
 
 
 def command_line(recipe: Recipe) -> str:

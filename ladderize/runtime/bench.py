@@ -34,6 +34,8 @@ PHASES = ("prefill", "decode")
 TRACED_STEPS = 4
 ALONE_ROUNDS, ALONE_REPEAT = 6, 10
 INSTRUMENTED_RUNS = 5
+# Of the time in flight: less under compute than this is none at all.
+MIN_OVERLAP = 0.01
 
 
 @dataclass(frozen=True)
@@ -372,7 +374,7 @@ def _row(variant: Variant, mode: str, first: Variant, options: BenchOptions, bat
         if variant.overlap is not None:
             row["overlap"] = variant.overlap.to_dict()
             if OVERLAPPED in variant.spec.layout.attention_sync + variant.spec.layout.mlp_sync and variant.kind == "model":
-                row["overlap"]["proven"] = variant.overlap.under_compute_ms > 0.01 * variant.overlap.in_flight_ms
+                row["overlap"]["proven"] = variant.overlap.under_compute_ms > MIN_OVERLAP * variant.overlap.in_flight_ms
     return row
 
 

@@ -142,8 +142,8 @@ class Generator:
         return self.rope[positions].unsqueeze(2)
 
 
-class CapturedStep:
-    """One decode step as a CUDA graph: token ids, position and padding are read from buffers, ``length`` columns are in view."""
+class FixedStep:
+    """One decode step that reads token ids, position and padding from buffers and has ``length`` columns of the cache in view."""
 
     def __init__(self, generator: Generator, length: int) -> None:
         batch, device = generator.cache.keys.shape[1], generator.device
@@ -152,34 +152,44 @@ class CapturedStep:
         self.padding = torch.zeros(batch, dtype=torch.long, device=device)
         self.generator, self.length = generator, length
         self.columns = torch.arange(length, device=device)
-        # warm-up on a side stream, as capturing asks for; it writes column 0, which is put back
-        kept = generator.cache.keys[..., :1, :].clone(), generator.cache.values[..., :1, :].clone()
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._run()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        generator.cache.keys[..., :1, :], generator.cache.values[..., :1, :] = kept
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits = self._run()
 
-    def _run(self) -> Tensor:
-        generator = self.generator
-        seen = (self.columns <= self.where) & (self.columns[None] >= self.padding[:, None])
-        positions = (self.where - self.padding)[:, None].clamp(min=0)
-        step = Step(generator._turn(positions), self.where, self.length, seen[:, None, None])
-        return generator.model.logits(generator.model.forward(self.tokens, step, generator.cache))[:, 0]
-
-    def replay(self, tokens: Tensor, where: int) -> Tensor:
+    def set(self, tokens: Tensor, where: int) -> None:
         self.tokens.copy_(tokens[:, None])
         self.where.fill_(where)
         if self.generator.padding is None:
             self.padding.zero_()
         else:
             self.padding.copy_(self.generator.padding)
+
+    def run(self) -> Tensor:
+        generator = self.generator
+        seen = (self.columns <= self.where) & (self.columns[None] >= self.padding[:, None])
+        positions = (self.where - self.padding)[:, None].clamp(min=0)
+        step = Step(generator._turn(positions), self.where, self.length, seen[:, None, None])
+        return generator.model.logits(generator.model.forward(self.tokens, step, generator.cache))[:, 0]
+
+
+class CapturedStep(FixedStep):
+    """The same as a CUDA graph."""
+
+    def __init__(self, generator: Generator, length: int) -> None:
+        super().__init__(generator, length)
+        # warm-up on a side stream, as capturing asks for; it writes column 0, which is put back
+        kept = generator.cache.keys[..., :1, :].clone(), generator.cache.values[..., :1, :].clone()
+        side = torch.cuda.Stream(generator.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self.run()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        generator.cache.keys[..., :1, :], generator.cache.values[..., :1, :] = kept
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = self.run()
+
+    def replay(self, tokens: Tensor, where: int) -> Tensor:
+        self.set(tokens, where)
         self.graph.replay()
         return self.logits
 

@@ -45,8 +45,8 @@ class KVCache:
             self.keys[layer, :, :, where:stop] = keys
             self.values[layer, :, :, where:stop] = values
         else:
-            self.keys[layer].index_copy_(2, where, keys)
-            self.values[layer].index_copy_(2, where, values)
+            self.keys[layer].index_copy_(2, where, keys.to(self.keys.dtype))
+            self.values[layer].index_copy_(2, where, values.to(self.values.dtype))
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """The first ``length`` columns of keys and values."""

@@ -1,0 +1,102 @@
+"""The runtime on one GPU: an 8B at TP1 against the memory's bandwidth, and one shard of a 70B at emulated TP8.
+
+    python benchmarks/gpu_runtime.py [--out FILE] [--model 8b --shard 70b]
+
+The delay of the emulated all-reduces is set, for each batch size, so that dense against no-communication decodes as published
+by the authors of Ladder Residual for TP8 with NVLink (ladder_70b_nvlink_phases.csv: 1024 + 512 tokens, fp16, H100). What is then
+compared is the share of the exposed communication that each layout recovers, (dense - layout) / (dense - no communication).
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from ladderize.console import Console
+from ladderize.runtime.bench import run_bench
+from ladderize.runtime.command import BenchArguments, plan
+
+# Seconds of 511 decode steps at tp_size 8: batch -> dense, ladder, no communication
+# (github.com/mayank31398/ladder-residual-inference, branch pp, logs/final)
+PUBLISHED = {1: (6.709, 5.019, 4.659), 4: (7.814, 5.913, 5.513), 16: (8.836, 7.381, 6.566)}
+
+
+def bandwidth() -> float:
+    """Bytes per second of reading a tensor that fits no cache."""
+    x = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").view(torch.int64)
+    samples = []
+    for _ in range(7):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        x.sum()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(x.nbytes / (begin.elapsed_time(end) / 1e3))
+    return statistics.median(samples[2:])
+
+
+def bench(**arguments) -> dict:
+    specs, options = plan(BenchArguments(device="cuda", dtype="bfloat16", warmup=1, **arguments))
+    document = run_bench(specs, options, Console(as_json=True))
+    torch.cuda.empty_cache()
+    return document
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", default="8b")
+    parser.add_argument("--shard", default="70b")
+    parser.add_argument("--prompt-len", type=int, default=1024)
+    parser.add_argument("--output-len", type=int, default=65)
+    args = parser.parse_args()
+    record = {"schema_version": 1, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "published_decode_s": PUBLISHED}
+    lines = []
+
+    rate = bandwidth()
+    for compiled in (False, True):
+        whole = bench(
+            random_weights=args.model, layout="dense,ladder,spd+ladder", sync_tp_size=8, prompt_len=128, output_len=args.output_len, repeat=5,
+            compile=compiled,
+        )  # fmt: skip
+        record["whole_compiled" if compiled else "whole"] = whole
+        dense, ladder, both = whole["rows"]
+        limit = dense["weight_bytes"] / rate * 1e3
+        lines.append(
+            f"{args.model} bf16, TP1, batch 1{', compiled' if compiled else ''}: {dense['decode_ms_per_token']:.3f} ms per token, "
+            f"{limit / dense['decode_ms_per_token']:.1%} of the bandwidth limit ({rate / 1e12:.2f} TB/s); ladder "
+            f"{ladder['decode_ms_per_token'] / dense['decode_ms_per_token']:.4f}x of dense, spd 8 + ladder "
+            f"{both['decode_ms_per_token'] / dense['decode_ms_per_token']:.4f}x"
+        )
+    for batch, (dense_s, ladder_s, free_s) in PUBLISHED.items():
+        common = {
+            "random_weights": args.shard, "emulate_tp": 8, "batch_size": str(batch), "prompt_len": args.prompt_len,
+            "output_len": args.output_len, "replicate_vocab": True, "compile": True,
+        }  # fmt: skip
+        first = bench(layout="dense", link="25,1e6", repeat=2, **common)["rows"][0]
+        delay = (
+            first["communication"]["decode"]["no_communication_ms"]
+            * (dense_s / free_s - 1)
+            / first["communication"]["decode"]["all_reduces"]
+        )
+        document = bench(layout="dense,ladder,spd,spd+ladder", link=f"{delay * 1e3:.3f},1e6", repeat=3, **common)
+        record[f"shard_batch_{batch}"] = document
+        dense = document["rows"][0]
+        free = dense["communication"]["decode"]["no_communication_ms"]
+        exposed = dense["decode_ms_per_token"] - free
+        shares = {row["model"]: (dense["decode_ms_per_token"] - row["decode_ms_per_token"]) / exposed for row in document["rows"][1:]}
+        lines.append(
+            f"{args.shard} shard, emulated TP8, batch {batch}, {delay * 1e3:.1f} us: dense {dense['decode_ms_per_token']:.3f} ms, without "
+            f"communication {free:.3f}; recovered: " + ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+            + f" (ladder published: {(dense_s - ladder_s) / (dense_s - free_s):.2f})"
+        )  # fmt: skip
+    record["summary"] = lines
+    print("\n".join(lines))
+    if args.out:
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

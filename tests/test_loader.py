@@ -1,0 +1,138 @@
+"""Loading: every rank reads its own slices, memory holds those and no more, the files are read as they are."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ladderize.console import UserError
+from ladderize.convert.checkpoint import read_checkpoint
+from ladderize.layout import Layout
+from ladderize.runtime.loader import CheckpointReader, RandomSource
+from ladderize.runtime.parallel import Shape, Slice
+from ladderize.runtime.spec import WeightCache, checkpoint_spec, known_shapes, shape_spec
+from tests.helpers import ROOT, SHAPE, invoke, make_model, save_llama
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_are_those_of_the_tensor(tmp_path, shards, dtype):
+    save_llama(tmp_path / "m", shards=shards, dtype=dtype, seed=int(torch.randint(1 << 30, ())))
+    whole = {}
+    for file in (tmp_path / "m").glob("*.safetensors"):
+        whole |= load_file(file)
+    with CheckpointReader(read_checkpoint(tmp_path / "m"), torch.float32, CPU) as reader:
+        for name, tensor in whole.items():
+            assert torch.equal(reader.read(Slice(name)), tensor.float())
+            for dim in range(tensor.ndim):
+                start, stop = sorted(torch.randint(0, tensor.shape[dim] + 1, (2,)).tolist())
+                part = reader.read(Slice(name, dim, start, stop))
+                assert torch.equal(part, tensor.narrow(dim, start, stop - start).float())
+        padded = reader.read(Slice("model.embed_tokens.weight", 0, 90, 97, rows=10))
+        assert torch.equal(padded[:7], whole["model.embed_tokens.weight"][90:].float())
+        assert not padded[7:].any()
+
+
+def test_a_file_that_shrinks_meanwhile(llama):
+    checkpoint = read_checkpoint(llama)
+    path = llama / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:2000])
+    last = max(checkpoint.tensors.values(), key=lambda tensor: tensor.start).name
+    with CheckpointReader(checkpoint, torch.float32, CPU) as reader, pytest.raises(UserError, match="became shorter while it was read"):
+        reader.read(Slice(last))
+
+
+SCRIPT = """
+import sys, torch, json
+from ladderize.runtime.memory import PeakMemory, resident
+from ladderize.runtime.spec import WeightCache, checkpoint_spec
+folder, tp_size, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+torch.randn(8, 8) @ torch.randn(8, 8)
+spec = checkpoint_spec(folder, tp_size=tp_size)
+with PeakMemory(torch.device("cpu")) as memory:
+    _, weights = WeightCache(torch.device("cpu"), pack=len(sys.argv) > 4).get(spec, tp_size, rank)
+print(json.dumps([memory.rise, weights.nbytes]))
+"""
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_rank_never_holds_the_whole_model(tmp_path, pack):
+    """Peak memory of one of 4 ranks: its weights, and at most two of its fused tensors on the way."""
+    save_llama(
+        tmp_path / "m",
+        dtype=torch.bfloat16,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        vocab_size=4096,
+        num_attention_heads=8,
+    )
+    size = (tmp_path / "m" / "model.safetensors").stat().st_size
+    for rank in (0, 3):
+        arguments = [sys.executable, "-c", SCRIPT, tmp_path / "m", "4", str(rank), *(["pack"] if pack else [])]
+        outcome = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, timeout=120)
+        assert outcome.returncode == 0, outcome.stderr
+        rise, held = json.loads(outcome.stdout)
+        assert held < 0.3 * size
+        assert rise < 0.45 * size
+
+
+def test_models_that_share_files_share_weights(tmp_path, llama):
+    for name, arguments in (("ladder", ["--ladder", "all"]), ("spd", ["--spd", "all", "--sync-tp-size", 2])):
+        assert invoke("convert", llama, tmp_path / name, "--no-verify", *arguments).code == 0
+    cache = WeightCache(CPU, pack=True)
+    dense, ladder, spd = (
+        cache.get(checkpoint_spec(str(path), tp_size=2), 2, 0)[1] for path in (llama, tmp_path / "ladder", tmp_path / "spd")
+    )
+    assert ladder is dense
+    assert spd is dense  # one virtual rank for each of 2 ranks: the same slices
+    alone = cache.get(checkpoint_spec(str(tmp_path / "spd"), tp_size=1), 1, 0)[1]
+    assert len(alone.layers[0].o) == 2  # two virtual ranks in one process
+
+
+def test_a_rank_without_vocabulary():
+    """11 ranks' share of 8 tokens: the last ranks hold padding only, and that is legal."""
+    config = {**SHAPE, "vocab_size": 9, "num_attention_heads": 8, "num_key_value_heads": 8}
+    shape = Shape.from_config(config, tp_size=8, rank=7)
+    part = shape.vocab_slice("model.embed_tokens.weight")
+    assert (part.start, part.stop, part.rows) == (9, 9, 2)
+    source = RandomSource({"model.embed_tokens.weight": (9, 32)}, torch.float32, CPU)
+    assert not source.read(part).any()
+
+
+def test_random_weights_and_bundled_shapes():
+    shapes = known_shapes()
+    assert list(shapes) == ["1b", "3b", "8b", "70b", "405b"]
+    billions = {"1b": 1.24, "3b": 3.21, "8b": 8.03, "70b": 70.6, "405b": 405.9}  # as the model cards count them
+    from ladderize.convert.llama import parameter_count
+
+    for name, config in shapes.items():
+        assert parameter_count(config) / 1e9 == pytest.approx(billions[name], rel=0.01)
+        assert shape_spec(config, Layout.dense(config["num_hidden_layers"]), name=name, tp_size=8).dtype == "bfloat16"
+    config = {**SHAPE, "model_type": "llama"}
+    cache = WeightCache(CPU, pack=False)
+    specs = [
+        shape_spec(config, layout, name=str(layout), tp_size=2, dtype="float32")
+        for layout in (Layout.dense(4), Layout.from_layers(4, ladder=[1]))
+    ]
+    (shape, first), (_, second) = (cache.get(spec, 2, 1) for spec in specs)
+    assert first is second
+    assert shape.own_heads == 4
+    assert 0.5 < float(first.layers[0].down.weight.std()) * 48**0.5 < 1.5
+
+
+def test_odd_source_files(tmp_path):
+    """Tensors of different dtypes in one file, none of them where a reader that trusts order would look."""
+    model = make_model("dense")
+    state = {key: value.to(torch.float16) if "mlp" in key else value.clone() for key, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "m")
+    save_file(dict(reversed(state.items())), tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    with CheckpointReader(read_checkpoint(tmp_path / "m"), torch.float32, CPU) as reader:
+        for name, tensor in state.items():
+            assert torch.equal(reader.read(Slice(name)), tensor.float())
