@@ -58,8 +58,8 @@ def main() -> None:
     rate = bandwidth()
     for compiled in (False, True):
         whole = bench(
-            random_weights=args.model, layout="dense,ladder,spd+ladder", sync_tp_size=8, prompt_len=128, output_len=args.output_len, repeat=5,
-            compile=compiled,
+            random_weights=args.model, layout="dense,ladder,spd+ladder", sync_tp_size=8, prompt_len=128, output_len=args.output_len,
+            repeat=5, compile=compiled,
         )  # fmt: skip
         record["whole_compiled" if compiled else "whole"] = whole
         dense, ladder, both = whole["rows"]
@@ -75,12 +75,8 @@ def main() -> None:
             "random_weights": args.shard, "emulate_tp": 8, "batch_size": str(batch), "prompt_len": args.prompt_len,
             "output_len": args.output_len, "replicate_vocab": True, "compile": True,
         }  # fmt: skip
-        first = bench(layout="dense", link="25,1e6", repeat=2, **common)["rows"][0]
-        delay = (
-            first["communication"]["decode"]["no_communication_ms"]
-            * (dense_s / free_s - 1)
-            / first["communication"]["decode"]["all_reduces"]
-        )
+        first = bench(layout="dense", link="25,1e6", repeat=2, **common)["rows"][0]["communication"]["decode"]
+        delay = first["no_communication_ms"] * (dense_s / free_s - 1) / first["all_reduces"]
         document = bench(layout="dense,ladder,spd,spd+ladder", link=f"{delay * 1e3:.3f},1e6", repeat=3, **common)
         record[f"shard_batch_{batch}"] = document
         dense = document["rows"][0]

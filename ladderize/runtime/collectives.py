@@ -95,7 +95,7 @@ class Gloo(Collectives):
     def all_reduce_async(self, x: Tensor) -> Handle:
         if self.ranks == 2:
             return self._swap(x)
-        work = dist.all_reduce(x, async_op=True)
+        work: Any = dist.all_reduce(x, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
@@ -109,7 +109,7 @@ class Gloo(Collectives):
             self.swaps += 1  # ranks swap in the same order, so they count alike
             free.append(_Swap(1 - dist.get_rank(), self.swaps, torch.empty_like(x)))
         swap = free.popleft()
-        sending = dist.isend(x, swap.peer, tag=swap.tag)
+        sending: Any = dist.isend(x, swap.peer, tag=swap.tag)
 
         def finish() -> Tensor:
             x.add_(swap.received())  # a sum of two is the same bits in either order
@@ -128,7 +128,7 @@ class Gloo(Collectives):
     def close(self) -> None:
         """Answer what still listens; both ranks come here."""
         for swap in [swap for free in self.free.values() for swap in free]:
-            sending = dist.isend(torch.zeros_like(swap.buffer), swap.peer, tag=swap.tag)
+            sending: Any = dist.isend(torch.zeros_like(swap.buffer), swap.peer, tag=swap.tag)
             swap.received()
             sending.wait()
         self.free.clear()
@@ -146,11 +146,10 @@ class _Swap:
         self.listen()
 
     def listen(self) -> None:
-        self.receiving = dist.irecv(self.buffer, self.peer, tag=self.tag)
+        self.receiving: Any = dist.irecv(self.buffer, self.peer, tag=self.tag)
 
     def received(self) -> Tensor:
-        if self.receiving is not None:
-            self.receiving.wait()
+        self.receiving.wait()
         return self.buffer
 
 
