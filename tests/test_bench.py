@@ -87,7 +87,7 @@ def test_sleep_until_is_never_early():
 
 
 def test_cost_model_sub_module_by_sub_module():
-    operations = [Operation(8, alone=3.0, cover=5.0), Operation(8, alone=3.0, cover=1.0), Operation(8, alone=3.0, cover=0.0)]
+    operations = [Operation(8, 3.0, (5.0, 4.0)), Operation(8, 3.0, (2.0, 0.0)), Operation(8, 3.0, (0.0,))]
     prediction = predict(10.0, operations, unhideable=0.5)
     assert prediction.communication == 9.5
     assert prediction.hideable == 4.0

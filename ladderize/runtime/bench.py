@@ -33,7 +33,7 @@ from ladderize.runtime.trace import Overlap, Traced, trace
 PHASES = ("prefill", "decode")
 TRACED_STEPS = 4
 ALONE_ROUNDS, ALONE_REPEAT = 6, 10
-INSTRUMENTED_RUNS = 5
+INSTRUMENTED_RUNS = 8
 # Of the time in flight: less under compute than this is none at all.
 MIN_OVERLAP = 0.01
 
@@ -283,7 +283,7 @@ def _instrument(variant: Variant, options: BenchOptions, batch: int, group: Grou
                     eager.position = options.prompt_len
                     eager.decode_one_token(tokens)
                 runs.append(list(recording.records))
-            covers = [statistics.median(r["wait"] - r["started"] for r in records) for records in zip(*runs, strict=True)]
+            covers = [tuple(r["wait"] - r["started"] for r in records) for records in zip(*runs[1:], strict=True)]
             sizes = [int(record["bytes"]) for record in runs[0]]
             variant.unhideable[phase] = sum(alone("all_gather", size) for size in recording.gathered)
             if not model.shape.replicate_vocab:  # the first belongs to the embedding, the same for every layout

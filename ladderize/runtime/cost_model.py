@@ -4,21 +4,24 @@ An overlapped all-reduce hides as much as its own time or the compute until it i
 hides nothing. One rule, sub-module by sub-module; layouts differ only in which operations have compute to hide under.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One all-reduce: its message, its time alone, and the compute between its start and the wait for it, in seconds."""
+    """One all-reduce: its message, its time alone, and the compute between its start and the wait for it (as often as it was measured),
+    in seconds."""
 
     bytes: int
     alone: float
-    cover: float
+    covers: tuple[float, ...]
 
     @property
     def hideable(self) -> float:
-        return min(self.alone, self.cover)
+        # the mean of the least, not the least of the mean: compute that ends early hides less, and late hides no more
+        return statistics.fmean(min(self.alone, cover) for cover in self.covers)
 
 
 @dataclass(frozen=True)
