@@ -250,6 +250,9 @@ def test_random_weights_emulated_with_compile_off_and_more_virtual_ranks(tmp_pat
     assert outcome.stdout.startswith("EMULATED: rank 0 of 2")
     assert "(emulated)" in outcome.stdout
     assert "Weights are random" in outcome.stdout
+    assert "was measured at" not in outcome.stdout
+    outcome = invoke("bench", "--random-weights", shape, "--emulate-tp", 4, "--link", "nccl_pcie", *QUICK)
+    assert "Beyond the sizes that nccl_pcie was measured at, so taken from its fit: messages of" in outcome.stdout
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def _bench(group: Group, specs: list[ModelSpec], options: BenchOptions, console:
         "emulated": options.emulate_tp is not None,
         "options": _plain(options),
         "link": options.link.to_dict() if options.link else None,
+        "message_bytes_outside_link_range": sorted(size for _, size in alone.seen if options.link and not options.link.in_range(size)),
         "backend": chosen,
         "environment": environment(group, options.device),
         "checks": checks if options.check else "left out by --no-check: these models are unchecked",

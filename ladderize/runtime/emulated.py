@@ -47,7 +47,8 @@ class Link:
         return size >= self.min_bytes and (self.max_bytes is None or size <= self.max_bytes)
 
     def to_dict(self) -> dict[str, object]:
-        return {"name": self.name, "alpha_us": self.alpha_us, "beta_gb_s": self.beta_gb_s, "source": self.source}
+        """For bench.json."""
+        return {**vars(self)}
 
 
 def parse_link(text: str, ranks: int) -> Link:

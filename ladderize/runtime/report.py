@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ladderize.console import table
+from ladderize.console import human_bytes, table
 
 
 def summary(document: dict[str, Any]) -> str:
@@ -18,6 +18,10 @@ def summary(document: dict[str, Any]) -> str:
     ]
     if any(row["weights"] == "random" for row in document["rows"]):
         text.append("Weights are random: these are times only.")
+    if outside := document["message_bytes_outside_link_range"]:
+        text.append(
+            f"Beyond the sizes that {document['link']['name']} was measured at, so taken from its fit: messages of {_range(outside)}."
+        )
     unchecked = sorted(
         {row["model"] for row in document["rows"] if row["weights"] != "random" and row["kind"] == "model" and not row["checked"]}
     )
@@ -28,6 +32,10 @@ def summary(document: dict[str, Any]) -> str:
     )
     text.append("communication; hid, of: ms of the collectives' own time that did not show, of all of it.")
     return "\n".join(text)
+
+
+def _range(sizes: list[int]) -> str:
+    return human_bytes(sizes[0]) if len(sizes) == 1 else f"{human_bytes(sizes[0])} to {human_bytes(sizes[-1])}"
 
 
 def _line(row: dict[str, Any]) -> dict[str, str]:
