@@ -18,8 +18,9 @@ from ladderize.console import Console
 from ladderize.layout import OVERLAPPED
 from ladderize.runtime import gate
 from ladderize.runtime.baselines import ParallelLlama
-from ladderize.runtime.collectives import Collectives, NoCommunication, Recording, choose
-from ladderize.runtime.cost_model import Operation, predict
+from ladderize.runtime.collectives import Collectives, NoCommunication, choose
+from ladderize.runtime.communication import PHASES, AloneTimes, Communication, instrument, synchronize
+from ladderize.runtime.cost_model import predict
 from ladderize.runtime.distributed import Group, run
 from ladderize.runtime.emulated import Link, emulate
 from ladderize.runtime.environment import environment
@@ -30,10 +31,7 @@ from ladderize.runtime.model import TPLlama
 from ladderize.runtime.spec import ModelSpec, WeightCache
 from ladderize.runtime.trace import Overlap, Traced, trace
 
-PHASES = ("prefill", "decode")
 TRACED_STEPS = 4
-ALONE_ROUNDS, ALONE_REPEAT = 6, 10
-INSTRUMENTED_RUNS = 8
 # Of the time in flight: less under compute than this is none at all.
 MIN_OVERLAP = 0.01
 
@@ -75,8 +73,7 @@ class Variant:
     generators: dict[str, Generator]  # "real" and "none"
     kind: str = "model"
     samples: dict[str, list[float]] = field(default_factory=dict)
-    operations: dict[str, list[Operation]] = field(default_factory=dict)
-    unhideable: dict[str, float] = field(default_factory=dict)  # seconds of the vocabulary's collectives
+    communication: dict[str, Communication] = field(default_factory=dict)  # by phase
     peak_memory_bytes: int | None = None
     overlap: Overlap | None = None
 
@@ -106,7 +103,8 @@ def _bench(group: Group, specs: list[ModelSpec], options: BenchOptions, console:
             variants = _variants(group, specs, options, collectives, weights, batch, tokens)
             _measure(group, variants, options, batch, advance)
             for variant in variants:
-                _instrument(variant, options, batch, group, alone)
+                generator = variant.generators["none"]
+                variant.communication = instrument(generator, _prompts(generator, options, batch), alone, group.device)
             if options.profile is not None:
                 _profile(group, variants, options, batch, collectives)
             rows += [row for variant in variants for row in _rows(group, variant, variants[0], options, batch, checks)]
@@ -207,13 +205,13 @@ def _timed(group: Group, generator: Generator, options: BenchOptions, batch: int
     prompts = _prompts(generator, options, batch)
     draws = torch.zeros(batch, options.output_len - 1, device=group.device)
     group.barrier()
-    _synchronize(group.device)
+    synchronize(group.device)
     begin = time.perf_counter()
     tokens = sample(generator.prefill(prompts), Sampling(), draws[:, 0])
-    _synchronize(group.device)
+    synchronize(group.device)
     middle = time.perf_counter()
     generator.decode_n_tokens(tokens, draws, Sampling())
-    _synchronize(group.device)
+    synchronize(group.device)
     return middle - begin, (time.perf_counter() - middle) / (options.output_len - 1)
 
 
@@ -223,83 +221,7 @@ def _prompts(generator: Generator, options: BenchOptions, batch: int) -> list[li
     return ids
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-# ---- what was communicated, and what of it hid ----
-
-
-class AloneTimes:
-    """Seconds of one collective with nothing beside it, by its kind and the size of its message; measured when first asked for."""
-
-    def __init__(self, group: Group, collectives: Collectives, link: Link | None) -> None:
-        self.group, self.collectives, self.link = group, collectives, link
-        self.seen: dict[tuple[str, int], float] = {}
-
-    def __call__(self, kind: str, size: int) -> float:
-        """kind: all_reduce or all_gather (of ``size`` bytes from each rank). All ranks call it."""
-        if (kind, size) not in self.seen:
-            self.seen[kind, size] = self._seconds(kind, size)
-        return self.seen[kind, size]
-
-    def _seconds(self, kind: str, size: int) -> float:
-        if self.link is not None:
-            return self.link.seconds(size * (self.collectives.ranks if kind == "all_gather" else 1))
-        if self.collectives.ranks == 1 or isinstance(self.collectives, NoCommunication):
-            return 0.0
-        message = torch.zeros(size, dtype=torch.uint8, device=self.group.device).view(torch.bfloat16)
-        collective = getattr(self.collectives, kind)
-        samples = []
-        for _ in range(ALONE_ROUNDS):
-            self.group.barrier()
-            _synchronize(self.group.device)
-            begin = time.perf_counter()
-            for _ in range(ALONE_REPEAT):  # back to back: after a barrier ranks do not start at once
-                collective(message)
-            _synchronize(self.group.device)
-            samples.append(max(self.group.gather(time.perf_counter() - begin)) / ALONE_REPEAT)
-        return statistics.median(samples[1:])
-
-
-def _instrument(variant: Variant, options: BenchOptions, batch: int, group: Group, alone: AloneTimes) -> None:
-    """Count what each phase sends, and see under how much compute each all-reduce could run: from runs without communication."""
-    generator = variant.generators["none"]
-    model, plain = generator.model, generator.model.collectives
-    recording = Recording(plain, clock=lambda: _now(group.device))
-    eager = Generator(model, generator.rope, generator.cache)
-    prompts = _prompts(generator, options, batch)
-    model.collectives = recording
-    try:
-        tokens = eager.prefill(prompts).argmax(-1)
-        for phase in PHASES:
-            runs = []
-            for _ in range(INSTRUMENTED_RUNS):
-                recording.records.clear()
-                recording.gathered.clear()
-                if phase == "prefill":
-                    eager.prefill(prompts)
-                else:
-                    eager.position = options.prompt_len
-                    eager.decode_one_token(tokens)
-                runs.append(list(recording.records))
-            covers = [tuple(r["wait"] - r["started"] for r in records) for records in zip(*runs[1:], strict=True)]
-            sizes = [int(record["bytes"]) for record in runs[0]]
-            variant.unhideable[phase] = sum(alone("all_gather", size) for size in recording.gathered)
-            if not model.shape.replicate_vocab:  # the first belongs to the embedding, the same for every layout
-                variant.unhideable[phase] += alone("all_reduce", sizes[0])
-                sizes, covers = sizes[1:], covers[1:]
-            variant.operations[phase] = [
-                Operation(size, alone("all_reduce", size), cover) for size, cover in zip(sizes, covers, strict=True)
-            ]
-    finally:
-        model.collectives = plain
-
-
-def _now(device: torch.device) -> float:
-    _synchronize(device)
-    return time.perf_counter()
+# ---- proof of overlap, and the document ----
 
 
 def _profile(group: Group, variants: list[Variant], options: BenchOptions, batch: int, collectives: Collectives) -> None:
@@ -323,9 +245,6 @@ def _profile(group: Group, variants: list[Variant], options: BenchOptions, batch
             variant.overlap = trace(steps, path, group.device)
         finally:
             model.collectives = collectives
-
-
-# ---- the document ----
 
 
 def _rows(
@@ -381,9 +300,9 @@ def _row(variant: Variant, mode: str, first: Variant, options: BenchOptions, bat
 
 def _communication(variant: Variant, phase: str) -> dict[str, Any]:
     """In one pass of this phase (a decode pass makes one token of each row): the layers' all-reduces, and all collectives' times."""
-    operations = variant.operations[phase]
+    operations = variant.communication[phase].operations
     without = variant.median_ms("none", phase)
-    prediction = predict(without / 1e3, operations, variant.unhideable[phase])
+    prediction = predict(without / 1e3, operations, variant.communication[phase].vocabulary)
     exposed = variant.median_ms("real", phase) - without
     overlapped = variant.kind == "model" and prediction.hideable and variant.spec.layout.count(OVERLAPPED)
     alone = prediction.communication * 1e3
@@ -392,7 +311,7 @@ def _communication(variant: Variant, phase: str) -> dict[str, Any]:
         "bytes": sum(operation.bytes for operation in operations),
         "no_communication_ms": without,
         "alone_ms": alone,
-        "vocabulary_alone_ms": variant.unhideable[phase] * 1e3,
+        "vocabulary_alone_ms": variant.communication[phase].vocabulary * 1e3,
         "exposed_ms": exposed,
         "hidden_ms": alone - exposed,
         "hideable_ms": prediction.hideable * 1e3,
