@@ -8,6 +8,7 @@ compared is the share of the exposed communication that each layout recovers, (d
 """
 
 import argparse
+import gc
 import json
 import statistics
 from pathlib import Path
@@ -40,6 +41,7 @@ def bandwidth() -> float:
 def bench(**arguments) -> dict:
     specs, options = plan(BenchArguments(device="cuda", dtype="bfloat16", warmup=1, **arguments))
     document = run_bench(specs, options, Console(as_json=True))
+    gc.collect()
     torch.cuda.empty_cache()
     return document
 
@@ -55,6 +57,11 @@ def main() -> None:
     record = {"schema_version": 1, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "published_decode_s": PUBLISHED}
     lines = []
 
+    def save() -> None:
+        """After every measurement: whoever stops this script for time keeps what there is."""
+        if args.out:
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+
     rate = bandwidth()
     for compiled in (False, True):
         whole = bench(
@@ -62,6 +69,7 @@ def main() -> None:
             repeat=5, compile=compiled,
         )  # fmt: skip
         record["whole_compiled" if compiled else "whole"] = whole
+        save()
         dense, ladder, both = whole["rows"]
         limit = dense["weight_bytes"] / rate * 1e3
         lines.append(
@@ -75,10 +83,13 @@ def main() -> None:
             "random_weights": args.shard, "emulate_tp": 8, "batch_size": str(batch), "prompt_len": args.prompt_len,
             "output_len": args.output_len, "replicate_vocab": True, "compile": True,
         }  # fmt: skip
-        first = bench(layout="dense", link="25,1e6", repeat=2, **common)["rows"][0]["communication"]["decode"]
-        delay = first["no_communication_ms"] * (dense_s / free_s - 1) / first["all_reduces"]
+        guess = 0.025
+        first = bench(layout="dense", link=f"{guess * 1e3},1e6", repeat=2, **common)["rows"][0]["communication"]["decode"]
+        wanted = first["no_communication_ms"] * (dense_s / free_s - 1)
+        delay = max(0.0, guess + (wanted - first["exposed_ms"]) / first["all_reduces"])
         document = bench(layout="dense,ladder,spd,spd+ladder", link=f"{delay * 1e3:.3f},1e6", repeat=3, **common)
         record[f"shard_batch_{batch}"] = document
+        save()
         dense = document["rows"][0]
         free = dense["communication"]["decode"]["no_communication_ms"]
         exposed = dense["decode_ms_per_token"] - free
@@ -90,8 +101,7 @@ def main() -> None:
         )  # fmt: skip
     record["summary"] = lines
     print("\n".join(lines))
-    if args.out:
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    save()
 
 
 if __name__ == "__main__":

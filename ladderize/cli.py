@@ -20,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+MAX_SEED = 2**32 - 1
 DEFAULT_LAYOUTS = "dense,ladder,spd,spd+ladder"
 RANGES = "half-open and comma-separated like 16:32, :8, -16:, 4,8:12 or all"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
@@ -213,10 +214,10 @@ Compile = Annotated[bool, typer.Option("--compile", help="Run what lies between 
 Backend = Annotated[str, typer.Option(help="auto, nccl, symm_mem, gloo, shm, or none (no communication: for timing, results are wrong).")]
 
 
-def _runtime_options(device: str | None, backend: str, dtype: str) -> str:
+def _runtime_options(device: str | None, backend: str, dtype: str, threads: int | None) -> str:
     """Check what the runtime's commands share; returns the device."""
     from ladderize.runtime.collectives import BACKENDS
-    from ladderize.runtime.distributed import default_device
+    from ladderize.runtime.distributed import cores, default_device
 
     if backend not in BACKENDS:
         raise UsageError(f"--backend {backend} is not one of {', '.join(BACKENDS)}")
@@ -226,7 +227,12 @@ def _runtime_options(device: str | None, backend: str, dtype: str) -> str:
         raise UsageError(f"--device {device} is not cpu or cuda")
     if device == "cuda" and default_device() != "cuda":
         raise UserError("--device cuda, but torch sees no GPU here")
-    return device or default_device()
+    device = device or default_device()
+    if backend in ("nccl", "symm_mem", "gloo", "shm") and (backend in ("nccl", "symm_mem")) != (device == "cuda"):
+        raise UserError(f"--backend {backend} is for {'CPUs' if device == 'cuda' else 'GPUs'}, but the ranks would compute on {device}")
+    if threads is not None and threads > len(cores()):
+        raise UserError(f"--threads {threads} is more than the {len(cores())} cores that this process may use")
+    return device
 
 
 @app.command()
@@ -238,7 +244,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token, always.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample among the fewest tokens of this probability.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random draws: the same for every --tp-size.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the random draws: the same for every --tp-size.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts through the model's chat template.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past EOS tokens.")] = False,
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
@@ -253,9 +259,11 @@ def generate(
     """Continue text on ladderize's own tensor-parallel runtime, in any layout."""
     if temperature == 0 and (top_k is not None or top_p is not None):
         raise UsageError(f"--{'top-k' if top_k is not None else 'top-p'} has no effect with --temperature 0; give a temperature")
-    device = _runtime_options(device, backend, dtype)
+    device = _runtime_options(device, backend, dtype, threads)
     if replicate_vocab and tp_size == 1:
         raise UsageError("--replicate-vocab has no effect with one rank")
+    if backend not in ("auto", "none") and tp_size == 1:
+        raise UsageError(f"--backend {backend} has no effect with one rank; leave it out or raise --tp-size")
     if backend == "none":
         raise UsageError("--backend none sums nothing, so its text would be noise; it is for bench")
     from ladderize.runtime.distributed import check_tp_size
@@ -314,7 +322,7 @@ def bench(
     compile_: Compile = False,
     device: Device = None,
     threads: Threads = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and of the order of variants.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of prompts and of the order of variants.")] = 0,
     plot: Annotated[Path | None, typer.Option(metavar="STEM", help="Draw STEM.png and STEM.svg.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything, raw samples too, as JSON.")] = None,
     revision: Revision = None,
@@ -323,7 +331,7 @@ def bench(
     """Time layouts against each other on ladderize's own tensor-parallel runtime, and show what they wait for."""
     from ladderize.runtime.command import BenchArguments, plan
 
-    device = _runtime_options(device, backend, dtype)
+    device = _runtime_options(device, backend, dtype, threads)
     arguments = BenchArguments(
         models=tuple(models or ()), random_weights=random_weights, layout=layout, num_layers=num_layers, sync_tp_size=sync_tp_size,
         tp_size=tp_size, emulate_tp=emulate_tp, link=link, batch_size=batch_size, prompt_len=prompt_len, output_len=output_len, dtype=dtype,

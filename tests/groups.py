@@ -106,6 +106,19 @@ def reduce_randomly(group, backend, rounds, seed):
     return worst
 
 
+def reduce_long(group, size):
+    """Wrong elements of one long sum over gloo, where rank 1 is late."""
+    collectives, _ = choose("gloo", group, max_bytes=MAX_BYTES)
+    wrong = 0
+    for round_ in range(3):
+        if group.rank == 1:
+            time.sleep(0.1)
+        handle = collectives.all_reduce_async(torch.full((size,), float(group.rank + 1 + round_)))
+        wrong += int((handle.wait() != 3.0 + 2 * round_).sum())
+    collectives.close()
+    return sum(group.gather(wrong))
+
+
 def wait_twice(group, backend):
     collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
     handle = collectives.all_reduce_async(torch.ones(2))

@@ -115,9 +115,10 @@ def span(name, ts, dur, **extra):
 def test_cpu_overlap_of_a_hand_made_trace():
     events = [span("all-reduce: start", 0, 1000), span("all-reduce: wait", 5000, 2000), span("aten::mm", 1000, 4000),
               span("all-reduce: start", 8000, 500), span("all-reduce: wait", 8500, 500)]  # fmt: skip
-    overlap = cpu_overlap(events)
-    assert overlap.in_flight_ms == pytest.approx(8)  # 0 to 7, and 8 to 9
-    assert overlap.under_compute_ms == pytest.approx(4)  # 1 to 5
+    overlap = cpu_overlap(events, [6500, 1200])
+    assert overlap.in_flight_ms == pytest.approx(7.7)
+    # the first blocked 3 ms of its 6.5 at start and wait; the second had no compute to run under
+    assert overlap.under_compute_ms == pytest.approx(3.5)
     assert len([event for event in events if event.get("cat") == "communication"]) == 2
 
 
@@ -131,12 +132,19 @@ def test_gpu_overlap_of_a_hand_made_trace():
     assert overlap.under_compute_ms == pytest.approx(1.1)
 
 
-class Late(Emulated):
-    """A backend that claims to be asynchronous and is not."""
+class Early(Emulated):
+    """A backend that claims to be asynchronous and blocks at the start."""
 
     def all_reduce_async(self, x):
         total = super().all_reduce_async(x).wait()
         return Handle(lambda: total)
+
+
+class Late(Emulated):
+    """One that blocks at the wait."""
+
+    def all_reduce_async(self, x):
+        return Handle(lambda: super(Late, self).all_reduce_async(x).wait())
 
 
 def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatch):
@@ -150,11 +158,11 @@ def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatc
     assert listing(tmp_path / "traces") == ["0-dense-batch1-rank0.json", "1-ladder-batch1-rank0.json"]
     events = json.loads((tmp_path / "traces" / "1-ladder-batch1-rank0.json").read_text())["traceEvents"]
     assert any(event.get("tid") == "communication" for event in events)
-    monkeypatch.setattr(bench, "emulate", lambda ranks, link, device: Late(ranks, link))
-    monkeypatch.setattr(bench, "MIN_OVERLAP", 0.5)  # a hundredth of compute is nothing to a model as small as this one
-    outcome = invoke(*arguments, "--profile", tmp_path / "traces")
-    assert outcome.code == 1
-    assert "nothing overlapped in the trace of ladder" in outcome.stderr.splitlines()[-1]
+    for backend in (Early, Late):
+        monkeypatch.setattr(bench, "emulate", lambda ranks, link, device, backend=backend: backend(ranks, link))
+        outcome = invoke(*arguments, "--profile", tmp_path / "traces")
+        assert outcome.code == 1
+        assert "nothing overlapped in the trace of ladder" in outcome.stderr.splitlines()[-1]
 
 
 # ---- whole runs ----
@@ -274,6 +282,11 @@ def test_random_weights_emulated_with_compile_off_and_more_virtual_ranks(tmp_pat
         ([MODEL, "--out", "/nowhere/bench.json"], 1, "does not exist"),
         ([MODEL, "--plot", "/nowhere/bench"], 1, "does not exist"),
         (["--random-weights", "9b"], 1, "--random-weights 9b is neither one of 1b, 3b, 8b, 70b, 405b nor"),
+        ([MODEL, "--backend", "none"], 2, "--backend none has no effect with one rank"),
+        ([MODEL, "--backend", "none", "--tp-size", 2, "--profile", "x"], 2, "with --backend none there is none"),
+        ([MODEL, "--emulate-tp", 2, "--link", "1e300,1"], 2, "alpha must be from 0"),
+        ([MODEL, "--threads", 100000], 1, "is more than the"),
+        ([MODEL, "--batch-size", 99999999999], 1, "out of memory"),
         (["--random-weights", "8b", "--no-check"], 2, "--no-check has no effect"),
         (["--random-weights", "8b", "--layout", "ladder,domino"], 2, "--layout domino is not one of"),
         (["--random-weights", "8b", "--layout", "ladder=30:40"], 1, "out of range for a model of 32 layers"),

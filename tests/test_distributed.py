@@ -12,7 +12,7 @@ from ladderize.runtime import distributed
 from ladderize.runtime.collectives import Collectives, NoCommunication, choose
 from ladderize.runtime.distributed import Group
 from ladderize.runtime.shm import SharedMemory
-from tests.groups import die, fail, reduce_randomly, too_large, values, wait_twice
+from tests.groups import die, fail, reduce_long, reduce_randomly, too_large, values, wait_twice
 
 
 def segments():
@@ -21,7 +21,7 @@ def segments():
 
 def test_values_come_back_from_rank_0():
     assert distributed.run(values, 3, tp_size=1, device="cpu", threads=1) == [0, 1, [0], 5, 1]
-    assert distributed.run(values, 3, tp_size=2, device="cpu") == [0, 2, [0, 1], 5, max(1, distributed.cores() // 2)]
+    assert distributed.run(values, 3, tp_size=2, device="cpu") == [0, 2, [0, 1], 5, max(1, len(distributed.cores()) // 2)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -46,6 +46,11 @@ def test_a_killed_rank_takes_the_group_down(tmp_path, victim):
 def test_sums_of_random_messages(backend):
     assert distributed.run(reduce_randomly, backend, 60, int(torch.randint(1 << 30, ())), tp_size=2, device="cpu") <= 1
     assert not segments()
+
+
+def test_a_long_message_is_not_summed_before_it_has_left():
+    """The early rank has its peer's message long before its own, too long for any socket buffer, is gone."""
+    assert distributed.run(reduce_long, 1 << 24, tp_size=2, device="cpu") == 0
 
 
 def test_more_than_two_ranks_sum_over_gloo():
@@ -86,6 +91,11 @@ def test_choices_that_make_no_sense_are_refused():
 
 def test_a_launcher_that_started_another_number(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match="WORLD_SIZE is set, as a launcher does, but RANK is ''"):
+        distributed.check_tp_size(4, "cpu")
+    for name, value in (("RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="--tp-size 2 was asked for, but the launcher started 4 processes"):
         distributed.check_tp_size(2, "cpu")
 

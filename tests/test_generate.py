@@ -55,6 +55,11 @@ def test_samples_have_the_promised_distribution(sampling):
     torch.testing.assert_close(found, distribution(logits, sampling), atol=2e-4, rtol=0)
 
 
+def test_a_tiny_temperature_is_greedy():
+    logits = torch.randn(4, 50) * 10
+    assert torch.equal(sample(logits, Sampling(1e-45), torch.rand(4)), logits.argmax(-1))
+
+
 def test_draws_depend_on_seed_and_row_only():
     draws = Sampling(seed=3).draws(2, 5)
     assert torch.equal(draws, Sampling(seed=3).draws(4, 9)[:2, :5])
@@ -204,7 +209,9 @@ def test_ranks_end_when_their_parent_is_killed():
         (["--top-k", "4"], 2, "--top-k has no effect with --temperature 0"),
         (["--backend", "mpi"], 2, "--backend mpi is not one of"),
         (["--backend", "none"], 2, "its text would be noise"),
-        (["--backend", "gloo"], 1, "--backend gloo has no effect with one rank"),
+        (["--backend", "gloo"], 2, "--backend gloo has no effect with one rank"),
+        (["--backend", "nccl", "--tp-size", "2", "--device", "cpu"], 1, "--backend nccl is for GPUs"),
+        (["--threads", "100000"], 1, "is more than the"),
         (["--dtype", "int8"], 2, "--dtype int8 is not one of"),
         (["--device", "tpu"], 2, "--device tpu is not cpu or cuda"),
         (["--replicate-vocab"], 2, "--replicate-vocab has no effect with one rank"),

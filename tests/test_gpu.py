@@ -109,13 +109,14 @@ def test_an_emulated_all_reduce_takes_its_time_and_runs_under_compute(tmp_path):
     end.record()
     torch.cuda.synchronize()
     assert 4.5 < begin.elapsed_time(end) < 6.5  # ten delays of 0.5 ms
-    generator = make_generator(tmp_path / "m", group, Traced(collectives), 1, 128)
+    traced = Traced(collectives)
+    generator = make_generator(tmp_path / "m", group, traced, 1, 128)
     ids = random_ids(1, 64).cuda()
 
     def run() -> None:
         with torch.inference_mode():
             Generator(generator.model, generator.rope, generator.cache).read(ids)
 
-    overlap = trace(run, tmp_path / "trace.json", group.device)
+    overlap = trace(run, tmp_path / "trace.json", group.device, traced, collectives.link.seconds)
     assert overlap.in_flight_ms > 3
     assert overlap.under_compute_ms > 0.01 * overlap.in_flight_ms

@@ -127,7 +127,7 @@ def test_the_step_that_cuda_graphs_capture(tmp_path):
             step = FixedStep(fixed, 16)
             for where in range(6, 16):
                 tokens = random_ids(2)
-                step.set(tokens, where)
+                step.set(tokens, where, fixed.padding)
                 torch.testing.assert_close(step.run(), known.decode_one_token(tokens), rtol=1e-4, atol=1e-5)
 
 

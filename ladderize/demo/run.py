@@ -69,9 +69,10 @@ def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, An
 
 def _bench(models: list[str], out: Path, arguments: dict[str, Any], quick: bool, console: Console) -> dict[str, Any]:
     repeat: dict[str, Any] = {"repeat": 1, "warmup": 1} if quick else {}
+    arguments = {"prompt_len": 64, **arguments, **repeat}
     said = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in arguments.items())
     console.status(f"$ ladderize bench {' '.join(models)} {said} --out {out}")
-    specs, options = plan(BenchArguments(models=tuple(models), prompt_len=64, **arguments, **repeat))
+    specs, options = plan(BenchArguments(models=tuple(models), **arguments))
     document = run_bench(specs, options, console)
     write_json(out, document)
     console.result("\n" + summary(document))

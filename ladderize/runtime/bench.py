@@ -89,14 +89,17 @@ def run_bench(specs: list[ModelSpec], options: BenchOptions, console: Console) -
 
 def _bench(group: Group, specs: list[ModelSpec], options: BenchOptions, console: Console) -> dict[str, Any]:
     tokens = options.prompt_len + options.output_len
-    widest = max(specs, key=lambda spec: int(spec.config["hidden_size"])).config
-    row = max(widest["hidden_size"] * options.prompt_len, widest["vocab_size"])
-    max_bytes = 4 * max(row * max(options.batch_sizes), widest["vocab_size"] * (gate.PROMPT_TOKENS + gate.NEW_TOKENS))
+    hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
+    rows_of_gate, batch = gate.PROMPT_TOKENS + gate.NEW_TOKENS, max(options.batch_sizes)
+    max_bytes = 4 * max(hidden * batch * options.prompt_len, vocab * batch, max(hidden, vocab) * rows_of_gate)
+    surroundings = environment(group, options.device)
+    if options.compile:
+        torch._dynamo.reset()
     collectives, chosen = _collectives(group, options, max_bytes)
     weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
     checks = _check(group, specs, options, collectives, weights) if options.check else {}
     rows: list[dict[str, Any]] = []
-    alone = AloneTimes(group, collectives, options.link)
+    alone = AloneTimes(group, collectives, options.link, specs[0].torch_dtype)
     rounds = len(options.batch_sizes) * (options.warmup + options.repeat)
     with torch.inference_mode(), console.progress("bench", rounds) as advance:
         for batch in options.batch_sizes:
@@ -106,7 +109,7 @@ def _bench(group: Group, specs: list[ModelSpec], options: BenchOptions, console:
                 generator = variant.generators["none"]
                 variant.communication = instrument(generator, _prompts(generator, options, batch), alone, group.device)
             if options.profile is not None:
-                _profile(group, variants, options, batch, collectives)
+                _profile(group, variants, options, batch, collectives, alone)
             rows += [row for variant in variants for row in _rows(group, variant, variants[0], options, batch, checks)]
     collectives.close()
     return {
@@ -115,7 +118,7 @@ def _bench(group: Group, specs: list[ModelSpec], options: BenchOptions, console:
         "link": options.link.to_dict() if options.link else None,
         "message_bytes_outside_link_range": sorted(size for _, size in alone.seen if options.link and not options.link.in_range(size)),
         "backend": chosen,
-        "environment": environment(group, options.device),
+        "environment": surroundings,
         "checks": checks if options.check else "left out by --no-check: these models are unchecked",
         "alone_ms": {f"{kind} of {size} bytes": seconds * 1e3 for (kind, size), seconds in sorted(alone.seen.items())},
         "rows": rows,
@@ -154,7 +157,7 @@ def _generator(
 ) -> Generator:  # fmt: skip
     shape, own = weights.get(spec, collectives.ranks, group.rank)
     model = kind(shape, spec.layout, own, collectives, compile=compile)
-    if cache is None or cache.keys.shape[:2] != (shape.layers, batch) or cache.keys.shape[2] != shape.own_kv_heads:
+    if cache is None or not cache.fits(shape, batch, tokens, spec.torch_dtype):
         cache = KVCache.allocate(shape, batch, tokens, spec.torch_dtype, group.device)
     return Generator(model, rope_table(spec.config, tokens, group.device), cache, graphs=group.device.type == "cuda")
 
@@ -195,8 +198,9 @@ def _measure(group: Group, variants: list[Variant], options: BenchOptions, batch
                     # the group is done when its last rank is
                     variant.samples.setdefault(f"{mode} {phase}", []).append(max(group.gather(seconds)))
             elif mode == "real":
-                own = generator.model.weights.nbytes + generator.cache.nbytes
-                variant.peak_memory_bytes = None if memory.rise is None else own + memory.rise
+                own = generator.model.weights.resident_bytes + generator.cache.nbytes
+                if memory.rise is not None:
+                    variant.peak_memory_bytes = max(variant.peak_memory_bytes or 0, own + memory.rise)
         advance(1)
 
 
@@ -224,12 +228,12 @@ def _prompts(generator: Generator, options: BenchOptions, batch: int) -> list[li
 # ---- proof of overlap, and the document ----
 
 
-def _profile(group: Group, variants: list[Variant], options: BenchOptions, batch: int, collectives: Collectives) -> None:
+def _profile(group: Group, variants: list[Variant], options: BenchOptions, batch: int, collectives: Collectives, alone: AloneTimes) -> None:
     assert options.profile is not None
     for number, variant in enumerate(variants):
         generator = variant.generators["real"]
         model = generator.model
-        model.collectives = Traced(collectives)
+        model.collectives = traced = Traced(collectives)
         eager = Generator(model, generator.rope, generator.cache)
         prompts = _prompts(generator, options, batch)
 
@@ -242,7 +246,7 @@ def _profile(group: Group, variants: list[Variant], options: BenchOptions, batch
         name = "".join(c if c.isalnum() or c in "+-." else "_" for c in Path(variant.name).name)
         path = options.profile / f"{number}-{name}-batch{batch}-rank{group.rank}.json"
         try:
-            variant.overlap = trace(steps, path, group.device)
+            variant.overlap = trace(steps, path, group.device, traced, lambda size: alone("all_reduce", size))
         finally:
             model.collectives = collectives
 
@@ -293,7 +297,8 @@ def _row(variant: Variant, mode: str, first: Variant, options: BenchOptions, bat
         row["no_communication_samples_ms"] = {phase: [1e3 * s for s in variant.samples[f"none {phase}"]] for phase in PHASES}
         if variant.overlap is not None:
             row["overlap"] = variant.overlap.to_dict()
-            if OVERLAPPED in variant.spec.layout.attention_sync + variant.spec.layout.mlp_sync and variant.kind == "model":
+            # ranks copy messages of shared memory themselves: there is nothing in flight to be covered
+            if variant.spec.layout.count(OVERLAPPED) and variant.kind == "model" and model.collectives.name != "shm":
                 row["overlap"]["proven"] = variant.overlap.under_compute_ms > MIN_OVERLAP * variant.overlap.in_flight_ms
     return row
 
@@ -304,7 +309,8 @@ def _communication(variant: Variant, phase: str) -> dict[str, Any]:
     without = variant.median_ms("none", phase)
     prediction = predict(without / 1e3, operations, variant.communication[phase].vocabulary)
     exposed = variant.median_ms("real", phase) - without
-    overlapped = variant.kind == "model" and prediction.hideable and variant.spec.layout.count(OVERLAPPED)
+    graphed = phase == "decode" and variant.generators["none"].graphs  # the compute that covers was seen without them, so far longer
+    overlapped = not graphed and variant.kind == "model" and prediction.hideable and variant.spec.layout.count(OVERLAPPED)
     alone = prediction.communication * 1e3
     return {
         "all_reduces": len(operations),
@@ -314,9 +320,9 @@ def _communication(variant: Variant, phase: str) -> dict[str, Any]:
         "vocabulary_alone_ms": variant.communication[phase].vocabulary * 1e3,
         "exposed_ms": exposed,
         "hidden_ms": alone - exposed,
-        "hideable_ms": prediction.hideable * 1e3,
+        "hideable_ms": None if graphed else prediction.hideable * 1e3,
         "hidden_share": (alone - exposed) / (prediction.hideable * 1e3) if overlapped else None,
-        "predicted_ms": prediction.total * 1e3,
+        "predicted_ms": None if graphed else prediction.total * 1e3,
     }
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladderize.console import UserError
+from ladderize.console import UserError, sentence
 from ladderize.runtime.distributed import Group, cores, host_id
 
 BACKENDS = ("auto", "nccl", "symm_mem", "gloo", "shm", "none")
@@ -112,8 +112,9 @@ class Gloo(Collectives):
         sending: Any = dist.isend(x, swap.peer, tag=swap.tag)
 
         def finish() -> Tensor:
-            x.add_(swap.received())  # a sum of two is the same bits in either order
-            sending.wait()
+            theirs = swap.received()
+            sending.wait()  # before x changes: its end may not have left yet
+            x.add_(theirs)  # a sum of two is the same bits in either order
             swap.listen()
             free.append(swap)
             return x
@@ -206,12 +207,12 @@ class SymmetricMemory(Nccl):
 
     def reduce(self, x: Tensor) -> Tensor:
         size = x.numel() * x.element_size()
-        if size > ONE_SHOT_BYTES or size % 16:
+        if size > ONE_SHOT_BYTES or size % 16 or x.dtype not in (torch.bfloat16, torch.float32):
             return super().reduce(x)
         # one buffer is enough: it is used on one stream only, and each kernel ends with a barrier of all ranks
         message = self.buffer[:size].view(x.dtype)
         message.copy_(x.view(-1))
-        if self.multicast and x.dtype in (torch.bfloat16, torch.float32):
+        if self.multicast:
             return torch.ops.symm_mem.multimem_all_reduce_(message, "sum", self.group_name).clone().view(x.shape)
         return torch.ops.symm_mem.one_shot_all_reduce(message, "sum", self.group_name).view(x.shape)
 
@@ -234,7 +235,8 @@ def choose(backend: str, group: Group, *, max_bytes: int) -> tuple[Collectives, 
         raise UserError(f"--backend {backend} is for {'CPUs' if on_gpu else 'GPUs'}, but the ranks compute on {group.device.type}")
     if on_gpu:
         return _on_gpu(backend, group)
-    problem = SharedMemory.problem(hosts=group.gather(host_id()), cores=cores(), max_bytes=max_bytes)
+    found = SharedMemory.problem(hosts=group.gather(host_id()), cores=len(set().union(*group.gather(cores()))), max_bytes=max_bytes)
+    problem = next(filter(None, group.gather(found)), None)  # one answer for all ranks
     if backend == "shm" or (backend == "auto" and problem is None):
         if problem is not None:
             raise UserError(f"--backend shm cannot be used: {problem}; --backend gloo can")
@@ -253,7 +255,15 @@ def _on_gpu(backend: str, group: Group) -> tuple[Collectives, str]:
         raise UserError(f"--backend symm_mem cannot be used: {problem}; --backend nccl can")
     if backend == "nccl" or problem:
         return Nccl(group.size, group.device), f"nccl: {problem or 'as asked for'}"
-    chosen = SymmetricMemory(group.size, group.device)
+    try:
+        chosen, failure = SymmetricMemory(group.size, group.device), None
+    except RuntimeError as error:  # a container may not let processes share memory handles
+        chosen, failure = None, sentence(error)
+    failures = [failure for failure in group.gather(failure) if failure]
+    if failures and backend == "symm_mem":
+        raise UserError(f"--backend symm_mem cannot be used: {failures[0]}; --backend nccl can")
+    if chosen is None or failures:
+        return Nccl(group.size, group.device), f"nccl: symmetric memory cannot be had ({failures[0]})"
     kernel = "multicast" if chosen.multicast else "one-shot"
     return chosen, f"symm_mem: {kernel} up to {ONE_SHOT_BYTES // 1024} KiB, nccl above"
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.console import UsageError, UserError
+from ladderize.convert.llama import check_config
 from ladderize.layout import Layout, LayoutError, parse_ranges
 from ladderize.runtime.bench import BenchOptions
 from ladderize.runtime.distributed import check_tp_size
@@ -66,6 +67,8 @@ def plan(arguments: BenchArguments) -> tuple[list[ModelSpec], BenchOptions]:
         if link is not None:
             width = {"float32": 4}.get(spec.dtype, 2) * spec.config["hidden_size"]
             link.seconds(width * max(batch_sizes) * arguments.prompt_len)
+            if not arguments.replicate_vocab:
+                link.seconds(spec.config["vocab_size"] * max(batch_sizes) * (width // spec.config["hidden_size"]))
     if arguments.profile is not None:
         if arguments.profile.exists() and not arguments.profile.is_dir():
             raise UserError(f"--profile {arguments.profile} is not a folder")
@@ -95,6 +98,12 @@ def _check_usage(arguments: BenchArguments) -> None:
         raise UsageError("--replicate-vocab has no effect with one rank")
     if not arguments.check and arguments.random_weights is not None:
         raise UsageError("--no-check has no effect with --random-weights: there is nothing to check")
+    if arguments.backend != "auto" and arguments.tp_size == 1:
+        raise UsageError(f"--backend {arguments.backend} has no effect with one rank; leave it out or raise --tp-size")
+    if arguments.backend == "none" and not arguments.check:
+        raise UsageError("--no-check has no effect with --backend none, which sums nothing and is never checked")
+    if arguments.profile is not None and arguments.backend == "none":
+        raise UsageError("--profile shows what communication runs under; with --backend none there is none")
     if arguments.profile is not None and (arguments.emulate_tp or arguments.tp_size) == 1:
         raise UsageError("--profile shows what communication runs under; with one rank there is none")
 
@@ -121,6 +130,7 @@ def _checkpoints(arguments: BenchArguments, ranks: int, option: str) -> list[Mod
 def _random(arguments: BenchArguments, ranks: int, option: str) -> list[ModelSpec]:
     assert arguments.random_weights is not None
     config = dict(read_shape(arguments.random_weights))
+    check_config(config)
     if arguments.num_layers is not None:
         config["num_hidden_layers"] = arguments.num_layers
     for key in ("attention_sync", "mlp_sync", "sync_tp_size"):

@@ -34,8 +34,8 @@ def synchronize(device: torch.device) -> None:
 class AloneTimes:
     """Seconds of one collective with nothing beside it, by its kind and the size of its message; measured when first asked for."""
 
-    def __init__(self, group: Group, collectives: Collectives, link: Link | None) -> None:
-        self.group, self.collectives, self.link = group, collectives, link
+    def __init__(self, group: Group, collectives: Collectives, link: Link | None, dtype: torch.dtype) -> None:
+        self.group, self.collectives, self.link, self.dtype = group, collectives, link, dtype
         self.seen: dict[tuple[str, int], float] = {}
 
     def __call__(self, kind: str, size: int) -> float:
@@ -49,7 +49,8 @@ class AloneTimes:
             return self.link.seconds(size * (self.collectives.ranks if kind == "all_gather" else 1))
         if self.collectives.ranks == 1 or isinstance(self.collectives, NoCommunication):
             return 0.0
-        message = torch.zeros(size, dtype=torch.uint8, device=self.group.device).view(torch.bfloat16)
+        message = torch.zeros(size, dtype=torch.uint8, device=self.group.device)
+        message = message.view(torch.bfloat16 if size % self.dtype.itemsize else self.dtype)
         collective = getattr(self.collectives, kind)
         samples = []
         for _ in range(ALONE_ROUNDS):

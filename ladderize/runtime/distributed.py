@@ -1,6 +1,7 @@
 """Groups of ranks: start one on this host, or join the one that torchrun or ``accelerate launch`` has started."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,7 @@ CAUSE_SECONDS = 1.0
 TERMINATE_SECONDS = 3.0
 # Loading, and the fp32 reference that rank 0 computes while the others wait, can be long; a dead rank is noticed otherwise.
 TIMEOUT = timedelta(hours=2)
+SEGMENTS = Path("/dev/shm")  # noqa: S108 - a memory file system is the point
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,15 @@ class Group:
 
 
 def already_started() -> bool:
-    """Whether a launcher has started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE") or 1) > 1
+    """Whether a launcher has started this process as one of several; raises UserError if it left out what it has to say."""
+    names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
+        return False
+    for name in names:
+        value = os.environ.get(name, "")
+        if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
+            raise UserError(f"WORLD_SIZE is set, as a launcher does, but {name} is {value!r}; unset WORLD_SIZE or start with torchrun")
+    return True
 
 
 def check_tp_size(tp_size: int, device: str) -> None:
@@ -93,26 +102,30 @@ def run(function: Callable[..., Any], *args: Any, tp_size: int, device: str, thr
             return function(group, *args)
     if tp_size == 1:
         set_threads(threads, 1)
-        return function(Group(0, 1, 0, _device(device, 0)), *args)
+        try:
+            return function(Group(0, 1, 0, _device(device, 0)), *args)
+        except RuntimeError as error:
+            raise _out_of_memory(error) or error from None
     with tempfile.TemporaryDirectory(prefix="ladderize-group-") as folder:
         return _start(function, args, tp_size, device, threads, Path(folder) / "store")
 
 
 def set_threads(threads: int | None, ranks: int) -> None:
     """Share the cores out: spinning OpenMP teams that overlap on a core slow each other down a hundredfold."""
-    torch.set_num_threads(threads or max(1, cores() // ranks))
+    torch.set_num_threads(threads or max(1, len(cores()) // ranks))
 
 
-def cores() -> int:
+def cores() -> set[int]:
     """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _device(kind: str, local_rank: int) -> torch.device:
     if kind != "cuda":
         return torch.device(kind)
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    index = local_rank % torch.cuda.device_count()  # a launcher may show each rank its own GPU only
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 @contextlib.contextmanager
@@ -133,6 +146,7 @@ def _initialised(
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=TIMEOUT)
     yield group
+    gc.collect()  # NCCL waits for every CUDA graph that has captured it
     dist.destroy_process_group()  # not after an error: the others would fail of that, and say so before this rank says why
 
 
@@ -154,6 +168,8 @@ def _start(function: Callable[..., Any], args: tuple[Any, ...], size: int, devic
         return _supervise(pipes, processes)
     finally:
         _stop(processes)
+        for left in SEGMENTS.glob(f"ladderize-{os.getpid()}-*"):  # of ranks that were stopped while they attached
+            left.unlink(missing_ok=True)
         for pipe in pipes:
             pipe.close()
 
@@ -223,7 +239,7 @@ def _work(
 ) -> None:
     """The life of a started rank: it reports a value or one sentence, and ends with whoever started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    end_with_parent()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
     try:
@@ -237,18 +253,29 @@ def _work(
 
             traceback.print_exc()
         if not isinstance(error, UserError | BrokenPipeError):  # the latter: whoever read our stdout went away
-            error = UserError(f"rank {rank} failed: {type(error).__name__}: {sentence(error)}")
+            error = _out_of_memory(error) or UserError(f"rank {rank} failed: {type(error).__name__}: {sentence(error)}")
         with contextlib.suppress(OSError):
             pipe.send(("error", (failed_at, error)))
         # without leaving through the group's destructors: the others may be gone
         os._exit(1)
 
 
-def _die_with_parent() -> None:
+def end_with_parent() -> None:
+    """Let this process end when the one that started it does, however that ends."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+
+    def watch() -> None:
+        if parent is not None:
+            wait([parent.sentinel])
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _out_of_memory(error: BaseException) -> UserError | None:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error) or "Storage size" in str(error):
+        return UserError(f"out of memory: {sentence(error)[:150]}; a smaller --batch-size, shorter texts or a larger --tp-size take less")
+    return None
 
 
 def host_id() -> str:

@@ -17,6 +17,7 @@ from ladderize.runtime.collectives import Collectives, Handle
 TABLE = Path(__file__).parent / "data" / "links.csv"
 # Only the long part of a long delay is slept: waking up is late by a fraction of a millisecond, and the core is cold by then.
 SLEEP_SLACK = 2e-3
+LONGEST_US, SLOWEST_GB_S = 1e8, 1e-6  # slower than any link, and short enough for a clock
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ def parse_link(text: str, ranks: int) -> Link:
             alpha, beta = float(first), float(second)
         except ValueError:
             raise UsageError(f"--link {text!r} is not ALPHA_US,BETA_GB_S, such as 20,100") from None
-        if not (math.isfinite(alpha) and alpha >= 0 and beta > 0) or math.isnan(beta):
-            raise UsageError(f"--link {text!r}: alpha must be at least 0 and beta above 0")
+        if not (0 <= alpha <= LONGEST_US and beta >= SLOWEST_GB_S):
+            raise UsageError(f"--link {text!r}: alpha must be from 0 to {LONGEST_US:g} us, beta at least {SLOWEST_GB_S:g} GB/s")
         return Link(f"{alpha:g} us + bytes / {beta:g} GB/s", alpha, None if math.isinf(beta) else beta)
     rows = known_links()
     named = [(number, link) for number, link in rows if link.name == text]
@@ -171,6 +172,7 @@ def _cycles_per_second() -> float:
     """The rate of the clock that the idling kernel counts, measured: its documentation promises none."""
     cycles = 20_000_000
     samples = []
+    torch.cuda._sleep(20 * cycles)  # until an idle GPU's clock has risen
     for _ in range(5):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

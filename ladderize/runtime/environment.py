@@ -17,7 +17,7 @@ def environment(group: Group, device: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "device": device,
         "processor": _processor(),
-        "cores": cores(),
+        "cores": len(cores()),
         "threads_per_rank": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -33,9 +33,17 @@ def environment(group: Group, device: str) -> dict[str, Any]:
             "gpu_memory_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "link": "peer to peer" if group.size > 1 and torch.cuda.can_device_access_peer(0, 1) else "none" if group.size == 1 else "host",
+            "link": _link(group),
         }
     return found
+
+
+def _link(group: Group) -> str:
+    if group.size == 1:
+        return "none"
+    if torch.cuda.device_count() < group.size:
+        return "not known here"
+    return "peer to peer" if torch.cuda.can_device_access_peer(0, 1) else "through the host"
 
 
 def _processor() -> str:

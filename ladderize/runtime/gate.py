@@ -15,7 +15,7 @@ import torch
 
 from ladderize.console import UserError, human_bytes
 from ladderize.convert.llama import parameter_count
-from ladderize.runtime.distributed import cores
+from ladderize.runtime.distributed import cores, end_with_parent
 from ladderize.runtime.generate import Generator, Sampling, sample
 from ladderize.runtime.spec import ModelSpec
 
@@ -37,7 +37,7 @@ def references(specs: list[ModelSpec], device: str) -> dict[str, Reference]:
     """The reference of each checkpoint, computed in a process of its own, so that this one's memory stays what the runtime needs."""
     for spec in specs:
         _check_memory(spec, device)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool:
         return {spec.name: pool.submit(_reference, spec, device).result() for spec in specs}
 
 
@@ -62,11 +62,12 @@ def _reference(spec: ModelSpec, device: str) -> Reference:
     from ladderize.modeling import load
 
     logging.disable_progress_bar()
-    torch.set_num_threads(cores())
+    torch.set_num_threads(len(cores()))
     assert spec.folder is not None
     model = load(spec.folder, dtype="float32", device=device)
-    prompt = torch.randint(0, spec.config["vocab_size"], (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
-    new = min(NEW_TOKENS, spec.positions - PROMPT_TOKENS)
+    length = min(PROMPT_TOKENS, spec.positions // 2)
+    prompt = torch.randint(0, spec.config["vocab_size"], (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+    new = min(NEW_TOKENS, spec.positions - length)
     with torch.inference_mode():
         ids, cache, past = prompt, None, prompt
         for _ in range(new):
@@ -74,7 +75,7 @@ def _reference(spec: ModelSpec, device: str) -> Reference:
             cache, past = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
             ids = torch.cat((ids, past), 1)
         logits = model(ids, use_cache=False).logits[0]
-    return Reference(ids[0].tolist(), PROMPT_TOKENS, logits.float().cpu().numpy())
+    return Reference(ids[0].tolist(), length, logits.float().cpu().numpy())
 
 
 def check(generator: Generator, reference: Reference, spec: ModelSpec) -> dict[str, float]:

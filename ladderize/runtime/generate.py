@@ -5,6 +5,7 @@ Prompts of different lengths share a batch padded on the left; a padded column i
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     """logits: [batch, vocab]; draw: [batch] in [0, 1). Returns ids [batch], by inversion of the kept tokens' distribution."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    scaled, order = (logits.float() / sampling.temperature).sort(stable=True, dim=-1, descending=True)
+    best = logits.amax(-1, keepdim=True)  # subtracted first: a tiny temperature must not make ties of infinities
+    scaled, order = ((logits - best).float() / sampling.temperature).sort(stable=True, dim=-1, descending=True)
     if sampling.top_k:
         scaled[:, sampling.top_k :] = -torch.inf
     probabilities = scaled.softmax(-1)
@@ -75,6 +77,7 @@ class Generator:
     position: int = 0  # columns written so far, in every row
     padding: Tensor | None = None  # [batch] columns of padding on the left, None where there are none
     _captured: "dict[int, CapturedStep]" = field(default_factory=dict)
+    _pool: Any = None
 
     @property
     def device(self) -> torch.device:
@@ -104,7 +107,7 @@ class Generator:
             # a column of padding sees itself alone: a row of the mask that allows nothing would make NaN
             mask = (columns[:, None] >= columns) & real[:, None, :] | torch.eye(tokens, dtype=torch.bool, device=self.device)
             mask, positions = mask[:, None], (columns[None] - padding[:, None]).clamp(min=0)
-        step = Step(self._turn(positions), 0, 0, mask, causal=mask is None)
+        step = Step(_turn(self.rope, positions), 0, 0, mask, causal=mask is None)
         return self.model.forward(ids, step, self.cache)
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
@@ -115,15 +118,16 @@ class Generator:
         if self.graphs:
             length = min(self.cache.columns, -(-self.position // BUCKET) * BUCKET)
             if length not in self._captured:
-                self._captured[length] = CapturedStep(self, length)
-            return self._captured[length].replay(tokens, where)
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                self._captured[length] = CapturedStep(self, length, self._pool)
+            return self._captured[length].replay(tokens, where, self.padding)
         if self.padding is None:
             step = Step(self.rope[where][None, None, None], where, self.position)
         else:
             columns = torch.arange(self.position, device=self.device)
             mask = (columns[None] >= self.padding[:, None])[:, None, None]
             positions = (where - self.padding)[:, None]
-            step = Step(self._turn(positions), where, self.position, mask)
+            step = Step(_turn(self.rope, positions), where, self.position, mask)
         return self.model.logits(self.model.forward(tokens[:, None], step, self.cache))[:, 0]
 
     def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
@@ -137,45 +141,43 @@ class Generator:
             new.append(tokens)
         return torch.stack(new, 1)
 
-    def _turn(self, positions: Tensor) -> Tensor:
-        """[batch or 1, tokens] -> rope's factors [batch or 1, tokens, 1, head_dim / 2]."""
-        return self.rope[positions].unsqueeze(2)
-
 
 class FixedStep:
-    """One decode step that reads token ids, position and padding from buffers and has ``length`` columns of the cache in view."""
+    """One decode step that reads token ids, position and padding from buffers and has ``length`` columns of the cache in view.
+
+    It knows the model and the cache but not its generator: a cycle would keep CUDA graphs alive, and NCCL does not end before they do.
+    """
 
     def __init__(self, generator: Generator, length: int) -> None:
         batch, device = generator.cache.keys.shape[1], generator.device
+        self.model, self.rope, self.cache, self.length = generator.model, generator.rope, generator.cache, length
         self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.where = torch.zeros(1, dtype=torch.long, device=device)
         self.padding = torch.zeros(batch, dtype=torch.long, device=device)
-        self.generator, self.length = generator, length
         self.columns = torch.arange(length, device=device)
 
-    def set(self, tokens: Tensor, where: int) -> None:
+    def set(self, tokens: Tensor, where: int, padding: Tensor | None) -> None:
         self.tokens.copy_(tokens[:, None])
         self.where.fill_(where)
-        if self.generator.padding is None:
+        if padding is None:
             self.padding.zero_()
         else:
-            self.padding.copy_(self.generator.padding)
+            self.padding.copy_(padding)
 
     def run(self) -> Tensor:
-        generator = self.generator
         seen = (self.columns <= self.where) & (self.columns[None] >= self.padding[:, None])
         positions = (self.where - self.padding)[:, None].clamp(min=0)
-        step = Step(generator._turn(positions), self.where, self.length, seen[:, None, None])
-        return generator.model.logits(generator.model.forward(self.tokens, step, generator.cache))[:, 0]
+        step = Step(_turn(self.rope, positions), self.where, self.length, seen[:, None, None])
+        return self.model.logits(self.model.forward(self.tokens, step, self.cache))[:, 0]
 
 
 class CapturedStep(FixedStep):
-    """The same as a CUDA graph."""
+    """The same as a CUDA graph. Graphs of one generator share a pool of memory: each one's output is read before the next is replayed."""
 
-    def __init__(self, generator: Generator, length: int) -> None:
+    def __init__(self, generator: Generator, length: int, pool: Any) -> None:
         super().__init__(generator, length)
         # warm-up on a side stream, as capturing asks for; it writes column 0, which is put back
-        kept = generator.cache.keys[..., :1, :].clone(), generator.cache.values[..., :1, :].clone()
+        kept = self.cache.keys[..., :1, :].clone(), self.cache.values[..., :1, :].clone()
         side = torch.cuda.Stream(generator.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -183,15 +185,21 @@ class CapturedStep(FixedStep):
                 self.run()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        generator.cache.keys[..., :1, :], generator.cache.values[..., :1, :] = kept
+        self.cache.keys[..., :1, :], self.cache.values[..., :1, :] = kept
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # thread_local: NCCL's watchdog thread may look at events meanwhile
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.logits = self.run()
 
-    def replay(self, tokens: Tensor, where: int) -> Tensor:
-        self.set(tokens, where)
+    def replay(self, tokens: Tensor, where: int, padding: Tensor | None) -> Tensor:
+        self.set(tokens, where, padding)
         self.graph.replay()
         return self.logits
+
+
+def _turn(rope: Tensor, positions: Tensor) -> Tensor:
+    """[batch or 1, tokens] -> rope's factors [batch or 1, tokens, 1, head_dim / 2]."""
+    return rope[positions].unsqueeze(2)
 
 
 def generate(

@@ -23,9 +23,14 @@ class KVCache:
     def allocate(cls, shape: Shape, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> "KVCache":
         """dtype: of the model's weights."""
         dtype = torch.float32 if device.type == "cpu" else dtype
-        size = (shape.layers, batch, shape.own_kv_heads, columns, shape.head_dim)
+        size = _size(shape, batch, columns)
         # zeros, not empty: a masked column of garbage could hold NaN, and 0 * NaN is NaN
         return cls(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
+
+    def fits(self, shape: Shape, batch: int, columns: int, dtype: torch.dtype) -> bool:
+        """Whether ``allocate`` would make the same."""
+        expected = torch.float32 if self.keys.device.type == "cpu" else dtype
+        return tuple(self.keys.shape) == _size(shape, batch, columns) and self.keys.dtype == expected
 
     @property
     def columns(self) -> int:
@@ -51,3 +56,7 @@ class KVCache:
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """The first ``length`` columns of keys and values."""
         return self.keys[layer, :, :, :length], self.values[layer, :, :, :length]
+
+
+def _size(shape: Shape, batch: int, columns: int) -> tuple[int, ...]:
+    return shape.layers, batch, shape.own_kv_heads, columns, shape.head_dim

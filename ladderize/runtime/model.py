@@ -43,8 +43,8 @@ class TPLlama:
 
     def __init__(self, shape: Shape, layout: Layout, weights: Weights, collectives: Collectives, *, compile: bool = False) -> None:
         self.shape, self.layout, self.weights, self.collectives = shape, layout, weights, collectives
-        maybe: Callable[[Any], Any] = torch.compile if compile else lambda function: function
-        self.project, self.mlp = maybe(project), maybe(mlp)
+        self.project: Callable[..., Any] = compiled(project) if compile else project
+        self.mlp: Callable[..., Any] = compiled(mlp) if compile else mlp
 
     def forward(self, ids: Tensor, step: Step, cache: KVCache) -> Tensor:
         """ids: [batch, tokens]. Returns the normed end of the residual stream [batch, tokens, hidden], equal on all ranks."""
@@ -105,6 +105,13 @@ class TPLlama:
         if self.shape.replicate_vocab:
             return own
         return self.collectives.all_gather(own)[..., : self.shape.vocab]
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile for each shape anew, as often as there are shapes; what it cannot compile is an error, not a slower run."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(function, dynamic=False)
 
 
 def plus(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -200,6 +200,12 @@ class Weights:
     head: Linear
 
     @property
+    def resident_bytes(self) -> int:
+        """Bytes that this rank holds."""
+        shared = not self.head.packed and self.head.weight.data_ptr() == self.embed.data_ptr()
+        return self.nbytes + (0 if shared else self.embed.nbytes)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of distinct tensors that decoding one token reads (of the embedding: its rows only, so not counted unless tied)."""
         total = self.norm.weight.nbytes + self.head.nbytes

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.console import UserError
+from ladderize.runtime.report import labels
 
 COMPUTE, EXPOSED = "#4c72b0", "#dd8452"
 
@@ -23,11 +24,12 @@ def draw(document: dict[str, Any], stem: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     rows = [row for row in document["rows"] if "communication" in row]
+    names = dict(zip((row["model"] for row in rows), labels(rows), strict=True))
     batches = sorted({row["batch_size"] for row in rows})
     figure = Figure(figsize=(11, 1.6 + max(1.6, 0.42 * len(rows))), layout="constrained")
     panels = figure.subplots(1, 2)
     for panel, phase, title in zip(panels, ("prefill", "decode"), ("Prefill", "Decode, per token"), strict=True):
-        labels, position = [], 0.0
+        tick_names, position = [], 0.0
         ticks: list[float] = []
         for batch in batches:
             for row in (row for row in rows if row["batch_size"] == batch):
@@ -38,17 +40,17 @@ def draw(document: dict[str, Any], stem: Path) -> list[Path]:
                 panel.barh(position, exposed, left=compute, color=EXPOSED, label="communication waited for" if not ticks else None)
                 panel.text(total, position, f" {total:.3g} ms", va="center", fontsize=8)
                 ticks.append(position)
-                labels.append(f"{Path(row['model']).name}, batch {batch}")
+                tick_names.append(f"{names[row['model']]}, batch {batch}")
                 position += 1
             position += 0.6
-        panel.set_yticks(ticks, labels if phase == "prefill" else [""] * len(ticks))
+        panel.set_yticks(ticks, tick_names if phase == "prefill" else [""] * len(ticks))
         panel.invert_yaxis()
         panel.set_title(title)
         panel.set_xlabel("ms")
         panel.margins(x=0.18)
         panel.spines[["top", "right"]].set_visible(False)
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False)
+    handles, entries = panels[0].get_legend_handles_labels()
+    figure.legend(handles, entries, loc="outside lower center", ncols=2, frameon=False)
     ranks = rows[0]["tp_size"] if rows else 1
     how = f"{ranks} emulated ranks, link {document['link']['name']}" if document["emulated"] else f"{ranks} ranks, {document['backend']}"
     figure.suptitle(f"{how}; medians of {document['options']['repeat']} interleaved runs", fontsize=10)

@@ -8,9 +8,13 @@ from ladderize.console import human_bytes, table
 
 def summary(document: dict[str, Any]) -> str:
     """The table that ``ladderize bench`` prints."""
-    lines = [_line(row) for row in document["rows"]]
+    lines = [_line(row, label) for row, label in zip(document["rows"], labels(document["rows"]), strict=True)]
     ranks = document["rows"][0]["tp_size"]
-    how = f"EMULATED: rank 0 of {ranks}, {document['link']['name']}" if document["emulated"] else f"{ranks} ranks, {document['backend']}"
+    how = (
+        f"EMULATED: rank 0 of {ranks}, {document['link']['name']}"
+        if document["emulated"]
+        else f"{ranks} rank{'s' * (ranks > 1)}, {document['backend']}"
+    )
     options = document["options"]
     text = [
         f"{how}; prompt {options['prompt_len']}, output {options['output_len']}, medians of {options['repeat']} interleaved rounds",
@@ -38,9 +42,16 @@ def _range(sizes: list[int]) -> str:
     return human_bytes(sizes[0]) if len(sizes) == 1 else f"{human_bytes(sizes[0])} to {human_bytes(sizes[-1])}"
 
 
-def _line(row: dict[str, Any]) -> dict[str, str]:
+def labels(rows: list[dict[str, Any]]) -> list[str]:
+    """The last part of each model's name, or all of it where that would not tell models apart."""
+    short = {row["model"]: Path(row["model"]).name for row in rows}
+    unique = len(set(short.values())) == len(short)
+    return [short[row["model"]] if unique else row["model"] for row in rows]
+
+
+def _line(row: dict[str, Any], label: str) -> dict[str, str]:
     line = {
-        "model": Path(row["model"]).name + (" (emulated)" if row["emulated"] else ""),
+        "model": label + (" (emulated)" if row["emulated"] else ""),
         "batch": str(row["batch_size"]),
         "prefill ms": f"{row['prefill_ms']:.2f}",
         "speed-up": f"{row['speedup_prefill']:.3f}x",
@@ -57,7 +68,9 @@ def _line(row: dict[str, Any]) -> dict[str, str]:
         line |= {
             "waited": f"{prefill['exposed_ms']:.2f}",
             "waited ": f"{decode['exposed_ms']:.3f}",
-            "hid, of": f"{max(0.0, decode['hidden_ms']):.3f}, {decode['alone_ms']:.3f}",
+            "hid, of": f"{min(max(0.0, decode['hidden_ms']), decode['alone_ms']):.3f}, {decode['alone_ms']:.3f}"
+            if decode["alone_ms"]
+            else "",
             "reduces": str(decode["all_reduces"]),
         }
     if "overlap" in row:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from ladderize.console import UserError, human_bytes
 from ladderize.runtime.collectives import Collectives, Handle
+from ladderize.runtime.distributed import SEGMENTS as FOLDER
 from ladderize.runtime.distributed import Group
 
-FOLDER = Path("/dev/shm")  # noqa: S108 - a memory file system is the point
 ORDERED = ("x86_64", "AMD64")
 SLOTS = 4  # messages that may be in flight; the oldest slot is free again when every rank has read it
 LINE = 128  # bytes between counters: two cache lines, which adjacent-line prefetch pairs
@@ -81,7 +81,7 @@ class SharedMemory(Collectives):
         """
         path = None
         if group.is_main:
-            descriptor, path = tempfile.mkstemp(prefix="ladderize-", dir=FOLDER)
+            descriptor, path = tempfile.mkstemp(prefix=f"ladderize-{os.getppid()}-", dir=FOLDER)  # the parent looks for leftovers
             try:
                 os.posix_fallocate(descriptor, 0, size)  # now, in words, rather than later by SIGBUS
             except OSError as error:

@@ -85,7 +85,8 @@ def _generate(
     columns = longest + options.max_new_tokens
     cache = KVCache.allocate(model.shape, len(ids), columns, spec.torch_dtype, group.device)
     generator = Generator(model, rope_table(spec.config, columns, group.device), cache, graphs=group.device.type == "cuda")
-    streams = [TextStream(load_tokenizer(spec)) for _ in ids] if group.is_main else []
+    tokenizer = load_tokenizer(spec) if group.is_main else None
+    streams = [TextStream(tokenizer) for _ in ids] if group.is_main else []
     eos = () if options.ignore_eos else eos_ids(spec)
     new: list[list[int]] = [[] for _ in ids]
     streaming = len(ids) == 1 and group.is_main and not console.as_json

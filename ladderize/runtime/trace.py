@@ -1,13 +1,13 @@
 """Proof of overlap: a Chrome trace of one prefill and a few decode steps, and the share of communication that ran under compute.
 
-CPU: an all-reduce is in flight from its start until its sum is taken (or until the backend knows it was there); what lies between
-its start and the wait for it is compute. GPU: the time in which a communication kernel and another stream's kernel run at once.
+CPU: of the time that an all-reduce takes alone, what its start and its wait did not block, at most the compute between the two.
+GPU: the time in which a communication kernel and another stream's kernel ran at once.
 """
 
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,15 @@ COMMUNICATION_KERNELS = re.compile(r"nccl|spin_kernel|one_shot|two_shot|multimem
 
 
 class Traced(Collectives):
-    """Another backend, whose starts and waits appear in torch's profiler."""
+    """Another backend, whose starts and waits appear in torch's profiler; ``sizes``: bytes of the all-reduces, in their order."""
 
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner.ranks)
         self.inner, self.name = inner, inner.name
+        self.sizes: list[int] = []
 
     def all_reduce_async(self, x: Tensor) -> Handle:
+        self.sizes.append(x.nbytes)
         with record_function(START):
             handle = self.inner.all_reduce_async(x)
 
@@ -61,11 +63,15 @@ class Overlap:
         return {"in_flight_ms": self.in_flight_ms, "under_compute_ms": self.under_compute_ms, "share": self.share}
 
 
-def trace(run: Callable[[], None], path: Path, device: torch.device) -> Overlap:
-    """Write the trace of ``run()`` to ``path`` and measure its overlap; the model in it must use Traced collectives."""
+def trace(run: Callable[[], None], path: Path, device: torch.device, traced: Traced, alone: Callable[[int], float]) -> Overlap:
+    """Write the trace of ``run()`` to ``path`` and measure its overlap.
+
+    traced: the collectives of the model in it. alone: seconds of an all-reduce of so many bytes with nothing beside it.
+    """
     on_gpu = device.type == "cuda"
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
     run()  # warm-up, not traced
+    traced.sizes.clear()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
         run()
@@ -76,24 +82,25 @@ def trace(run: Callable[[], None], path: Path, device: torch.device) -> Overlap:
     except RuntimeError as error:
         raise UserError(f"--profile: {path} cannot be written: {error}") from None
     document = json.loads(path.read_text(encoding="utf-8"))
-    overlap = gpu_overlap(document["traceEvents"]) if on_gpu else cpu_overlap(document["traceEvents"])
-    if not on_gpu:
-        path.write_text(json.dumps(document), encoding="utf-8")  # with the row of communication that cpu_overlap has added
+    if on_gpu:
+        return gpu_overlap(document["traceEvents"])
+    overlap = cpu_overlap(document["traceEvents"], [alone(size) * 1e6 for size in traced.sizes])
+    path.write_text(json.dumps(document), encoding="utf-8")  # with the row of communication that cpu_overlap has added
     return overlap
 
 
-def cpu_overlap(events: list[dict[str, Any]]) -> Overlap:
-    """Pair the k-th start with the k-th wait; adds each all-reduce as a span on a row of its own."""
+def cpu_overlap(events: list[dict[str, Any]], alone: Sequence[float]) -> Overlap:
+    """Pair the k-th start with the k-th wait and with ``alone[k]`` microseconds; adds each all-reduce as a span on a row of its own."""
     spans = {
         name: sorted((e for e in events if e.get("name") == name and e.get("ph") == "X"), key=lambda e: e["ts"]) for name in (START, WAIT)
     }
     flight = covered = 0.0
-    for start, wait in zip(spans[START], spans[WAIT], strict=True):
-        started, waited, end = start["ts"] + start["dur"], wait["ts"], wait["ts"] + wait["dur"]
-        flight += end - start["ts"]
-        covered += max(0.0, waited - started)
+    for start, wait, time in zip(spans[START], spans[WAIT], alone, strict=True):
+        compute = wait["ts"] - start["ts"] - start["dur"]
+        flight += time
+        covered += max(0.0, min(compute, time - start["dur"] - wait["dur"]))
         events.append({"ph": "X", "cat": "communication", "name": "all-reduce", "pid": start["pid"], "tid": "communication",
-                       "ts": start["ts"], "dur": end - start["ts"]})  # fmt: skip
+                       "ts": start["ts"], "dur": wait["ts"] + wait["dur"] - start["ts"]})  # fmt: skip
     return Overlap(flight / 1e3, covered / 1e3)
 
 
