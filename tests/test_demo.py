@@ -1,12 +1,17 @@
 import json
+import os
 import random
+import subprocess
+import sys
+import venv
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from ladderize.demo.corpus import GENRES, dataset, documents, items
 from ladderize.demo.run import HERE, MODEL
-from tests.helpers import invoke, listing
+from tests.helpers import ROOT, invoke, listing
 
 
 def test_the_corpus_is_deterministic():
@@ -45,10 +50,27 @@ def test_bundled_model_is_small():
     assert (HERE / "tasks" / "agreement.yaml").is_file()
 
 
-def test_the_quick_demo(tmp_path):
-    outcome = invoke("demo", "--quick", "--out", tmp_path / "demo", "--json")
-    assert outcome.code == 0, outcome.stderr
-    document = json.loads(outcome.stdout)
+def test_the_quick_demo_of_the_wheel(tmp_path):
+    """The wheel, in a fresh venv that borrows this environment's libraries: its demo runs, from elsewhere, and says what it should."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    venv.create(tmp_path / "venv", with_pip=False)
+    binaries = tmp_path / "venv" / "bin"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    install = [sys.executable, "-m", "pip", "--python", binaries / "python", "install", "-q", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, check=True, capture_output=True, env=environment)
+    # Plain path lines come after the venv's own folder, and no .pth in the borrowed folders is processed, so that an editable
+    # install of ladderize there stays out of sight.
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (site / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
+    where = [binaries / "python", "-c", "import ladderize; print(ladderize.__file__)"]
+    found = subprocess.run(where, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert Path(found.stdout.strip()).is_relative_to(site), found.stderr
+    command = [binaries / "ladderize", "demo", "--quick", "--out", tmp_path / "demo", "--json"]
+    demo = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert demo.returncode == 0, demo.stderr
+    document = json.loads(demo.stdout)
     models = document["models"]
     assert [model["ladderize"]["layout"] for model in models] == [
         "8 layers: dense", "8 layers: ladder 0:8", "8 layers: spd 0:8 (sync_tp_size 4)",
