@@ -46,16 +46,13 @@ def runtime(folder: str, rank: int, store: str, backend: str):
     in_group(rank, store)
     from ladderize.runtime.collectives import choose
     from ladderize.runtime.distributed import Group
-    from ladderize.runtime.generate import Generator, Sampling, rope_table, sample
-    from ladderize.runtime.kv_cache import KVCache
-    from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_model
+    from ladderize.runtime.generate import Sampling, sample
+    from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 
-    group = Group(rank, 2, rank, torch.device("cpu"))
+    group = Group(rank, 2, torch.device("cpu"))
     spec = checkpoint_spec(folder, tp_size=2)
     collectives, _ = choose(backend, group, max_bytes=4 * PROMPT * 8192)
-    model = open_model(spec, collectives, WeightCache(group.device, pack=True), rank=rank)
-    cache = KVCache.allocate(model.shape, 1, PROMPT + NEW, spec.torch_dtype, group.device)
-    generator = Generator(model, rope_table(spec.config, PROMPT + NEW, group.device), cache)
+    generator = open_generator(spec, collectives, WeightCache(group.device, pack=True), group, 1, PROMPT + NEW)
     draws = torch.zeros(1, NEW - 1)
 
     def step() -> dict:
@@ -64,7 +61,7 @@ def runtime(folder: str, rank: int, store: str, backend: str):
             begin = time.perf_counter()
             made = generator.decode_n_tokens(tokens, draws, Sampling())
             seconds = time.perf_counter() - begin
-        return {"ms": seconds / (NEW - 1) * 1e3, "ids": [int(tokens), *made[0].tolist()], "bytes": model.weights.nbytes}
+        return {"ms": seconds / (NEW - 1) * 1e3, "ids": [int(tokens), *made[0].tolist()], "bytes": generator.model.weights.nbytes}
 
     return step
 

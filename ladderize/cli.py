@@ -1,5 +1,6 @@
 """The command line: parse, call, print. Heavy imports live inside the commands, so that ``--help`` is instant."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ladderize import __version__
-from ladderize.console import Console, UsageError, UserError, error_boundary, human_bytes, is_main_rank, table
+from ladderize.console import DEBUG, Console, UsageError, UserError, error_boundary, human_bytes, is_main_rank, table
 from ladderize.layout import RangeSyntaxError
 
 app = typer.Typer(
@@ -30,8 +31,16 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit, for a
 def main() -> None:
     """The console script."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-    with error_boundary(debug=len(arguments) < len(sys.argv) - 1):
+    debug = len(arguments) < len(sys.argv) - 1
+    if debug:
+        os.environ[DEBUG] = "1"  # for the ranks that a command starts
+    with error_boundary(debug=debug):
         app(arguments, prog_name="ladderize")
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UsageError(f"--dtype {dtype} is not one of auto, float32, bfloat16, float16")
 
 
 def _version(wanted: bool) -> None:
@@ -170,8 +179,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate models alike with lm-eval's tasks and by perplexity; print one table."""
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise UsageError(f"--dtype {dtype} is not one of auto, float32, bfloat16, float16")
+    _check_dtype(dtype)
     if seq_len is not None and perplexity is None:
         raise UsageError("--seq-len has no effect without --perplexity")
     names = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))
@@ -214,22 +222,18 @@ Compile = Annotated[bool, typer.Option("--compile", help="Run what lies between 
 Backend = Annotated[str, typer.Option(help="auto, nccl, symm_mem, gloo, shm, or none (no communication: for timing, results are wrong).")]
 
 
-def _runtime_options(device: str | None, backend: str, dtype: str, threads: int | None) -> str:
+def _runtime_options(device: str | None, backend: str, dtype: str, threads: int | None, ranks: int) -> str:
     """Check what the runtime's commands share; returns the device."""
-    from ladderize.runtime.collectives import BACKENDS
+    from ladderize.runtime.collectives import check_backend
     from ladderize.runtime.distributed import cores, default_device
 
-    if backend not in BACKENDS:
-        raise UsageError(f"--backend {backend} is not one of {', '.join(BACKENDS)}")
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise UsageError(f"--dtype {dtype} is not one of auto, float32, bfloat16, float16")
+    _check_dtype(dtype)
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device {device} is not cpu or cuda")
     if device == "cuda" and default_device() != "cuda":
         raise UserError("--device cuda, but torch sees no GPU here")
     device = device or default_device()
-    if backend in ("nccl", "symm_mem", "gloo", "shm") and (backend in ("nccl", "symm_mem")) != (device == "cuda"):
-        raise UserError(f"--backend {backend} is for {'CPUs' if device == 'cuda' else 'GPUs'}, but the ranks would compute on {device}")
+    check_backend(backend, ranks, device)
     if threads is not None and threads > len(cores()):
         raise UserError(f"--threads {threads} is more than the {len(cores())} cores that this process may use")
     return device
@@ -259,13 +263,11 @@ def generate(
     """Continue text on ladderize's own tensor-parallel runtime, in any layout."""
     if temperature == 0 and (top_k is not None or top_p is not None):
         raise UsageError(f"--{'top-k' if top_k is not None else 'top-p'} has no effect with --temperature 0; give a temperature")
-    device = _runtime_options(device, backend, dtype, threads)
-    if replicate_vocab and tp_size == 1:
-        raise UsageError("--replicate-vocab has no effect with one rank")
-    if backend not in ("auto", "none") and tp_size == 1:
-        raise UsageError(f"--backend {backend} has no effect with one rank; leave it out or raise --tp-size")
     if backend == "none":
         raise UsageError("--backend none sums nothing, so its text would be noise; it is for bench")
+    device = _runtime_options(device, backend, dtype, threads, tp_size)
+    if replicate_vocab and tp_size == 1:
+        raise UsageError("--replicate-vocab has no effect with one rank")
     from ladderize.runtime.distributed import check_tp_size
     from ladderize.runtime.generate import Sampling
     from ladderize.runtime.spec import checkpoint_spec
@@ -331,7 +333,7 @@ def bench(
     """Time layouts against each other on ladderize's own tensor-parallel runtime, and show what they wait for."""
     from ladderize.runtime.command import BenchArguments, plan
 
-    device = _runtime_options(device, backend, dtype, threads)
+    device = _runtime_options(device, backend, dtype, threads, emulate_tp or tp_size)
     arguments = BenchArguments(
         models=tuple(models or ()), random_weights=random_weights, layout=layout, num_layers=num_layers, sync_tp_size=sync_tp_size,
         tp_size=tp_size, emulate_tp=emulate_tp, link=link, batch_size=batch_size, prompt_len=prompt_len, output_len=output_len, dtype=dtype,

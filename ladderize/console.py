@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SCHEMA_VERSION = 1
+DEBUG = "LADDERIZE_DEBUG"  # in the environment of started ranks: --debug was given
 
 
 class UserError(Exception):

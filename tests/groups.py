@@ -7,9 +7,8 @@ import time
 import torch
 
 from ladderize.runtime.collectives import Collectives, Handle, choose
-from ladderize.runtime.generate import Generator, Sampling, generate, rope_table
-from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_model
+from ladderize.runtime.generate import Generator, Sampling, generate
+from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 
 MAX_BYTES = 1 << 18
 
@@ -39,9 +38,8 @@ class Counting(Collectives):
 def make_generator(folder, group, collectives, batch, columns, *, pack=True, replicate_vocab=False, compile=False):
     spec = checkpoint_spec(str(folder), tp_size=collectives.ranks)
     weights = WeightCache(group.device, pack=pack, replicate_vocab=replicate_vocab)
-    model = open_model(spec, collectives, weights, rank=group.rank, compile=compile)
-    cache = KVCache.allocate(model.shape, batch, columns, spec.torch_dtype, group.device)
-    return Generator(model, rope_table(spec.config, columns, group.device), cache)
+    generator = open_generator(spec, collectives, weights, group, batch, columns, compile=compile)
+    return Generator(generator.model, generator.rope, generator.cache)  # eager, also on a GPU
 
 
 def run_models(group, items, backend, replicate_vocab=False):

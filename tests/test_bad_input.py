@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ladderize.console import DEBUG
 from tests.helpers import edit_json, invoke, listing, one_sentence, save_llama
 
 
@@ -233,7 +234,8 @@ def test_sync_tp_size_of_another_kind(llama, tmp_path, value):
     assert "must be a positive integer" in one_sentence(invoke("inspect", tmp_path / "a"))
 
 
-def test_debug_shows_the_traceback(tmp_path):
+def test_debug_shows_the_traceback(tmp_path, monkeypatch):
+    monkeypatch.setenv(DEBUG, "")  # main sets it; put back after the test
     with pytest.raises(Exception, match="does not exist"):
         invoke("--debug", "convert", "/no/such/folder", tmp_path / "out", "--ladder", "2:")
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladderize.console import UserError
+from ladderize.console import DEBUG, UserError
 from ladderize.runtime import distributed
 from ladderize.runtime.collectives import Collectives, NoCommunication, choose
 from ladderize.runtime.distributed import Group
 from ladderize.runtime.shm import SharedMemory
 from tests.groups import die, fail, reduce_long, reduce_randomly, too_large, values, wait_twice
+from tests.helpers import invoke
 
 
 def segments():
@@ -28,6 +29,18 @@ def test_values_come_back_from_rank_0():
 def test_an_exception_of_any_rank_is_one_sentence(rank):
     with pytest.raises(UserError, match=f"rank {rank} failed: ValueError: this rank has had enough"):
         distributed.run(fail, rank, tp_size=2, device="cpu")
+
+
+def test_debug_shows_the_traceback_of_a_rank(monkeypatch, capfd):
+    monkeypatch.setenv(DEBUG, "")
+    with pytest.raises(UserError):
+        distributed.run(fail, 1, tp_size=2, device="cpu")
+    assert "Traceback" not in capfd.readouterr().err
+    with pytest.raises(UserError):
+        invoke("--debug", "inspect", "/no/such/folder")  # a command's --debug is what its ranks read
+    with pytest.raises(UserError):
+        distributed.run(fail, 1, tp_size=2, device="cpu")
+    assert 'raise ValueError("this rank has had enough")' in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -78,7 +91,7 @@ def test_where_shared_memory_cannot_serve(monkeypatch):
 
 
 def test_choices_that_make_no_sense_are_refused():
-    alone, pair = Group(0, 1, 0, torch.device("cpu")), Group(0, 2, 0, torch.device("cpu"))
+    alone, pair = Group(0, 1, torch.device("cpu")), Group(0, 2, torch.device("cpu"))
     assert choose("auto", alone, max_bytes=1)[0].name == "single"
     assert isinstance(choose("none", pair, max_bytes=1)[0], NoCommunication)
     with pytest.raises(UserError, match="--backend gloo has no effect with one rank"):
@@ -86,7 +99,7 @@ def test_choices_that_make_no_sense_are_refused():
     with pytest.raises(UserError, match="--backend nccl is for GPUs"):
         choose("nccl", pair, max_bytes=1)
     with pytest.raises(UserError, match="--backend gloo is for CPUs"):
-        choose("gloo", Group(0, 2, 0, torch.device("cuda", 0)), max_bytes=1)
+        choose("gloo", Group(0, 2, torch.device("cuda", 0)), max_bytes=1)
 
 
 def test_a_launcher_that_started_another_number(monkeypatch):

@@ -53,7 +53,7 @@ def test_generate_and_compile(name):
 
 
 def gpu_group():
-    return Group(0, 1, 0, torch.device("cuda", 0))
+    return Group(0, 1, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -24,11 +24,10 @@ from ladderize.runtime.cost_model import predict
 from ladderize.runtime.distributed import Group, run
 from ladderize.runtime.emulated import Link, emulate
 from ladderize.runtime.environment import environment
-from ladderize.runtime.generate import Generator, Sampling, rope_table, sample
-from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.generate import Generator, Sampling, sample
 from ladderize.runtime.memory import PeakMemory
 from ladderize.runtime.model import TPLlama
-from ladderize.runtime.spec import ModelSpec, WeightCache
+from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
 from ladderize.runtime.trace import Overlap, Traced, trace
 
 TRACED_STEPS = 4
@@ -119,7 +118,7 @@ def _bench(group: Group, specs: list[ModelSpec], options: BenchOptions, console:
         "message_bytes_outside_link_range": sorted(size for _, size in alone.seen if options.link and not options.link.in_range(size)),
         "backend": chosen,
         "environment": surroundings,
-        "checks": checks if options.check else "left out by --no-check: these models are unchecked",
+        "checks": checks,
         "alone_ms": {f"{kind} of {size} bytes": seconds * 1e3 for (kind, size), seconds in sorted(alone.seen.items())},
         "rows": rows,
     }
@@ -146,20 +145,9 @@ def _check(
     with torch.inference_mode():
         for spec in real:
             reference = expected[spec.name]
-            generator = _generator(spec, collectives, weights, group, 1, len(reference.ids), compile=options.compile)
+            generator = open_generator(spec, collectives, weights, group, 1, len(reference.ids), compile=options.compile)
             results[spec.name] = gate.check(generator, reference, spec)
     return results
-
-
-def _generator(
-    spec: ModelSpec, collectives: Collectives, weights: WeightCache, group: Group, batch: int, tokens: int, *,
-    compile: bool = False, kind: type[TPLlama] = TPLlama, cache: KVCache | None = None,
-) -> Generator:  # fmt: skip
-    shape, own = weights.get(spec, collectives.ranks, group.rank)
-    model = kind(shape, spec.layout, own, collectives, compile=compile)
-    if cache is None or not cache.fits(shape, batch, tokens, spec.torch_dtype):
-        cache = KVCache.allocate(shape, batch, tokens, spec.torch_dtype, group.device)
-    return Generator(model, rope_table(spec.config, tokens, group.device), cache, graphs=group.device.type == "cuda")
 
 
 def _variants(
@@ -174,7 +162,7 @@ def _variants(
     for name, spec, what, kind in planned:
         generators = {}
         for mode, means in (("real", collectives), ("none", NoCommunication(collectives.ranks))):
-            generators[mode] = _generator(spec, means, weights, group, batch, tokens, compile=options.compile, kind=kind, cache=cache)
+            generators[mode] = open_generator(spec, means, weights, group, batch, tokens, compile=options.compile, kind=kind, cache=cache)
             cache = generators[mode].cache
         variants.append(Variant(name, spec, generators, what))
     return variants

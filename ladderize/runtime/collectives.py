@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ladderize.console import UserError, sentence
+from ladderize.console import UsageError, UserError, sentence
 from ladderize.runtime.distributed import Group, cores, host_id
 
 BACKENDS = ("auto", "nccl", "symm_mem", "gloo", "shm", "none")
@@ -73,13 +73,18 @@ class Collectives:
         """Free what the backend holds."""
 
 
+def side_by_side(x: Tensor, ranks: int) -> Tensor:
+    """Stands for an all-gather of a group that is not there: ``x`` [..., n] ``ranks`` times, [..., ranks * n]."""
+    return x.repeat(*[1] * (x.ndim - 1), ranks)
+
+
 class NoCommunication(Collectives):
     """Every collective takes no time and does nothing: the upper bound for any overlap. Its results are wrong by design."""
 
     name = "none"
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return x.repeat(*[1] * (x.ndim - 1), self.ranks)
+        return side_by_side(x, self.ranks)
 
 
 class Gloo(Collectives):
@@ -206,7 +211,7 @@ class SymmetricMemory(Nccl):
         self.multicast = bool(getattr(handle, "multicast_ptr", 0))
 
     def reduce(self, x: Tensor) -> Tensor:
-        size = x.numel() * x.element_size()
+        size = x.nbytes
         if size > ONE_SHOT_BYTES or size % 16 or x.dtype not in (torch.bfloat16, torch.float32):
             return super().reduce(x)
         # one buffer is enough: it is used on one stream only, and each kernel ends with a barrier of all ranks
@@ -217,6 +222,16 @@ class SymmetricMemory(Nccl):
         return torch.ops.symm_mem.one_shot_all_reduce(message, "sum", self.group_name).view(x.shape)
 
 
+def check_backend(backend: str, ranks: int, device: str) -> None:
+    """Raise UsageError for a backend that is none or takes no effect, UserError for one that is not for this device."""
+    if backend not in BACKENDS:
+        raise UsageError(f"--backend {backend} is not one of {', '.join(BACKENDS)}")
+    if backend != "auto" and ranks == 1:
+        raise UsageError(f"--backend {backend} has no effect with one rank; leave it out or raise --tp-size")
+    if backend in ("nccl", "symm_mem", "gloo", "shm") and (backend in ("nccl", "symm_mem")) != (device == "cuda"):
+        raise UserError(f"--backend {backend} is for {'CPUs' if device == 'cuda' else 'GPUs'}, but the ranks would compute on {device}")
+
+
 def choose(backend: str, group: Group, *, max_bytes: int) -> tuple[Collectives, str]:
     """The collectives of a group, and one sentence on the choice. Raises UserError where ``backend`` cannot work.
 
@@ -224,16 +239,12 @@ def choose(backend: str, group: Group, *, max_bytes: int) -> tuple[Collectives, 
     """
     from ladderize.runtime.shm import SharedMemory
 
+    check_backend(backend, group.size, group.device.type)
     if group.size == 1:
-        if backend not in ("auto", "none"):
-            raise UserError(f"--backend {backend} has no effect with one rank; leave it out or raise --tp-size")
         return Collectives(), "one rank: no communication"
     if backend == "none":
         return NoCommunication(group.size), "none, as asked for: for timing only, results are wrong"
-    on_gpu = group.device.type == "cuda"
-    if (backend in ("nccl", "symm_mem")) != on_gpu and backend != "auto":
-        raise UserError(f"--backend {backend} is for {'CPUs' if on_gpu else 'GPUs'}, but the ranks compute on {group.device.type}")
-    if on_gpu:
+    if group.device.type == "cuda":
         return _on_gpu(backend, group)
     found = SharedMemory.problem(hosts=group.gather(host_id()), cores=len(set().union(*group.gather(cores()))), max_bytes=max_bytes)
     problem = next(filter(None, group.gather(found)), None)  # one answer for all ranks
@@ -283,7 +294,7 @@ class Recording(Collectives):
         self.gathered: list[int] = []
 
     def all_reduce_async(self, x: Tensor) -> Handle:
-        record = {"bytes": x.numel() * x.element_size(), "start": self.clock()}
+        record = {"bytes": x.nbytes, "start": self.clock()}
         self.records.append(record)
         handle = self.inner.all_reduce_async(x)
         record["started"] = self.clock()
@@ -297,7 +308,7 @@ class Recording(Collectives):
         return Handle(finish)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self.gathered.append(x.numel() * x.element_size())
+        self.gathered.append(x.nbytes)
         return self.inner.all_gather(x)
 
     def close(self) -> None:

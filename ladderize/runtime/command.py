@@ -98,8 +98,6 @@ def _check_usage(arguments: BenchArguments) -> None:
         raise UsageError("--replicate-vocab has no effect with one rank")
     if not arguments.check and arguments.random_weights is not None:
         raise UsageError("--no-check has no effect with --random-weights: there is nothing to check")
-    if arguments.backend != "auto" and arguments.tp_size == 1:
-        raise UsageError(f"--backend {arguments.backend} has no effect with one rank; leave it out or raise --tp-size")
     if arguments.backend == "none" and not arguments.check:
         raise UsageError("--no-check has no effect with --backend none, which sums nothing and is never checked")
     if arguments.profile is not None and arguments.backend == "none":

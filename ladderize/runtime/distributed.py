@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladderize.console import UserError, sentence
+from ladderize.console import DEBUG, UserError, sentence
 
 # A rank that fails because another one did reports it too: wait so long for the one that failed first.
 CAUSE_SECONDS = 1.0
@@ -32,11 +32,10 @@ SEGMENTS = Path("/dev/shm")  # noqa: S108 - a memory file system is the point
 
 @dataclass(frozen=True)
 class Group:
-    """This process's place: ``rank`` of ``size`` processes, ``local_rank`` on its host, and the device it computes on."""
+    """This process's place: ``rank`` of ``size`` processes, and the device it computes on."""
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
 
     @property
@@ -99,13 +98,15 @@ def run(function: Callable[..., Any], *args: Any, tp_size: int, device: str, thr
     """
     check_tp_size(tp_size, device)
     if already_started():
-        with _joined(device, threads) as group:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank, local_size = (int(os.environ.get(key) or default) for key, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+        with _initialised(rank, size, local_rank, device, threads, local_size, "env://") as group:
             return function(group, *args)
     if tp_size == 1:
         set_threads(threads, 1)
         try:
-            return function(Group(0, 1, 0, _device(device, 0)), *args)
-        except RuntimeError as error:
+            return function(Group(0, 1, _device(device, 0)), *args)
+        except (RuntimeError, MemoryError) as error:
             raise _out_of_memory(error) or error from None
     with tempfile.TemporaryDirectory(prefix="ladderize-group-") as folder:
         return _start(function, args, tp_size, device, threads, Path(folder) / "store")
@@ -130,20 +131,11 @@ def _device(kind: str, local_rank: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def _joined(device: str, threads: int | None) -> Iterator[Group]:
-    """The group that a launcher's environment variables describe."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK") or 0)
-    with _initialised(rank, size, local_rank, device, threads, int(os.environ.get("LOCAL_WORLD_SIZE") or 1), "env://") as group:
-        yield group
-
-
-@contextlib.contextmanager
 def _initialised(
     rank: int, size: int, local_rank: int, device: str, threads: int | None, local_size: int, init_method: str
 ) -> Iterator[Group]:
     set_threads(threads, local_size)
-    group = Group(rank, size, local_rank, _device(device, local_rank))
+    group = Group(rank, size, _device(device, local_rank))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     with _silent_stdout():
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -264,7 +256,7 @@ def _work(
             pipe.send(("value", value if rank == 0 else None))
     except BaseException as error:
         failed_at = time.monotonic()  # one clock for all processes of a host
-        if os.environ.get("LADDERIZE_DEBUG"):
+        if os.environ.get(DEBUG):
             import traceback
 
             traceback.print_exc()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ladderize.console import UsageError, UserError
-from ladderize.runtime.collectives import Collectives, Handle
+from ladderize.runtime.collectives import Collectives, Handle, side_by_side
 
 TABLE = Path(__file__).parent / "data" / "links.csv"
 # Only the long part of a long delay is slept: waking up is late by a fraction of a millisecond, and the core is cold by then.
@@ -112,8 +112,7 @@ class Emulated(Collectives):
         return Handle(functools.partial(_through, x, done_at))
 
     def all_gather(self, x: Tensor) -> Tensor:
-        gathered = x.repeat(*[1] * (x.ndim - 1), self.ranks)
-        return self.all_reduce_async(gathered).wait()
+        return self.all_reduce_async(side_by_side(x, self.ranks)).wait()
 
 
 class EmulatedOnGpu(Collectives):
@@ -127,13 +126,10 @@ class EmulatedOnGpu(Collectives):
         self.stream = torch.cuda.Stream(device)
         self.cycles_per_second = _cycles_per_second()
 
-    def _delay(self, size: int) -> None:
-        torch.cuda._sleep(int(self.link.seconds(size) * self.cycles_per_second))
-
     def all_reduce_async(self, x: Tensor) -> Handle:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            self._delay(x.numel() * x.element_size())
+            torch.cuda._sleep(int(self.link.seconds(x.nbytes) * self.cycles_per_second))
 
         def finish() -> Tensor:
             torch.cuda.current_stream().wait_stream(self.stream)
@@ -142,11 +138,7 @@ class EmulatedOnGpu(Collectives):
         return Handle(finish)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            self._delay(x.numel() * x.element_size() * self.ranks)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        return x.repeat(*[1] * (x.ndim - 1), self.ranks)
+        return self.all_reduce_async(side_by_side(x, self.ranks)).wait()
 
 
 def emulate(ranks: int, link: Link, device: torch.device) -> Collectives:

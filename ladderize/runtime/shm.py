@@ -100,7 +100,7 @@ class SharedMemory(Collectives):
 
     def _views(self, x: Tensor) -> list[list[Tensor]]:
         """For each slot: every rank's message, shaped like x."""
-        size = x.numel() * x.element_size()
+        size = x.nbytes
         if size > self.slot_bytes:
             raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
         return [[self.slots[slot, rank, :size].view(x.dtype).view(x.shape) for rank in range(self.ranks)] for slot in range(SLOTS)]

@@ -14,6 +14,9 @@ from ladderize.convert.checkpoint import FLOAT_DTYPES, fetch_weights, read_check
 from ladderize.convert.llama import check_config, check_tensors, expected_tensors
 from ladderize.layout import Layout
 from ladderize.runtime.collectives import Collectives
+from ladderize.runtime.distributed import Group
+from ladderize.runtime.generate import Generator, rope_table
+from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.loader import CheckpointReader, RandomSource, files_identity, load_weights
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.parallel import Shape, Weights, check_tp_size, virtual_ranks
@@ -140,15 +143,14 @@ class WeightCache:
         return shape, self.loaded[key]
 
 
-def open_model(
-    spec: ModelSpec,
-    collectives: Collectives,
-    cache: WeightCache,
-    *,
-    rank: int,
-    compile: bool = False,
+def open_generator(
+    spec: ModelSpec, collectives: Collectives, weights: WeightCache, group: Group, batch: int, columns: int, *,
+    compile: bool = False, kind: type[TPLlama] = TPLlama, cache: KVCache | None = None,
     advance: Callable[[int], None] = lambda count: None,
-) -> TPLlama:
-    """One rank of a checked model."""
-    shape, weights = cache.get(spec, collectives.ranks, rank, advance)
-    return TPLlama(shape, spec.layout, weights, collectives, compile=compile)
+) -> Generator:  # fmt: skip
+    """One rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens; ``cache`` is used again if it fits."""
+    shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
+    model = kind(shape, spec.layout, own, collectives, compile=compile)
+    if cache is None or not cache.fits(shape, batch, columns, spec.torch_dtype):
+        cache = KVCache.allocate(shape, batch, columns, spec.torch_dtype, group.device)
+    return Generator(model, rope_table(spec.config, columns, group.device), cache, graphs=group.device.type == "cuda")

@@ -9,9 +9,8 @@ import torch
 from ladderize.console import Console, UserError, is_main_rank
 from ladderize.runtime.collectives import choose
 from ladderize.runtime.distributed import Group, run
-from ladderize.runtime.generate import Generator, Sampling, generate, rope_table
-from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_model
+from ladderize.runtime.generate import Sampling, generate
+from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,8 @@ def _generate(
     console.note(f"{spec.layout}; {chosen}")
     with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
         weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
-        model = open_model(spec, collectives, weights, rank=group.rank, compile=options.compile, advance=advance)
-    columns = longest + options.max_new_tokens
-    cache = KVCache.allocate(model.shape, len(ids), columns, spec.torch_dtype, group.device)
-    generator = Generator(model, rope_table(spec.config, columns, group.device), cache, graphs=group.device.type == "cuda")
+        columns = longest + options.max_new_tokens
+        generator = open_generator(spec, collectives, weights, group, len(ids), columns, compile=options.compile, advance=advance)
     tokenizer = load_tokenizer(spec) if group.is_main else None
     streams = [TextStream(tokenizer) for _ in ids] if group.is_main else []
     eos = () if options.ignore_eos else eos_ids(spec)
