@@ -1,12 +1,13 @@
 """The model card (README.md) of an output: the source's front matter with ours merged in, and what was done."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
 from ladderize import __version__
 from ladderize.convert.yaml12 import load_yaml
-from ladderize.layout import Layout
+from ladderize.layout import Layout, format_ranges
 
 MARK = "<!-- written by ladderize convert -->"  # tells our cards from those that people write
 TAGS = {"ladder": "ladder-residual", "spd": "sync-point-drop"}
@@ -25,8 +26,15 @@ def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
     return {}, text
 
 
-def make_card(name: str, source: str, source_card: str, layout: Layout, before: Layout, *, hub_id: str | None) -> str:
-    """The text of README.md. ``hub_id``: where the source came from, if from the hub."""
+def make_card(
+    name: str, source: str, source_card: str, layout: Layout, before: Layout, *,
+    hub_id: str | None, permuted: Sequence[int] = (), replaced: int = 0,
+) -> str:  # fmt: skip
+    """The text of README.md.
+
+    hub_id: where the source came from, if from the hub. permuted: layers with another order of heads. replaced: how many tensors
+    have other values than the source's.
+    """
     front, _ = split_front_matter(source_card)
     tags = front.get("tags")
     tags = tags if isinstance(tags, list) else []
@@ -42,29 +50,42 @@ def make_card(name: str, source: str, source_card: str, layout: Layout, before: 
             "",
             MARK,
             "",
-            _body(name, source, layout, before, bool(source_card)),
+            _body(name, source, layout, before, permuted, replaced, bool(source_card)),
             "",
         ]
     )
 
 
-def _body(name: str, source: str, layout: Layout, before: Layout, has_source_card: bool) -> str:
+def _changes(permuted: Sequence[int], replaced: int) -> str:
+    """What became of the weights; empty where they are the source's (apart from their dtype)."""
+    said = []
+    if permuted:
+        said.append(f"The attention heads of layers {format_ranges(permuted)} are in another order, which a dense model cannot tell.")
+    if replaced:
+        said.append(f"{replaced} tensors have other values than the source's; `ladderize.yaml` names them.")
+    return f"\n\n**Weights.** {' '.join(said)}" if said else ""
+
+
+def _body(name: str, source: str, layout: Layout, before: Layout, permuted: Sequence[int], replaced: int, has_source_card: bool) -> str:
+    changes = _changes(permuted, replaced)
     blocking, overlapped, dropped = (layout.count(mode) for mode in ("blocking", "overlapped", "dropped"))
     original = "\n\nThe source's own card is in [README.source.md](README.source.md)." if has_source_card else ""
+    accuracy = ", and nothing here was retrained by it. Measure this checkpoint\nbeside its source (`ladderize eval`) and adapt it"
+    if replaced:
+        accuracy = ". Measure this checkpoint beside its source (`ladderize eval`)"
     if layout.is_dense:
         return (
             f"# {name}\n\nA dense Llama, converted from `{source}` (which was: {before}) with ladderize {__version__}. "
-            f"Every sync point is blocking again; any Llama tool reads it.{original}"
+            f"Every sync point is blocking again; any Llama tool reads it.{changes}{original}"
         )
     return f"""# {name}
 
 Converted from `{source}` with ladderize {__version__}.
 
 **Layout.** {layout}: of {2 * layout.num_layers} sync points per token, {blocking} are blocking, {overlapped} overlapped
-(Ladder Residual, arXiv 2501.06589) and {dropped} dropped (Sync-Point Drop, arXiv 2502.20727).
+(Ladder Residual, arXiv 2501.06589) and {dropped} dropped (Sync-Point Drop, arXiv 2502.20727).{changes}
 
-**Accuracy.** A conversion changes what the model computes, and nothing here was retrained by it. Measure this checkpoint
-beside its source (`ladderize eval`) and adapt it before you rely on it.
+**Accuracy.** A conversion changes what the model computes{accuracy} before you rely on it.
 
 **Loading.** Without ladderize:
 

@@ -9,11 +9,12 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.console import UserError
+from ladderize.console import SCHEMA_VERSION, UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
@@ -21,6 +22,7 @@ DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
     "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8,
 }  # fmt: skip
+FINGERPRINT_BYTES = 4096  # of each tensor
 FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -83,14 +85,25 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_document(path: Path, what: str) -> dict[str, Any]:
+    """A result file of ladderize's own, such as a ``what`` of "head map"; raises UserError unless it has our schema."""
+    document = read_json(path, advice=f"it should be a {what}")
+    version = document.get("schema_version")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise UserError(f"{path} has schema_version {version!r}, but a {what} that this ladderize reads has {SCHEMA_VERSION}")
+    return document
+
+
+def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any]:
+    """A JSON object, without NaN and Infinity; raises UserError, with ``advice`` where the file is no JSON."""
+
     def refuse(constant: str) -> None:
         raise UserError(f"{path} holds {constant}, which is no number; repair the file")
 
     try:
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
+        raise UserError(f"{path} is not valid JSON ({error}); {advice}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__} where an object is expected")
     return value
@@ -169,6 +182,22 @@ def header_sha256(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(8)
         return hashlib.sha256(start + file.read(int.from_bytes(start, "little"))).hexdigest()
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Which model this is, however it is sharded: a sha256 of names, dtypes, shapes and a few values of every tensor.
+
+    The values are those in the middle of each, which tells two fine-tunes of one shape apart without reading gigabytes.
+    """
+    digest = hashlib.sha256()
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((checkpoint.folder / name).open("rb")) for name in checkpoint.weight_files}
+        for name, tensor in sorted(checkpoint.tensors.items()):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            count = min(FINGERPRINT_BYTES, tensor.nbytes)
+            files[tensor.file].seek(tensor.start + (tensor.nbytes - count) // 2)
+            digest.update(files[tensor.file].read(count))
+    return digest.hexdigest()
 
 
 def _no_weights(folder: Path) -> UserError:

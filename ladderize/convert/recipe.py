@@ -1,16 +1,22 @@
 """A recipe: the options that decide what a conversion computes, as a dataclass and as YAML."""
 
 import difflib
-from dataclasses import asdict, dataclass, fields
+import sys
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ladderize.console import UsageError, UserError
+from ladderize.convert.selection import Selection, read_sensitivity, select
 from ladderize.convert.weights import DTYPES, parse_size
 from ladderize.convert.yaml12 import Yaml12Loader, load_yaml
-from ladderize.layout import Layout, RangeSyntaxError, parse_ranges
+from ladderize.layout import Layout, RangeSyntaxError, format_ranges, parse_ranges
+
+AUTO = "auto"  # of spd: the layers are chosen by their measured sensitivity
+CHOOSING = ("sensitivity", "spd_fraction", "max_ppl_increase")
+PATHS = ("head_map", "sensitivity")  # in a recipe file relative to its folder
 
 
 @dataclass(frozen=True)
@@ -18,7 +24,9 @@ class Recipe:
     """What ``ladderize convert`` is to do; None means: leave it as it is in the source.
 
     ladder, spd: ranges of layers. sync_tp_size: virtual ranks for spd. dense: all sync points blocking again.
-    dtype: float32, float16 or bfloat16. max_shard_size: such as 5GB.
+    dtype: float32, float16 or bfloat16. max_shard_size: such as 5GB. head_map: path of a head_map.json.
+    With spd "auto", sensitivity is the path of a sensitivity.json, from which spd_fraction (of all layers, in (0, 1]) or
+    max_ppl_increase (in perplexity) selects; sync_tp_size may be left out, it is the file's.
     """
 
     ladder: str | None = None
@@ -27,11 +35,16 @@ class Recipe:
     dense: bool = False
     dtype: str | None = None
     max_shard_size: str | None = None
+    head_map: str | None = None
+    sensitivity: str | None = None
+    spd_fraction: float | None = None
+    max_ppl_increase: float | None = None
 
     def __post_init__(self) -> None:
         if self.dense and self.names_layers:
             raise UsageError("--dense makes every sync point blocking; it does not go with --ladder or --spd")
-        if self.spd is not None and self.sync_tp_size is None:
+        self._check_auto()
+        if self.spd not in (None, AUTO) and self.sync_tp_size is None:
             raise UsageError("--spd needs --sync-tp-size N, the number of ranks that the sync points are dropped for")
         if self.sync_tp_size is not None and self.spd is None:
             raise UsageError("--sync-tp-size has no effect without --spd; leave it out, or name the layers to drop")
@@ -42,9 +55,39 @@ class Recipe:
         if self.max_shard_size is not None:
             parse_size(self.max_shard_size)
 
+    def _check_auto(self) -> None:
+        given = [f"--{key.replace('_', '-')}" for key in CHOOSING if getattr(self, key) is not None]
+        if self.spd != AUTO and given:
+            raise UsageError(f"{given[0]} has no effect without --spd auto")
+        if self.spd == AUTO and self.sensitivity is None:
+            raise UsageError("--spd auto needs --sensitivity FILE, as `ladderize sensitivity` writes it")
+        if self.spd_fraction is not None and self.max_ppl_increase is not None:
+            raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
+        for value, most, option, wanted in (
+            (self.spd_fraction, 1, "--spd-fraction", "above 0 and at most 1"),
+            (self.max_ppl_increase, sys.float_info.max, "--max-ppl-increase", "above 0"),
+        ):
+            if value is not None and (type(value) not in (int, float) or not 0 < value <= most):
+                raise UsageError(f"{option} must be a number {wanted}, not {value!r}")
+
     @property
     def names_layers(self) -> bool:
         return self.ladder is not None or self.spd is not None
+
+    def resolve(self, source: Layout) -> tuple["Recipe", Selection | None]:
+        """This recipe with the layers that ``spd: auto`` selects of a source, and how they were selected; else itself and None.
+
+        Reads the sensitivity file; raises UserError where it does not fit. Whose fingerprint it bears is not looked at.
+        """
+        if self.spd != AUTO or self.sensitivity is None:
+            return self, None
+        if not source.is_dense:
+            raise UserError(f"--spd auto selects by sensitivities of the dense model, but the source is not dense ({source})")
+        sensitivity = read_sensitivity(Path(self.sensitivity))
+        sensitivity.check(source.num_layers, self.sync_tp_size)
+        selection = select(sensitivity, self.spd_fraction, self.max_ppl_increase)
+        ranges, ranks = format_ranges(selection.layers), sensitivity.sync_tp_size
+        return replace(self, spd=ranges, sync_tp_size=ranks, sensitivity=None, spd_fraction=None, max_ppl_increase=None), selection
 
     def layout(self, source: Layout) -> Layout:
         """The layout that this recipe makes of a source's; raises LayoutError for ranges that do not fit."""
@@ -95,9 +138,10 @@ def read_recipe(path: Path) -> Recipe:
     for key in ("ladder", "spd"):
         if key in document:
             document[key] = _ranges_text(document[key], f"{path}: {key}")
-    for key, wanted in (("dense", bool), ("dtype", str)):
+    for key, wanted in (("dense", bool), ("dtype", str), *((key, str) for key in PATHS)):
         if key in document and not isinstance(document[key], wanted):
             raise UserError(f"{path}: {key} is {document[key]!r}, but must be a {wanted.__name__}")
+    document |= {key: str(path.parent / document[key]) for key in PATHS if key in document}
     try:
         return Recipe(**document)
     except (UsageError, RangeSyntaxError) as error:

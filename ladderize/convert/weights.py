@@ -1,8 +1,9 @@
-"""Writing safetensors anew, for another dtype or other shards: one tensor at a time, never a whole shard in memory."""
+"""Writing safetensors anew, for another dtype, other shards, heads or values: a chunk at a time, never a whole tensor in memory."""
 
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from ladderize.console import UsageError, UserError
 from ladderize.convert.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, WEIGHTS, Checkpoint, TensorInfo
+from ladderize.convert.heads import Move
 
 if TYPE_CHECKING:
     import torch
@@ -20,100 +22,153 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KI
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A safetensors file to write: its tensors in the order in which they lie, and the dtype they are to have."""
+class Entry:
+    """One tensor of a file to write: its name there, the safetensors dtype it is stored as, where its values lie now, and how
+    its rows or columns move on the way."""
 
-    file: str
-    tensors: tuple[TensorInfo, ...]
-    dtype: str | None  # a safetensors dtype, or None: each tensor keeps its own
-
-    def stored_dtype(self, tensor: TensorInfo) -> str:
-        return self.dtype or tensor.dtype
-
-    def nbytes_of(self, tensor: TensorInfo) -> int:
-        return tensor.numel * DTYPE_BYTES[self.stored_dtype(tensor)]
+    name: str
+    dtype: str
+    source: TensorInfo
+    move: Move | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(map(self.nbytes_of, self.tensors))
+        return self.source.numel * DTYPE_BYTES[self.dtype]
 
 
-def parse_size(text: str) -> int:
+@dataclass(frozen=True)
+class Shard:
+    """A safetensors file of the output: its tensors in the order in which they lie. Not ``rewritten``: it is the source's."""
+
+    file: str
+    entries: tuple[Entry, ...]
+    rewritten: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(entry.source.nbytes for entry in self.entries)
+
+
+def parse_size(text: str, *, option: str = "--max-shard-size") -> int:
     """``5GB``, ``500MB``, ``2GiB`` or plain bytes; raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
     if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
-        raise UsageError(f"--max-shard-size: {text!r} is no size; write for example 5GB or 500MB")
+        raise UsageError(f"{option}: {text!r} is no size; write for example 5GB or 500MB")
     return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
 
 
-def plan_shards(checkpoint: Checkpoint, dtype: str | None, max_bytes: int | None) -> list[Shard]:
-    """The files to write. Without ``max_bytes`` every tensor stays in the file it is in."""
-    stored = DTYPES[dtype] if dtype else None
-    groups: list[list[TensorInfo]] = [[]]
+def plan_shards(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str | None = None,
+    max_bytes: int | None = None,
+    moves: Mapping[str, Move] | None = None,
+    replace: Mapping[str, TensorInfo] | None = None,
+) -> list[Shard]:
+    """The weight files of an output. Without ``max_bytes`` every tensor stays in the file it is in.
+
+    dtype: store all as float32, float16 or bfloat16. moves: what changes places, by tensor. replace: tensors whose values come
+    from elsewhere and do not move; they are stored in the dtype of those that they replace. Raises UserError if one does not fit.
+    """
+    moves, replace = moves or {}, replace or {}
+    check_replacements(checkpoint, replace)
+    entries: dict[str, Entry] = {}
+    for name, old in checkpoint.tensors.items():
+        move = moves.get(name) if name not in replace else None
+        entries[name] = Entry(name, DTYPES[dtype] if dtype else old.dtype, replace.get(name, old), move)
     if max_bytes is None:
-        by_file = {name: [t for t in checkpoint.tensors.values() if t.file == name] for name in checkpoint.weight_files}
-        return [Shard(name, _aligned(tensors, stored), stored) for name, tensors in by_file.items()]
+        changed = {name for name, old in checkpoint.tensors.items() if entries[name] != Entry(name, old.dtype, old)}
+        by_file = {file: [old.name for old in checkpoint.tensors.values() if old.file == file] for file in checkpoint.weight_files}
+        return [Shard(file, _aligned([entries[name] for name in names]), not changed.isdisjoint(names)) for file, names in by_file.items()]
+    groups: list[list[Entry]] = [[]]
     filled = 0
-    for tensor in checkpoint.tensors.values():
-        size = tensor.numel * DTYPE_BYTES[stored or tensor.dtype]
-        if groups[-1] and filled + size > max_bytes:
+    for entry in entries.values():
+        if groups[-1] and filled + entry.nbytes > max_bytes:
             groups.append([])
             filled = 0
-        groups[-1].append(tensor)
-        filled += size
-    if len(groups) == 1:
-        return [Shard(WEIGHTS, _aligned(groups[0], stored), stored)]
+        groups[-1].append(entry)
+        filled += entry.nbytes
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    return [Shard(name, _aligned(group, stored), stored) for name, group in zip(names, groups, strict=True)]
+    return [Shard(name, _aligned(group), True) for name, group in zip([WEIGHTS] if len(groups) == 1 else names, groups, strict=True)]
 
 
-def _aligned(tensors: list[TensorInfo], dtype: str | None) -> tuple[TensorInfo, ...]:
+def check_replacements(checkpoint: Checkpoint, replace: Mapping[str, TensorInfo]) -> None:
+    """Raise UserError unless each replacement is a float tensor with the shape of one of the checkpoint's."""
+    for name, new in replace.items():
+        if name not in checkpoint.tensors:
+            raise UserError(f"{new.file} is to replace {name}, but {checkpoint.folder} has no such tensor")
+        if new.shape != checkpoint.tensors[name].shape:
+            wanted = list(checkpoint.tensors[name].shape)
+            raise UserError(f"{new.file} is to replace {name}, but has shape {list(new.shape)} instead of {wanted}")
+        if new.dtype not in FLOAT_DTYPES:
+            raise UserError(f"{new.file} is to replace {name}, but is stored as {new.dtype}, which is no float")
+
+
+def _aligned(entries: list[Entry]) -> tuple[Entry, ...]:
     """Wide elements first, so that every tensor begins at a multiple of its element size."""
-    return tuple(sorted(tensors, key=lambda tensor: -DTYPE_BYTES[dtype or tensor.dtype]))
+    return tuple(sorted(entries, key=lambda entry: -DTYPE_BYTES[entry.dtype]))
 
 
 def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Callable[[int], None]) -> None:
-    """Stream the tensors of one shard from the source into ``path``."""
+    """Stream the tensors of one shard from where they lie into ``path``."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor in shard.tensors:
-        begin, end = end, end + shard.nbytes_of(tensor)
-        header[tensor.name] = {"dtype": shard.stored_dtype(tensor), "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for entry in shard.entries:
+        begin, end = end, end + entry.nbytes
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.source.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    sources: dict[str, BufferedReader] = {}
-    try:
-        with path.open("xb") as writer:
-            writer.write(len(encoded).to_bytes(8, "little") + encoded)
-            for tensor in shard.tensors:
-                if tensor.file not in sources:
-                    sources[tensor.file] = (checkpoint.folder / tensor.file).open("rb")
-                _stream(tensor, shard.stored_dtype(tensor), sources[tensor.file], writer, advance)
-    finally:
-        for file in sources.values():
-            file.close()
+    with ExitStack() as stack:
+        writer = stack.enter_context(path.open("xb"))
+        writer.write(len(encoded).to_bytes(8, "little") + encoded)
+        readers: dict[str, BufferedReader] = {}
+        for entry in shard.entries:
+            file = entry.source.file
+            if file not in readers:
+                readers[file] = stack.enter_context((checkpoint.folder / file).open("rb"))
+            _stream(entry, readers[file], writer, advance)
 
 
-def _stream(tensor: TensorInfo, dtype: str, reader: BufferedReader, writer: BinaryIO, advance: Callable[[int], None]) -> None:
-    reader.seek(tensor.start)
-    left = tensor.nbytes
-    buffer = memoryview(bytearray(min(CHUNK, left)))  # one for all chunks: fresh memory costs more than the copy
-    while left:
-        chunk = buffer[: min(CHUNK, left)]
-        if reader.readinto(chunk) != len(chunk):
-            raise UserError(f"{tensor.file} became shorter while it was being read; nothing was written")
-        left -= len(chunk)
-        writer.write(chunk if dtype == tensor.dtype else _cast(chunk, tensor, dtype))
-        advance(len(chunk))
+def _stream(entry: Entry, reader: BufferedReader, writer: BinaryIO, advance: Callable[[int], None]) -> None:
+    """Copy one tensor: a chunk at a time, whole rows where columns move, one block of rows after the other where rows move."""
+    source, move, step = entry.source, entry.move, CHUNK
+    spans = [(source.start, source.stop)]
+    if move is not None and move.axis == 0:
+        size = source.nbytes // len(move.order)
+        spans = [(source.start + block * size, source.start + (block + 1) * size) for block in move.order]
+    elif move is not None:
+        row = source.nbytes // source.shape[0]
+        step = max(1, CHUNK // row) * row
+    buffer = memoryview(bytearray(min(step, source.nbytes)))  # one for all chunks: fresh memory costs more than the copy
+    for begin, end in spans:
+        reader.seek(begin)
+        for at in range(begin, end, step):
+            chunk = buffer[: min(step, end - at)]
+            if reader.readinto(chunk) != len(chunk):
+                raise UserError(f"{source.file} became shorter while it was being read; nothing was written")
+            values = _move_columns(chunk, move.order, source.nbytes // source.shape[0]) if move is not None and move.axis else chunk
+            writer.write(values if entry.dtype == source.dtype else _cast(values, entry))
+            advance(len(chunk))
 
 
-def _cast(chunk: memoryview, tensor: TensorInfo, dtype: str) -> memoryview:
+def _move_columns(chunk: memoryview, order: tuple[int, ...], row: int) -> memoryview:
+    """Whole rows of ``row`` bytes each with their blocks in ``order``: bytes, whatever the dtype."""
+    import numpy as np
+
+    return np.take(np.frombuffer(chunk, np.uint8).reshape(-1, len(order), row // len(order)), order, axis=1).reshape(-1).data
+
+
+def _cast(chunk: memoryview, entry: Entry) -> memoryview:
     import torch
 
-    values = torch.frombuffer(chunk, dtype=torch_dtype(tensor.dtype))
-    cast = values.to(torch_dtype(dtype))
+    values = torch.frombuffer(chunk, dtype=torch_dtype(entry.source.dtype))
+    cast = values.to(torch_dtype(entry.dtype))
     if not torch.isfinite(cast).all() and torch.isfinite(values).all():
-        raise UserError(f"{tensor.name} has values too large for {FLOAT_DTYPES[dtype]}; take --dtype bfloat16 or float32")
+        raise UserError(f"{entry.name} has values too large for {FLOAT_DTYPES[entry.dtype]}; take --dtype bfloat16 or float32")
     return cast.view(torch.uint8).numpy().data
 
 
@@ -127,5 +182,5 @@ def index_for(shards: list[Shard]) -> Mapping[str, object] | None:
     """The content of model.safetensors.index.json, or None for a single file."""
     if [shard.file for shard in shards] == [WEIGHTS]:
         return None
-    weight_map = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
+    weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
     return {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": dict(sorted(weight_map.items()))}

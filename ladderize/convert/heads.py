@@ -1,0 +1,138 @@
+"""Attention heads in another order: exact for the dense function, and a choice of who works together where syncs are dropped.
+
+A *head order* of a layer is a permutation of its query heads: the head at new position p is the old head ``order[p]``. Whole
+KV groups move (the heads // kv_heads consecutive heads that share a KV head), in any order within each.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ladderize.console import UserError
+from ladderize.convert.checkpoint import read_document
+from ladderize.convert.llama import kv_head_count
+
+if TYPE_CHECKING:
+    import torch
+
+HEAD_MAP = "head_map.json"  # the copy in a checkpoint that was made with one
+MOVING = re.compile(r"self_attn\.(?:([qkv])_proj\.(?:weight|bias)|(o)_proj\.weight)")  # o's bias is added after heads are summed
+
+
+class Move(NamedTuple):
+    """Equal blocks of a tensor's rows (axis 0) or columns (axis 1) change places: the one at position p was at ``order[p]``."""
+
+    order: tuple[int, ...]
+    axis: int
+
+
+def kv_order(order: Sequence[int], kv_heads: int) -> tuple[int, ...]:
+    """The order of KV heads that comes with an order of query heads."""
+    group = len(order) // kv_heads
+    return tuple(order[j * group] // group for j in range(kv_heads))
+
+
+def check_order(order: Sequence[int], heads: int, kv_heads: int) -> None:
+    """Raise UserError unless ``order`` is a permutation of the heads that keeps KV groups together."""
+    if sorted(order) != list(range(heads)):
+        raise UserError(f"its order is no permutation of the heads 0 to {heads - 1}")
+    group = heads // kv_heads
+    for first in range(0, heads, group):
+        members = order[first : first + group]
+        if len({head // group for head in members}) > 1:
+            raise UserError(
+                f"its order tears KV groups apart: positions {first} to {first + group - 1} hold the heads "
+                f"{', '.join(map(str, members))}, which do not share one KV head"
+            )
+
+
+def move_of(name: str, order: Sequence[int], kv_heads: int) -> Move | None:
+    """How an order moves the tensor ``name`` (as within a layer: ``self_attn.q_proj.weight``); None: not at all."""
+    match = MOVING.fullmatch(name)
+    if match is None:
+        return None
+    whole = tuple(order) if match[1] in (None, "q") else kv_order(order, kv_heads)
+    return Move(whole, 1 if match[2] else 0) if whole != tuple(range(len(whole))) else None
+
+
+def permute_heads(weights: Mapping[str, "torch.Tensor"], order: Sequence[int], heads: int, kv_heads: int) -> dict[str, "torch.Tensor"]:
+    """One layer's tensors with its heads in ``order``; what does not move is the same tensor. Raises UserError for a bad order.
+
+    weights: by name within the layer, such as ``self_attn.q_proj.weight``; others than q, k, v and o may be among them or not.
+    """
+    import torch
+
+    check_order(order, heads, kv_heads)
+    moved = dict(weights)
+    for name, tensor in weights.items():
+        if (move := move_of(name, order, kv_heads)) is not None:
+            index = torch.tensor(move.order, device=tensor.device)
+            blocks = tensor.unflatten(move.axis, (len(move.order), -1))
+            moved[name] = blocks.index_select(move.axis, index).flatten(move.axis, move.axis + 1)
+    return moved
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """The head orders of some layers, computed for one model and one number of virtual ranks.
+
+    orders: layer -> order. fingerprint: of the model it was computed for. report: layer -> figures for people, if any.
+    """
+
+    sync_tp_size: int
+    orders: dict[int, tuple[int, ...]]
+    fingerprint: str
+    report: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def permuted_layers(self) -> list[int]:
+        """The layers whose order is another than the old one."""
+        return sorted(layer for layer, order in self.orders.items() if order != tuple(range(len(order))))
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raise UserError unless every order fits a model with this config."""
+        for layer, order in self.orders.items():
+            if not 0 <= layer < config["num_hidden_layers"]:
+                raise UserError(f"the head map names layer {layer}, but the model has {config['num_hidden_layers']} layers")
+            try:
+                check_order(order, config["num_attention_heads"], kv_head_count(config))
+            except UserError as error:
+                raise UserError(f"the head map does not fit layer {layer}: {error}") from None
+
+    def moves(self, config: Mapping[str, Any]) -> dict[str, Move]:
+        """Every tensor of a checkpoint that moves, by its full name. Biases are named whether the model has them or not."""
+        names = [f"self_attn.{projection}_proj.{kind}" for projection in "qkvo" for kind in ("weight", "bias")]
+        found = {(i, name): move_of(name, order, kv_head_count(config)) for i, order in self.orders.items() for name in names}
+        return {f"model.layers.{i}.{name}": move for (i, name), move in found.items() if move is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of head_map.json; ``read_head_map`` reads it back."""
+        layers = [{"layer": i, "heads": list(self.orders[i]), **self.report.get(i, {})} for i in sorted(self.orders)]
+        return {"fingerprint": self.fingerprint, "sync_tp_size": self.sync_tp_size, "layers": layers}
+
+
+def read_head_map(path: Path) -> HeadMap:
+    """Read a head_map.json. Raises UserError for a malformed one; whether it fits a model is for ``HeadMap.check`` to say."""
+    document = read_document(path, "head map")
+    fingerprint, ranks, layers = (document.get(key) for key in ("fingerprint", "sync_tp_size", "layers"))
+    if not isinstance(fingerprint, str) or not fingerprint:
+        raise UserError(f"{path}: fingerprint is {fingerprint!r}, but must be the text that identifies a model")
+    if type(ranks) is not int or ranks < 1:
+        raise UserError(f"{path}: sync_tp_size is {ranks!r}, but must be a positive integer")
+    if not isinstance(layers, list) or not all(isinstance(entry, dict) for entry in layers):
+        raise UserError(f"{path}: layers must be a list of objects, each with layer and heads")
+    orders: dict[int, tuple[int, ...]] = {}
+    report: dict[int, dict[str, Any]] = {}
+    for entry in layers:
+        layer, heads = entry.get("layer"), entry.get("heads")
+        if type(layer) is not int:
+            raise UserError(f"{path}: a layer is {layer!r}, but must be an integer")
+        if layer in orders:
+            raise UserError(f"{path}: layer {layer} stands there twice")
+        if not isinstance(heads, list) or not all(type(head) is int for head in heads):
+            raise UserError(f"{path}: heads of layer {layer} must be a list of integers")
+        orders[layer] = tuple(heads)
+        report[layer] = {key: value for key, value in entry.items() if key not in ("layer", "heads")}
+    return HeadMap(ranks, orders, fingerprint, report)

@@ -1,0 +1,188 @@
+"""What a conversion will do, decided and checked before anything is written."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ladderize.console import UserError, to_json
+from ladderize.convert import output
+from ladderize.convert.checkpoint import (
+    INDEX,
+    PICKLES,
+    Checkpoint,
+    TensorInfo,
+    fetch_weights,
+    fingerprint,
+    read_checkpoint,
+    read_config,
+    resolve_json,
+)
+from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
+from ladderize.convert.llama import check_config, check_tensors, parameter_count
+from ladderize.convert.recipe import Recipe
+from ladderize.convert.selection import Selection
+from ladderize.convert.weights import Shard, parse_size, plan_shards
+from ladderize.layout import Layout
+
+MADE_HERE = {"config.json", "ladderize.yaml", "README.md", "README.source.md", INDEX}
+CLOSED = ("original", "__pycache__")  # and hidden folders: nothing in them is carried over
+# weights that are not the ones converted, their indices, and code
+FOREIGN = (*PICKLES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json", ".py", ".pyc", ".so", ".dll")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a conversion will do. ``recipe``: as it will be recorded, with layers instead of ``auto``."""
+
+    source: Checkpoint
+    source_name: str
+    hub_id: str | None
+    out: Path
+    recipe: Recipe
+    before: Layout
+    after: Layout
+    shards: list[Shard]
+    permuted_layers: list[int]
+    replaced: list[str]  # names of tensors
+    selection: Selection | None
+    record: dict[str, Any]  # more keys of ladderize.yaml
+    carried: list[Path]  # relative to the source
+    extra_files: dict[str, str]  # name -> text
+    left_behind: list[str]
+    remarks: list[str]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def weight_files(self) -> list[str]:
+        return [shard.file for shard in self.shards]
+
+    @property
+    def rewritten(self) -> list[Shard]:
+        return [shard for shard in self.shards if shard.rewritten]
+
+
+def make_plan(
+    src: str,
+    out: Path,
+    recipe: Recipe,
+    *,
+    revision: str | None = None,
+    overwrite: bool = False,
+    head_map: HeadMap | None = None,
+    replace: Mapping[str, TensorInfo] | None = None,
+    record: Mapping[str, Any] | None = None,
+    extra_files: Mapping[str, str] | None = None,
+) -> Plan:
+    """Read and validate the source (headers only) and decide what to write; raises UserError or LayoutError."""
+    folder, local = resolve_json(src, revision)
+    out = output.check_target(out, folder, overwrite=overwrite)
+    config = read_config(folder)
+    check_config(config)
+    before = Layout.from_config(config)
+    recipe, selection = recipe.resolve(before)
+    after = recipe.layout(before)
+    after.check_model(config)
+    if config["model_type"] == "llama" and after.is_dense and not recipe.dense:
+        raise UserError(f"nothing to convert: {src} is a dense Llama; name layers with --ladder or --spd, or give a --recipe")
+    if recipe.head_map is not None:
+        if head_map is not None:
+            raise UserError(f"the recipe names the head map {recipe.head_map}, and another is given; give one of them")
+        head_map = read_head_map(Path(recipe.head_map))
+    if head_map is not None:
+        head_map.check(config)
+        if after.sync_tp_size not in (None, head_map.sync_tp_size):
+            raise UserError(f"the head map is for sync_tp_size {head_map.sync_tp_size}, but the layout has {after.sync_tp_size}")
+        recipe = dataclasses.replace(recipe, head_map=HEAD_MAP)
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{src} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then convert the result")
+    source = read_checkpoint(folder if local else fetch_weights(src, revision))
+    remarks = check_tensors(source)
+    check_fingerprint(source, src, head_map, selection)
+    limit = parse_size(recipe.max_shard_size) if recipe.max_shard_size else None
+    moves = head_map.moves(config) if head_map is not None else None
+    shards = plan_shards(source, dtype=recipe.dtype, max_bytes=limit, moves=moves, replace=replace)
+    extra = dict(extra_files or {}) | ({HEAD_MAP: to_json(head_map.to_dict()) + "\n"} if head_map is not None else {})
+    check_extra_files(extra)
+    carried, left_behind = sort_files(source)
+    for path in [source.folder / name for name in source.weight_files] + [source.folder / relative for relative in carried]:
+        if out in path.resolve().parents:
+            raise UserError(f"{path} is a link into OUT {out}, which would be replaced; choose another OUT")
+    return Plan(
+        source=source, source_name=src, hub_id=None if local else src, out=out, recipe=recipe, before=before, after=after, shards=shards,
+        permuted_layers=head_map.permuted_layers if head_map is not None else [], replaced=sorted(replace or {}), selection=selection,
+        record=dict(record or {}), carried=[path for path in carried if str(path) not in extra], extra_files=extra,
+        left_behind=left_behind, remarks=remarks,
+    )  # fmt: skip
+
+
+def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None, selection: Selection | None) -> None:
+    """Raise UserError unless what was computed or measured beforehand was so on this very model."""
+    if head_map is None and selection is None:
+        return
+    found = fingerprint(source)
+    if head_map is not None and head_map.fingerprint != found:
+        raise UserError(f"the head map was computed for another model than {name} (their fingerprints differ); compute it for this one")
+    if selection is not None and selection.sensitivity.fingerprint != found:
+        path = selection.sensitivity.path
+        raise UserError(f"{path} was measured on another model than {name} (their fingerprints differ); measure this one")
+
+
+def check_extra_files(files: Mapping[str, str]) -> None:
+    """Raise ValueError unless these are names of JSON files that a conversion does not write itself."""
+    for name in files:
+        if not re.fullmatch(r"[\w-][\w.-]*\.json", name) or name.endswith(FOREIGN) or name in MADE_HERE:
+            raise ValueError(f"{name!r} is no plain name of a JSON file that may be added to a checkpoint")
+
+
+def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
+    """Which other files are carried over byte for byte, and which are left behind (and only listed)."""
+    carried: list[Path] = []
+    left_behind: list[str] = []
+    known = {*source.weight_files, *MADE_HERE}
+    home = source.folder.resolve()
+    cache = home.parent.parent / "blobs"  # where the links of a hub snapshot lead
+    for path in sorted(source.folder.rglob("*")):
+        relative = path.relative_to(source.folder)
+        if path.is_dir() or str(relative) in known:
+            continue
+        closed = [i for i, part in enumerate(relative.parts[:-1]) if part in CLOSED or part.startswith(".")]
+        if closed:
+            left_behind.append("/".join(relative.parts[: closed[0] + 1]) + "/")
+        elif not path.is_file() or path.name.lower().endswith(FOREIGN):
+            left_behind.append(str(relative))
+        else:
+            target = path.resolve()
+            if home not in target.parents and cache not in target.parents:
+                raise UserError(f"{path} is a link that leads out of the checkpoint, to {target}; replace it by a copy or remove it")
+            carried.append(relative)
+    return carried, sorted(set(left_behind))
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """A plan as the JSON of ``--json`` and of the return value."""
+    return {
+        "source": plan.source_name,
+        "out": str(plan.out),
+        "layout": str(plan.after),
+        "layout_before": str(plan.before),
+        **plan.after.to_config(),
+        "layers": plan.after.table(),
+        "parameters": parameter_count(plan.source.config),
+        "weight_bytes": plan.weight_bytes,
+        "weight_files": plan.weight_files,
+        "weights_rewritten": bool(plan.rewritten),
+        "weight_files_rewritten": [shard.file for shard in plan.rewritten],
+        "permuted_layers": plan.permuted_layers,
+        "replaced_tensors": plan.replaced,
+        "spd_selection": plan.selection.to_dict() if plan.selection is not None else None,
+        "extra_files": sorted(plan.extra_files),
+        "carried_over": [str(path) for path in plan.carried],
+        "not_carried_over": plan.left_behind,
+        "remarks": plan.remarks,
+    }

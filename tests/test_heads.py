@@ -1,0 +1,374 @@
+"""Heads in another order, tensors with other values: what the converter writes, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from ladderize import convert_checkpoint, load
+from ladderize.console import UserError, to_json
+from ladderize.convert import weights
+from ladderize.convert.checkpoint import TensorInfo, fingerprint, read_checkpoint, read_header
+from ladderize.convert.heads import HeadMap, check_order, kv_order, permute_heads, read_head_map
+from ladderize.convert.recipe import Recipe
+from tests.helpers import BIASES, SHAPE, edit_json, invoke, listing, one_sentence, random_ids, save_llama
+from tests.oracle import Oracle
+
+DENSE, SPD = Recipe(dense=True), Recipe(spd="1:3", sync_tp_size=4)
+HEADS, KV_HEADS = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
+SWAPPED = (2, 3, 0, 1, 4, 5, 6, 7)  # two whole KV groups of the 8 / 4 heads
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def random_order(kv_heads: int, heads: int = HEADS) -> tuple[int, ...]:
+    """Groups in a random order and heads in a random order within them; never the old order."""
+    group = heads // kv_heads
+    order = [j * group + i for j in torch.randperm(kv_heads).tolist() for i in torch.randperm(group).tolist()]
+    return tuple(order) if order != sorted(order) else random_order(kv_heads, heads)
+
+
+def map_for(source: Path, layers=(0, 2), *, kv_heads: int = KV_HEADS, ranks: int = 4) -> HeadMap:
+    return HeadMap(ranks, {layer: random_order(kv_heads) for layer in layers}, fingerprint(read_checkpoint(source)))
+
+
+def permuted(tensors: dict[str, torch.Tensor], head_map: HeadMap, kv_heads: int = KV_HEADS) -> dict[str, torch.Tensor]:
+    """The whole model's tensors with permute_heads applied layer by layer, in memory."""
+    result = dict(tensors)
+    for layer, order in head_map.orders.items():
+        prefix = f"model.layers.{layer}."
+        inside = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        result |= {prefix + name: tensor for name, tensor in permute_heads(inside, order, HEADS, kv_heads).items()}
+    return result
+
+
+def save_map(head_map: HeadMap, path: Path, **changes: object) -> Path:
+    path.write_text(to_json(head_map.to_dict() | changes))
+    return path
+
+
+def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return load(folder)(ids).logits
+
+
+# ---- orders ----
+
+
+def test_permute_heads_by_hand():
+    """2 KV groups of 2 heads, head_dim 2, hidden 3: every number says which old row or column it was."""
+    rows = lambda count: torch.arange(count)[:, None].repeat(1, 3)  # noqa: E731
+    layer = {f"self_attn.{name}_proj.weight": rows(count) for name, count in (("q", 8), ("k", 4), ("v", 4))}
+    layer |= {"self_attn.q_proj.bias": torch.arange(8), "self_attn.k_proj.bias": torch.arange(4), "self_attn.o_proj.bias": torch.arange(3)}
+    layer |= {"self_attn.o_proj.weight": rows(8).T.contiguous(), "mlp.up_proj.weight": rows(8), "input_layernorm.weight": torch.arange(3)}
+    new = permute_heads(layer, (3, 2, 0, 1), 4, 2)
+    queries, keys = [6, 7, 4, 5, 0, 1, 2, 3], [2, 3, 0, 1]
+    assert new["self_attn.q_proj.weight"][:, 1].tolist() == new["self_attn.q_proj.bias"].tolist() == queries
+    assert new["self_attn.k_proj.weight"][:, 0].tolist() == new["self_attn.v_proj.weight"][:, 2].tolist() == keys
+    assert new["self_attn.k_proj.bias"].tolist() == keys
+    assert new["self_attn.o_proj.weight"][2].tolist() == queries
+    for name in ("self_attn.o_proj.bias", "mlp.up_proj.weight", "input_layernorm.weight"):
+        assert new[name] is layer[name]
+
+
+@pytest.mark.parametrize(("order", "kv_heads", "expected"), [
+    ((3, 2, 0, 1), 2, (1, 0)), ((3, 2, 0, 1), 4, (3, 2, 0, 1)), ((3, 2, 0, 1), 1, (0,)), (SWAPPED, 4, (1, 0, 2, 3)),
+])  # fmt: skip
+def test_kv_order(order, kv_heads, expected):
+    assert kv_order(order, kv_heads) == expected
+    check_order(order, len(order), kv_heads)
+
+
+@pytest.mark.parametrize(("order", "message"), [
+    ((0, 1, 2, 2), "no permutation of the heads 0 to 3"), ((0, 1, 2), "no permutation"), ((0, 1, 2, 3, 4), "no permutation"),
+    ((1, 2, 3, 4), "no permutation"), ((-1, 0, 1, 2), "no permutation"), ((), "no permutation"),
+    ((0, 2, 1, 3), "tears KV groups apart: positions 0 to 1 hold the heads 0, 2"),
+])  # fmt: skip
+def test_orders_that_are_none(order, message):
+    for attempt in (lambda: check_order(order, 4, 2), lambda: permute_heads({}, order, 4, 2)):
+        with pytest.raises(UserError, match=message):
+            attempt()
+
+
+# ---- written checkpoints ----
+
+
+@pytest.mark.parametrize("chunk", [128, 4 << 20])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("extra", [{}, BIASES, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}, {"head_dim": 16}], ids=str)
+def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards, chunk):
+    """MHA, GQA, MQA, with biases: the tensors are those of permute_heads, and logits differ by the order of a sum only."""
+    monkeypatch.setattr(weights, "CHUNK", chunk)  # many chunks to a head and to o_proj, and one
+    source, kv_heads = save_llama(tmp_path / "src", shards=shards, **extra), extra.get("num_key_value_heads", KV_HEADS)
+    head_map = map_for(source, range(4), kv_heads=kv_heads)
+    report = convert_checkpoint(source, tmp_path / "out", DENSE, head_map=head_map, verify=False)
+    assert report["weights"]["rewritten"] == len(report["weight_files_rewritten"])
+    found, expected = all_tensors(tmp_path / "out"), permuted(all_tensors(source), head_map, kv_heads)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    moved = [name for name, tensor in all_tensors(source).items() if not torch.equal(found[name], tensor)]
+    assert {name.split(".")[3] for name in moved} == {"self_attn"}
+    assert sum("q_proj.weight" in name for name in moved) == 4
+    ids = random_ids(2, 9)
+    torch.testing.assert_close(logits(tmp_path / "out", ids), logits(source, ids), rtol=1e-5, atol=3e-5)
+
+
+def test_only_touched_files_are_rewritten(tmp_path):
+    source = save_llama(tmp_path / "src", shards=4)
+    places = {name: tensor.file for name, tensor in read_checkpoint(source).tensors.items()}
+    touched = {file for name, file in places.items() if name.startswith("model.layers.2.self_attn.")}
+    files = set(places.values())
+    assert len(touched) < len(files)
+    head_map = map_for(source, [2])
+    report = convert_checkpoint(source, tmp_path / "out", SPD, head_map=head_map)
+    assert report["weights"] == {"rewritten": len(touched), "linked": len(files - touched)}
+    assert set(report["weight_files_rewritten"]) == touched
+    assert report["weights_rewritten"] is True
+    for file in files:
+        assert (tmp_path / "out" / file).samefile(source / file) == (file not in touched)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == places
+
+
+def test_the_command_line_counts_both(tmp_path):
+    source = save_llama(tmp_path / "src", shards=4)
+    path = save_map(HeadMap(4, {2: SWAPPED}, fingerprint(read_checkpoint(source))), tmp_path / "map.json")
+    options = ("--spd", "1:3", "--sync-tp-size", "4", "--head-map", path, "--no-verify")
+    dry, done = (invoke("convert", source, tmp_path / "out", *options, *more) for more in (["--dry-run"], []))
+    report = json.loads(invoke("convert", source, tmp_path / "out2", *options, "--dry-run", "--json").stdout)
+    rewritten, kept = len(report["weight_files_rewritten"]), len(report["weight_files"]) - len(report["weight_files_rewritten"])
+    assert rewritten
+    assert kept
+    assert f"{rewritten} to be rewritten and {kept} to be taken over as they are" in dry.stdout
+    assert "head_map.json" in dry.stdout
+    assert f"{rewritten} rewritten" in done.stdout
+    assert f"{kept} linked" in done.stdout
+    assert "in another order in layers 2" in done.stdout
+
+
+def test_an_order_that_is_the_old_one_links(llama, tmp_path):
+    head_map = HeadMap(4, {1: tuple(range(HEADS))}, fingerprint(read_checkpoint(llama)))
+    report = convert_checkpoint(llama, tmp_path / "out", SPD, head_map=head_map, verify=False)
+    assert (report["weights"], report["permuted_layers"]) == ({"linked": 1}, [])
+
+
+@pytest.mark.parametrize("extra", [{}, BIASES], ids=str)
+def test_spd_with_a_map_is_spd_of_permuted_weights(tmp_path, extra):
+    source = save_llama(tmp_path / "src", **extra)
+    head_map = map_for(source, [1, 2])
+    convert_checkpoint(source, tmp_path / "mapped", SPD, head_map=head_map)
+    convert_checkpoint(source, tmp_path / "plain", SPD, verify=False)
+    ids, model = random_ids(2, 7), load(tmp_path / "plain")
+    before = model(ids).logits.detach()
+    model.load_state_dict(permuted(all_tensors(source), head_map))
+    result = logits(tmp_path / "mapped", ids)
+    assert torch.equal(result, model(ids).logits)
+    torch.testing.assert_close(result, Oracle(model.state_dict(), model.config)(ids)[0], rtol=1e-4, atol=2e-5)
+    assert not torch.allclose(result, before, rtol=1e-3, atol=1e-3)  # where syncs are dropped, the order matters
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", "20kB"), ("float16", None), (None, "20kB"), ("bfloat16", "1GB")])
+def test_with_another_dtype_and_other_shards(tmp_path, dtype, size):
+    source = save_llama(tmp_path / "src", shards=2, **BIASES)
+    head_map = map_for(source)
+    recipe = Recipe(spd="all", sync_tp_size=4, dtype=dtype, max_shard_size=size)
+    convert_checkpoint(source, tmp_path / "out", recipe, head_map=head_map, verify=False)
+    found = all_tensors(tmp_path / "out")
+    for name, tensor in permuted(all_tensors(source), head_map).items():
+        assert torch.equal(found[name], tensor.to(getattr(torch, dtype)) if dtype else tensor), name
+
+
+def test_a_dtype_that_some_files_have_already_links_those(tmp_path):
+    source = save_llama(tmp_path / "src", shards=3, dtype=torch.bfloat16)
+    file = source / "model-00002-of-00003.safetensors"
+    save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="2:", dtype="bfloat16"), verify=False)
+    assert report["weight_files_rewritten"] == [file.name]
+    assert report["weights"] == {"linked": len(report["weight_files"]) - 1, "rewritten": 1}
+    assert {tensor.dtype for tensor in all_tensors(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_the_record_makes_it_again(llama, tmp_path):
+    head_map = map_for(llama, [1, 2])
+    head_map.report[1] = {"cost": 0.25}
+    path = save_map(head_map, tmp_path / "map.json")
+    outcome = invoke("convert", llama, tmp_path / "a", "--spd", "1:3", "--sync-tp-size", "4", "--head-map", path, "--no-verify")
+    assert outcome.code == 0, outcome.stderr
+    path.unlink()
+    assert yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())["recipe"]["head_map"] == "head_map.json"
+    assert read_head_map(tmp_path / "a" / "head_map.json") == HeadMap(4, head_map.orders, head_map.fingerprint, {1: {"cost": 0.25}, 2: {}})
+    outcome = invoke("convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
+    assert outcome.code == 0, outcome.stderr
+    for name in ("config.json", "model.safetensors", "head_map.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    card = (tmp_path / "b" / "README.md").read_text()
+    assert "The attention heads of layers 1:3 are in another order" in card
+    # the output is another model than the one that the map is for: it is not permuted twice
+    outcome = invoke("convert", tmp_path / "a", tmp_path / "c", "--recipe", tmp_path / "a" / "ladderize.yaml")
+    assert "computed for another model" in one_sentence(outcome)
+
+
+@pytest.mark.parametrize("options", [["--dense"], ["--ladder", "2:"]])
+def test_nothing_dropped_takes_any_map(llama, tmp_path, options):
+    path = save_map(map_for(llama, ranks=8), tmp_path / "map.json")
+    outcome = invoke("convert", llama, tmp_path / "out", *options, "--head-map", path)
+    assert outcome.code == 0, outcome.stderr
+    assert "1 rewritten" in outcome.stdout
+    assert "in another order" in (tmp_path / "out" / "README.md").read_text()
+
+
+# ---- refused maps ----
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"fingerprint": "0" * 64}, "the head map was computed for another model"),
+    ({"sync_tp_size": 2}, "is for sync_tp_size 2, but the layout has 4"),
+    ({"layers": [{"layer": 4, "heads": list(range(8))}]}, "names layer 4, but the model has 4 layers"),
+    ({"layers": [{"layer": -1, "heads": list(range(8))}]}, "names layer -1"),
+    ({"layers": [{"layer": 1, "heads": [0] * 8}]}, "does not fit layer 1: its order is no permutation of the heads 0 to 7"),
+    ({"layers": [{"layer": 1, "heads": [0, 2, 1, 3, 4, 5, 6, 7]}]}, "tears KV groups apart"),
+    ({"layers": [{"layer": 1, "heads": list(range(8))}] * 2}, "layer 1 stands there twice"),
+    ({"layers": [{"layer": True, "heads": list(range(8))}]}, "a layer is True"), ({"layers": [{"heads": []}]}, "a layer is None"),
+    ({"layers": [{"layer": 1, "heads": [*range(7), True]}]}, "heads of layer 1 must be a list of integers"),
+    ({"layers": [{"layer": 1, "heads": "01234567"}]}, "must be a list of integers"), ({"layers": [{"layer": 1}]}, "must be a list"),
+    ({"layers": {"1": []}}, "layers must be a list of objects"), ({"layers": [[]]}, "layers must be a list of objects"),
+    ({"layers": None}, "layers must be a list"), ({"sync_tp_size": True}, "sync_tp_size is True"),
+    ({"sync_tp_size": 0}, "sync_tp_size is 0"),
+    ({"fingerprint": 5}, "fingerprint is 5"), ({"fingerprint": ""}, "fingerprint is ''"),
+])  # fmt: skip
+def test_head_maps_that_do_not_fit(llama, tmp_path, changes, message):
+    path = save_map(map_for(llama), tmp_path / "map.json", **changes)
+    outcome = invoke("convert", llama, tmp_path / "out", "--spd", "all", "--sync-tp-size", "4", "--head-map", path)
+    assert (outcome.code, message in one_sentence(outcome)) == (1, True), outcome.stderr
+    assert listing(tmp_path) == ["map.json", "src"]
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "is not valid JSON"), ("[]", "holds a list"), ("{}", "has schema_version None"), ('{"schema_version": 2}', "schema_version 2"),
+    ('{"schema_version": true}', "schema_version True"), ('{"schema_version": NaN}', "holds NaN"), ("\x00\xff", "is not valid JSON"),
+])  # fmt: skip
+def test_files_that_are_no_head_map(llama, tmp_path, text, message):
+    (tmp_path / "map.json").write_text(text)
+    outcome = invoke("convert", llama, tmp_path / "out", "--ladder", "all", "--head-map", tmp_path / "map.json")
+    assert (outcome.code, message in one_sentence(outcome)) == (1, True), outcome.stderr
+
+
+def test_other_ways_to_name_no_head_map(llama, tmp_path):
+    convert = lambda *options: one_sentence(invoke("convert", llama, tmp_path / "out", *options))  # noqa: E731
+    assert "no such file" in convert("--ladder", "all", "--head-map", tmp_path / "missing.json")
+    assert "is a directory" in convert("--ladder", "all", "--head-map", tmp_path)
+    path = save_map(map_for(llama), tmp_path / "map.json")
+    assert "nothing to convert" in convert("--head-map", path)
+    (tmp_path / "r.yaml").write_text("ladder: all\nhead_map: 5\n")
+    assert "head_map is 5, but must be a str" in convert("--recipe", tmp_path / "r.yaml")
+    with pytest.raises(UserError, match="and another is given"):
+        convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all", head_map=str(path)), head_map=map_for(llama))
+    assert listing(tmp_path) == ["map.json", "r.yaml", "src"]
+
+
+# ---- fingerprints ----
+
+
+def test_fingerprints(tmp_path):
+    """The same model in other shards and another layout has the same one; another value, dtype or seed has another."""
+    mine = lambda folder: fingerprint(read_checkpoint(folder))  # noqa: E731
+    source = save_llama(tmp_path / "src")
+    convert_checkpoint(source, tmp_path / "sharded", Recipe(spd="all", sync_tp_size=2, max_shard_size="20kB"), verify=False)
+    assert mine(tmp_path / "sharded") == mine(source)
+    convert_checkpoint(source, tmp_path / "half", Recipe(ladder="all", dtype="bfloat16"), verify=False)
+    assert mine(tmp_path / "half") != mine(source)
+    assert mine(save_llama(tmp_path / "other", seed=1)) != mine(source)
+    before, tensors = mine(source), load_file(source / "model.safetensors")
+    tensors["model.embed_tokens.weight"][48, 0] += 1  # in the middle of the 97 rows, which are more than 4 KiB
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    assert mine(source) != before
+
+
+# ---- replacements ----
+
+
+def trained(folder: Path, names: list[str], dtype: torch.dtype, **shapes: tuple[int, ...]) -> dict[str, TensorInfo]:
+    """Other values for some tensors, in a file elsewhere; returns what ``replace`` takes."""
+    tensors = {name: torch.randn(shapes.get(name.split(".")[-2], (32, 32))).to(dtype) for name in names}
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "trained.safetensors")
+    found = read_header(folder, "trained.safetensors")
+    return {name: TensorInfo(name, str(folder / info.file), info.dtype, info.shape, info.start, info.stop) for name, info in found.items()}
+
+
+O1, Q2, DOWN = "model.layers.1.self_attn.o_proj.weight", "model.layers.2.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [
+    (torch.float32, None), (torch.bfloat16, None), (torch.float16, "bfloat16"), (torch.float32, "bfloat16"),
+])  # fmt: skip
+def test_replacements(tmp_path, stored, dtype):
+    """They keep their own order of heads, take the dtype of what they replace, and only their files are rewritten."""
+    source = save_llama(tmp_path / "src", shards=4, dtype=torch.bfloat16 if dtype is None else torch.float32)
+    replace = trained(tmp_path / "adapted", [O1, DOWN], stored, down_proj=(32, 48))
+    head_map = map_for(source, [1])
+    extra = {"eval.json": "{}\n", "generation_config.json": '{"mine": 1}'}
+    report = convert_checkpoint(
+        source, tmp_path / "out", Recipe(spd="1:3", sync_tp_size=4, dtype=dtype), replace=replace, head_map=head_map,
+        record={"distillation": {"blocks": [1]}}, extra_files=extra,
+    )  # fmt: skip
+    values = load_file(tmp_path / "adapted" / "trained.safetensors")
+    found, old = all_tensors(tmp_path / "out"), all_tensors(source)
+    for name, tensor in (permuted(old, head_map) | values).items():
+        assert torch.equal(found[name], tensor.to(getattr(torch, dtype) if dtype else old[name].dtype)), name
+    if dtype is None:
+        files = {tensor.file for name, tensor in read_checkpoint(source).tensors.items() if name == DOWN or "layers.1.self_attn" in name}
+        assert set(report["weight_files_rewritten"]) == files != set(report["weight_files"])
+    assert report["replaced_tensors"] == sorted([O1, DOWN])
+    record = yaml.safe_load((tmp_path / "out" / "ladderize.yaml").read_text())
+    assert (record["distillation"], record["replaced_tensors"]) == ({"blocks": [1]}, sorted([O1, DOWN]))
+    assert {name: (tmp_path / "out" / name).read_text() for name in extra} == extra
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "2 tensors have other values" in card
+    assert "nothing here was retrained" not in card
+
+
+def test_replacements_that_do_not_fit(llama, tmp_path):
+    good = trained(tmp_path / "new", [O1], torch.float32)
+    for replace, message in (
+        ({"model.layers.9.x": good[O1]}, "has no such tensor"),
+        (trained(tmp_path / "a", [Q2], torch.float32, q_proj=(32, 16)), r"has shape \[32, 16\] instead of \[32, 32\]"),
+        (trained(tmp_path / "b", [O1], torch.int8), "stored as I8, which is no float"),
+    ):
+        with pytest.raises(UserError, match=message):
+            convert_checkpoint(llama, tmp_path / "out", SPD, replace=replace)
+    (tmp_path / "new" / "trained.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="became shorter"):
+        convert_checkpoint(llama, tmp_path / "out", SPD, replace=good)
+    assert "out" not in listing(tmp_path)
+
+
+def test_a_replacement_too_large_for_the_stored_dtype(tmp_path):
+    source = save_llama(tmp_path / "src", dtype=torch.float16)
+    replace = trained(tmp_path / "new", [O1], torch.float32)
+    save_file({O1: torch.full((32, 32), 1e6)}, tmp_path / "new" / "trained.safetensors")
+    with pytest.raises(UserError, match=f"{O1} has values too large for float16"):
+        convert_checkpoint(source, tmp_path / "out", SPD, replace=replace)
+
+
+@pytest.mark.parametrize("name", ["../x.json", "a/b.json", "config.json", "x.txt", ".x.json", "model.safetensors.index.json"])
+def test_extra_files_have_plain_names(llama, tmp_path, name):
+    with pytest.raises(ValueError, match="is no plain name"):
+        convert_checkpoint(llama, tmp_path / "out", SPD, extra_files={name: "{}"})
+    with pytest.raises(ValueError, match="has its own recipe"):
+        convert_checkpoint(llama, tmp_path / "out", SPD, record={"recipe": {}}, verify=False)
+    assert listing(tmp_path) == ["src"]
+
+
+def test_a_map_beside_the_source_gives_way_to_the_one_applied(llama, tmp_path):
+    (llama / "head_map.json").write_text("{}")
+    edit_json(llama / "generation_config.json", mine=1)
+    head_map = map_for(llama)
+    report = convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all"), head_map=head_map, verify=False)
+    assert read_head_map(tmp_path / "out" / "head_map.json").orders == head_map.orders
+    assert (report["extra_files"], report["carried_over"]) == (["head_map.json"], ["generation_config.json"])
