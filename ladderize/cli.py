@@ -1,5 +1,6 @@
 """The command line: parse, call, print. Heavy imports live inside the commands, so that ``--help`` is instant."""
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import typer
 
 from ladderize import __version__
 from ladderize.console import DEBUG, Console, UsageError, UserError, error_boundary, human_bytes, is_main_rank, table
-from ladderize.layout import RangeSyntaxError
+from ladderize.layout import RangeSyntaxError, format_ranges
 
 app = typer.Typer(
     name="ladderize",
@@ -43,6 +44,11 @@ def _check_dtype(dtype: str) -> None:
         raise UsageError(f"--dtype {dtype} is not one of auto, float32, bfloat16, float16")
 
 
+def _check_taus(tau1: float | None, tau2: float) -> None:
+    if math.isnan(tau2) or (tau1 is not None and not tau1 <= tau2):
+        raise UsageError(f"--tau1 {tau1} and --tau2 {tau2} are not in order")
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"ladderize {__version__}")
@@ -62,9 +68,21 @@ def convert(
         str | None, typer.Option(metavar="RANGES", help=f"Layers whose all-reduces are overlapped (Ladder Residual); {RANGES}.")
     ] = None,
     spd: Annotated[
-        str | None, typer.Option(metavar="RANGES", help="Layers whose attention all-reduce is dropped (Sync-Point Drop).")
+        str | None,
+        typer.Option(metavar="RANGES", help="Layers whose attention all-reduce is dropped (Sync-Point Drop), or auto, by --sensitivity."),
     ] = None,
     sync_tp_size: Annotated[int | None, typer.Option(min=1, help="Virtual ranks that --spd is made for; a property of the model.")] = None,
+    sensitivity: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="For --spd auto: what `ladderize sensitivity` wrote; alone, drops its in-sensitive blocks."),
+    ] = None,
+    spd_fraction: Annotated[
+        float | None, typer.Option(metavar="F", help="For --spd auto: drop this part of all layers, above 0 and at most 1.")
+    ] = None,
+    max_ppl_increase: Annotated[
+        float | None, typer.Option(metavar="X", help="For --spd auto: drop as long as the summed sensitivities are at most X perplexity.")
+    ] = None,
+    head_map: Annotated[str | None, typer.Option(metavar="FILE", help="Store attention heads in the orders of this head_map.json.")] = None,
     dense: Annotated[bool, typer.Option("--dense", help="Make every sync point blocking again: a plain Llama.")] = False,
     recipe: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML with these keys, or a ladderize.yaml, instead of the options.")
@@ -80,11 +98,14 @@ def convert(
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a Llama checkpoint to another layout of its sync points. Weights change only with --dtype."""
+    """Convert a Llama checkpoint to another layout of its sync points. Weights change only with --dtype, in order with --head-map."""
     from ladderize.convert.pipeline import convert_checkpoint
     from ladderize.convert.recipe import Recipe, read_recipe
 
-    given = {"ladder": ladder, "spd": spd, "sync_tp_size": sync_tp_size, "dense": dense, "dtype": dtype, "max_shard_size": max_shard_size}
+    given = {
+        "ladder": ladder, "spd": spd, "sync_tp_size": sync_tp_size, "dense": dense, "dtype": dtype, "max_shard_size": max_shard_size,
+        "head_map": head_map, "sensitivity": sensitivity, "spd_fraction": spd_fraction, "max_ppl_increase": max_ppl_increase,
+    }  # fmt: skip
     if recipe is not None and (clash := [key for key, value in given.items() if value not in (None, False)]):
         raise UsageError(f"--recipe and --{clash[0].replace('_', '-')} both say what to do; give one of them")
     console = Console(as_json)
@@ -102,12 +123,22 @@ def convert(
     console.document(report)
     for remark in report["remarks"]:
         console.note(f"Note: {remark}")
+    if selection := report["spd_selection"]:
+        shown = [{**row, "sensitivity": f"{row['sensitivity']:.4g}", "dropped": row["dropped"] or ""} for row in selection["blocks"]]
+        console.result(table(shown, right=["block", "sensitivity"]) + f"\n\nselected {selection['rule']}")
+        console.result(
+            f"estimate {selection['estimated_ppl_increase']:+.4g} perplexity, the sum over the dropped blocks: right to first order;\n"
+            f"         measure the true increase with `ladderize eval {src} {out} --perplexity FILE`\n"
+        )
     if dry_run:
         console.result(table(report["layers"], right=["layer"]) + "\n")
     console.result(f"layout   {report['layout']}")
     console.result(f"weights  {human_bytes(report['weight_bytes'])} in {len(report['weight_files'])} files, {_how(report)}")
+    if report["permuted_layers"]:
+        console.result(f"heads    in another order in layers {format_ranges(report['permuted_layers'])}")
     if dry_run:
-        files = [*report["weight_files"], *report["carried_over"], "config.json, README.md, ladderize.yaml and the model code"]
+        files = [*report["weight_files"], *report["carried_over"], *report["extra_files"]]
+        files.append("config.json, README.md, ladderize.yaml and the model code")
         console.result(f"files    {', '.join(files)}")
     if report["not_carried_over"]:
         console.result(f"left     {', '.join(report['not_carried_over'])} (not carried over)")
@@ -117,7 +148,9 @@ def convert(
 def _how(report: dict[str, Any]) -> str:
     if "weights" in report:
         return " and ".join(f"{count} {how}" for how, count in report["weights"].items())
-    return "to be rewritten" if report["weights_rewritten"] else "to be taken over as they are"
+    rewritten = len(report["weight_files_rewritten"])
+    counts = {"to be rewritten": rewritten, "to be taken over as they are": len(report["weight_files"]) - rewritten}
+    return " and ".join(f"{count} {how}" for how, count in counts.items() if count)
 
 
 @app.command()
@@ -214,7 +247,7 @@ def evaluate(
 
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.  [default: cuda if there is one]")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of each rank.  [default: cores / ranks]")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of each process.  [default: cores / processes]")]
 ReplicateVocab = Annotated[
     bool, typer.Option("--replicate-vocab", help="Every rank holds the whole embedding and LM head, which need no all-reduce then.")
 ]
@@ -225,6 +258,14 @@ Backend = Annotated[str, typer.Option(help="auto, nccl, symm_mem, gloo, shm, or 
 def _runtime_options(device: str | None, backend: str, dtype: str, threads: int | None, ranks: int) -> str:
     """Check what the runtime's commands share; returns the device."""
     from ladderize.runtime.collectives import check_backend
+
+    device = _compute_options(device, dtype, threads)
+    check_backend(backend, ranks, device)
+    return device
+
+
+def _compute_options(device: str | None, dtype: str, threads: int | None) -> str:
+    """Check where and how to compute; returns the device."""
     from ladderize.runtime.distributed import cores, default_device
 
     _check_dtype(dtype)
@@ -232,11 +273,9 @@ def _runtime_options(device: str | None, backend: str, dtype: str, threads: int 
         raise UsageError(f"--device {device} is not cpu or cuda")
     if device == "cuda" and default_device() != "cuda":
         raise UserError("--device cuda, but torch sees no GPU here")
-    device = device or default_device()
-    check_backend(backend, ranks, device)
     if threads is not None and threads > len(cores()):
         raise UserError(f"--threads {threads} is more than the {len(cores())} cores that this process may use")
-    return device
+    return device or default_device()
 
 
 @app.command()
@@ -344,7 +383,7 @@ def bench(
 
     if out is not None:
         check_writable(out)
-    from ladderize.runtime.plot import check_plot, draw
+    from ladderize.figure import check_plot
 
     if plot is not None:
         check_plot(plot)
@@ -361,9 +400,222 @@ def bench(
             write_json(out, document)
             console.note(f"wrote {out}")
         if plot is not None:
+            from ladderize.runtime.plot import draw
+
             console.note(f"drew {' and '.join(map(str, draw(document, plot)))}")
     if failed := unproven(document):
         raise UserError(f"nothing overlapped in the trace of {' and '.join(failed)}, although the layout overlaps: its row is no result")
+
+
+Data = Annotated[str, typer.Option("--data", metavar="FILE", help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="auto (as stored), float32, bfloat16 or float16.")]
+
+
+@app.command()
+def sensitivity(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A dense checkpoint folder or hub id.")],
+    data: Data,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Write sensitivity.json here, as it grows; the same command goes on from it.")],
+    sync_tp_size: Annotated[int | None, typer.Option(min=1, help="Virtual ranks to drop sync points for.")] = None,
+    mode: Annotated[
+        str, typer.Option(help="spd or ladder: the paper's sweep from the last block; each or each-ladder: one block alone.")
+    ] = "spd",
+    samples: Annotated[int, typer.Option(min=1, help="Windows to score, drawn from the data.")] = 128,
+    seq_len: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a window.  [default: rows of ids, else 2048 or the model's limit]")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the windows that are drawn.")] = 0,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Windows at a time.  [default: 4096 tokens]")] = None,
+    tau1: Annotated[float | None, typer.Option(help="S up to here: in-sensitive.  [default: 0.05; 0.02 from 30B parameters]")] = None,
+    tau2: Annotated[float, typer.Option(help="S above: extremely sensitive; between: sensitive.")] = 10.0,
+    dtype: DtypeOption = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    plot: Annotated[Path | None, typer.Option(metavar="STEM", help="Draw STEM.png and STEM.svg.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure anew, whatever --out holds.")] = False,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how much each block suffers when its sync points are dropped (Sync-Point Drop) or overlapped."""
+    from ladderize.eval.sensitivity import MODES, SensitivityOptions, measure_sensitivity, rows_for_table
+
+    if mode not in MODES:
+        raise UsageError(f"--mode {mode} is not one of {', '.join(MODES)}")
+    if (sync_tp_size is None) != mode.endswith("ladder"):
+        drops = not mode.endswith("ladder")
+        raise UsageError(f"--mode {mode} {'needs --sync-tp-size N' if drops else 'drops nothing, so --sync-tp-size has no effect'}")
+    _check_taus(tau1, tau2)
+    device = _compute_options(device, dtype, threads)
+    from ladderize.eval.results import check_writable, write_json
+    from ladderize.runtime.distributed import set_threads
+
+    set_threads(threads, 1)
+    check_writable(out)
+    if plot is not None:
+        from ladderize.figure import check_plot
+
+        check_plot(plot)
+    console = Console(as_json)
+    options = SensitivityOptions(
+        data=data, mode=mode, sync_tp_size=sync_tp_size, samples=samples, seq_len=seq_len, seed=seed, batch_size=batch_size, tau1=tau1,
+        tau2=tau2, dtype=dtype, device=device, revision=revision,
+    )  # fmt: skip
+    from ladderize.convert.checkpoint import read_json
+
+    previous = read_json(out) if out.exists() and not overwrite else None
+    document = measure_sensitivity(model, options, console=console, previous=previous, save=lambda value: write_json(out, value))
+    console.document(document)
+    console.result(table(list(rows_for_table(document)), right=["block", "S", "perplexity"]))
+    console.result(f"dense perplexity {document['perplexity'][-1]:.4f}")
+    console.note(f"wrote {out}")
+    if plot is not None:
+        from ladderize.eval.sensitivity_plot import draw
+
+        console.note(f"drew {' and '.join(map(str, draw(document, plot)))}")
+
+
+Samples = Annotated[int | None, typer.Option(min=1, help="Windows to train on.  [default: what the data give, up to 1024]")]
+Heldout = Annotated[int | None, typer.Option(min=1, help="Other windows, for early stopping and the table.  [default: a tenth, up to 64]")]
+SeqLen = Annotated[int | None, typer.Option(min=2, help="Tokens of a window.  [default: rows of ids, else 2048 or the model's limit]")]
+Epochs = Annotated[int, typer.Option(min=1, help="At most; a block that gets no better for --patience epochs is done.")]
+Patience = Annotated[int, typer.Option(min=1, help="Epochs without a better held-out loss.")]
+LearningRate = Annotated[float | None, typer.Option("--lr", help="Peak learning rate.  [default: 5e-5 at width 4096, times 4096/width]")]
+StepWindows = Annotated[int | None, typer.Option("--batch-size", min=1, help="Windows per step.  [default: 2048 tokens]")]
+MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="Teacher states beyond this lie on disk.")]
+WorkDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Unfinished work.  [default: OUT.ladderize-work, gone when done]")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint.")]
+NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not load the output in plain transformers before it appears.")]
+
+
+def _blockwise(
+    data: str, samples: int | None, heldout: int | None, seq_len: int | None, layers: str | None, epochs: int, patience: int,
+    lr: float | None, batch_size: int | None, max_memory: str, seed: int, dtype: str, device: str | None, threads: int | None,
+    work_dir: Path | None,
+) -> Any:  # fmt: skip
+    """The options of block-to-block distillation, checked."""
+    if lr is not None and not 0 < lr < math.inf:
+        raise UsageError(f"--lr must be above 0, not {lr:g}")
+    from ladderize.convert.weights import parse_size
+
+    size = parse_size(max_memory, option="--max-memory")
+    device = _compute_options(device, dtype, threads)
+    from ladderize.adapt.blockwise import BlockwiseOptions
+    from ladderize.adapt.distill import DistillOptions
+    from ladderize.runtime.distributed import set_threads
+
+    set_threads(threads, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return BlockwiseOptions(
+        data=data, samples=samples, heldout=heldout, seq_len=seq_len, layers=layers, dtype=dtype, device=device, work_dir=work_dir,
+        distill=DistillOptions(epochs=epochs, patience=patience, lr=lr, batch_size=batch_size, max_memory=size, seed=seed),
+    )  # fmt: skip
+
+
+@app.command()
+def adapt(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A converted checkpoint folder or hub id; it is never touched.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
+    method: Annotated[str, typer.Option(help="blocks: every converted block learns to answer as the dense block does.")],
+    teacher: Annotated[str, typer.Option(metavar="DENSE", help="The dense checkpoint that MODEL was converted from.")],
+    data: Data,
+    layers: Annotated[
+        str | None, typer.Option(metavar="RANGES", help=f"Blocks to train; {RANGES}.  [default: all that compute otherwise than DENSE]")
+    ] = None,
+    samples: Samples = None,
+    heldout: Heldout = None,
+    seq_len: SeqLen = None,
+    epochs: Epochs = 10,
+    patience: Patience = 2,
+    lr: LearningRate = None,
+    batch_size: StepWindows = None,
+    max_memory: MaxMemory = "8GB",
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the windows and their order.")] = 0,
+    dtype: Annotated[str, typer.Option(help="To compute in: auto (float32 if stored so, else bfloat16), float32 or bfloat16.")] = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    work_dir: WorkDir = None,
+    overwrite: Overwrite = False,
+    no_verify: NoVerify = False,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Win back accuracy: retrain the converted blocks of a checkpoint against the dense model."""
+    if method != "blocks":
+        raise UsageError(f"--method {method} is not known; there is blocks (block-to-block distillation)")
+    if dtype == "float16":
+        raise UsageError("--dtype float16 is too narrow to train in; take bfloat16 or float32")
+    options = _blockwise(
+        data, samples, heldout, seq_len, layers, epochs, patience, lr, batch_size, max_memory, seed, dtype, device, threads, work_dir
+    )
+    from ladderize.adapt.blockwise import adapt_blocks, block_rows, perplexity_rows
+
+    console = Console(as_json)
+    document = adapt_blocks(model, out, teacher, options, console=console, overwrite=overwrite, verify=not no_verify, revision=revision)
+    if not is_main_rank():
+        return
+    console.document(document)
+    console.result(table(block_rows(document["blocks"]), right=["block"]) + "\n")
+    console.result(table(perplexity_rows(document["heldout_perplexity"]), right=["perplexity", "stderr", "difference"]))
+    console.result(f"wrote {out}")
+
+
+@app.command()
+def spd(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A dense checkpoint folder or hub id; it is never touched.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
+    sync_tp_size: Annotated[int, typer.Option(min=2, help="Virtual ranks to drop sync points for; a property of OUT.")],
+    data: Data,
+    spd_fraction: Annotated[float | None, typer.Option(help="Part of all blocks to drop, least sensitive first.  [default: 0.7]")] = None,
+    max_ppl_increase: Annotated[float | None, typer.Option(help="Drop while the summed sensitivities stay within this instead.")] = None,
+    calibration_samples: Annotated[int, typer.Option(min=1, help="Windows for the sensitivity and the grouping.")] = 128,
+    tau1: Annotated[float | None, typer.Option(help="S up to here: dropped as it is.  [default: 0.05; 0.02 from 30B parameters]")] = None,
+    tau2: Annotated[float, typer.Option(help="S above: extremely sensitive.")] = 10.0,
+    head_grouping: Annotated[
+        str, typer.Option(help="error: of every distilled block, by its error; paper: of extremely sensitive ones, by the paper; none.")
+    ] = "error",
+    samples: Samples = None,
+    heldout: Heldout = None,
+    seq_len: SeqLen = None,
+    epochs: Epochs = 10,
+    patience: Patience = 2,
+    lr: LearningRate = None,
+    batch_size: StepWindows = None,
+    max_memory: MaxMemory = "8GB",
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the windows and their order.")] = 0,
+    dtype: Annotated[str, typer.Option(help="To compute in: auto (float32 if stored so, else bfloat16), float32 or bfloat16.")] = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    work_dir: WorkDir = None,
+    overwrite: Overwrite = False,
+    no_verify: NoVerify = False,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Sync-Point Drop in one command: sensitivity, head grouping, distillation, conversion, and what each step won."""
+    if spd_fraction is not None and max_ppl_increase is not None:
+        raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
+    if head_grouping not in ("error", "paper", "none"):
+        raise UsageError(f"--head-grouping {head_grouping} is not one of error, paper, none")
+    if dtype == "float16":
+        raise UsageError("--dtype float16 is too narrow to train in; take bfloat16 or float32")
+    _check_taus(tau1, tau2)
+    options = _blockwise(
+        data, samples, heldout, seq_len, None, epochs, patience, lr, batch_size, max_memory, seed, dtype, device, threads, work_dir
+    )
+    from ladderize.workflows.spd import SpdOptions, block_rows, perplexity_rows, run_spd
+
+    console = Console(as_json)
+    fraction = 0.7 if spd_fraction is None and max_ppl_increase is None else spd_fraction
+    what = SpdOptions(
+        sync_tp_size=sync_tp_size, training=options, spd_fraction=fraction, max_ppl_increase=max_ppl_increase,
+        calibration_samples=calibration_samples, tau1=tau1, tau2=tau2, head_grouping=head_grouping, revision=revision,
+    )  # fmt: skip
+    document = run_spd(model, out, what, console=console, overwrite=overwrite, verify=not no_verify)
+    if not is_main_rank():
+        return
+    console.document(document)
+    console.result(table(block_rows(document), right=["block", "S"]) + "\n")
+    console.result(table(perplexity_rows(document["perplexity"]), right=["perplexity", "stderr", "difference"]))
+    console.result(f"wrote {out}")
 
 
 @app.command()

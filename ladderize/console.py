@@ -123,6 +123,13 @@ def human_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def human_seconds(seconds: float) -> str:
+    """``95`` -> ``1.6 min``."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.2g} min" if seconds < 5400 else f"{seconds / 3600:.2g} h"
+
+
 @contextlib.contextmanager
 def error_boundary(debug: bool) -> Iterator[None]:
     """Turn known exceptions into one sentence on stderr and an exit code; with ``debug`` the traceback comes too."""

@@ -9,6 +9,7 @@
   two tokens (one to read, one to score); a single leftover token is dropped.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,3 +136,29 @@ def windows(documents: list[np.ndarray], seq_len: int) -> list[np.ndarray]:
     if not cut:
         raise UserError("the data gives no window of two tokens, and the first of a window cannot be scored; give more, or longer windows")
     return cut
+
+
+def sample_windows(documents: list[np.ndarray], seq_len: int, samples: int | None, seed: int, *, spec: str) -> np.ndarray:
+    """``samples`` (None: all) different full windows of ``seq_len`` ids, in an order drawn with ``seed``: int64 [samples, seq_len].
+
+    Raises UserError where the data give fewer; spec: the file, for the message.
+    """
+    full = [window for window in windows(documents, seq_len) if len(window) == seq_len]
+    if len(full) < (samples or 1):
+        raise UserError(
+            f"{spec} gives {len(full)} windows of {seq_len} tokens, and {samples or 1} are asked for; give more data, or lower "
+            "--samples or --seq-len"
+        )
+    drawn = np.random.default_rng(seed).permutation(len(full))[:samples]
+    return np.stack([full[number] for number in drawn])
+
+
+def file_sha256(spec: str) -> str:
+    """A hash of the file behind ``spec`` and of the array chosen in it: whether two runs read the same data."""
+    path, key = split_name(spec)
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    digest.update((key or "").encode())
+    return digest.hexdigest()

@@ -10,14 +10,15 @@ import pytest
 from tests.helpers import ROOT
 
 PACKAGE = ROOT / "ladderize"
-LEAVES = {"layout", "console", "modeling", "data"}
+LEAVES = {"layout", "console", "modeling", "data", "figure"}
 MAY_IMPORT = {
     "convert": LEAVES | {"convert"},
     "runtime": LEAVES | {"convert", "runtime"},
-    "eval": LEAVES | {"convert", "runtime", "eval"},
-    "adapt": LEAVES | {"convert", "adapt", "eval.perplexity"},
-    "demo": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "demo"},
-    "workflows": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows"},
+    "blocks": LEAVES | {"convert"},
+    "eval": LEAVES | {"blocks", "convert", "runtime", "eval"},
+    "adapt": LEAVES | {"blocks", "convert", "adapt", "eval.perplexity"},
+    "demo": LEAVES | {"blocks", "convert", "runtime", "eval", "adapt", "workflows", "demo"},
+    "workflows": LEAVES | {"blocks", "convert", "runtime", "eval", "adapt", "workflows"},
     "cli": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "demo"},
     **dict.fromkeys(LEAVES, LEAVES),
 }

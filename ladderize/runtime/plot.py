@@ -3,20 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from ladderize.console import UserError
+from ladderize.figure import save_figure
 from ladderize.runtime.report import labels
 
 COMPUTE, EXPOSED = "#4c72b0", "#dd8452"
-
-
-def check_plot(stem: Path) -> None:
-    """Raise UserError unless the picture can be drawn and written: before the benchmark, not after."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install 'ladderize[plots]'") from None
-    if not stem.expanduser().resolve().parent.is_dir():
-        raise UserError(f"--plot {stem}: the folder {stem.parent} does not exist")
 
 
 def draw(document: dict[str, Any], stem: Path) -> list[Path]:
@@ -54,9 +44,4 @@ def draw(document: dict[str, Any], stem: Path) -> list[Path]:
     ranks = rows[0]["tp_size"] if rows else 1
     how = f"{ranks} emulated ranks, link {document['link']['name']}" if document["emulated"] else f"{ranks} ranks, {document['backend']}"
     figure.suptitle(f"{how}; medians of {document['options']['repeat']} interleaved runs", fontsize=10)
-    written = []
-    for suffix in (".png", ".svg"):
-        path = stem.expanduser().with_name(stem.name.removesuffix(".png").removesuffix(".svg") + suffix)
-        figure.savefig(path, dpi=150)
-        written.append(path)
-    return written
+    return save_figure(figure, stem)

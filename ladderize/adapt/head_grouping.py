@@ -1,0 +1,325 @@
+"""Head grouping: which attention heads should work on one rank, and with which slice of the MLP, where their sum is dropped.
+
+A permutation of heads changes nothing in a dense model. In an SPD block rank m's MLP slice sees the heads of rank m only, so it
+decides what is lost. Two criteria, both computed from the dense model's inputs on calibration data:
+
+* ``error``: the mean squared difference between the block's output and the dense block's, which is what is to be small. Descent by
+  exchanging heads, and whole groups, between ranks, from the order as it is and from the paper's.
+* ``paper`` (arXiv 2502.20727, section 4.3): heads with unlike attention maps together (the sum of pairwise distances within groups is
+  maximal), then groups matched to MLP slices by a linear assignment that maximises the sum of ||MLP_m(group)||.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from ladderize.blocks import Blocks
+from ladderize.convert.checkpoint import fingerprint
+from ladderize.convert.heads import HeadMap
+from ladderize.convert.llama import kv_head_count
+from ladderize.layout import Layout, check_split
+
+CRITERIA = ("error", "paper")
+WINDOWS = 32  # of calibration, for the distances of attention maps
+TOKENS = 4096  # drawn from these windows, for everything that runs an MLP
+RESTARTS = 8
+MIN_GAIN = 1e-9  # relative; less is rounding
+
+Assignment = list[list[int]]  # the units of each rank
+
+
+@dataclass(frozen=True)
+class Units:
+    """What moves as a whole, and where to.
+
+    With at least as many KV heads as ranks a unit is a KV group (a head, without GQA) and may go to any rank: one family. With fewer, a
+    KV head is replicated on the ranks that share it: a unit is a query head, and a family, the heads of one KV head, fills neighbouring
+    ranks.
+    """
+
+    heads: list[list[int]]  # of each unit
+    families: list[list[int]]  # units; all of one size
+    ranks: int
+
+    @classmethod
+    def of(cls, heads: int, kv_heads: int, ranks: int) -> "Units":
+        groups = [list(range(first, first + heads // kv_heads)) for first in range(0, heads, heads // kv_heads)]
+        if kv_heads % ranks == 0:
+            return cls(groups, [list(range(kv_heads))], ranks)
+        return cls([[head] for head in range(heads)], groups, ranks)
+
+    @property
+    def ranks_per_family(self) -> int:
+        return self.ranks // len(self.families)
+
+    @property
+    def per_rank(self) -> int:
+        return len(self.heads) // self.ranks
+
+    @property
+    def freedom(self) -> str:
+        """What there is to choose, in words."""
+        if self.ranks == 1:
+            return "nothing: one rank"
+        return "the matching alone: a rank holds one unit" if self.per_rank == 1 else "grouping and matching"
+
+    def identity(self) -> Assignment:
+        """The order as it is."""
+        units = [unit for family in self.families for unit in family]
+        return [units[first : first + self.per_rank] for first in range(0, len(units), self.per_rank)]
+
+    def order(self, assignment: Assignment) -> tuple[int, ...]:
+        """The head order that puts each rank's heads where it looks for them."""
+        return tuple(head for members in assignment for unit in sorted(members) for head in self.heads[unit])
+
+
+# ---- the paper's two steps ----
+
+
+def spread(distance: np.ndarray, groups: int, *, seed: int = 0) -> list[list[int]]:
+    """Split units into ``groups`` of equal size so that the sum of pairwise distances within groups is large.
+
+    distance: [units, units], symmetric. A local search that exchanges the best pair until none helps, from the order as it is and from
+    ``RESTARTS`` random ones; never worse than the order as it is.
+    """
+    size = len(distance) // groups
+    start = np.repeat(np.arange(groups), size)
+    rng = np.random.default_rng(seed)
+    found = [_exchange(distance, labels, groups) for labels in [start, *(rng.permutation(start) for _ in range(RESTARTS))]]
+    best = max(found, key=lambda labels: _within(distance, labels))
+    return [np.flatnonzero(best == group).tolist() for group in range(groups)]
+
+
+def _within(distance: np.ndarray, labels: np.ndarray) -> float:
+    return float((distance * (labels[:, None] == labels)).sum() / 2)
+
+
+def _exchange(distance: np.ndarray, labels: np.ndarray, groups: int) -> np.ndarray:
+    labels = labels.copy()
+    while True:
+        to_group = distance @ (labels[:, None] == np.arange(groups))  # [units, groups]: distance of a unit to all of a group
+        own, other = to_group[np.arange(len(labels)), labels], to_group[:, labels]
+        gain = other + other.T - own[:, None] - own - 2 * distance  # of exchanging a and b
+        gain[labels[:, None] == labels] = 0.0
+        a, b = np.unravel_index(np.argmax(gain), gain.shape)
+        if gain[a, b] <= MIN_GAIN * max(1.0, float(np.abs(distance).sum())):
+            return labels
+        labels[a], labels[b] = labels[b], labels[a]
+
+
+def match(units: Units, groups: Sequence[Sequence[Sequence[int]]], values: np.ndarray) -> Assignment:
+    """Give every group a rank so that the sum of ``values`` is the largest possible, families staying on neighbouring ranks.
+
+    groups: of each family. values: [groups in order, ranks].
+    """
+    count, width = len(groups), units.ranks_per_family
+    inner = {}
+    gains = np.zeros((count, count))
+    for family, place in itertools.product(range(count), range(count)):
+        part = values[family * width : (family + 1) * width, place * width : (place + 1) * width]
+        rows, columns = linear_sum_assignment(part, maximize=True)
+        inner[family, place] = columns
+        gains[family, place] = part[rows, columns].sum()
+    assignment: Assignment = [[] for _ in range(units.ranks)]
+    for family, place in zip(*linear_sum_assignment(gains, maximize=True), strict=True):
+        for group, column in zip(groups[family], inner[family, place], strict=True):
+            assignment[place * width + column] = list(group)
+    return assignment
+
+
+# ---- one layer on calibration data ----
+
+
+class Probe:
+    """The MLP half of one SPD block on tokens of the dense model.
+
+    residual: [tokens, hidden], with o_proj's bias. partials: [units, tokens, hidden], what each unit adds through o_proj.
+    """
+
+    def __init__(self, layer: Any, residual: Tensor, partials: Tensor, ranks: int) -> None:
+        self.norm, self.mlp, self.residual, self.partials, self.ranks = layer.post_attention_layernorm, layer.mlp, residual, partials, ranks
+        everything = residual + partials.sum(0)
+        self.target = sum((self.slice(rank, everything) for rank in range(ranks)), torch.zeros_like(residual))
+
+    def slice(self, rank: int, seen: Tensor) -> Tensor:
+        """Rank's part of the MLP, without down_proj's bias, where its residual stream is ``seen``."""
+        x = self.norm(seen)
+        gate, up = (_rows(projection, rank, self.ranks, x) for projection in (self.mlp.gate_proj, self.mlp.up_proj))
+        return linear(self.mlp.act_fn(gate) * up, self.mlp.down_proj.weight.chunk(self.ranks, 1)[rank])
+
+    def output(self, rank: int, members: Iterable[int]) -> Tensor:
+        """The same where the rank has the heads of ``members``."""
+        return self.slice(rank, self.residual + self.partials[sorted(members)].sum(0))
+
+    def error(self, assignment: Assignment) -> float:
+        """Mean squared difference between the SPD block's output and the dense block's."""
+        return _mean_square(sum((self.output(rank, members) for rank, members in enumerate(assignment)), -self.target))
+
+    def norms(self, groups: Sequence[Sequence[int]]) -> np.ndarray:
+        """||MLP_m(group)||, the mean over tokens: [groups, ranks]."""
+        values = [[self.output(rank, group).float().norm(dim=-1).mean() for rank in range(self.ranks)] for group in groups]
+        return torch.tensor(values, dtype=torch.float64).numpy()
+
+
+def _rows(projection: torch.nn.Linear, rank: int, ranks: int, x: Tensor) -> Tensor:
+    bias = projection.bias.chunk(ranks)[rank] if projection.bias is not None else None
+    return linear(x, projection.weight.chunk(ranks)[rank], bias)
+
+
+def _mean_square(x: Tensor | float) -> float:
+    assert isinstance(x, Tensor)
+    return float(x.float().square().mean())
+
+
+class Descent:
+    """An assignment on its way to a smaller error."""
+
+    def __init__(self, probe: Probe, units: Units, start: Assignment) -> None:
+        self.probe, self.units = probe, units
+        self.held = [frozenset(members) for members in start]
+        self.outputs = [probe.output(rank, members).float() for rank, members in enumerate(self.held)]
+        self.difference = sum(self.outputs, -probe.target.float())
+        self.error = _mean_square(self.difference)
+
+    def attempt(self, change: Mapping[int, frozenset[int]]) -> bool:
+        """Give some ranks other units if that lowers the error; says whether it did."""
+        outputs = {rank: self.probe.output(rank, members).float() for rank, members in change.items()}
+        difference = self.difference + sum((output - self.outputs[rank] for rank, output in outputs.items()), torch.zeros(()))
+        error = _mean_square(difference)
+        if not error < self.error * (1 - MIN_GAIN):
+            return False
+        self.difference, self.error = difference, error
+        for rank, members in change.items():
+            self.held[rank], self.outputs[rank] = members, outputs[rank]
+        return True
+
+    def exchanges(self, rng: np.random.Generator) -> Iterator[dict[int, frozenset[int]]]:
+        """Every exchange of two units, of two ranks' groups, of two families' ranks, each from what is held by then."""
+        if self.units.per_rank > 1:
+            pairs = [pair for family in self.units.families for pair in itertools.combinations(family, 2)]
+            for one, other in rng.permutation(pairs).tolist():
+                a, b = (next(rank for rank, members in enumerate(self.held) if unit in members) for unit in (one, other))
+                if a != b:
+                    yield {a: self.held[a] - {one} | {other}, b: self.held[b] - {other} | {one}}
+        width = self.units.ranks_per_family
+        places = [range(first, first + width) for first in range(0, self.units.ranks, width)]
+        for place in places:
+            for a, b in itertools.combinations(place, 2):
+                yield {a: self.held[b], b: self.held[a]}
+        for one, other in itertools.combinations(places, 2):
+            yield {a: self.held[b] for x, y in zip(one, other, strict=True) for a, b in ((x, y), (y, x))}
+
+
+def descend(probe: Probe, units: Units, start: Assignment, *, seed: int = 0) -> Assignment:
+    """Exchange units and groups between ranks until no exchange lowers the block's error any more.
+
+    An exchange computes two slices of the MLP, so a pass over U units costs about as much as U^2 / N forward passes of the MLP.
+    """
+    descent, rng = Descent(probe, units, start), np.random.default_rng(seed)
+    while sum(descent.attempt(change) for change in descent.exchanges(rng)):  # a whole pass, then another
+        pass
+    return [sorted(members) for members in descent.held]
+
+
+# ---- the whole model ----
+
+
+def group_heads(
+    blocks: Blocks, layers: Sequence[int], sync_tp_size: int, windows: np.ndarray, *, criterion: str = "error", seed: int = 0,
+    advance: Callable[[int], None] = lambda count: None,
+) -> HeadMap:  # fmt: skip
+    """The head map of ``layers`` of a dense model for ``sync_tp_size`` virtual ranks; ``advance`` counts layers passed.
+
+    windows: ids [windows, tokens], of which the first ``WINDOWS`` are read. The model passes layer by layer, one in memory at a time.
+    """
+    config, dense = blocks.config, Layout.dense(blocks.num_layers)
+    check_split(config, sync_tp_size, name="--sync-tp-size")
+    dropped = Layout.from_layers(blocks.num_layers, spd=range(blocks.num_layers), sync_tp_size=sync_tp_size)
+    units = Units.of(config["num_attention_heads"], kv_head_count(config), sync_tp_size)
+    orders: dict[int, tuple[int, ...]] = {}
+    report: dict[int, dict[str, Any]] = {}
+    with torch.no_grad():
+        states = [blocks.embed(torch.from_numpy(window)[None]) for window in windows[:WINDOWS]]
+        for index in range(max(layers, default=-1) + 1):
+            weights = blocks.weights(index)
+            if index in layers:
+                assignment, report[index] = _group_layer(blocks, blocks.layer(index, dropped, weights), states, units, criterion, seed)
+                orders[index] = units.order(assignment)
+            layer = blocks.layer(index, dense, weights)
+            states = [blocks.run(layer, state) for state in states]  # type: ignore[misc]
+            advance(1)
+    return HeadMap(sync_tp_size, orders, fingerprint(blocks.checkpoint), report)
+
+
+def _group_layer(
+    blocks: Blocks, layer: Any, states: list[Tensor], units: Units, criterion: str, seed: int
+) -> tuple[Assignment, dict[str, Any]]:
+    distance, probe = _observe(blocks, layer, states, units, seed)
+    identity = units.identity()
+    papers = papers_assignment(probe, units, distance, seed=seed)
+    chosen = (
+        papers if criterion == "paper" else min((descend(probe, units, start, seed=seed) for start in (identity, papers)), key=probe.error)
+    )
+    if criterion == "error" and probe.error(chosen) >= probe.error(identity):
+        chosen = identity
+    return chosen, {
+        "criterion": criterion, "freedom": units.freedom, "error_before": probe.error(identity), "error_after": probe.error(chosen),
+        "error_of_paper": probe.error(papers), "distance_before": _total(distance, identity), "distance_after": _total(distance, chosen),
+    }  # fmt: skip
+
+
+def papers_assignment(probe: Probe, units: Units, distance: np.ndarray, *, seed: int = 0) -> Assignment:
+    """Unlike heads together, then the matching. distance: [units, units]."""
+    groups = []
+    for family in units.families:
+        split = spread(distance[np.ix_(family, family)], units.ranks_per_family, seed=seed)
+        groups.append([[family[number] for number in group] for group in split])
+    return match(units, groups, probe.norms([group for family in groups for group in family]))
+
+
+def _total(distance: np.ndarray, assignment: Assignment) -> float:
+    return float(sum(distance[np.ix_(members, members)].sum() / 2 for members in assignment))
+
+
+def _observe(blocks: Blocks, layer: Any, states: list[Tensor], units: Units, seed: int) -> tuple[np.ndarray, Probe]:
+    """Distances between units' attention maps over all windows, and a probe of tokens drawn from them."""
+    between_heads = torch.zeros(())
+    residuals, attended = [], []
+    generator = torch.Generator().manual_seed(seed)
+    bias = layer.self_attn.o_proj.bias
+    for state in states:
+        heads, maps = _attention(blocks, layer, state)
+        flat = maps[0].flatten(1)
+        between_heads = between_heads + torch.cdist(flat, flat).cpu()
+        kept = torch.randperm(state.shape[1], generator=generator)[: -(-TOKENS // len(states))].to(state.device)
+        residuals.append(state[0, kept] if bias is None else state[0, kept] + bias)
+        attended.append(heads[0, kept])
+    by_head = torch.cat(attended).unflatten(-1, (-1, layer.self_attn.head_dim)).transpose(0, 1)  # [heads, tokens, head_dim]
+    columns = layer.self_attn.o_proj.weight.unflatten(1, (len(by_head), -1)).permute(1, 2, 0)  # [heads, head_dim, hidden]
+    products = by_head @ columns
+    partials = torch.stack([products[members].sum(0) for members in units.heads])
+    between = (between_heads / len(states)).double().numpy()
+    distance = np.array([[between[np.ix_(one, other)].sum() for other in units.heads] for one in units.heads])
+    np.fill_diagonal(distance, 0.0)
+    return distance, Probe(layer, torch.cat(residuals), partials, units.ranks)
+
+
+def _attention(blocks: Blocks, layer: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What the heads give before o_proj, [1, tokens, heads * head_dim], and their maps, [1, heads, tokens, tokens] in float32."""
+    attention, tokens = layer.self_attn, state.shape[1]
+    x, rope = layer.input_layernorm(state), blocks.position_embeddings(tokens)
+    heads, _ = attention(x, position_embeddings=rope, attention_mask=None)
+    query, key = (p(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+    query, key = apply_rotary_pos_emb(query, key, *rope)
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = (query @ key.transpose(-1, -2)).float() * attention.scaling
+    future = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
+    return heads, scores.masked_fill(future, -torch.inf).softmax(-1)

@@ -1,0 +1,42 @@
+"""The states between two layers for all windows: in memory, or in files that the system pages in and out."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ladderize.blocks import State
+
+
+class StateStore:
+    """States [windows, tokens, hidden] that are written and read by rows; with ``pairs``, (complete, visible) of each.
+
+    They lie in memory up to ``max_memory`` bytes, else in files named after ``path``, which ``close`` removes.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, pairs: bool, max_memory: int, path: Path) -> None:
+        self.windows = shape[0]
+        count = torch.Size(shape).numel()
+        on_disk = count * dtype.itemsize * (1 + pairs) > max_memory
+        self.files = [path.with_name(f"{path.name}-{number}.bin") for number in range(1 + pairs)] if on_disk else []
+        if on_disk:
+            self.tensors = [torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(shape) for file in self.files]
+        else:
+            self.tensors = [torch.empty(shape, dtype=dtype) for _ in range(1 + pairs)]
+
+    def write(self, first: int, state: State) -> None:
+        """Rows from ``first`` on. A state that is no pair leaves the second part as it is: nothing before it was in flight."""
+        parts = state if isinstance(state, tuple) else (state,)
+        for tensor, part in zip(self.tensors, parts, strict=False):
+            tensor[first : first + len(part)] = part.to(tensor.device)
+
+    def read(self, rows: Tensor, device: torch.device) -> State:
+        """The states of these windows, on ``device``."""
+        parts = tuple(tensor[rows].to(device) for tensor in self.tensors)
+        return parts if len(parts) == 2 else parts[0]
+
+    def close(self) -> None:
+        """Free memory and disk."""
+        self.tensors = []
+        for file in self.files:
+            file.unlink(missing_ok=True)

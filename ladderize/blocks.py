@@ -1,0 +1,216 @@
+"""The layers of a checkpoint one by one, in any mode of their sync points: what sensitivity and distillation compute with.
+
+A whole model need not fit in memory: ``Blocks`` reads one layer's weights at a time, and makes of them the very class that every
+converted checkpoint carries, so that nothing here has its own notion of what a layout computes.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from ladderize import data
+from ladderize.console import UserError
+from ladderize.convert.checkpoint import FLOAT_DTYPES, Checkpoint, fetch_weights, read_checkpoint, resolve_json
+from ladderize.convert.llama import check_config, check_tensors
+from ladderize.layout import Layout
+
+# Of the logits so many numbers are held at once, in float32: a vocabulary of 128,000 makes a gigabyte of 2048 tokens.
+LOGITS_AT_ONCE = 1 << 26
+
+# Between two layers: the complete residual stream, or, where the MLP sync point before is overlapped, (complete, visible), visible
+# being the stream without that MLP's output. [batch, tokens, hidden] each.
+State = Tensor | tuple[Tensor, Tensor]
+
+
+def complete(state: State) -> Tensor:
+    """The complete residual stream of a state."""
+    return state[0] if isinstance(state, tuple) else state
+
+
+def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
+    """A checkpoint by folder or hub id, checked as ``convert`` checks its source; raises UserError."""
+    folder, is_local = resolve_json(model, revision)
+    checkpoint = read_checkpoint(folder if is_local else fetch_weights(model, revision))
+    check_config(checkpoint.config)
+    check_tensors(checkpoint)
+    return checkpoint
+
+
+def stored_dtype(checkpoint: Checkpoint) -> str:
+    """The dtype that a checkpoint is stored in, by torch's name; a mixture goes by its final norm."""
+    return FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a checkpoint folder, or None where there is none; a stranger's tokenizer code is never run."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, samples: int | None, seed: int) -> np.ndarray:
+    """``samples`` full windows (None: all there are) of a data file, in an order drawn with ``seed``: int64 [samples, seq_len].
+
+    Text goes through the checkpoint's own tokenizer. Raises UserError for data that are too few, or another model's.
+    """
+    data.check_data_file(file)
+    config = checkpoint.config
+    tokenizer = load_tokenizer(checkpoint.folder) if data.needs_tokenizer(file) else None
+    documents = data.read_documents(file, tokenizer, vocab_size=config["vocab_size"])
+    positions = int(config.get("max_position_embeddings") or 2048)
+    length = seq_len or data.default_seq_len(documents, file, positions)
+    if length > positions:
+        raise UserError(f"--seq-len {length} is over the model's {positions} positions")
+    return data.sample_windows(documents, length, samples, seed, spec=file)
+
+
+class Blocks:
+    """The layers, embedding and LM head of ``checkpoint``, computing in ``dtype`` on ``device``.
+
+    The layout of the checkpoint itself is ``self.layout``; ``layer`` makes a layer of any other layout too.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+        self.layout = Layout.from_config(checkpoint.config)
+        self._rope: dict[int, tuple[Tensor, Tensor]] = {}
+        self._ends: dict[str, Tensor] = {}
+
+    @property
+    def num_layers(self) -> int:
+        return self.layout.num_layers
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.checkpoint.config
+
+    def read(self, names: Iterable[str]) -> Iterator[Tensor]:
+        """Whole tensors by name, in order, as ``dtype`` on ``device``."""
+        with contextlib.ExitStack() as stack:
+            files: dict[str, Any] = {}
+            for name in names:
+                file = self.checkpoint.tensors[name].file
+                if file not in files:
+                    files[file] = stack.enter_context(safe_open(self.checkpoint.folder / file, framework="pt", device="cpu"))
+                yield files[file].get_tensor(name).to(self.device, self.dtype)
+
+    def weights(self, layer: int) -> dict[str, Tensor]:
+        """The parameters of one layer by their names within it, such as ``self_attn.q_proj.weight``."""
+        prefix = f"model.layers.{layer}."
+        names = [name for name in self.checkpoint.tensors if name.startswith(prefix) and not name.endswith("inv_freq")]
+        return {name.removeprefix(prefix): tensor for name, tensor in zip(names, self.read(names), strict=True)}
+
+    def layer(self, index: int, layout: Layout, weights: Mapping[str, Tensor] | None = None) -> torch.nn.Module:
+        """Layer ``index`` of ``layout``, in eval mode, over ``weights`` (not copied), or over its own, read anew."""
+        from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaDecoderLayer
+
+        with torch.device("meta"):
+            layer = LadderizedLlamaDecoderLayer(self._model_config(layout), index)
+        layer.load_state_dict(dict(self.weights(index) if weights is None else weights), assign=True)
+        return layer.eval()
+
+    def _model_config(self, layout: Layout) -> Any:
+        from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
+
+        said = {key: value for key, value in self.config.items() if key not in ("auto_map", "architectures", "ladder_layers")}
+        config = LadderizedLlamaConfig.from_dict({**said, "model_type": "ladderized_llama", **layout.to_config()})
+        config._attn_implementation = "sdpa"
+        return config
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids: [batch, tokens] -> [batch, tokens, hidden], the state that enters layer 0."""
+        return torch.nn.functional.embedding(ids.to(self.device), self._end("model.embed_tokens.weight"))
+
+    def run(self, layer: torch.nn.Module, state: State) -> State:
+        """The state that leaves ``layer``; every row is a full window, attended to causally."""
+        complete = state[0] if isinstance(state, tuple) else state
+        tokens = complete.shape[1]
+        positions = torch.arange(tokens, device=self.device)[None]
+        return cast(State, layer(state, attention_mask=None, position_ids=positions, position_embeddings=self.position_embeddings(tokens)))
+
+    def position_embeddings(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions 0 .. tokens - 1: [1, tokens, head_dim] each."""
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        if tokens not in self._rope:
+            rotary = LlamaRotaryEmbedding(self._model_config(Layout.dense(self.num_layers))).to(self.device)
+            probe = torch.empty(1, dtype=self.dtype, device=self.device)
+            self._rope[tokens] = rotary(probe, torch.arange(tokens, device=self.device)[None])
+        return self._rope[tokens]
+
+    def nll(self, complete: Tensor, ids: Tensor) -> Tensor:
+        """Summed negative log-likelihood of each window, in nats: float64 [batch]. Every token is scored but the first.
+
+        complete: the stream that leaves the last layer, [batch, tokens, hidden]; ids: [batch, tokens].
+        """
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        norm = LlamaRMSNorm(complete.shape[-1], eps=self.config.get("rms_norm_eps", 1e-6))
+        norm.weight = torch.nn.Parameter(self._end("model.norm.weight"), requires_grad=False)
+        hidden = norm(complete)
+        head = self._end("model.embed_tokens.weight" if self.config.get("tie_word_embeddings") else "lm_head.weight")
+        rows, targets = hidden[:, :-1].flatten(0, 1), ids[:, 1:].to(self.device).flatten()
+        at_once = max(1, LOGITS_AT_ONCE // head.shape[0])
+        losses = [
+            cross_entropy(linear(part, head).float(), target, reduction="none")
+            for part, target in zip(rows.split(at_once), targets.split(at_once), strict=True)
+        ]
+        return torch.cat(losses).view(len(ids), -1).double().sum(1)
+
+    def _end(self, name: str) -> Tensor:
+        """Embedding, final norm and LM head, read once and kept."""
+        if name not in self._ends:
+            (self._ends[name],) = self.read([name])
+        return self._ends[name]
+
+
+def window_nlls(
+    blocks: Blocks, layer_at: Callable[[int], torch.nn.Module], windows: Tensor, *, batch_size: int,
+    advance: Callable[[int], None] = lambda n: None,
+) -> Tensor:  # fmt: skip
+    """Summed negative log-likelihood of each window, layer by layer with one layer in memory at a time: float64 [windows] in nats.
+
+    windows: [windows, tokens]. ``layer_at(i)`` makes layer i. Like ``eval.perplexity.window_nlls`` of the whole model.
+    """
+    with torch.no_grad():
+        states: list[State] = [blocks.embed(batch) for batch in windows.split(batch_size)]
+        for index in range(blocks.num_layers):
+            layer = layer_at(index)
+            for number, state in enumerate(states):
+                states[number] = blocks.run(layer, state)
+            advance(1)
+        nlls = [blocks.nll(cast(Tensor, state), batch) for state, batch in zip(states, windows.split(batch_size), strict=True)]
+    return torch.cat(nlls).cpu()
+
+
+def layer_seconds(blocks: Blocks, layer: torch.nn.Module, ids: Tensor) -> float:
+    """What one layer takes for one batch of ids, here and now: the least of three runs."""
+    with torch.no_grad():
+        state = blocks.embed(ids)
+        return min(timed(lambda: blocks.run(layer, state), blocks.device) for _ in range(3))
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds until ``call`` is done, on a GPU too."""
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def check_finite(value: float, what: str) -> None:
+    """Raise UserError if ``what`` came out as NaN or infinite."""
+    if not torch.isfinite(torch.tensor(value)):
+        raise UserError(f"{what} is NaN or infinite; are the model's weights sound, and is the dtype wide enough?")

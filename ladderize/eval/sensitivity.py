@@ -1,0 +1,232 @@
+"""How much each block's perplexity suffers when its sync points are dropped or overlapped: the SPD paper's sweep, done cheaply.
+
+S[i] = PPL(changed: blocks i..L-1) - PPL(changed: blocks i+1..L-1), arXiv 2502.20727: one sweep from the last block backwards. All L + 1
+models agree with the dense one before their first changed block, so for each batch of windows one dense pass keeps the state at
+every boundary, and L suffixes run from there: L/2 forwards and one, instead of L + 1. What results is a table of negative
+log-likelihoods, windows x (L + 1), from which everything else follows, and from which a killed run goes on.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ladderize import data
+from ladderize.blocks import Blocks, State, check_finite, complete, layer_seconds, open_checkpoint, read_windows, stored_dtype
+from ladderize.console import Console, UserError, human_bytes, human_seconds
+from ladderize.convert.checkpoint import Checkpoint, fingerprint
+from ladderize.convert.llama import parameter_count
+from ladderize.convert.selection import CLASSES
+from ladderize.layout import BLOCKING, OVERLAPPED, Layout
+
+MODES = ("spd", "ladder", "each", "each-ladder")
+TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's, and from how many parameters on the lower one holds
+TAU2 = 10.0
+RESAMPLES, INTERVAL = 2000, 0.95
+TOKENS_AT_ONCE = 4096
+SAVE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class SensitivityOptions:
+    """See ``ladderize sensitivity --help``. tau1, seq_len, batch_size: None takes the model's or the data's default."""
+
+    data: str
+    mode: str = "spd"
+    sync_tp_size: int | None = None
+    samples: int = 128
+    seq_len: int | None = None
+    seed: int = 0
+    batch_size: int | None = None
+    tau1: float | None = None
+    tau2: float = TAU2
+    dtype: str = "auto"
+    device: str = "cpu"
+    revision: str | None = None
+
+
+def column_layouts(mode: str, num_layers: int, sync_tp_size: int | None) -> list[Layout]:
+    """The L + 1 models of the table: column k < L changes blocks k..L-1 (or, with each, block k alone), column L is dense."""
+    kind = "ladder" if mode.endswith("ladder") else "spd"
+    ranks = sync_tp_size if kind == "spd" else None
+    layouts = []
+    for first in range(num_layers):
+        changed = [first] if mode.startswith("each") else list(range(first, num_layers))
+        layouts.append(Layout.from_layers(num_layers, **{kind: changed}, sync_tp_size=ranks))
+    return [*layouts, Layout.dense(num_layers)]
+
+
+class Suffixes:
+    """Every column of the table for a batch of windows, with all weights in memory once."""
+
+    def __init__(self, blocks: Blocks, layouts: list[Layout]) -> None:
+        self.blocks, self.layouts = blocks, layouts
+        layers = blocks.num_layers
+        self.weights = [blocks.weights(index) for index in range(layers)]
+        self.built: dict[tuple[int, str, str], torch.nn.Module] = {}
+        # a dense layer that hands on its stream with and without its MLP's output, for a suffix whose entering sync point is overlapped
+        overlapping = any(OVERLAPPED in layout.mlp_sync + layout.attention_sync for layout in layouts)
+        self.prefix = Layout((BLOCKING,) * layers, (OVERLAPPED,) * (layers - 1) + (BLOCKING,)) if overlapping else layouts[-1]
+
+    def layer(self, index: int, layout: Layout) -> torch.nn.Module:
+        key = (index, layout.attention_sync[index], layout.mlp_sync[index])
+        if key not in self.built:
+            self.built[key] = self.blocks.layer(index, layout, self.weights[index])
+        return self.built[key]
+
+    def __call__(self, ids: torch.Tensor) -> np.ndarray:
+        """ids: [batch, tokens] -> summed negative log-likelihoods in nats, float64 [batch, L + 1]."""
+        layers = self.blocks.num_layers
+        with torch.no_grad():
+            boundaries: list[State] = [self.blocks.embed(ids)]
+            for index in range(layers):
+                boundaries.append(self.blocks.run(self.layer(index, self.prefix), complete(boundaries[-1])))
+            columns = []
+            for first, layout in enumerate(self.layouts):
+                boundary = boundaries[first]
+                state = boundary if first < layers and layout.entering(first) == OVERLAPPED else complete(boundary)
+                for index in range(first, layers):
+                    state = self.blocks.run(self.layer(index, layout), state)
+                columns.append(self.blocks.nll(complete(state), ids))
+        return torch.stack(columns, 1).cpu().numpy()
+
+
+def measure_sensitivity(
+    model: str, options: SensitivityOptions, *, console: Console, previous: Mapping[str, Any] | None = None,
+    save: Callable[[Mapping[str, Any]], None] = lambda document: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Fill the table and return the document of sensitivity.json.
+
+    ``save`` is called every few seconds with what there is. ``previous``: the document of an unfinished run, whose rows are taken
+    over; raises UserError if it measured anything else.
+    """
+    checkpoint = open_checkpoint(model, options.revision)
+    identity, windows = prepare(checkpoint, model, options)
+    rows = _rows_of(previous, identity) if previous is not None else []
+    device, dtype = torch.device(options.device), getattr(torch, identity["dtype"])
+    blocks = Blocks(checkpoint, dtype, device)
+    layouts = column_layouts(options.mode, blocks.num_layers, options.sync_tp_size)
+    batch_size = options.batch_size or max(1, TOKENS_AT_ONCE // windows.shape[1])
+    saved_at = time.monotonic()
+    if len(rows) < len(windows):
+        if rows:
+            console.note(f"going on after {len(rows)} of {len(windows)} windows")
+        suffixes = Suffixes(blocks, layouts)
+        console.note(_estimate(suffixes, windows, len(rows), batch_size))
+        with console.progress(f"sensitivity ({options.mode})", len(windows) - len(rows)) as advance:
+            for batch in np.split(windows[len(rows) :], range(batch_size, len(windows) - len(rows), batch_size)):
+                rows += suffixes(torch.from_numpy(batch)).tolist()
+                check_finite(sum(map(sum, rows[-len(batch) :])), f"the log-likelihood of {options.data} under {model}")
+                if time.monotonic() - saved_at > SAVE_SECONDS:
+                    save({**identity, "complete": False, "nll": rows})
+                    saved_at = time.monotonic()
+                advance(len(batch))
+    document = {
+        **identity,
+        "complete": True,
+        **summarise(np.array(rows), windows.shape[1] - 1, options, identity["parameters"]),
+        "nll": rows,
+    }
+    save(document)
+    return document
+
+
+def prepare(checkpoint: Checkpoint, model: str, options: SensitivityOptions) -> tuple[dict[str, Any], np.ndarray]:
+    """What identifies a run, and its windows: int64 [samples, seq_len]. Raises UserError or LayoutError for what cannot be measured."""
+    config = checkpoint.config
+    layout = Layout.from_config(config)
+    if not layout.is_dense:
+        raise UserError(f"{model} is not dense ({layout}); a sensitivity is measured on the dense model")
+    column_layouts(options.mode, layout.num_layers, options.sync_tp_size)[0].check_model(config)
+    windows = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=options.samples, seed=options.seed)
+    return {
+        "model": model, "fingerprint": fingerprint(checkpoint), "layout": str(layout), "parameters": parameter_count(config),
+        "data": {
+            "file": options.data, "sha256": data.file_sha256(options.data), "samples": len(windows), "seq_len": windows.shape[1],
+            "seed": options.seed,
+        },
+        "mode": options.mode, "sync_tp_size": options.sync_tp_size,
+        "dtype": stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype,
+    }, windows  # fmt: skip
+
+
+def _rows_of(previous: Mapping[str, Any], identity: Mapping[str, Any]) -> list[list[float]]:
+    for key in ("fingerprint", "data", "mode", "sync_tp_size", "dtype"):
+        before, now = previous.get(key), identity[key]
+        if key == "data" and isinstance(before, Mapping):  # the same bytes may lie elsewhere by now
+            before, now = ({name: value for name, value in one.items() if name != "file"} for one in (before, now))
+        if before != now:
+            raise UserError(
+                f"--out holds a measurement with another {key} ({before} instead of {now}); name another file, or pass --overwrite"
+            )
+    rows = previous.get("nll")
+    if not isinstance(rows, list):
+        raise UserError("--out holds no table of log-likelihoods to go on from; name another file, or pass --overwrite")
+    return list(rows)
+
+
+def sweep_seconds(layer_seconds: float, layers: int, windows: int, batch_size: int) -> float:
+    """What a sweep takes: one pass over the model and L suffixes, for each batch."""
+    return layer_seconds * math.ceil(windows / batch_size) * (layers + layers * (layers + 1) / 2)
+
+
+def _estimate(suffixes: Suffixes, windows: np.ndarray, done: int, batch_size: int) -> str:
+    """Time and memory of what is to come, from one layer timed here and now."""
+    blocks, left = suffixes.blocks, len(windows) - done
+    batch = torch.from_numpy(windows[:batch_size])
+    seconds = sweep_seconds(layer_seconds(blocks, suffixes.layer(0, suffixes.layouts[-1]), batch), blocks.num_layers, left, batch_size)
+    pairs = 2 if suffixes.prefix is not suffixes.layouts[-1] else 1
+    states = pairs * (blocks.num_layers + 1) * batch.numel() * int(blocks.config["hidden_size"]) * blocks.dtype.itemsize
+    return (
+        f"{left} windows of {windows.shape[1]} tokens, {blocks.num_layers + 1} models: about {human_seconds(seconds)} on {blocks.device}, "
+        f"{human_bytes(parameter_count(blocks.config) * blocks.dtype.itemsize)} of weights and {human_bytes(states)} of states in memory"
+    )
+
+
+# ---- from the table to S ----
+
+
+def differences(perplexities: np.ndarray, mode: str) -> np.ndarray:
+    """S of perplexities [..., L + 1]: against the next column in a sweep, against the dense one for each block alone."""
+    return perplexities[..., :-1] - (perplexities[..., -1:] if mode.startswith("each") else perplexities[..., 1:])
+
+
+def summarise(table: np.ndarray, tokens: int, options: SensitivityOptions, parameters: int) -> dict[str, Any]:
+    """Perplexities, S with its bootstrap interval over windows, and classes. table: [windows, L + 1] in nats; tokens: scored in each."""
+    perplexities = np.exp(table.mean(0) / tokens)
+    rng = np.random.default_rng(0)
+    counts = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES)
+    resampled = differences(np.exp(counts @ table / len(table) / tokens), options.mode)
+    low, high = np.quantile(resampled, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0)
+    tau1 = options.tau1 if options.tau1 is not None else TAU1_LARGE if parameters >= LARGE else TAU1
+    return {
+        "tau1": tau1,
+        "tau2": options.tau2,
+        "interval": INTERVAL,
+        "perplexity": perplexities.tolist(),
+        "blocks": [
+            {"block": i, "sensitivity": s, "low": a, "high": b, "class": classify(s, tau1, options.tau2)}
+            for i, (s, a, b) in enumerate(zip(differences(perplexities, options.mode).tolist(), low.tolist(), high.tolist(), strict=True))
+        ],
+    }
+
+
+def classify(sensitivity: float, tau1: float, tau2: float) -> str:
+    """The paper's three classes: dropped as they are, distilled, regrouped and distilled."""
+    return CLASSES[(sensitivity > tau1) + (sensitivity > tau2)]
+
+
+def rows_for_table(document: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """One row per block for people."""
+    for entry, perplexity in zip(document["blocks"], document["perplexity"], strict=False):
+        yield {
+            "block": str(entry["block"]),
+            "S": f"{entry['sensitivity']:+.4f}",
+            f"{document['interval']:.0%} interval": f"{entry['low']:+.4f} to {entry['high']:+.4f}",
+            "class": entry["class"],
+            "perplexity": f"{perplexity:.4f}",
+        }
