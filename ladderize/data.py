@@ -92,7 +92,7 @@ def _pick_array(path: Path, key: str | None) -> str:
     try:
         with np.load(path, allow_pickle=False) as archive:
             names = archive.files
-    except (ValueError, OSError):
+    except (ValueError, OSError, EOFError):
         raise UserError(f"{path} is no archive of NumPy arrays") from None
     if key is None and len(names) == 1:
         return names[0]
@@ -110,7 +110,7 @@ def _read_ids(path: Path, key: str | None) -> list[np.ndarray]:
                 array = archive[_pick_array(path, key)]
         else:
             array = np.load(path, allow_pickle=False)
-    except (ValueError, OSError):
+    except (ValueError, OSError, EOFError):
         raise UserError(f"{path} is no NumPy array of numbers (arrays of Python objects are never unpickled)") from None
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise UserError(f"{path}: expected token ids, that is integers in one or two dimensions, not {array.dtype} in {array.ndim}")

@@ -123,3 +123,9 @@ def one_sentence(outcome: Outcome) -> str:
     assert len(lines) == 1, outcome.stderr
     assert lines[0].startswith("Error: ")
     return lines[0]
+
+
+def last_error(outcome: Outcome) -> str:
+    """The same where remarks on the work came before the error."""
+    *_, last = outcome.stderr.strip().splitlines()
+    return one_sentence(outcome._replace(stderr=last))

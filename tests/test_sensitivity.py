@@ -1,0 +1,194 @@
+"""S against a recomputation with whole models, the cached prefix, resuming, and what is refused."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
+from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.eval import perplexity, sensitivity
+from ladderize.eval.sensitivity import SensitivityOptions, Suffixes, classify, column_layouts, measure_sensitivity, summarise
+from tests.helpers import BIASES, SHAPE, invoke, last_error, one_sentence, save_llama
+
+LAYERS = SHAPE["num_hidden_layers"]
+RANKS = {"spd": 4, "each": 4, "ladder": None, "each-ladder": None}
+
+
+@pytest.fixture
+def ids(tmp_path):
+    """Windows of random ids as a file: 12 x 16."""
+    path = tmp_path / "ids.npy"
+    np.save(path, np.random.default_rng().integers(3, SHAPE["vocab_size"], (12, 16)))
+    return path
+
+
+def whole_model_table(folder, layouts, windows):
+    """Every column by loading weights into a whole model of that layout."""
+    blocks = Blocks(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    state = dict(zip(names := list(blocks.checkpoint.tensors), blocks.read(names), strict=True))
+    columns = []
+    for layout in layouts:
+        model = LadderizedLlamaForCausalLM(blocks._model_config(layout)).eval()
+        model.load_state_dict(state)
+        columns.append(perplexity.window_nlls(model, list(windows), batch_size=5))
+    return np.stack(columns, 1)
+
+
+@pytest.mark.parametrize("mode", sensitivity.MODES)
+@pytest.mark.parametrize("extra", [{}, BIASES], ids=["plain", "biases"])
+def test_against_whole_models(tmp_path, ids, mode, extra):
+    folder = save_llama(tmp_path / "m", seed=int(torch.randint(1 << 30, ())), **extra)
+    options = SensitivityOptions(str(ids), mode, RANKS[mode], samples=12, seed=3, batch_size=5)
+    document = measure_sensitivity(str(folder), options, console=sensitivity.Console())
+    windows = read_windows(open_checkpoint(str(folder)), str(ids), seq_len=None, samples=12, seed=3)
+    table = whole_model_table(folder, column_layouts(mode, LAYERS, RANKS[mode]), windows)
+    np.testing.assert_allclose(np.array(document["nll"]), table, rtol=1e-5)
+    ppl = np.exp(table.sum(0) / (12 * 15))
+    np.testing.assert_allclose(document["perplexity"], ppl, rtol=1e-5)
+    expected = [ppl[i] - ppl[LAYERS if mode.startswith("each") else i + 1] for i in range(LAYERS)]
+    np.testing.assert_allclose([entry["sensitivity"] for entry in document["blocks"]], expected, rtol=1e-4, atol=1e-4 * ppl.max())
+    assert len({round(value, 9) for value in document["perplexity"]}) == LAYERS + 1  # every column is another model
+
+
+def test_columns_are_what_the_paper_says():
+    sweep = column_layouts("spd", 3, 2)
+    assert [layout.spd_layers for layout in sweep] == [[0, 1, 2], [1, 2], [2], []]
+    assert [layout.spd_layers for layout in column_layouts("each", 3, 2)] == [[0], [1], [2], []]
+    assert [layout.ladder_layers for layout in column_layouts("ladder", 3, None)] == [[0, 1, 2], [1, 2], [2], []]
+    assert [layout.ladder_layers for layout in column_layouts("each-ladder", 3, None)] == [[0], [1], [2], []]
+
+
+@pytest.mark.parametrize("mode", ["spd", "ladder"])
+def test_the_cached_prefix_changes_nothing_and_is_cheap(llama, ids, mode, monkeypatch):
+    blocks = Blocks(open_checkpoint(str(llama)), torch.float32, torch.device("cpu"))
+    windows = torch.from_numpy(np.load(ids))
+    layouts = column_layouts(mode, LAYERS, RANKS[mode])
+    uncached = [window_nlls(blocks, lambda i, layout=layout: blocks.layer(i, layout), windows, batch_size=12) for layout in layouts]
+    suffixes, calls = Suffixes(blocks, layouts), []
+    run = blocks.run
+    monkeypatch.setattr(blocks, "run", lambda layer, state: calls.append(layer) or run(layer, state))
+    np.testing.assert_allclose(suffixes(windows), torch.stack(uncached, 1).numpy(), rtol=1e-6)
+    assert len(calls) == LAYERS + LAYERS * (LAYERS + 1) // 2  # one pass and half of L forwards, where L + 1 would take L (L + 1)
+
+
+def test_a_killed_run_goes_on(llama, ids, monkeypatch):
+    options = SensitivityOptions(str(ids), "spd", 2, samples=12, batch_size=4)
+    whole = measure_sensitivity(str(llama), options, console=sensitivity.Console())
+    saved = []
+
+    def save(document):
+        saved.append(json.loads(json.dumps(document)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sensitivity, "SAVE_SECONDS", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        measure_sensitivity(str(llama), options, console=sensitivity.Console(), save=save)
+    assert saved[0]["complete"] is False
+    assert len(saved[0]["nll"]) == 4
+    scored = []
+    forward = Suffixes.__call__
+    monkeypatch.setattr(Suffixes, "__call__", lambda self, windows: scored.append(len(windows)) or forward(self, windows))
+    assert measure_sensitivity(str(llama), options, console=sensitivity.Console(), previous=saved[0]) == whole
+    assert scored == [4, 4]
+
+
+def test_intervals_come_from_windows():
+    options = SensitivityOptions("", "spd", 2)
+    same = np.tile([30.0, 20.0, 10.0], (8, 1))
+    for entry in summarise(same, 10, options, 1000)["blocks"]:
+        assert entry["low"] == pytest.approx(entry["sensitivity"]) == pytest.approx(entry["high"])
+    rng = np.random.default_rng()
+    widths = []
+    for count in (16, 256):
+        table = np.array([30.0, 20.0, 10.0]) + rng.normal(size=(count, 3))
+        summary = summarise(table, 10, options, 1000)
+        assert all(entry["low"] < entry["sensitivity"] < entry["high"] for entry in summary["blocks"])
+        widths.append(summary["blocks"][0]["high"] - summary["blocks"][0]["low"])
+    assert widths[1] < 0.6 * widths[0]  # a quarter, but for chance
+
+
+def test_classes_and_their_thresholds():
+    assert [classify(s, 0.05, 10.0) for s in (-1.0, 0.05, 0.051, 10.0, 10.1)] == [
+        "in-sensitive", "in-sensitive", "sensitive", "sensitive", "extremely sensitive",
+    ]  # fmt: skip
+    table = np.ones((2, 3))
+    assert summarise(table, 10, SensitivityOptions(""), 29 * 10**9)["tau1"] == 0.05
+    assert summarise(table, 10, SensitivityOptions(""), 30 * 10**9)["tau1"] == 0.02
+    assert summarise(table, 10, SensitivityOptions("", tau1=0.3), 70 * 10**9)["tau1"] == 0.3
+
+
+def test_the_command(llama, ids, tmp_path):
+    out = tmp_path / "s.json"
+    command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--samples", 12, "--out", out]
+    shown = invoke(*command, "--plot", tmp_path / "s")
+    assert shown.code == 0, shown.stderr
+    assert shown.stdout.count("sensitive") >= LAYERS
+    assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
+    assert "<svg" in (tmp_path / "s.svg").read_text()
+    document = json.loads(out.read_text())
+    assert document["complete"] is True
+    assert document["data"]["samples"] == 12
+    printed = invoke(*command, "--json")  # the same command reads what is there
+    assert json.loads(printed.stdout) == document
+    others = {"--seed": (5, "data"), "--mode": ("each", "mode"), "--dtype": ("bfloat16", "dtype"), "--seq-len": (8, "data")}
+    for option, (value, what) in others.items():
+        assert f"holds a measurement with another {what}" in one_sentence(invoke(*command, option, value))
+    assert json.loads(out.read_text()) == document
+    assert invoke(*command, "--seed", 5, "--overwrite", "--json").code == 0
+    assert json.loads(out.read_text())["data"]["seed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--sync-tp-size", "3"], 1, "sync-tp-size 3 does not divide the 8 attention heads"),
+        ([], 2, "--mode spd needs --sync-tp-size N"),
+        (["--mode", "ladder", "--sync-tp-size", "2"], 2, "--sync-tp-size has no effect"),
+        (["--mode", "sweep"], 2, "--mode sweep is not one of spd, ladder, each, each-ladder"),
+        (["--sync-tp-size", "2", "--samples", "13"], 1, "gives 12 windows of 16 tokens, and 13 are asked for"),
+        (["--sync-tp-size", "2", "--seq-len", "65"], 1, "--seq-len 65 is over the model's 64 positions"),
+        (["--sync-tp-size", "2", "--tau1", "3", "--tau2", "1"], 2, "not in order"),
+        (["--sync-tp-size", "2", "--dtype", "int8"], 2, "--dtype int8"),
+    ],
+)
+def test_what_is_refused(llama, ids, tmp_path, options, code, message):
+    arguments = [] if "--samples" in options else ["--samples", "4"]
+    outcome = invoke("sensitivity", llama, "--data", ids, "--out", tmp_path / "s.json", *arguments, *options)
+    assert message in one_sentence(outcome)
+    assert outcome.code == code
+    assert not (tmp_path / "s.json").exists()
+
+
+def test_data_that_tokenises_to_nothing_and_a_model_of_nan(llama, ids, tmp_path):
+    arguments = ["--out", tmp_path / "s.json", "--sync-tp-size", "2", "--samples", "4"]
+    (tmp_path / "empty.npy").write_bytes(b"")
+    np.save(tmp_path / "none.npy", np.zeros((0,), dtype=np.int64))
+    for name in ("empty.npy", "none.npy", "missing.npy"):
+        assert name in one_sentence(invoke("sensitivity", llama, "--data", tmp_path / name, *arguments))
+    (tmp_path / "t.txt").write_text("")
+    assert "no tokenizer" in one_sentence(invoke("sensitivity", llama, "--data", tmp_path / "t.txt", *arguments))
+    blocks = Blocks(open_checkpoint(str(llama)), torch.float32, torch.device("cpu"))
+    from safetensors.torch import save_file
+
+    tensors = dict(zip(names := list(blocks.checkpoint.tensors), blocks.read(names), strict=True))
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    assert "is NaN or infinite" in last_error(invoke("sensitivity", llama, "--data", ids, *arguments))
+
+
+def test_a_converted_model_has_no_sensitivity(llama, ids, tmp_path):
+    assert invoke("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify").code == 0
+    outcome = invoke("sensitivity", tmp_path / "ladder", "--data", ids, "--out", tmp_path / "s.json", "--mode", "ladder", "--samples", 4)
+    assert "is not dense" in one_sentence(outcome)
+
+
+def test_the_figures_of_the_design(stories, tmp_path):
+    """The trained model beside the repository: perplexities that were measured elsewhere."""
+    command = ["sensitivity", stories, "--data", f"{stories}-samples.npz:heldout", "--samples", 64, "--json"]
+    spd = json.loads(invoke(*command, "--sync-tp-size", 4, "--out", tmp_path / "a.json").stdout)["perplexity"]
+    ladder = json.loads(invoke(*command, "--mode", "ladder", "--out", tmp_path / "b.json").stdout)["perplexity"]
+    assert [round(value, 2) for value in (spd[5], spd[0])] == [3.62, 8.05]
+    assert [ladder[4], ladder[2], ladder[0]] == pytest.approx([4.176, 5.761, 13.40], abs=1e-3)
