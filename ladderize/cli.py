@@ -566,7 +566,7 @@ def spd(
     data: Data,
     spd_fraction: Annotated[float | None, typer.Option(help="Part of all blocks to drop, least sensitive first.  [default: 0.7]")] = None,
     max_ppl_increase: Annotated[float | None, typer.Option(help="Drop while the summed sensitivities stay within this instead.")] = None,
-    calibration_samples: Annotated[int, typer.Option(min=1, help="Windows for the sensitivity and the grouping.")] = 128,
+    calibration_samples: Annotated[int, typer.Option(min=1, help="Of the windows to train on, for sensitivity and grouping.")] = 128,
     tau1: Annotated[float | None, typer.Option(help="S up to here: dropped as it is.  [default: 0.05; 0.02 from 30B parameters]")] = None,
     tau2: Annotated[float, typer.Option(help="S above: extremely sensitive.")] = 10.0,
     head_grouping: Annotated[

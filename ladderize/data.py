@@ -143,14 +143,15 @@ def sample_windows(documents: list[np.ndarray], seq_len: int, samples: int | Non
 
     Raises UserError where the data give fewer; spec: the file, for the message.
     """
-    full = [window for window in windows(documents, seq_len) if len(window) == seq_len]
-    if len(full) < (samples or 1):
+    stream = np.concatenate(documents)
+    count = len(stream) // seq_len
+    if count < (samples or 1):
         raise UserError(
-            f"{spec} gives {len(full)} windows of {seq_len} tokens, and {samples or 1} are asked for; give more data, or lower "
-            "--samples or --seq-len"
+            f"{spec} gives {count} windows of {seq_len} tokens, and {samples or 1} are asked for; give more data, or lower --samples or "
+            "--seq-len"
         )
-    drawn = np.random.default_rng(seed).permutation(len(full))[:samples]
-    return np.stack([full[number] for number in drawn])
+    drawn = np.random.default_rng(seed).permutation(count)[:samples]
+    return stream[: count * seq_len].reshape(count, seq_len)[drawn]
 
 
 def file_sha256(spec: str) -> str:

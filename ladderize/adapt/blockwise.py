@@ -84,11 +84,11 @@ def heldout_perplexities(blocks: Blocks, variants: Mapping[str, Callable[[int], 
     return results
 
 
-def announce(teacher: Blocks, student: Student, windows: Windows, options: BlockwiseOptions, folder: Path, console: Console) -> None:
+def announce(teacher: Blocks, student: Student, windows: Windows, options: BlockwiseOptions, console: Console) -> None:
     """Say what the training will take before it starts."""
-    seconds, states, training = estimate(teacher, student, windows, options.distill, folder / "probe")
+    seconds, states, training = estimate(teacher, student, windows, options.distill)
     train, heldout = len(windows.train), len(windows.heldout)
-    place = "in memory" if states <= options.distill.max_memory else f"on disk in {folder}"
+    place = "in memory" if states <= options.distill.max_memory else "on disk"
     console.note(
         f"distilling {len(student.layers)} blocks on {train} windows of {windows.train.shape[1]} tokens, {heldout} held "
         f"out: at most {human_seconds(seconds)} for {options.distill.epochs} epochs on {teacher.device}, {human_bytes(states)} of "
@@ -105,32 +105,30 @@ def adapt_blocks(
     Several processes (accelerate launch, torchrun) share the blocks out; rank 0 writes. A killed run goes on where it was.
     """
     state = PartialState(cpu=options.device == "cpu")
-    device = state.device
     student_checkpoint, teacher_checkpoint = open_checkpoint(model, revision), open_checkpoint(teacher_name)
     layout = check_pair(student_checkpoint, teacher_checkpoint, model, teacher_name)
     layers = chosen_layers(layout, options.layers)
     output.check_target(Path(out), student_checkpoint.folder, overwrite=overwrite)
     windows = training_windows(teacher_checkpoint, options)
     dtype = compute_dtype(teacher_checkpoint, options.dtype)
-    teacher = Blocks(teacher_checkpoint, dtype, device)
-    stored = Blocks(student_checkpoint, getattr(torch, stored_dtype(student_checkpoint)), device)
+    teacher = Blocks(teacher_checkpoint, dtype, state.device)
+    stored = Blocks(student_checkpoint, getattr(torch, stored_dtype(student_checkpoint)), state.device)
     student = Student(layout, layers, stored.weights)
     identity = {
         "method": "blocks", "model": fingerprint(student_checkpoint), "teacher": fingerprint(teacher_checkpoint), "layout": str(layout),
         **training_record(windows, options, dtype),
     }  # fmt: skip
-    folder = work_folder(out, options)
     with state.main_process_first():
-        work = WorkFolder(folder, identity)
+        work = WorkFolder(work_folder(out, options), identity)
     if done := [layer for layer in layers if work.has(layer)]:
         console.note(f"blocks {format_ranges(done)} are done already")
-    announce(teacher, student, windows, options, folder, console)
+    announce(teacher, student, windows, options, console)
     distill(teacher, student, windows, options.distill, work, console, rank=state.process_index, ranks=state.num_processes)
     state.wait_for_everyone()
     if not state.is_main_process:
         return {}
     reports = [work.report(layer) for layer in layers]
-    own, dense = Blocks(student_checkpoint, dtype, device), Layout.dense(layout.num_layers)
+    own, dense = Blocks(student_checkpoint, dtype, state.device), Layout.dense(layout.num_layers)
     perplexities = heldout_perplexities(own, {
         "dense": lambda layer: teacher.layer(layer, dense),
         "before": lambda layer: own.layer(layer, layout),

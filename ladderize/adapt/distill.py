@@ -98,7 +98,7 @@ def teacher_pass(
     shape = (*windows.shape, int(blocks.config["hidden_size"]))
     count = blocks.num_layers
     layout = Layout((BLOCKING,) * count, (OVERLAPPED,) * (count - 1) + (BLOCKING,)) if pairs else Layout.dense(count)
-    stores = [StateStore(shape, blocks.dtype, pairs, max_memory // 2, folder / f"states-{number}") for number in range(2)]
+    stores = [StateStore(shape, blocks.dtype, pairs, max_memory=max_memory // 2, path=folder / f"states-{number}") for number in range(2)]
     batch = max(1, 4 * TOKENS_PER_STEP // windows.shape[1])
     try:
         _fill(stores[0], batch, lambda rows: blocks.embed(windows[rows]))
@@ -145,12 +145,12 @@ def distill(
                 work.save(index, weights, report)
 
 
-def estimate(teacher: Blocks, student: Student, windows: Windows, options: DistillOptions, folder: Path) -> tuple[float, int, int]:
+def estimate(teacher: Blocks, student: Student, windows: Windows, options: DistillOptions) -> tuple[float, int, int]:
     """Seconds at most (all epochs), bytes of states, and bytes of one block in training; from a step timed here and now."""
     options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
     batch_size = options.batch_size or 1
     rows, index = torch.arange(min(batch_size, len(windows.train))), student.layers[0]
-    store = StateStore((len(rows), windows.train.shape[1], teacher.config["hidden_size"]), teacher.dtype, True, options.max_memory, folder)
+    store = StateStore((len(rows), windows.train.shape[1], teacher.config["hidden_size"]), teacher.dtype, True)
     with torch.no_grad():
         state = teacher.embed(windows.train[rows])
         store.write(0, (state, state))

@@ -11,15 +11,17 @@ from ladderize.blocks import State
 class StateStore:
     """States [windows, tokens, hidden] that are written and read by rows; with ``pairs``, (complete, visible) of each.
 
-    They lie in memory up to ``max_memory`` bytes, else in files named after ``path``, which ``close`` removes.
+    They lie in memory, or, where they exceed ``max_memory`` bytes, in files named after ``path``, which ``close`` removes.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, pairs: bool, max_memory: int, path: Path) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, pairs: bool, *, max_memory: int | None = None, path: Path | None = None
+    ) -> None:
         self.windows = shape[0]
         count = torch.Size(shape).numel()
-        on_disk = count * dtype.itemsize * (1 + pairs) > max_memory
-        self.files = [path.with_name(f"{path.name}-{number}.bin") for number in range(1 + pairs)] if on_disk else []
-        if on_disk:
+        self.files: list[Path] = []
+        if path is not None and max_memory is not None and count * dtype.itemsize * (1 + pairs) > max_memory:
+            self.files = [path.with_name(f"{path.name}-{number}.bin") for number in range(1 + pairs)]
             self.tensors = [torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(shape) for file in self.files]
         else:
             self.tensors = [torch.empty(shape, dtype=dtype) for _ in range(1 + pairs)]

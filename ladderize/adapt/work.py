@@ -13,6 +13,8 @@ from torch import Tensor
 from ladderize.console import UserError
 from ladderize.convert.checkpoint import TensorInfo, read_header
 
+CONTENT = ("block-*.safetensors", "block-*.part", "states-*.bin", "sensitivity.json", "head_map.json", "run.json")
+
 
 class WorkFolder:
     """What a run has finished so far: one safetensors file for each block, with its report inside, and what the run is about.
@@ -70,7 +72,7 @@ class WorkFolder:
 
     def remove(self) -> None:
         """Delete what was written here, and the folder if nothing else is in it."""
-        for pattern in ("block-*.safetensors", "block-*.part", "states-*.bin", "run.json"):
+        for pattern in CONTENT:
             for path in self.folder.glob(pattern):
                 path.unlink()
         if not any(self.folder.iterdir()):

@@ -96,16 +96,16 @@ class Suffixes:
 
 
 def measure_sensitivity(
-    model: str, options: SensitivityOptions, *, console: Console, previous: Mapping[str, Any] | None = None,
-    save: Callable[[Mapping[str, Any]], None] = lambda document: None,
+    model: str, options: SensitivityOptions, *, console: Console, windows: np.ndarray | None = None,
+    previous: Mapping[str, Any] | None = None, save: Callable[[Mapping[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Fill the table and return the document of sensitivity.json.
 
     ``save`` is called every few seconds with what there is. ``previous``: the document of an unfinished run, whose rows are taken
-    over; raises UserError if it measured anything else.
+    over; raises UserError if it measured anything else. windows: ids [samples, seq_len] that were read from the data before.
     """
     checkpoint = open_checkpoint(model, options.revision)
-    identity, windows = prepare(checkpoint, model, options)
+    identity, windows = prepare(checkpoint, model, options, windows)
     rows = _rows_of(previous, identity) if previous is not None else []
     device, dtype = torch.device(options.device), getattr(torch, identity["dtype"])
     blocks = Blocks(checkpoint, dtype, device)
@@ -135,14 +135,17 @@ def measure_sensitivity(
     return document
 
 
-def prepare(checkpoint: Checkpoint, model: str, options: SensitivityOptions) -> tuple[dict[str, Any], np.ndarray]:
+def prepare(
+    checkpoint: Checkpoint, model: str, options: SensitivityOptions, windows: np.ndarray | None
+) -> tuple[dict[str, Any], np.ndarray]:
     """What identifies a run, and its windows: int64 [samples, seq_len]. Raises UserError or LayoutError for what cannot be measured."""
     config = checkpoint.config
     layout = Layout.from_config(config)
     if not layout.is_dense:
         raise UserError(f"{model} is not dense ({layout}); a sensitivity is measured on the dense model")
     column_layouts(options.mode, layout.num_layers, options.sync_tp_size)[0].check_model(config)
-    windows = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=options.samples, seed=options.seed)
+    if windows is None:
+        windows = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=options.samples, seed=options.seed)
     return {
         "model": model, "fingerprint": fingerprint(checkpoint), "layout": str(layout), "parameters": parameter_count(config),
         "data": {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from torch import Tensor
@@ -25,35 +26,37 @@ from ladderize.adapt.blockwise import (
     training_windows,
     work_folder,
 )
-from ladderize.adapt.distill import Student, distill
+from ladderize.adapt.distill import Student, Windows, distill
 from ladderize.adapt.head_grouping import group_heads
 from ladderize.adapt.work import WorkFolder
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, to_json
 from ladderize.convert import output
-from ladderize.convert.checkpoint import read_json
-from ladderize.convert.heads import HeadMap, permute_heads, read_head_map
+from ladderize.convert.checkpoint import fingerprint, read_json
+from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
 from ladderize.convert.llama import kv_head_count
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import CLASSES, IN_SENSITIVE, Selection
 from ladderize.eval.results import write_json
 from ladderize.eval.sensitivity import TAU2, SensitivityOptions, measure_sensitivity
-from ladderize.layout import Layout, format_ranges
+from ladderize.layout import Layout, check_split, format_ranges
 
 GROUPINGS = ("error", "paper", "none")
+CALIBRATION_SAMPLES = 128  # the paper's
 __all__ = ["GROUPINGS", "SpdOptions", "block_rows", "perplexity_rows", "run_spd"]
 
 
 @dataclass(frozen=True)
 class SpdOptions:
-    """See ``ladderize spd --help``. training: data, windows and training; calibration_samples: of them for sensitivity and grouping."""
+    """See ``ladderize spd --help``. training: the data, its windows, and the distillation. calibration_samples: so many of the windows
+    to train on, or all, for the sensitivity and the grouping."""
 
     sync_tp_size: int
     training: BlockwiseOptions
     spd_fraction: float | None = 0.7
     max_ppl_increase: float | None = None
-    calibration_samples: int = 128
+    calibration_samples: int = CALIBRATION_SAMPLES
     tau1: float | None = None
     tau2: float = TAU2
     head_grouping: str = "error"
@@ -63,39 +66,45 @@ class SpdOptions:
 def run_spd(model: str, out: str, options: SpdOptions, *, console: Console, overwrite: bool = False, verify: bool = True) -> dict[str, Any]:
     """From the dense ``model`` to the SPD checkpoint ``out``; returns the document of spd.json.
 
-    Every step is kept in a work folder beside OUT until OUT is there, so a killed run goes on. Of several processes (accelerate launch,
-    torchrun) rank 0 measures and groups, and all distil.
+    Every step is kept in a work folder until OUT is there, so a killed run goes on. Of several processes (accelerate launch, torchrun)
+    rank 0 measures and groups, and all distil.
     """
     training = options.training
     state = PartialState(cpu=training.device == "cpu")
-    device = state.device
     checkpoint = open_checkpoint(model, options.revision)
+    layout = Layout.from_config(checkpoint.config)
+    if not layout.is_dense:
+        raise UserError(f"{model} is not dense ({layout}); only a dense model has sync points to drop by their sensitivity")
+    check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
     output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
-    Layout.from_layers(Layout.from_config(checkpoint.config).num_layers, spd=[0], sync_tp_size=options.sync_tp_size).check_model(
-        checkpoint.config
-    )
-    windows = training_windows(checkpoint, training)
-    dtype = compute_dtype(checkpoint, training.dtype)
     folder = work_folder(out, training)
-    steps = Steps(model, options, folder, console)
+    recipe = Recipe(
+        spd="auto", sync_tp_size=options.sync_tp_size, sensitivity=str(folder / "sensitivity.json"),
+        spd_fraction=options.spd_fraction, max_ppl_increase=options.max_ppl_increase,
+    )  # fmt: skip
+    windows = training_windows(checkpoint, training)
+    calibration = windows.train[: options.calibration_samples].numpy()
+    dtype = compute_dtype(checkpoint, training.dtype)
+    teacher = Blocks(checkpoint, dtype, state.device)
+    stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), state.device)
+    record = training_record(windows, training, dtype)
+    with state.main_process_first():
+        work = WorkFolder(folder, {
+            "method": "spd", "model": fingerprint(checkpoint), "sync_tp_size": options.sync_tp_size, "fraction": options.spd_fraction,
+            "max_ppl_increase": options.max_ppl_increase, "calibration": len(calibration), "taus": [options.tau1, options.tau2],
+            "head_grouping": options.head_grouping, **record,
+        })  # fmt: skip
     with state.main_process_first():
         if state.is_main_process:
-            steps.measure(str(device))
-    recipe, selection = steps.select(checkpoint.config)
-    layout = recipe.layout(Layout.from_config(checkpoint.config))
-    teacher = Blocks(checkpoint, dtype, device)
+            announce_most(teacher, stored, windows, options, console)
+            measure(model, options, calibration, state.device, work, console)
+    resolved, selection = recipe.resolve(layout)
+    assert selection is not None
+    layout = resolved.layout(layout)
     with state.main_process_first():
-        head_map = steps.group(teacher, selection)
-    stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), device)
+        head_map = group(teacher, selection, options, calibration, work, console)
     student = Student(layout, tuple(to_distil(selection)), lambda layer: permuted(stored, layer, head_map))
-    with state.main_process_first():
-        work = WorkFolder(folder / "blocks", {
-            "method": "spd", "model": selection.sensitivity.fingerprint, "layout": str(layout),
-            "head_map": head_map.to_dict()["layers"] if head_map else None, **training_record(windows, training, dtype),
-        })  # fmt: skip
-    if student.layers:
-        announce(teacher, student, windows, training, folder, console)
-        distill(teacher, student, windows, training.distill, work, console, rank=state.process_index, ranks=state.num_processes)
+    distill(teacher, student, windows, training.distill, work, console, rank=state.process_index, ranks=state.num_processes)
     state.wait_for_everyone()
     if not state.is_main_process:
         return {}
@@ -104,89 +113,61 @@ def run_spd(model: str, out: str, options: SpdOptions, *, console: Console, over
         "spd_selection": selection.to_dict(),
         "perplexity": perplexities(teacher, layout, head_map, work, student, windows.heldout),
         "blocks": block_table(selection, head_map, work, student),
-        **training_record(windows, training, dtype),
+        **record,
     }  # fmt: skip
-    record = (
-        {"distillation": {"layers": format_ranges(student.layers), **training_record(windows, training, dtype)}} if student.layers else {}
-    )
-    extra = {"sensitivity.json": steps.sensitivity.read_text(), "spd.json": to_json(document) + "\n"}
     convert_checkpoint(
-        model, out, steps.recipe(), revision=options.revision, overwrite=overwrite, verify=verify, head_map=head_map,
-        replace=work.tensors(student.layers), record=record, extra_files=extra, console=console,
+        model, out, recipe, revision=options.revision, overwrite=overwrite, verify=verify, head_map=head_map,
+        replace=work.tensors(student.layers), console=console,
+        record={"distillation": {"layers": format_ranges(student.layers), **record}} if student.layers else None,
+        extra_files={"sensitivity.json": Path(str(recipe.sensitivity)).read_text(), "spd.json": to_json(document) + "\n"},
     )  # fmt: skip
     work.remove()
-    steps.remove()
     return document
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The steps before the training, each with its file in the work folder."""
+def announce_most(teacher: Blocks, stored: Blocks, windows: Windows, options: SpdOptions, console: Console) -> None:
+    """What the distillation takes if every block that may be dropped needs it; said before anything is measured."""
+    layers = teacher.num_layers
+    count = layers if options.spd_fraction is None else max(1, round(options.spd_fraction * layers))
+    everything = Layout.from_layers(layers, spd=range(layers), sync_tp_size=options.sync_tp_size)
+    announce(teacher, Student(everything, tuple(range(layers - count, layers)), stored.weights), windows, options.training, console)
 
-    model: str
-    options: SpdOptions
-    folder: Path
-    console: Console
 
-    @property
-    def sensitivity(self) -> Path:
-        return self.folder / "sensitivity.json"
+def measure(
+    model: str,
+    options: SpdOptions,
+    calibration: np.ndarray,
+    device: torch.device,
+    work: WorkFolder,
+    console: Console,
+) -> None:
+    """Fill sensitivity.json, from where a killed run left it."""
+    training, path = options.training, work.folder / "sensitivity.json"
+    asked = SensitivityOptions(
+        data=training.data, sync_tp_size=options.sync_tp_size, seed=training.distill.seed, tau1=options.tau1, tau2=options.tau2,
+        dtype=training.dtype, device=str(device), revision=options.revision,
+    )  # fmt: skip
+    previous = read_json(path) if path.is_file() else None
+    measure_sensitivity(
+        model, asked, windows=calibration, console=console, previous=previous, save=lambda document: write_json(path, document)
+    )
 
-    @property
-    def head_map(self) -> Path:
-        return self.folder / "head_map.json"
 
-    def measure(self, device: str) -> None:
-        """Fill sensitivity.json, from where a killed run left it."""
-        training = self.options.training
-        options = SensitivityOptions(
-            data=training.data, sync_tp_size=self.options.sync_tp_size, samples=self.options.calibration_samples, seq_len=training.seq_len,
-            seed=training.distill.seed, tau1=self.options.tau1, tau2=self.options.tau2, dtype=training.dtype, device=device,
-            revision=self.options.revision,
-        )  # fmt: skip
-        self.folder.mkdir(parents=True, exist_ok=True)
-        previous = read_json(self.sensitivity) if self.sensitivity.is_file() else None
-        measure_sensitivity(
-            self.model, options, console=self.console, previous=previous, save=lambda document: write_json(self.sensitivity, document)
-        )
-
-    def recipe(self) -> Recipe:
-        return Recipe(
-            spd="auto", sync_tp_size=self.options.sync_tp_size, sensitivity=str(self.sensitivity),
-            spd_fraction=self.options.spd_fraction, max_ppl_increase=self.options.max_ppl_increase,
-        )  # fmt: skip
-
-    def select(self, config: Mapping[str, Any]) -> tuple[Recipe, Selection]:
-        """Which blocks to drop."""
-        recipe, selection = self.recipe().resolve(Layout.from_config(config))
-        assert selection is not None
-        return recipe, selection
-
-    def group(self, teacher: Blocks, selection: Selection) -> HeadMap | None:
-        """The head map of the blocks that get one, read if it was computed before."""
-        layers = to_group(selection, self.options.head_grouping)
-        if not layers:
-            return None
-        if self.head_map.is_file():
-            head_map = read_head_map(self.head_map)
-            if sorted(head_map.orders) != layers or head_map.sync_tp_size != self.options.sync_tp_size:
-                raise UserError(f"{self.head_map} is of a run with other options; delete {self.folder}, or choose another --work-dir")
-            return head_map
-        training = self.options.training
-        drawn = training_windows(teacher.checkpoint, training).train[: self.options.calibration_samples]
-        with self.console.progress("grouping heads", max(layers) + 1) as advance:
+def group(
+    teacher: Blocks, selection: Selection, options: SpdOptions, calibration: np.ndarray, work: WorkFolder, console: Console
+) -> HeadMap | None:
+    """The head map of the blocks that get one; read if it was computed before."""
+    layers, path = to_group(selection, options.head_grouping), work.folder / HEAD_MAP
+    if not layers:
+        return None
+    if not path.is_file():
+        with console.progress("grouping heads", max(layers) + 1) as advance:
             head_map = group_heads(
-                teacher, layers, self.options.sync_tp_size, drawn.numpy(), criterion=self.options.head_grouping,
-                seed=training.distill.seed, advance=advance,
+                teacher, layers, options.sync_tp_size, calibration, criterion=options.head_grouping,
+                seed=options.training.distill.seed, advance=advance,
             )  # fmt: skip
-        write_json(self.head_map, head_map.to_dict())
-        return head_map
-
-    def remove(self) -> None:
-        for path in (self.sensitivity, self.head_map):
-            path.unlink(missing_ok=True)
-        if not any(self.folder.iterdir()):
-            self.folder.rmdir()
+        write_json(path, head_map.to_dict())
+    return read_head_map(path)
 
 
 def to_distil(selection: Selection) -> list[int]:

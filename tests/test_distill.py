@@ -1,0 +1,293 @@
+"""Block-to-block distillation: what the loss is, that it helps, that it resumes, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ladderize.adapt import blockwise
+from ladderize.adapt.distill import BlockTrainer, DistillOptions, Student, _schedule, needs_pair, teacher_pass, trainable_layers
+from ladderize.adapt.states import StateStore
+from ladderize.adapt.work import WorkFolder
+from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.console import UserError
+from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.layout import Layout, parse_ranges
+from tests.helpers import BIASES, SHAPE, invoke, last_error, listing, one_sentence, save_llama
+
+LAYERS = SHAPE["num_hidden_layers"]
+DEVICE = torch.device("cpu")
+# name -> (ladder, spd)
+KINDS = {"spd": ("", "all"), "ladder": ("all", ""), "some ladder": ("2:", ""), "both": ("all", "all"), "mixed": ("2", "0,3")}
+
+
+def layout_of(name):
+    ladder, spd = KINDS[name]
+    named = {key: parse_ranges(value, LAYERS) for key, value in (("ladder", ladder), ("spd", spd)) if value}
+    return Layout.from_layers(LAYERS, **named, sync_tp_size=4 if spd else None)
+
+
+def blocks_of(folder):
+    return Blocks(open_checkpoint(str(folder)), torch.float32, DEVICE)
+
+
+def streams(blocks, layout, ids):
+    """The complete streams of a whole transformers model, before every layer and after the last, not normed."""
+    model = LadderizedLlamaForCausalLM(blocks._model_config(layout)).eval()
+    model.load_state_dict(dict(zip(names := list(blocks.checkpoint.tensors), blocks.read(names), strict=True)))
+    model.model.norm = torch.nn.Identity()
+    with torch.no_grad():
+        return model(input_ids=ids, output_hidden_states=True).hidden_states
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("extra", [{}, BIASES], ids=["plain", "biases"])
+def test_the_loss_is_that_of_whole_models(tmp_path, name, extra):
+    """Block i alone converted, in a whole model: what leaves it differs from the dense stream by what the trainer calls its loss."""
+    blocks = blocks_of(save_llama(tmp_path / "m", seed=int(torch.randint(1 << 30, ())), **extra))
+    ids = torch.randint(3, SHAPE["vocab_size"], (5, 12))
+    layout = layout_of(name)
+    layers = trainable_layers(layout)
+    dense = streams(blocks, Layout.dense(LAYERS), ids)
+    pairs = any(needs_pair(layout, layer) for layer in layers)
+    student = Student(layout, tuple(layers), blocks.weights)
+    passed = []
+    for index, before, after in teacher_pass(blocks, ids, layers, pairs, max_memory=1 << 30, folder=tmp_path):
+        passed.append(index)
+        if index not in layers:
+            continue
+        alone = Layout.from_layers(
+            LAYERS, ladder=[index] if index in layout.ladder_layers else [], spd=[index] if index in layout.spd_layers else [],
+            sync_tp_size=layout.sync_tp_size if index in layout.spd_layers else None,
+        )  # fmt: skip
+        expected = (streams(blocks, alone, ids)[index + 1] - dense[index + 1]).square().mean()
+        trainer = BlockTrainer(blocks, student, index, before, after, 3, DistillOptions(lr=1.0, batch_size=2))
+        with torch.no_grad():
+            assert float(trainer.loss(torch.arange(5))) == pytest.approx(float(expected), rel=1e-4)
+            assert trainer.own_part() == pytest.approx(float((dense[index + 1] - dense[index])[3:].square().mean()), rel=1e-4)
+        assert expected > 1e-4
+    assert passed == list(range(max(layers) + 1))
+
+
+def test_which_layers_can_be_trained():
+    assert trainable_layers(Layout.from_layers(4, ladder=[2])) == [2]
+    assert trainable_layers(Layout.from_layers(4, ladder=[2], spd=[0], sync_tp_size=2)) == [0, 2]
+    assert trainable_layers(Layout.dense(4)) == []
+    entered = Layout(("blocking",) * 4, ("overlapped", "blocking", "blocking", "blocking"))
+    assert trainable_layers(entered) == [1]  # its attention reads an incomplete stream
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_states_on_disk_are_those_in_memory(tmp_path, pairs):
+    shape, rows = (7, 3, 5), torch.tensor([6, 0, 2])
+    stores = [StateStore(shape, torch.bfloat16, pairs, max_memory=limit, path=tmp_path / f"s{limit}") for limit in (1 << 20, 0)]
+    assert len(listing(tmp_path)) == 1 + pairs
+    for first in (0, 4):
+        part = torch.randn(min(4, 7 - first), 3, 5, dtype=torch.bfloat16)
+        for store in stores:
+            store.write(first, (part, part + 1) if pairs else part)
+    memory, disk = (store.read(rows, DEVICE) for store in stores)
+    assert all(torch.equal(a, b) for a, b in zip(memory if pairs else [memory], disk if pairs else [disk], strict=True))
+    for store in stores:
+        store.close()
+    assert listing(tmp_path) == []
+
+
+def test_the_schedule_warms_up_and_ends_at_zero():
+    values = [_schedule(step, 100) for step in range(100)]
+    assert values[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert values[5] == 1.0
+    assert values[-1] < 0.001
+    assert sorted(values[5:], reverse=True) == values[5:]
+    assert _schedule(0, 1) == 1.0
+
+
+def test_defaults_scale_with_the_model():
+    assert DistillOptions().resolve(4096, 2048).lr == pytest.approx(5e-5)
+    assert DistillOptions().resolve(4096, 2048).batch_size == 1
+    assert DistillOptions().resolve(64, 256) == DistillOptions(lr=5e-5 * 64, batch_size=8)
+    assert DistillOptions(lr=1.0, batch_size=3).resolve(64, 256) == DistillOptions(lr=1.0, batch_size=3)
+
+
+# ---- the command ----
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A dense random model, its spd conversion, and windows of ids from a few-word language, which can be learnt."""
+    dense = save_llama(tmp_path / "dense", seed=5)
+    assert invoke("convert", dense, tmp_path / "spd", "--spd", "1:", "--sync-tp-size", 4, "--no-verify").code == 0
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (72, 16)))
+    return dense, tmp_path / "spd"
+
+
+def adapt(pair, out, *options, method="blocks"):
+    dense, model = pair
+    arguments = ["--method", method, "--teacher", dense, "--data", dense.parent / "ids.npy", "--no-verify", "--threads", 1]
+    return invoke(
+        "adapt", model, out, *arguments, "--epochs", 3, "--batch-size", 4, "--lr", 1e-3, "--samples", 64, "--heldout", 8, *options
+    )
+
+
+def test_every_block_gets_better(pair, tmp_path):
+    shown = adapt(pair, tmp_path / "out", "--json")
+    assert shown.code == 0, shown.stderr
+    document = json.loads(shown.stdout)
+    assert [block["block"] for block in document["blocks"]] == [1, 2, 3]
+    for block in document["blocks"]:
+        assert block["loss_after"] < 0.8 * block["loss_before"]
+        assert block["loss_after"] == pytest.approx(min(value for _, value in block["curve"]), rel=1e-5)
+    assert list(document["heldout_perplexity"]) == ["dense", "before", "distilled"]  # of noise; test_spd.py has a trained model's
+    # the output: the same layout, block 0 and the ends untouched, the others the ones that were measured
+    before, after = (load_file(folder / "model.safetensors") for folder in (pair[1], tmp_path / "out"))
+    changed = {name.split(".")[2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"1", "2", "3"}
+    assert list(before) == list(after)
+    scored = invoke("eval", tmp_path / "out", "--perplexity", pair[0].parent / "ids.npy", "--json")
+    assert json.loads(scored.stdout)["models"][0]["ladderize"]["layout"] == document["layout"] == "4 layers: spd 1:4 (sync_tp_size 4)"
+    assert "distillation.json" in listing(tmp_path / "out")
+    assert "out.ladderize-work" not in listing(tmp_path)
+    assert "distillation:" in (tmp_path / "out" / "ladderize.yaml").read_text()
+    assert "nothing here was retrained" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_held_out_perplexity_is_that_of_eval(pair, tmp_path):
+    """The number in the table is the number of the checkpoint: the same windows through `ladderize eval`."""
+    document = json.loads(adapt(pair, tmp_path / "out", "--json").stdout)
+    windows = blockwise.training_windows(
+        open_checkpoint(str(pair[0])), blockwise.BlockwiseOptions(str(pair[0].parent / "ids.npy"), samples=64, heldout=8)
+    )
+    np.save(tmp_path / "heldout.npy", windows.heldout.numpy())
+    assert not set(map(tuple, windows.heldout.tolist())) & set(map(tuple, windows.train.tolist()))
+    scored = json.loads(invoke("eval", tmp_path / "out", "--perplexity", tmp_path / "heldout.npy", "--json").stdout)
+    value = scored["models"][0]["ladderize"]["perplexity"]["perplexity"]
+    assert value == pytest.approx(document["heldout_perplexity"]["distilled"]["perplexity"], rel=1e-5)
+
+
+def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
+    assert adapt(pair, tmp_path / "whole").code == 0
+    save, trained = WorkFolder.save, []
+
+    def killed(self, layer, weights, report):
+        save(self, layer, weights, report)
+        trained.append(layer)
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(WorkFolder, "save", killed)
+    assert adapt(pair, tmp_path / "out").code == 130
+    assert "out" not in listing(tmp_path)
+    assert "block-00002.safetensors" in listing(tmp_path / "out.ladderize-work")
+    assert "another options" in last_error(adapt(pair, tmp_path / "out", "--seed", 1))
+    again = adapt(pair, tmp_path / "out", "--max-memory", "1B")  # also: from disk this time
+    assert again.code == 0
+    assert "blocks 1:3 are done already" in again.stderr
+    assert trained == [1, 2, 3]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert "out.ladderize-work" not in listing(tmp_path)
+
+
+def test_two_processes_train_the_same_weights(pair, tmp_path):
+    assert adapt(pair, tmp_path / "one").code == 0
+    dense, model = pair
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ladderize", "adapt", model,
+        tmp_path / "two", "--method", "blocks", "--teacher", dense, "--data", dense.parent / "ids.npy", "--no-verify", "--threads", "1",
+        "--epochs", "3", "--batch-size", "4", "--lr", "1e-3", "--samples", "64", "--heldout", "8", "--device", "cpu", "--json",
+    ]  # fmt: skip
+    result = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=240, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(json.loads(result.stdout)["blocks"]) == 3
+    assert (tmp_path / "two" / "model.safetensors").read_bytes() == (tmp_path / "one" / "model.safetensors").read_bytes()
+
+
+def test_ladder_blocks_are_distilled_too(pair, tmp_path):
+    dense, _ = pair
+    assert invoke("convert", dense, tmp_path / "ladder", "--ladder", "1:", "--no-verify").code == 0
+    document = json.loads(adapt((dense, tmp_path / "ladder"), tmp_path / "out", "--json", "--layers", "2:").stdout)
+    assert [block["block"] for block in document["blocks"]] == [2, 3]
+    assert all(block["loss_after"] < 0.95 * block["loss_before"] for block in document["blocks"]), document["blocks"]
+
+
+def test_training_that_does_not_help_changes_nothing(pair, tmp_path):
+    outcome = adapt(pair, tmp_path / "out", "--lr", 30, "--epochs", 9, "--json")  # absurd, but finite
+    assert outcome.code == 0, outcome.stderr
+    for block in json.loads(outcome.stdout)["blocks"]:
+        assert block["loss_after"] <= block["loss_before"]
+        assert block["best_step"] or block["loss_after"] == block["loss_before"]
+        assert block["stopped_early"] == (block["steps"] < 9 * 16)
+    kept = [block["block"] for block in json.loads(outcome.stdout)["blocks"] if not block["best_step"]]
+    assert kept
+    before, after = (load_file(folder / "model.safetensors") for folder in (pair[1], tmp_path / "out"))
+    for layer in kept:
+        assert all(torch.equal(before[name], after[name]) for name in before if f"layers.{layer}." in name)
+
+
+def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatch):
+    loss = BlockTrainer.loss
+    monkeypatch.setattr(
+        BlockTrainer, "loss", lambda self, rows: loss(self, rows) * (torch.nan if self.index == 2 and torch.is_grad_enabled() else 1)
+    )
+    outcome = adapt(pair, tmp_path / "out")
+    assert "block 2: the loss is NaN or infinite after 0 steps" in last_error(outcome)
+    assert listing(tmp_path / "out.ladderize-work") == ["block-00001.safetensors", "run.json"]
+    assert "out" not in listing(tmp_path)
+    monkeypatch.setattr(BlockTrainer, "loss", loss)
+    assert adapt(pair, tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--layers", "0"], 1, "0 compute what the dense layers compute; only 1:4 do not"),
+        (["--layers", "9"], 1, "--layers: 9 is out of range"),
+        (["--samples", "70"], 1, "gives 72 windows of 16 tokens, and 78 are asked for"),
+        (["--seq-len", "1"], 2, "--seq-len"),
+        (["--lr", "0"], 2, "--lr must be above 0"),
+        (["--lr", "nan"], 2, "--lr must be above 0"),
+        (["--max-memory", "much"], 2, "--max-memory: 'much' is no size"),
+        (["--dtype", "float16"], 2, "too narrow to train in"),
+        (["--method", "magic"], 2, "--method magic is not known"),
+        (["--work-dir", "{tmp}"], 1, "is no folder of unfinished work, and not empty"),
+        (["--data", "{tmp}/nothing.npy"], 1, "nothing.npy does not exist"),
+    ],
+)
+def test_what_is_refused(pair, tmp_path, options, code, message):
+    outcome = adapt(pair, tmp_path / "out", *(option.replace("{tmp}", str(tmp_path)) for option in options))
+    assert outcome.code == code
+    assert message in outcome.stderr
+    assert listing(tmp_path) == ["dense", "ids.npy", "spd"]
+
+
+def test_which_pairs_are_refused(pair, tmp_path):
+    dense, model = pair
+    other = save_llama(tmp_path / "other", intermediate_size=96)
+    assert "is dense; there is nothing to distil" in one_sentence(adapt((dense, dense), tmp_path / "out"))
+    outcome = adapt((model, model), tmp_path / "out")
+    assert "is not dense" in one_sentence(outcome)
+    assert "has other shapes" in one_sentence(adapt((other, model), tmp_path / "out"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    assert "is not empty" in one_sentence(adapt(pair, tmp_path / "full"))
+    assert "is the source" in one_sentence(adapt(pair, model))
+
+
+def test_work_of_another_run_is_not_mixed_in(tmp_path):
+    work = WorkFolder(tmp_path / "w", {"a": 1, "b": (2, 3)})
+    work.save(0, {"x.weight": torch.ones(2)}, {"block": 0})
+    assert WorkFolder(tmp_path / "w", {"a": 1, "b": [2, 3]}).has(0)
+    with pytest.raises(UserError, match="another a; delete it"):
+        WorkFolder(tmp_path / "w", {"a": 2, "b": [2, 3]})
+    (tmp_path / "w" / "run.json").write_text("{broken")
+    with pytest.raises(UserError, match="another a and b"):
+        WorkFolder(tmp_path / "w", {"a": 1, "b": [2, 3]})
+    (tmp_path / "w" / "mine.txt").write_text("not ladderize's")
+    work.remove()
+    assert listing(tmp_path / "w") == ["mine.txt"]

@@ -1,0 +1,134 @@
+"""The whole of Sync-Point Drop in one command, on the bundled model."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ladderize import load
+from ladderize.convert.heads import permute_heads, read_head_map
+from ladderize.convert.yaml12 import load_yaml
+from ladderize.demo.corpus import documents
+from ladderize.demo.run import MODEL
+from ladderize.workflows import spd
+from tests.helpers import invoke, listing, one_sentence
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents(400, test=False, seed=7)))
+    return path
+
+
+def run(out, text, *options):
+    arguments = ["--sync-tp-size", 4, "--data", text, "--seq-len", 64, "--samples", 48, "--heldout", 16, "--calibration-samples", 16]
+    return invoke("spd", MODEL, out, *arguments, "--epochs", 2, "--no-verify", "--threads", 1, "--spd-fraction", 0.875, *options)
+
+
+def test_the_story(tmp_path, text):
+    shown = run(tmp_path / "out", text)
+    assert shown.code == 0, shown.stderr
+    assert listing(tmp_path) == ["out"]
+    assert {"head_map.json", "sensitivity.json", "spd.json", "ladderize.yaml"} <= set(listing(tmp_path / "out"))
+    document = json.loads((tmp_path / "out" / "spd.json").read_text())
+    ppl = {name: value["perplexity"] for name, value in document["perplexity"].items()}
+    assert list(ppl) == ["dense", "sync points dropped", "+ head grouping", "+ distillation"]
+    assert ppl["dense"] < ppl["+ distillation"] < min(ppl["sync points dropped"], ppl["+ head grouping"])
+    for value in ppl.values():
+        assert f"{value:.4f}" in shown.stdout
+    dropped = [row["block"] for row in document["blocks"] if row["dropped"]]
+    assert len(dropped) == 7
+    ascending = sorted(document["blocks"], key=lambda row: row["sensitivity"])
+    assert {row["block"] for row in ascending[:7]} == set(dropped)
+    for row in document["blocks"]:
+        trained = row["dropped"] and row["class"] != "in-sensitive"
+        assert (row["distillation"] is not None) == (row["grouping"] is not None) == trained
+    # the checkpoint: what was not trained lies as it did, what was grouped but not changed much lies in the new order
+    record = load_yaml((tmp_path / "out" / "ladderize.yaml").read_text())
+    assert record["recipe"]["head_map"] == "head_map.json"
+    assert [row["block"] for row in record["spd_selection"]["blocks"] if row["dropped"]] == dropped
+    head_map = read_head_map(tmp_path / "out" / "head_map.json")
+    before, after = (load_file(folder / "model.safetensors") for folder in (MODEL, tmp_path / "out"))
+    for layer in range(8):
+        prefix = f"model.layers.{layer}."
+        old = {name.removeprefix(prefix): tensor for name, tensor in before.items() if name.startswith(prefix)}
+        moved = permute_heads(old, head_map.orders.get(layer, tuple(range(8))), 8, 4)
+        for name, tensor in moved.items():
+            difference = (after[prefix + name].float() - tensor.float()).norm() / tensor.float().norm()
+            assert difference == 0 if layer not in dropped else difference < 0.25
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    load(tmp_path / "out")
+
+
+def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
+    assert run(tmp_path / "whole", text).code == 0
+    for step in ("group_heads", "distill", "convert_checkpoint"):
+        whole = getattr(spd, step)
+
+        def killed(*arguments, **keywords):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(spd, step, killed)
+        assert run(tmp_path / "out", text).code == 130
+        assert listing(tmp_path) == ["out.ladderize-work", "whole"]
+        monkeypatch.setattr(spd, step, whole)
+    measured = []
+    monkeypatch.setattr(spd, "group_heads", lambda *a, **k: pytest.fail("the heads were grouped already"))
+    monkeypatch.setattr(spd.WorkFolder, "save", lambda *a: measured.append(a))
+    assert run(tmp_path / "out", text).code == 0
+    assert measured == []
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert listing(tmp_path) == ["out", "whole"]
+
+
+def test_classes_decide_what_a_block_gets(tmp_path, text):
+    def document(name, *options):
+        return json.loads(run(tmp_path / name, text, "--epochs", 1, "--json", *options).stdout)
+
+    alone = document("a", "--head-grouping", "none", "--tau1", 100, "--tau2", 200)
+    assert list(alone["perplexity"]) == ["dense", "sync points dropped"]
+    assert all(row["grouping"] is row["distillation"] is None for row in alone["blocks"])
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (MODEL / "model.safetensors").read_bytes()
+    papers = document("b", "--head-grouping", "paper", "--tau1", -100, "--tau2", -100)
+    assert [row["grouping"]["criterion"] for row in papers["blocks"] if row["dropped"]] == ["paper"] * 7
+    sensitive = document("c", "--head-grouping", "paper", "--tau1", -100)
+    assert [row["grouping"] for row in sensitive["blocks"]] == [None] * 8
+    assert all(row["distillation"] for row in sensitive["blocks"] if row["dropped"])
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--sync-tp-size", "3"], 1, "--sync-tp-size 3 does not divide"),
+        (["--sync-tp-size", "1"], 2, "--sync-tp-size"),
+        (["--spd-fraction", "0.5", "--max-ppl-increase", "1"], 2, "both say how much to drop"),
+        (["--spd-fraction", "1.5"], 2, "--spd-fraction must be a number above 0 and at most 1"),
+        (["--head-grouping", "magic"], 2, "--head-grouping magic is not one of error, paper, none"),
+        (["--samples", "100000"], 1, "too few for 100000 to train on"),
+        (["--lr", "-1"], 2, "--lr must be above 0"),
+        (["--data", "{tmp}/empty.txt"], 1, "empty.txt gives"),
+    ],
+)
+def test_what_is_refused(tmp_path, text, options, code, message):
+    (tmp_path / "empty.txt").write_text("")
+    arguments = ["--sync-tp-size", 4, "--data", text, "--seq-len", 64]
+    outcome = invoke("spd", MODEL, tmp_path / "out", *arguments, *(option.replace("{tmp}", str(tmp_path)) for option in options))
+    assert outcome.code == code
+    assert message in outcome.stderr
+    assert listing(tmp_path) == ["empty.txt"]
+
+
+def test_a_budget_takes_the_least_sensitive(tmp_path, text):
+    arguments = ["--sync-tp-size", 2, "--data", text, "--seq-len", 64, "--calibration-samples", 8, "--tau1", 9, "--no-verify", "--json"]
+    rows = json.loads(invoke("spd", MODEL, tmp_path / "out", *arguments, "--max-ppl-increase", 0.1).stdout)["blocks"]
+    dropped = [row["sensitivity"] for row in rows if row["dropped"]]
+    kept = [row["sensitivity"] for row in rows if not row["dropped"]]
+    assert max(dropped) <= min(kept)
+    assert sum(max(s, 0) for s in dropped) <= 0.1 < sum(max(s, 0) for s in [*dropped, min(kept)])
+
+
+def test_only_a_dense_model_has_syncs_to_drop(tmp_path, text):
+    assert invoke("convert", MODEL, tmp_path / "ladder", "--ladder", "4:", "--no-verify").code == 0
+    assert "is not dense" in one_sentence(invoke("spd", tmp_path / "ladder", tmp_path / "out", "--sync-tp-size", 2, "--data", text))
