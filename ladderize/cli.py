@@ -626,7 +626,7 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Few samples, two of the four conversions.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert the bundled tiny Llama to four layouts; see what each costs in accuracy, before any retraining, and gains in time."""
+    """Convert the bundled tiny Llama to four layouts, win one's accuracy back; see what each costs in accuracy and gains in time."""
     from ladderize.demo.run import run_demo
 
     console = Console(as_json)

@@ -73,10 +73,11 @@ def test_the_quick_demo_of_the_wheel(tmp_path):
     document = json.loads(demo.stdout)
     models = document["models"]
     assert [model["ladderize"]["layout"] for model in models] == [
-        "8 layers: dense", "8 layers: ladder 0:8", "8 layers: spd 0:8 (sync_tp_size 4)",
+        "8 layers: dense", "8 layers: ladder 0:8", "8 layers: spd 0:8 (sync_tp_size 4)", "8 layers: spd 0:8 (sync_tp_size 4)",
     ]  # fmt: skip
-    dense, *converted = (model["ladderize"]["perplexity"]["perplexity"] for model in models)
+    dense, *converted, adapted = (model["ladderize"]["perplexity"]["perplexity"] for model in models)
     assert all(dense < 0.8 * other for other in converted)
+    assert dense < adapted < 0.9 * converted[-1]
     assert dense > 1
     assert {"results.json", "bench-emulated-tp4.json", "bench-tp2.json"} <= set(listing(tmp_path / "demo"))
     for bench, emulated, ranks in (("bench-emulated-tp4", True, 4), ("bench-tp2", False, 2)):

@@ -192,8 +192,8 @@ def block_rows(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
             "block": str(report["block"]),
             "loss before": f"{report['loss_before']:.3e}",
             "after": f"{report['loss_after']:.3e}",
-            "lost before": f"{report['share_lost_before']:.1%}",
-            "lost after": f"{report['share_lost_after']:.1%}",
+            "lost before": f"{report['share_lost_before']:.2%}",
+            "lost after": f"{report['share_lost_after']:.2%}",
             "steps": str(report["steps"]) + (" (stopped early)" if report["stopped_early"] else ""),
         }
         for report in reports

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.nn.functional import linear
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -120,6 +119,8 @@ def match(units: Units, groups: Sequence[Sequence[Sequence[int]]], values: np.nd
 
     groups: of each family. values: [groups in order, ranks].
     """
+    from scipy.optimize import linear_sum_assignment  # here, so that the rest runs where there is no scipy
+
     count, width = len(groups), units.ranks_per_family
     inner = {}
     gains = np.zeros((count, count))

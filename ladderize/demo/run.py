@@ -1,4 +1,4 @@
-"""``ladderize demo``: convert the bundled model to four layouts, evaluate all five, and time them on the runtime."""
+"""``ladderize demo``: convert the bundled model to four layouts, win one's accuracy back, evaluate all, and time them on the runtime."""
 
 import json
 import shutil
@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from ladderize.adapt.blockwise import BlockwiseOptions
+from ladderize.adapt.distill import DistillOptions
 from ladderize.console import Console, UserError, table
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
@@ -16,6 +18,7 @@ from ladderize.eval.results import write_json
 from ladderize.runtime.bench import run_bench
 from ladderize.runtime.command import BenchArguments, plan
 from ladderize.runtime.report import summary
+from ladderize.workflows.spd import SpdOptions, block_rows, perplexity_rows, run_spd
 
 HERE = Path(__file__).parent
 MODEL, TASKS = HERE / "model", HERE / "tasks"
@@ -29,6 +32,10 @@ QUICK = ("ladder-all", "spd-all")
 # What a group of 4 on PCIe would gain, and the runtime at work on 2 processes of this machine, whose shared memory leaves little to gain
 BENCHES: dict[str, dict[str, Any]] = {"bench-emulated-tp4": {"emulate_tp": 4, "link": "nccl_pcie"}, "bench-tp2": {"tp_size": 2}}
 HELDOUT_DOCUMENTS = 200
+ADAPTED = "spd-all-adapted"
+TRAINING = {"samples": 1024, "epochs": 2}
+QUICK_TRAINING = {"samples": 64, "epochs": 1}
+SEQ_LEN = 128
 
 
 def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, Any]:
@@ -49,22 +56,49 @@ def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, An
             report = convert_checkpoint(models[0], folder / name, recipe, verify=not quick, console=console)
             console.result(f"{name:15} {report['layout']}")
             models.append(str(folder / name))
-        heldout = folder / "heldout.jsonl"
-        texts = documents(HELDOUT_DOCUMENTS, test=True, seed=1)
-        heldout.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        adapted = _adapt(models[0], folder, QUICK_TRAINING if quick else TRAINING, quick, console)
+        heldout = write_documents(folder / "heldout.jsonl", HELDOUT_DOCUMENTS, test=True, seed=1)
         options = EvalOptions(
             tasks=tuple(sorted(f"demo_{path.stem}" for path in TASKS.glob("*.yaml"))), include_path=str(TASKS), include_default_tasks=False,
-            limit=20 if quick else None, batch_size=64, dtype="float32", perplexity=str(heldout), seq_len=128,
+            limit=20 if quick else None, batch_size=64, dtype="float32", perplexity=str(heldout), seq_len=SEQ_LEN,
         )  # fmt: skip
+        evaluated = [*models, adapted]
         console.status(
-            f"$ ladderize eval {' '.join(models)} --tasks {','.join(options.tasks)} --include-path {TASKS} --perplexity {heldout} ..."
+            f"$ ladderize eval {' '.join(evaluated)} --tasks {','.join(options.tasks)} --include-path {TASKS} --perplexity {heldout} ..."
         )
-        document = evaluate_models(models, options, console=console, save=lambda document: write_json(folder / "results.json", document))
+        document = evaluate_models(evaluated, options, console=console, save=lambda document: write_json(folder / "results.json", document))
         console.result("")
         console.result(table(comparison(document), right=["value", "stderr", "difference"]))
-        console.result("\nZero-shot: no layer was retrained. What these layouts lost here is what adaptation has to win back.")
+        console.result(
+            f"\n{ADAPTED} is spd-all with its sensitive blocks distilled (`ladderize spd`). In the others no layer was retrained: what "
+            "they lost here is what adaptation has to win back."
+        )
         benches = {name: _bench(models, folder / f"{name}.json", arguments, quick, console) for name, arguments in BENCHES.items()}
         return {**document, "benches": benches}
+
+
+def write_documents(path: Path, count: int, *, test: bool, seed: int) -> Path:
+    """Texts of the demo's corpus, a line of JSON each."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents(count, test=test, seed=seed)))
+    return path
+
+
+def _adapt(dense: str, folder: Path, training: dict[str, int], quick: bool, console: Console) -> str:
+    """`ladderize spd`: all blocks dropped, heads grouped and blocks distilled where the sensitivity asks for it."""
+    out, samples = str(folder / ADAPTED), training["samples"]
+    data = write_documents(folder / "train.jsonl", 6 * samples + 400, test=False, seed=11)  # about 20 tokens each, and some to spare
+    options = SpdOptions(
+        sync_tp_size=4, spd_fraction=1.0,
+        training=BlockwiseOptions(
+            data=str(data), samples=samples, heldout=16, seq_len=SEQ_LEN, distill=DistillOptions(epochs=training["epochs"])
+        ),
+    )  # fmt: skip
+    console.status(f"$ ladderize spd {dense} {out} --sync-tp-size 4 --spd-fraction 1 --data {data} --samples {samples} ...")
+    document = run_spd(dense, out, options, console=console, verify=not quick)
+    console.result(f"{ADAPTED:15} {document['layout']}\n")
+    console.result(table(block_rows(document), right=["block", "S"]) + "\n")
+    console.result(table(perplexity_rows(document["perplexity"]), right=["perplexity", "stderr", "difference"]))
+    return out
 
 
 def _bench(models: list[str], out: Path, arguments: dict[str, Any], quick: bool, console: Console) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def block_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
             "attention sync": "dropped" if row["dropped"] else "kept",
             "heads grouped: error": f"{grouping['error_before']:.2e} to {grouping['error_after']:.2e}" if grouping else "",
             "distilled: share lost": (
-                f"{distillation['share_lost_before']:.1%} to {distillation['share_lost_after']:.1%}" if distillation else ""
+                f"{distillation['share_lost_before']:.2%} to {distillation['share_lost_after']:.2%}" if distillation else ""
             ),
         })  # fmt: skip
     return rows

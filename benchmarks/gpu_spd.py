@@ -1,0 +1,122 @@
+"""Sync-Point Drop on a GPU: does an 8B model's recipe fit 24 GB, what does it take, and does the GPU compute what the CPU does?
+
+    python benchmarks/gpu_spd.py [--layers 4] [--windows 24] [--out FILE]
+
+A random checkpoint with the 8B shape and few layers (all that is done scales with them): sensitivity, grouping and distillation of every
+block in bfloat16, each with its peak memory and time, and what 32 layers would take.
+"""
+
+import argparse
+import importlib.util
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ladderize.adapt.distill import DistillOptions, Student, Windows, distill
+from ladderize.adapt.head_grouping import group_heads
+from ladderize.adapt.work import WorkFolder
+from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.console import Console
+from ladderize.eval.sensitivity import Suffixes, column_layouts, sweep_seconds
+from ladderize.layout import Layout
+from ladderize.runtime.communication import synchronize
+from ladderize.runtime.distributed import Group
+from ladderize.runtime.environment import environment
+from ladderize.runtime.memory import PeakMemory
+from ladderize.runtime.spec import known_shapes, read_shape
+
+RANKS = 8
+
+
+def random_checkpoint(folder: Path, config: dict, dtype: torch.dtype, device: torch.device) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    with device:
+        model = LlamaForCausalLM._from_config(LlamaConfig(**config), dtype=dtype)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def measured(name: str, call, results: dict, device: torch.device):
+    """Time, and the peak of the device's memory (of a CPU: how far the process's own rose)."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with PeakMemory(device) as memory:
+        begin = time.perf_counter()
+        value = call()
+        synchronize(device)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else memory.rise
+    results[name] = {"seconds": time.perf_counter() - begin, "peak_memory_bytes": peak}
+    print(f"{name:40} {results[name]['seconds']:8.1f} s  {peak / 1e9:6.2f} GB", flush=True)
+    return value
+
+
+def agrees_with_the_cpu(folder: Path, device: torch.device) -> float:
+    """The largest relative difference of a sensitivity table in float32 between the two devices."""
+    config = {**known_shapes()["1b"], "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
+    config |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 16}
+    checkpoint = open_checkpoint(random_checkpoint(folder, config, torch.float32, device))
+    ids = torch.randint(0, 1024, (4, 64), generator=torch.Generator().manual_seed(1))
+    layouts = column_layouts("spd", 3, RANKS)
+    cpu, gpu = (Suffixes(Blocks(checkpoint, torch.float32, where), layouts)(ids) for where in (torch.device("cpu"), device))
+    return float(np.abs(cpu - gpu).max() / np.abs(cpu).max())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shape", default="8b", help="a bundled size or a config.json")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    device, results = torch.device(args.device), {}
+    config = {**read_shape(args.shape), "num_hidden_layers": args.layers}
+    layers = range(args.layers)
+    with tempfile.TemporaryDirectory() as folder:
+        difference = agrees_with_the_cpu(Path(folder) / "small", device)
+        print(f"sensitivity table in float32, {device} against the CPU: {difference:.1e} (must be below 1e-4)", flush=True)
+        assert difference < 1e-4
+        checkpoint = open_checkpoint(random_checkpoint(Path(folder) / "large", config, torch.bfloat16, device))
+        blocks = Blocks(checkpoint, torch.bfloat16, device)
+        ids = torch.randint(0, config["vocab_size"], (args.windows + 4, args.tokens), generator=torch.Generator().manual_seed(0))
+        windows = Windows(ids[: args.windows], ids[args.windows :])
+        sweep(blocks, ids[:2], results)
+        head_map = None
+        if importlib.util.find_spec("scipy") is not None:
+            head_map = measured("head grouping", lambda: group_heads(blocks, layers, RANKS, windows.train.numpy()), results, device)
+        every = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS)
+        work = WorkFolder(Path(folder) / "work", {})
+        student = Student(every, tuple(layers), blocks.weights)
+        options = DistillOptions(epochs=1, patience=1)
+        measured("distillation, 1 epoch", lambda: distill(blocks, student, windows, options, work, Console()), results, device)
+        results["losses"] = [[work.report(layer)[key] for key in ("loss_before", "loss_after")] for layer in layers]
+        assert all(after <= before < float("inf") for before, after in results["losses"])
+    per_layer = results["sensitivity, 2 windows"]["seconds"] / (args.layers + args.layers * (args.layers + 1) / 2)
+    more_layers = (32 - args.layers) * (436e6 + 2 * args.tokens * config["hidden_size"] * 2)  # weights, and states of 2 windows
+    results["projected to 32 layers of the 8b shape, 128 windows"] = {
+        "sensitivity_seconds": sweep_seconds(per_layer, 32, 128, 2),
+        "sensitivity_peak_memory_bytes": results["sensitivity, 2 windows"]["peak_memory_bytes"] + more_layers,
+        "distillation_10_epochs_seconds": results["distillation, 1 epoch"]["seconds"] * 32 / args.layers * 10 * 128 / args.windows,
+    }
+    print(json.dumps(results["projected to 32 layers of the 8b shape, 128 windows"], indent=1))
+    if args.out:
+        surroundings = environment(Group(0, 1, device), args.device)
+        said = {"arguments": {key: str(value) for key, value in vars(args).items()}, "heads_grouped": head_map is not None}
+        args.out.write_text(json.dumps({"schema_version": 1, "environment": surroundings, **said, **results}, indent=1, default=str) + "\n")
+
+
+def sweep(blocks: Blocks, ids: torch.Tensor, results: dict) -> None:
+    suffixes = Suffixes(blocks, column_layouts("spd", blocks.num_layers, RANKS))
+    suffixes(ids)
+    measured("sensitivity, 2 windows", lambda: suffixes(ids), results, blocks.device)
+
+
+if __name__ == "__main__":
+    main()
