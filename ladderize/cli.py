@@ -447,8 +447,10 @@ def sensitivity(
     _check_taus(tau1, tau2)
     device = _compute_options(device, dtype, threads)
     from ladderize.eval.results import check_writable, write_json
-    from ladderize.runtime.distributed import set_threads
+    from ladderize.runtime.distributed import already_started, set_threads
 
+    if already_started():
+        raise UserError("sensitivity runs in one process; start it without torchrun or accelerate launch")
     set_threads(threads, 1)
     check_writable(out)
     if plot is not None:

@@ -120,8 +120,6 @@ def adapt_blocks(
     }  # fmt: skip
     with state.main_process_first():
         work = WorkFolder(work_folder(out, options), identity)
-    if done := [layer for layer in layers if work.has(layer)]:
-        console.note(f"blocks {format_ranges(done)} are done already")
     announce(teacher, student, windows, options, console)
     distill(teacher, student, windows, options.distill, work, console, rank=state.process_index, ranks=state.num_processes)
     state.wait_for_everyone()

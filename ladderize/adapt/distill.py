@@ -20,7 +20,7 @@ from ladderize.adapt.states import StateStore
 from ladderize.adapt.work import WorkFolder
 from ladderize.blocks import Blocks, State, complete, layer_seconds, timed
 from ladderize.console import Console, UserError
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, format_ranges
 
 # The paper's learning rate at LLaMA2-7B's width; a step of Adam moves a sum over twice the width twice as far.
 PAPERS_LR, PAPERS_WIDTH = 5e-5, 4096
@@ -132,6 +132,8 @@ def distill(
 
     Raises UserError if a loss becomes NaN; what was trained before is kept in ``work``.
     """
+    if done := [layer for layer in student.layers if work.has(layer)]:
+        console.note(f"blocks {format_ranges(done)} are done already")
     mine = [layer for number, layer in enumerate(student.layers) if number % ranks == rank and not work.has(layer)]
     pairs = any(needs_pair(student.layout, layer) for layer in mine)
     options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])

@@ -148,13 +148,13 @@ class Probe:
     def __init__(self, layer: Any, residual: Tensor, partials: Tensor, ranks: int) -> None:
         self.norm, self.mlp, self.residual, self.partials, self.ranks = layer.post_attention_layernorm, layer.mlp, residual, partials, ranks
         everything = residual + partials.sum(0)
-        self.target = sum((self.slice(rank, everything) for rank in range(ranks)), torch.zeros_like(residual))
+        self.target = sum((self.slice(rank, everything) for rank in range(ranks)), torch.zeros((), device=residual.device))
 
     def slice(self, rank: int, seen: Tensor) -> Tensor:
-        """Rank's part of the MLP, without down_proj's bias, where its residual stream is ``seen``."""
+        """Rank's part of the MLP, without down_proj's bias, where its residual stream is ``seen``; float32, so that sums are exact."""
         x = self.norm(seen)
         gate, up = (_rows(projection, rank, self.ranks, x) for projection in (self.mlp.gate_proj, self.mlp.up_proj))
-        return linear(self.mlp.act_fn(gate) * up, self.mlp.down_proj.weight.chunk(self.ranks, 1)[rank])
+        return linear(self.mlp.act_fn(gate) * up, self.mlp.down_proj.weight.chunk(self.ranks, 1)[rank]).float()
 
     def output(self, rank: int, members: Iterable[int]) -> Tensor:
         """The same where the rank has the heads of ``members``."""
@@ -166,7 +166,7 @@ class Probe:
 
     def norms(self, groups: Sequence[Sequence[int]]) -> np.ndarray:
         """||MLP_m(group)||, the mean over tokens: [groups, ranks]."""
-        values = [[self.output(rank, group).float().norm(dim=-1).mean() for rank in range(self.ranks)] for group in groups]
+        values = [[self.output(rank, group).norm(dim=-1).mean() for rank in range(self.ranks)] for group in groups]
         return torch.tensor(values, dtype=torch.float64).numpy()
 
 
@@ -177,7 +177,7 @@ def _rows(projection: torch.nn.Linear, rank: int, ranks: int, x: Tensor) -> Tens
 
 def _mean_square(x: Tensor | float) -> float:
     assert isinstance(x, Tensor)
-    return float(x.float().square().mean())
+    return float(x.square().mean())
 
 
 class Descent:
@@ -186,14 +186,16 @@ class Descent:
     def __init__(self, probe: Probe, units: Units, start: Assignment) -> None:
         self.probe, self.units = probe, units
         self.held = [frozenset(members) for members in start]
-        self.outputs = [probe.output(rank, members).float() for rank, members in enumerate(self.held)]
-        self.difference = sum(self.outputs, -probe.target.float())
+        self.outputs = [probe.output(rank, members) for rank, members in enumerate(self.held)]
+        self.difference = sum(self.outputs, -probe.target)
         self.error = _mean_square(self.difference)
 
     def attempt(self, change: Mapping[int, frozenset[int]]) -> bool:
         """Give some ranks other units if that lowers the error; says whether it did."""
-        outputs = {rank: self.probe.output(rank, members).float() for rank, members in change.items()}
-        difference = self.difference + sum((output - self.outputs[rank] for rank, output in outputs.items()), torch.zeros(()))
+        outputs = {rank: self.probe.output(rank, members) for rank, members in change.items()}
+        difference = self.difference + sum(
+            (output - self.outputs[rank] for rank, output in outputs.items()), torch.zeros((), device=self.difference.device)
+        )
         error = _mean_square(difference)
         if not error < self.error * (1 - MIN_GAIN):
             return False
