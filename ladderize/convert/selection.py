@@ -124,7 +124,7 @@ def select(sensitivity: Sensitivity, fraction: float | None = None, max_increase
         least = ascending[0]
         raise UserError(
             f"--spd auto selects no block of {sensitivity.path}: the smallest sensitivity is {values[least]:.4g} (block {least}); "
-            "raise --max-ppl-increase, or give --spd-fraction"
+            "give --spd-fraction, or a larger --max-ppl-increase"
         )
     rows = [
         {"block": i, "sensitivity": values[i], "class": sensitivity.classes[i], "dropped": i in chosen, "why": why[i]}
