@@ -57,7 +57,7 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name, extra):
     pairs = any(needs_pair(layout, layer) for layer in layers)
     student = Student(layout, tuple(layers), blocks.weights)
     passed = []
-    for index, before, after in teacher_pass(blocks, ids, layers, pairs, max_memory=1 << 30, folder=tmp_path):
+    for index, before, after in teacher_pass(blocks, ids, layers, pairs, max_memory=1 << 30, path=tmp_path / "s"):
         passed.append(index)
         if index not in layers:
             continue
@@ -199,6 +199,7 @@ def test_two_processes_train_the_same_weights(pair, tmp_path):
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ladderize", "adapt", model,
         tmp_path / "two", "--method", "blocks", "--teacher", dense, "--data", dense.parent / "ids.npy", "--no-verify", "--threads", "1",
         "--epochs", "3", "--batch-size", "4", "--lr", "1e-3", "--samples", "64", "--heldout", "8", "--device", "cpu", "--json",
+        "--max-memory", "1B",
     ]  # fmt: skip
     result = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, timeout=240, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

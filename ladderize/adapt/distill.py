@@ -89,16 +89,19 @@ def trainable_layers(layout: Layout) -> list[int]:
 
 
 def teacher_pass(
-    blocks: Blocks, windows: Tensor, layers: Sequence[int], pairs: bool, *, max_memory: int, folder: Path
+    blocks: Blocks, windows: Tensor, layers: Sequence[int], pairs: bool, *, max_memory: int, path: Path
 ) -> Iterator[tuple[int, StateStore, StateStore]]:
     """Run the dense model layer by layer; yields (i, states that enter block i, states that leave it) for i up to the last of ``layers``.
 
-    ``pairs``: states hold the stream without the last MLP's output too. Stores beyond ``max_memory`` bytes lie in ``folder``.
+    pairs: states hold the stream without the last MLP's output too. Stores beyond ``max_memory`` bytes lie in files named after ``path``.
     """
     shape = (*windows.shape, int(blocks.config["hidden_size"]))
     count = blocks.num_layers
     layout = Layout((BLOCKING,) * count, (OVERLAPPED,) * (count - 1) + (BLOCKING,)) if pairs else Layout.dense(count)
-    stores = [StateStore(shape, blocks.dtype, pairs, max_memory=max_memory // 2, path=folder / f"states-{number}") for number in range(2)]
+    stores = [
+        StateStore(shape, blocks.dtype, pairs, max_memory=max_memory // 2, path=path.with_name(f"{path.name}-{number}"))
+        for number in range(2)
+    ]
     batch = max(1, 4 * TOKENS_PER_STEP // windows.shape[1])
     try:
         _fill(stores[0], batch, lambda rows: blocks.embed(windows[rows]))
@@ -139,7 +142,7 @@ def distill(
     options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
     steps = options.epochs * math.ceil(len(windows.train) / (options.batch_size or 1))
     with console.progress("distilling", len(mine) * steps) as advance:
-        passes = teacher_pass(teacher, windows.all, mine, pairs, max_memory=options.max_memory, folder=work.folder)
+        passes = teacher_pass(teacher, windows.all, mine, pairs, max_memory=options.max_memory, path=work.folder / f"states-{rank}")
         for index, before, after in passes:
             if index in mine:
                 trainer = BlockTrainer(teacher, student, index, before, after, len(windows.train), options)
