@@ -1,0 +1,130 @@
+"""``convert`` and ``inspect``."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ladderize.commands.options import RANGES, AsJson, NoVerify, Overwrite, Revision
+from ladderize.console import Console, UsageError, UserError, human_bytes, table
+from ladderize.layout import RangeSyntaxError, format_ranges
+
+
+def convert(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder or a hub id; it is never touched.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
+    ladder: Annotated[
+        str | None, typer.Option(metavar="RANGES", help=f"Layers whose all-reduces are overlapped (Ladder Residual); {RANGES}.")
+    ] = None,
+    spd: Annotated[
+        str | None,
+        typer.Option(metavar="RANGES", help="Layers whose attention all-reduce is dropped (Sync-Point Drop), or auto, by --sensitivity."),
+    ] = None,
+    sync_tp_size: Annotated[int | None, typer.Option(min=1, help="Virtual ranks that --spd is made for; a property of the model.")] = None,
+    sensitivity: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="For --spd auto: what `ladderize sensitivity` wrote; alone, drops its in-sensitive blocks."),
+    ] = None,
+    spd_fraction: Annotated[
+        float | None, typer.Option(metavar="F", help="For --spd auto: drop this part of all layers, above 0 and at most 1.")
+    ] = None,
+    max_ppl_increase: Annotated[
+        float | None, typer.Option(metavar="X", help="For --spd auto: drop as long as the summed sensitivities are at most X perplexity.")
+    ] = None,
+    head_map: Annotated[str | None, typer.Option(metavar="FILE", help="Store attention heads in the orders of this head_map.json.")] = None,
+    dense: Annotated[bool, typer.Option("--dense", help="Make every sync point blocking again: a plain Llama.")] = False,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML with these keys, or a ladderize.yaml, instead of the options.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Store weights as float32, float16 or bfloat16.  [default: as in SRC]")] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Write new weight files of at most this size, such as 5GB.")
+    ] = None,
+    copy: Annotated[bool, typer.Option("--copy", help="Copy unchanged weights instead of hard-linking them.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    overwrite: Overwrite = False,
+    no_verify: NoVerify = False,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a Llama checkpoint to another layout of its sync points. Weights change only with --dtype, in order with --head-map."""
+    from ladderize.convert.pipeline import convert_checkpoint
+    from ladderize.convert.recipe import Recipe, read_recipe
+
+    given = {
+        "ladder": ladder, "spd": spd, "sync_tp_size": sync_tp_size, "dense": dense, "dtype": dtype, "max_shard_size": max_shard_size,
+        "head_map": head_map, "sensitivity": sensitivity, "spd_fraction": spd_fraction, "max_ppl_increase": max_ppl_increase,
+    }  # fmt: skip
+    if recipe is not None and (clash := [key for key, value in given.items() if value not in (None, False)]):
+        raise UsageError(f"--recipe and --{clash[0].replace('_', '-')} both say what to do; give one of them")
+    console = Console(as_json)
+    if not out.strip():
+        raise UsageError("OUT is empty; name the folder to write")
+    what = read_recipe(recipe) if recipe is not None else Recipe(**given)  # type: ignore[arg-type]
+    try:
+        report = convert_checkpoint(
+            src, out, what, revision=revision, copy=copy, overwrite=overwrite, dry_run=dry_run, verify=not no_verify, console=console
+        )
+    except RangeSyntaxError as error:
+        if recipe is None:
+            raise
+        raise UserError(f"{recipe}: {error}") from None
+    console.document(report)
+    for remark in report["remarks"]:
+        console.note(f"Note: {remark}")
+    if selection := report["spd_selection"]:
+        shown = [{**row, "sensitivity": f"{row['sensitivity']:.4g}", "dropped": row["dropped"] or ""} for row in selection["blocks"]]
+        console.result(table(shown, right=["block", "sensitivity"]) + f"\n\nselected {selection['rule']}")
+        console.result(
+            f"estimate {selection['estimated_ppl_increase']:+.4g} perplexity, the sum over the dropped blocks: right to first order;\n"
+            f"         measure the true increase with `ladderize eval {src} {out} --perplexity FILE`\n"
+        )
+    if dry_run:
+        console.result(table(report["layers"], right=["layer"]) + "\n")
+    console.result(f"layout   {report['layout']}")
+    console.result(f"weights  {human_bytes(report['weight_bytes'])} in {len(report['weight_files'])} files, {_how(report)}")
+    if report["permuted_layers"]:
+        console.result(f"heads    in another order in layers {format_ranges(report['permuted_layers'])}")
+    if dry_run:
+        files = [*report["weight_files"], *report["carried_over"], *report["extra_files"]]
+        files.append("config.json, README.md, ladderize.yaml and the model code")
+        console.result(f"files    {', '.join(files)}")
+    if report["not_carried_over"]:
+        console.result(f"left     {', '.join(report['not_carried_over'])} (not carried over)")
+    console.result(f"{'would write' if dry_run else 'wrote'} {report['out']}")
+
+
+def _how(report: dict[str, Any]) -> str:
+    if "weights" in report:
+        return " and ".join(f"{count} {how}" for how, count in report["weights"].items())
+    rewritten = len(report["weight_files_rewritten"])
+    counts = {"to be rewritten": rewritten, "to be taken over as they are": len(report["weight_files"]) - rewritten}
+    return " and ".join(f"{count} {how}" for how, count in counts.items() if count)
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id (only its .json files are fetched).")],
+    tp_size: Annotated[
+        int | None, typer.Option(min=2, help="Ranks to count bytes for.  [default: the layout's sync_tp_size, else up to 8]")
+    ] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Print the table of all layers too.")] = False,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a checkpoint's layout, size, sync points per token and bytes moved, beside the dense model's."""
+    from ladderize.convert.inspection import inspect_checkpoint
+
+    console = Console(as_json)
+    report = inspect_checkpoint(model, revision=revision, tp_size=tp_size)
+    console.document(report)
+    if layers:
+        console.result(table(report["layers"], right=["layer"]) + "\n")
+    console.result(f"model       {report['model']} ({report['model_type']})")
+    console.result(f"layout      {report['layout']}")
+    console.result(f"parameters  {report['parameters']:,} stored as {report['dtype']}")
+    console.result(f"\nper token, on each of {report['tp_size']} ranks:")
+    rows = [{"": name, "dense": report["dense"][key], "this layout": report["this"][key]} for name, key in (
+        ("blocking all-reduces", "blocking"), ("overlapped all-reduces", "overlapped"), ("dropped sync points", "dropped"),
+        ("bytes reduced", "reduced_bytes"), ("bytes sent (ring)", "sent_bytes"), ("of these, waited for", "exposed_sent_bytes"),
+    )]  # fmt: skip
+    console.result(table(rows, right=["dense", "this layout"]))

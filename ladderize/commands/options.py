@@ -1,0 +1,44 @@
+"""Options and checks that several commands share."""
+
+import math
+from typing import Annotated
+
+import typer
+
+from ladderize.console import UsageError, UserError
+
+MAX_SEED = 2**32 - 1
+RANGES = "half-open and comma-separated like 16:32, :8, -16:, 4,8:12 or all"
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit, for a model from the hub.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda.  [default: cuda if there is one]")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of each process.  [default: cores / processes]")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint.")]
+NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not load the output in plain transformers before it appears.")]
+Data = Annotated[str, typer.Option("--data", metavar="FILE", help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).")]
+SeqLen = Annotated[int | None, typer.Option(min=2, help="Tokens of a window.  [default: rows of ids, else 2048 or the model's limit]")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="auto (as stored), float32, bfloat16 or float16.")]
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise UsageError(f"--dtype {dtype} is not one of auto, float32, bfloat16, float16")
+
+
+def check_taus(tau1: float | None, tau2: float) -> None:
+    if math.isnan(tau2) or (tau1 is not None and not tau1 <= tau2):
+        raise UsageError(f"--tau1 {tau1} and --tau2 {tau2} are not in order")
+
+
+def compute_options(device: str | None, dtype: str, threads: int | None) -> str:
+    """Check where and how to compute; returns the device."""
+    from ladderize.runtime.distributed import cores, default_device
+
+    check_dtype(dtype)
+    if device not in (None, "cpu", "cuda"):
+        raise UsageError(f"--device {device} is not cpu or cuda")
+    if device == "cuda" and default_device() != "cuda":
+        raise UserError("--device cuda, but torch sees no GPU here")
+    if threads is not None and threads > len(cores()):
+        raise UserError(f"--threads {threads} is more than the {len(cores())} cores that this process may use")
+    return device or default_device()
