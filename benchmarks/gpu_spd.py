@@ -95,7 +95,7 @@ def main() -> None:
         work = WorkFolder(Path(folder) / "work", {})
         student = Student(every, tuple(layers), blocks.weights)
         options = DistillOptions(epochs=1, patience=1)
-        measured("distillation, 1 epoch", lambda: distill(blocks, student, windows, options, work, Console()), results, device)
+        measured("distillation, 1 epoch", lambda: distill(blocks, student, windows, options, work, Console(), about={}), results, device)
         results["losses"] = [[work.report(layer)[key] for key in ("loss_before", "loss_after")] for layer in layers]
         assert all(after <= before < float("inf") for before, after in results["losses"])
     per_layer = results["sensitivity, 2 windows"]["seconds"] / (args.layers + args.layers * (args.layers + 1) / 2)

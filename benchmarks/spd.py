@@ -137,7 +137,7 @@ def ablation(args: argparse.Namespace) -> dict:
             with tempfile.TemporaryDirectory() as folder:
                 work = WorkFolder(Path(folder) / "work", {})
                 begin = time.perf_counter()
-                distill(blocks, Student(every, tuple(layers), untrained.__getitem__), windows, options.distill, work, Console())
+                distill(blocks, Student(every, tuple(layers), untrained.__getitem__), windows, options.distill, work, Console(), about={})
                 seconds = time.perf_counter() - begin
                 trained = {layer: loaded(work, layer, blocks) for layer in layers}
                 reports = [work.report(layer) for layer in layers]

@@ -35,6 +35,11 @@ def complete(state: State) -> Tensor:
     return state[0] if isinstance(state, tuple) else state
 
 
+def to_device(state: State, device: torch.device) -> State:
+    """The same state on another device."""
+    return (state[0].to(device), state[1].to(device)) if isinstance(state, tuple) else state.to(device)
+
+
 def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     """A checkpoint by folder or hub id, checked as ``convert`` checks its source; raises UserError."""
     folder, is_local = resolve_json(model, revision)
@@ -53,10 +58,12 @@ def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a checkpoint folder, or None where there is none; a stranger's tokenizer code is never run."""
     from transformers import AutoTokenizer
 
+    if not any(folder.glob("tokenizer*")):
+        return None
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise UserError(f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())[:200]})") from None
 
 
 def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, samples: int | None, seed: int) -> np.ndarray:
@@ -168,6 +175,11 @@ class Blocks:
         ]
         return torch.cat(losses).view(len(ids), -1).double().sum(1)
 
+    def ends_differ(self, other: "Blocks") -> bool:
+        """Whether what surrounds the layers, embedding, final norm and LM head, has other values in ``other``."""
+        names = [name for name in self.checkpoint.tensors if not name.startswith("model.layers.")]
+        return any(not torch.equal(own, theirs) for own, theirs in zip(self.read(names), other.read(names), strict=True))
+
     def _end(self, name: str) -> Tensor:
         """Embedding, final norm and LM head, read once and kept."""
         if name not in self._ends:
@@ -184,13 +196,15 @@ def window_nlls(
     windows: [windows, tokens]. ``layer_at(i)`` makes layer i. Like ``eval.perplexity.window_nlls`` of the whole model.
     """
     with torch.no_grad():
-        states: list[State] = [blocks.embed(batch) for batch in windows.split(batch_size)]
+        host = torch.device("cpu")  # where the states of all windows lie; those of one batch are on the device
+        states = [to_device(blocks.embed(batch), host) for batch in windows.split(batch_size)]
         for index in range(blocks.num_layers):
             layer = layer_at(index)
             for number, state in enumerate(states):
-                states[number] = blocks.run(layer, state)
+                states[number] = to_device(blocks.run(layer, to_device(state, blocks.device)), host)
             advance(1)
-        nlls = [blocks.nll(cast(Tensor, state), batch) for state, batch in zip(states, windows.split(batch_size), strict=True)]
+        batches = zip(states, windows.split(batch_size), strict=True)
+        nlls = [blocks.nll(complete(to_device(state, blocks.device)), batch) for state, batch in batches]
     return torch.cat(nlls).cpu()
 
 

@@ -75,6 +75,20 @@ class Console:
             yield
 
 
+@contextlib.contextmanager
+def silent_stdout() -> Iterator[None]:
+    """Some versions of gloo print to the stdout that ``--json`` promises to one document."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def with_schema(value: Mapping[str, Any]) -> dict[str, Any]:
     """Put the keys that every result file carries in front."""
     from ladderize import __version__

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ladderize.adapt import blockwise
 from ladderize.adapt.distill import BlockTrainer, DistillOptions, Student, _schedule, needs_pair, teacher_pass, trainable_layers
@@ -173,8 +173,8 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
     assert adapt(pair, tmp_path / "whole").code == 0
     save, trained = WorkFolder.save, []
 
-    def killed(self, layer, weights, report):
-        save(self, layer, weights, report)
+    def killed(self, layer, weights, report, key):
+        save(self, layer, weights, report, key)
         trained.append(layer)
         if len(trained) == 2:
             raise KeyboardInterrupt
@@ -183,7 +183,6 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
     assert adapt(pair, tmp_path / "out").code == 130
     assert "out" not in listing(tmp_path)
     assert "block-00002.safetensors" in listing(tmp_path / "out.ladderize-work")
-    assert "another options" in last_error(adapt(pair, tmp_path / "out", "--seed", 1))
     again = adapt(pair, tmp_path / "out", "--max-memory", "1B")  # also: from disk this time
     assert again.code == 0
     assert "blocks 1:3 are done already" in again.stderr
@@ -256,7 +255,7 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
         (["--max-memory", "much"], 2, "--max-memory: 'much' is no size"),
         (["--dtype", "float16"], 2, "too narrow to train in"),
         (["--method", "magic"], 2, "--method magic is not known"),
-        (["--work-dir", "{tmp}"], 1, "is no folder of unfinished work, and not empty"),
+        (["--lr", "1e300"], 2, "at most 1000"),
         (["--data", "{tmp}/nothing.npy"], 1, "nothing.npy does not exist"),
     ],
 )
@@ -281,14 +280,90 @@ def test_which_pairs_are_refused(pair, tmp_path):
 
 
 def test_work_of_another_run_is_not_mixed_in(tmp_path):
-    work = WorkFolder(tmp_path / "w", {"a": 1, "b": (2, 3)})
-    work.save(0, {"x.weight": torch.ones(2)}, {"block": 0})
-    assert WorkFolder(tmp_path / "w", {"a": 1, "b": [2, 3]}).has(0)
+    folder = tmp_path / "w"
+    with WorkFolder(folder, {"a": 1, "b": (2, 3)}) as work:
+        work.save(0, {"x.weight": torch.ones(2)}, {"block": 0}, "this key")
+        assert work.has(0, lambda: "this key")
+        assert not work.has(0, lambda: "another")
+        assert not work.has(1, lambda: pytest.fail("nothing to compare with"))
+        with pytest.raises(UserError, match="another run is at work"):
+            WorkFolder(folder, {"a": 1, "b": [2, 3]})
+        WorkFolder(folder, {}, main=False)  # another rank of the same run
+    with WorkFolder(folder, {"a": 1, "b": [2, 3]}) as work:
+        assert work.report(0) == {"block": 0}
+        whole = work.path(0).read_bytes()
+        work.path(0).write_bytes(whole[:-4])  # cut off
+        assert not work.has(0, lambda: "this key")
     with pytest.raises(UserError, match="another a; delete it"):
-        WorkFolder(tmp_path / "w", {"a": 2, "b": [2, 3]})
-    (tmp_path / "w" / "run.json").write_text("{broken")
-    with pytest.raises(UserError, match="another a and b"):
-        WorkFolder(tmp_path / "w", {"a": 1, "b": [2, 3]})
-    (tmp_path / "w" / "mine.txt").write_text("not ladderize's")
-    work.remove()
-    assert listing(tmp_path / "w") == ["mine.txt"]
+        WorkFolder(folder, {"a": 2, "b": [2, 3]})
+    (folder / ".run.json.abc").write_text("")  # of a killed write
+    (folder / "run.json").write_text("")
+    with WorkFolder(folder, {"a": 2}) as work:
+        work.remove()
+    assert listing(tmp_path) == ["w"]  # whoever made it: run.json could not say
+    (folder / "mine.txt").write_text("not ladderize's")
+    with pytest.raises(UserError, match="is no folder of unfinished work"):
+        WorkFolder(folder, {"a": 2})
+    (folder / "mine.txt").unlink()
+    with WorkFolder(folder, {}) as work:
+        work.remove()
+    assert listing(tmp_path) == ["w"]  # it was there before
+    folder.rmdir()
+    with pytest.raises(KeyError), WorkFolder(folder, {}):
+        raise KeyError
+    assert listing(tmp_path) == []  # nothing was done in it
+
+
+def test_blocks_trained_otherwise_are_trained_anew(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(blockwise, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
+    assert adapt(pair, tmp_path / "out").code == 1
+    monkeypatch.undo()
+    trained, save = [], WorkFolder.save
+    monkeypatch.setattr(WorkFolder, "save", lambda self, layer, *rest: trained.append(layer) or save(self, layer, *rest))
+    (tmp_path / "out.ladderize-work" / "block-00002.safetensors").write_bytes(b"cut off")
+    assert "blocks 1,3 are done already" in adapt(pair, tmp_path / "out").stderr
+    assert trained == [2]
+    assert adapt(pair, tmp_path / "two", "--lr", 2e-3, "--overwrite").code == 0
+    assert trained == [2, 1, 2, 3]
+
+
+@pytest.mark.parametrize("place", ["dense", "spd/inner", "out", "out/inner", "."])
+def test_work_has_a_place_of_its_own(pair, tmp_path, place):
+    outcome = adapt(pair, tmp_path / "out", "--work-dir", tmp_path / place)
+    assert "choose a folder of its own" in one_sentence(outcome)
+    assert listing(tmp_path) == ["dense", "ids.npy", "spd"]
+
+
+def test_the_teacher_is_never_touched(pair, tmp_path):
+    dense, _ = pair
+    before = {path.name: path.read_bytes() for path in dense.iterdir()}
+    assert "is the source or lies inside it" in one_sentence(adapt(pair, dense, "--overwrite"))
+    assert "is the source or lies inside it" in one_sentence(adapt(pair, dense / "inner"))
+    assert {path.name: path.read_bytes() for path in dense.iterdir()} == before
+
+
+def test_a_full_disk_is_one_sentence(pair, tmp_path, monkeypatch):
+    def full(descriptor, offset, size):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert "no space left on device" in last_error(adapt(pair, tmp_path / "out", "--max-memory", "1B"))
+    assert listing(tmp_path) == ["dense", "ids.npy", "spd"]
+
+
+def test_the_dense_row_is_the_teachers(pair, tmp_path):
+    """A student that was retrained whole has other ends; the dense row still is the dense model's, and the difference is said."""
+    dense, model = pair
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+    path.unlink()  # it shares its bytes with the source
+    save_file(tensors, path, metadata={"format": "pt"})
+    shown = adapt(pair, tmp_path / "out", "--json")
+    assert "has another embedding, final norm or LM head" in shown.stderr
+    rows = json.loads(shown.stdout)["heldout_perplexity"]
+    np.save(tmp_path / "heldout.npy", blockwise.training_windows(
+        open_checkpoint(str(dense)), blockwise.BlockwiseOptions(str(tmp_path / "ids.npy"), samples=64, heldout=8)
+    ).heldout.numpy())  # fmt: skip
+    scored = json.loads(invoke("eval", dense, "--perplexity", tmp_path / "heldout.npy", "--json").stdout)
+    assert rows["dense"]["perplexity"] == pytest.approx(scored["models"][0]["ladderize"]["perplexity"]["perplexity"], rel=1e-5)

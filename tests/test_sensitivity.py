@@ -11,7 +11,7 @@ from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.eval import perplexity, sensitivity
 from ladderize.eval.sensitivity import SensitivityOptions, Suffixes, classify, column_layouts, measure_sensitivity, summarise
-from tests.helpers import BIASES, SHAPE, invoke, last_error, one_sentence, save_llama
+from tests.helpers import BIASES, SHAPE, edit_json, invoke, last_error, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
 RANKS = {"spd": 4, "each": 4, "ladder": None, "each-ladder": None}
@@ -150,7 +150,8 @@ def test_the_command(llama, ids, tmp_path):
         (["--mode", "sweep"], 2, "--mode sweep is not one of spd, ladder, each, each-ladder"),
         (["--sync-tp-size", "2", "--samples", "13"], 1, "gives 12 windows of 16 tokens, and 13 are asked for"),
         (["--sync-tp-size", "2", "--seq-len", "65"], 1, "--seq-len 65 is over the model's 64 positions"),
-        (["--sync-tp-size", "2", "--tau1", "3", "--tau2", "1"], 2, "not in order"),
+        (["--sync-tp-size", "2", "--tau1", "3", "--tau2", "1"], 2, "--tau1 3 is above --tau2 1"),
+        (["--sync-tp-size", "2", "--tau1", "-inf"], 2, "--tau1 must be finite"),
         (["--sync-tp-size", "2", "--dtype", "int8"], 2, "--dtype int8"),
     ],
 )
@@ -192,3 +193,21 @@ def test_the_figures_of_the_design(stories, tmp_path):
     ladder = json.loads(invoke(*command, "--mode", "ladder", "--out", tmp_path / "b.json").stdout)["perplexity"]
     assert [round(value, 2) for value in (spd[5], spd[0])] == [3.62, 8.05]
     assert [ladder[4], ladder[2], ladder[0]] == pytest.approx([4.176, 5.761, 13.40], abs=1e-3)
+
+
+@pytest.mark.parametrize("rows", [None, [[1.0] * 4], [[1.0] * 5] * 13, [["1"] * 5], [[1.0, None, 1.0, 1.0, 1.0]], {"a": 1}])
+def test_a_table_that_is_none_is_not_gone_on_from(llama, ids, tmp_path, rows):
+    out = tmp_path / "s.json"
+    command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--samples", 12, "--out", out]
+    assert invoke(*command).code == 0
+    edit_json(out, nll=rows)
+    assert "--out holds no table of at most 12 rows of 5" in one_sentence(invoke(*command))
+    out.write_text("{cut off")
+    assert "name another file, or pass --overwrite" in one_sentence(invoke(*command))
+
+
+def test_a_home_folder_is_understood_everywhere(llama, ids, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    command = ["sensitivity", llama, "--data", ids, "--samples", 12, "--out", "~/s.json"]
+    assert invoke(*command, "--sync-tp-size", 4).code == 0
+    assert "with another sync_tp_size" in one_sentence(invoke(*command, "--sync-tp-size", 2))

@@ -7,10 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize import load
+from ladderize.console import UserError
 from ladderize.convert.heads import permute_heads, read_head_map
 from ladderize.convert.yaml12 import load_yaml
 from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL
+from ladderize.eval.sensitivity import Suffixes
 from ladderize.workflows import spd
 from tests.helpers import invoke, listing, one_sentence
 
@@ -74,11 +76,9 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
         assert run(tmp_path / "out", text).code == 130
         assert listing(tmp_path) == ["out.ladderize-work", "whole"]
         monkeypatch.setattr(spd, step, whole)
-    measured = []
     monkeypatch.setattr(spd, "group_heads", lambda *a, **k: pytest.fail("the heads were grouped already"))
-    monkeypatch.setattr(spd.WorkFolder, "save", lambda *a: measured.append(a))
+    monkeypatch.setattr(spd.WorkFolder, "save", lambda *a: pytest.fail("the blocks were trained already"))
     assert run(tmp_path / "out", text).code == 0
-    assert measured == []
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
     assert listing(tmp_path) == ["out", "whole"]
 
@@ -132,3 +132,27 @@ def test_a_budget_takes_the_least_sensitive(tmp_path, text):
 def test_only_a_dense_model_has_syncs_to_drop(tmp_path, text):
     assert invoke("convert", MODEL, tmp_path / "ladder", "--ladder", "4:", "--no-verify").code == 0
     assert "is not dense" in one_sentence(invoke("spd", tmp_path / "ladder", tmp_path / "out", "--sync-tp-size", 2, "--data", text))
+
+
+def test_other_options_keep_what_they_do_not_touch(tmp_path, text, monkeypatch):
+    """A run that stops for its options keeps its measurement for the next one, and trains anew what was trained otherwise."""
+    monkeypatch.setattr(spd, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
+    assert run(tmp_path / "out", text).code == 1
+    monkeypatch.undo()
+    scored, trained = [], []
+    measure, train = Suffixes.__call__, spd.WorkFolder.save
+    monkeypatch.setattr(Suffixes, "__call__", lambda self, ids: scored.append(ids) or measure(self, ids))
+    monkeypatch.setattr(spd.WorkFolder, "save", lambda self, layer, *a: trained.append(layer) or train(self, layer, *a))
+    assert run(tmp_path / "out", text, "--spd-fraction", 1, "--lr", 1e-3, "--tau1", 0.1).code == 0
+    assert not scored
+    rows = json.loads((tmp_path / "out" / "spd.json").read_text())["blocks"]
+    assert trained == [row["block"] for row in rows if row["distillation"]]
+    assert all(row["dropped"] for row in rows)
+    assert listing(tmp_path) == ["out"]
+
+
+def test_another_models_work_is_refused(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(spd, "group_heads", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
+    assert run(tmp_path / "out", text).code == 1
+    assert "with another calibration; delete it" in one_sentence(run(tmp_path / "out", text, "--seq-len", 32))
+    assert listing(tmp_path) == ["out.ladderize-work"]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 
 from ladderize import data
 from ladderize.adapt.distill import TOKENS_PER_STEP, DistillOptions, Student, Windows, distill, estimate, trainable_layers
+from ladderize.adapt.ranks import join_ranks
 from ladderize.adapt.work import WorkFolder
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
 from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
@@ -67,10 +67,16 @@ def compute_dtype(checkpoint: Checkpoint, asked: str) -> torch.dtype:
     return dtype
 
 
-def work_folder(out: str, options: BlockwiseOptions) -> Path:
-    """Where unfinished work lies: beside OUT, unless it was said."""
+def work_folder(out: str, options: BlockwiseOptions, *sources: Checkpoint) -> Path:
+    """Where unfinished work lies: beside OUT, unless it was said. Raises UserError for a place that is somebody's."""
     target = Path(out).expanduser().resolve()
-    return options.work_dir or target.with_name(f"{target.name}.ladderize-work")
+    if options.work_dir is None:
+        return target.with_name(f"{target.name}.ladderize-work")
+    folder = options.work_dir.expanduser().resolve()
+    for other in (target, *(source.folder.resolve() for source in sources)):
+        if folder == other or folder in other.parents or other in folder.parents:
+            raise UserError(f"--work-dir {folder} is, contains or lies inside {other}; choose a folder of its own")
+    return folder
 
 
 def heldout_perplexities(blocks: Blocks, variants: Mapping[str, Callable[[int], torch.nn.Module]], ids: torch.Tensor) -> dict[str, Any]:
@@ -104,44 +110,50 @@ def adapt_blocks(
 
     Several processes (accelerate launch, torchrun) share the blocks out; rank 0 writes. A killed run goes on where it was.
     """
-    state = PartialState(cpu=options.device == "cpu")
+    ranks = join_ranks(options.device)
     student_checkpoint, teacher_checkpoint = open_checkpoint(model, revision), open_checkpoint(teacher_name)
     layout = check_pair(student_checkpoint, teacher_checkpoint, model, teacher_name)
     layers = chosen_layers(layout, options.layers)
-    output.check_target(Path(out), student_checkpoint.folder, overwrite=overwrite)
+    for checkpoint in (student_checkpoint, teacher_checkpoint):
+        output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
+    folder = work_folder(out, options, student_checkpoint, teacher_checkpoint)
     windows = training_windows(teacher_checkpoint, options)
     dtype = compute_dtype(teacher_checkpoint, options.dtype)
-    teacher = Blocks(teacher_checkpoint, dtype, state.device)
-    stored = Blocks(student_checkpoint, getattr(torch, stored_dtype(student_checkpoint)), state.device)
+    teacher, own = (Blocks(checkpoint, dtype, ranks.device) for checkpoint in (teacher_checkpoint, student_checkpoint))
+    stored = Blocks(student_checkpoint, getattr(torch, stored_dtype(student_checkpoint)), ranks.device)
     student = Student(layout, layers, stored.weights)
-    identity = {
-        "method": "blocks", "model": fingerprint(student_checkpoint), "teacher": fingerprint(teacher_checkpoint), "layout": str(layout),
-        **training_record(windows, options, dtype),
-    }  # fmt: skip
-    with state.main_process_first():
-        work = WorkFolder(work_folder(out, options), identity)
-    announce(teacher, student, windows, options, console)
-    distill(teacher, student, windows, options.distill, work, console, rank=state.process_index, ranks=state.num_processes)
-    state.wait_for_everyone()
-    if not state.is_main_process:
-        return {}
-    reports = [work.report(layer) for layer in layers]
-    own, dense = Blocks(student_checkpoint, dtype, state.device), Layout.dense(layout.num_layers)
-    perplexities = heldout_perplexities(own, {
-        "dense": lambda layer: teacher.layer(layer, dense),
-        "before": lambda layer: own.layer(layer, layout),
-        "distilled": lambda layer: own.layer(layer, layout, loaded(work, layer, own) if layer in layers else None),
-    }, windows.heldout)  # fmt: skip
-    document = {
-        "model": model, "teacher": teacher_name, "out": out, "layout": str(layout), **layout.to_config(), **identity,
-        "blocks": reports, "heldout_perplexity": perplexities,
-    }  # fmt: skip
-    convert_checkpoint(
-        model, out, Recipe(), revision=revision, overwrite=overwrite, verify=verify, replace=work.tensors(layers), console=console,
-        record={"distillation": {"model": model, "teacher": teacher_name, "layers": format_ranges(layers), **identity}},
-        extra_files={"distillation.json": to_json(document) + "\n"},
-    )  # fmt: skip
-    work.remove()
+    identity = {"method": "blocks", "model": fingerprint(student_checkpoint), "teacher": fingerprint(teacher_checkpoint)}
+    record = training_record(windows, options, dtype)
+    with ranks.main_first():
+        work = WorkFolder(folder, identity, main=ranks.is_main)
+    with work:
+        if teacher.ends_differ(own):
+            console.note(
+                f"{model} has another embedding, final norm or LM head than {teacher_name}: its blocks will read what they do not expect"
+            )
+        announce(teacher, student, windows, options, console)
+        distill(teacher, student, windows, options.distill, work, console, about=record, rank=ranks.rank, ranks=ranks.size)
+        ranks.barrier()
+        if not ranks.is_main:
+            return {}
+        dense = Layout.dense(layout.num_layers)
+        perplexities = {
+            **heldout_perplexities(teacher, {"dense": lambda layer: teacher.layer(layer, dense)}, windows.heldout),
+            **heldout_perplexities(own, {
+                "before": lambda layer: own.layer(layer, layout),
+                "distilled": lambda layer: own.layer(layer, layout, loaded(work, layer, own) if layer in layers else None),
+            }, windows.heldout),
+        }  # fmt: skip
+        document = {
+            "model": model, "teacher": teacher_name, "out": out, "layout": str(layout), **layout.to_config(), "fingerprints": identity,
+            **record, "blocks": [work.report(layer) for layer in layers], "heldout_perplexity": perplexities,
+        }  # fmt: skip
+        convert_checkpoint(
+            model, out, Recipe(), revision=revision, overwrite=overwrite, verify=verify, replace=work.tensors(layers), console=console,
+            record={"distillation": {"teacher": teacher_name, "fingerprints": identity, "layers": format_ranges(layers), **record}},
+            extra_files={"distillation.json": to_json(document) + "\n"},
+        )  # fmt: skip
+        work.remove()
     return document
 
 

@@ -5,6 +5,8 @@ block is trained alone: one in memory at a time, in any order, on any rank, and 
 residual stream. A ladder block reads the pair that a ladder layer reads: the dense stream after attention i-1, and the complete one.
 """
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,20 +126,28 @@ def _leaving(blocks: Blocks, layer: torch.nn.Module, entering: StateStore, rows:
 def _fill(store: StateStore, batch: int, states: Callable[[Tensor], State]) -> None:
     """Compute every window's state; in a function, since a generator would leave no_grad on while its caller trains."""
     for rows in torch.arange(store.windows).split(batch):
-        store.write(int(rows[0]), states(rows))
+        state = states(rows)
+        if not torch.isfinite(complete(state)).all():
+            raise UserError("the dense model's states are NaN or infinite; are its weights sound, and is the dtype wide enough?")
+        store.write(int(rows[0]), state)
 
 
 def distill(
     teacher: Blocks, student: Student, windows: Windows, options: DistillOptions, work: WorkFolder, console: Console,
-    *, rank: int = 0, ranks: int = 1,
+    *, about: Mapping[str, Any], rank: int = 0, ranks: int = 1,
 ) -> None:  # fmt: skip
     """Train every block of ``student.layers`` that ``work`` does not hold yet; of several ranks each takes every ``ranks``-th block.
 
+    about: what the result depends on besides the student; a block in ``work`` that was trained from anything else is trained anew.
     Raises UserError if a loss becomes NaN; what was trained before is kept in ``work``.
     """
-    if done := [layer for layer in student.layers if work.has(layer)]:
+    keys = {layer: partial(block_key, student, layer, about) for layer in student.layers}
+    done = [layer for layer in student.layers if work.has(layer, keys[layer])]
+    if done:
         console.note(f"blocks {format_ranges(done)} are done already")
-    mine = [layer for number, layer in enumerate(student.layers) if number % ranks == rank and not work.has(layer)]
+    mine = [layer for number, layer in enumerate(student.layers) if number % ranks == rank and layer not in done]
+    if not mine:
+        return
     pairs = any(needs_pair(student.layout, layer) for layer in mine)
     options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
     steps = options.epochs * math.ceil(len(windows.train) / (options.batch_size or 1))
@@ -147,7 +157,18 @@ def distill(
             if index in mine:
                 trainer = BlockTrainer(teacher, student, index, before, after, len(windows.train), options)
                 weights, report = trainer.train(advance)
-                work.save(index, weights, report)
+                work.save(index, weights, report, keys[index]())
+
+
+def block_key(student: Student, layer: int, about: Mapping[str, Any]) -> str:
+    """A hash of all that a block's training starts from: its modes, its initial weights, and ``about``."""
+    layout = student.layout
+    modes = [layout.entering(layer), layout.attention_sync[layer], layout.mlp_sync[layer], layout.sync_tp_size]
+    digest = hashlib.sha256(json.dumps([modes, about], sort_keys=True).encode())
+    for name, tensor in sorted(student.weights(layer).items()):
+        digest.update(name.encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def estimate(teacher: Blocks, student: Student, windows: Windows, options: DistillOptions) -> tuple[float, int, int]:
@@ -161,7 +182,8 @@ def estimate(teacher: Blocks, student: Student, windows: Windows, options: Disti
         store.write(0, (state, state))
         forward = layer_seconds(teacher, teacher.layer(index, Layout.dense(teacher.num_layers)), windows.train[rows])
     trainer = BlockTrainer(teacher, student, index, store, store, len(rows), options)
-    step = min(timed(lambda: trainer.loss(rows).backward(), teacher.device) for _ in range(3))
+    optimizer = trainer.optimizer()
+    step = min(timed(lambda: trainer.step(optimizer, rows), teacher.device) for _ in range(3))
     store.close()
     per_epoch = math.ceil(len(windows.train) / batch_size)
     evaluations = forward * math.ceil(len(windows.heldout) / batch_size) * EVALUATIONS_PER_EPOCH
@@ -191,12 +213,13 @@ class BlockTrainer:
     def loss(self, rows: Tensor) -> Tensor:
         """Mean squared difference to the dense block's output on these windows."""
         device = self.blocks.device
+        # wide from here on: what the block adds is small beside the stream, and would drown in the rounding of their sum
         state = self.before.read(rows, device)
         target = complete(self.after.read(rows, device))
-        entering: State = state if self.pair else complete(state)
+        entering: State = (state[0].float(), state[1].float()) if self.pair and isinstance(state, tuple) else complete(state).float()
         with torch.autocast(device.type, dtype=self.blocks.dtype, enabled=self.blocks.dtype != torch.float32):
             output = complete(self.blocks.run(self.layer, entering))
-        return (output.float() - target.float()).square().mean()
+        return (output - target.float()).square().mean()
 
     def heldout_loss(self) -> float:
         with torch.no_grad():
@@ -221,20 +244,14 @@ class BlockTrainer:
         self._check(before, 0)
         per_epoch = math.ceil(len(self.trained) / self.batch_size)
         total, every = options.epochs * per_epoch, max(1, per_epoch // EVALUATIONS_PER_EPOCH)
-        parameters = list(self.layer.parameters())
-        optimizer = torch.optim.AdamW(parameters, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = self.optimizer()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, total))
         generator = torch.Generator().manual_seed(options.seed * 10_007 + self.index)  # the same whatever was trained before
         best, best_weights, best_step, step, curve = before, self.initial, 0, 0, [[0, before]]
         while step < total and step - best_step <= options.patience * per_epoch:
             for rows in self.trained[torch.randperm(len(self.trained), generator=generator)].split(self.batch_size):
-                loss = self.loss(rows)
-                self._check(float(loss.detach()), step)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT)
-                optimizer.step()
+                self._check(self.step(optimizer, rows), step)
                 schedule.step()
-                optimizer.zero_grad()
                 step += 1
                 advance(1)
                 if step % every == 0 or step == total:
@@ -251,6 +268,20 @@ class BlockTrainer:
             "share_lost_before": before / own, "share_lost_after": after / own,
             "steps": step, "best_step": best_step, "stopped_early": step < total, "seconds": time.perf_counter() - begin, "curve": curve,
         }  # fmt: skip
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.layer.parameters(), lr=self.options.lr or 0.0, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(self, optimizer: torch.optim.Optimizer, rows: Tensor) -> float:
+        """One step on these windows; returns the loss before it. NaN changes no weight."""
+        loss = self.loss(rows)
+        value = float(loss.detach())
+        if math.isfinite(value):
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.layer.parameters(), MAX_GRADIENT)
+            optimizer.step()
+            optimizer.zero_grad()
+        return value
 
     def _stored(self) -> dict[str, Tensor]:
         """The weights as they will be stored: rounded, and out of the optimizer's reach."""

@@ -301,7 +301,7 @@ def _observe(blocks: Blocks, layer: Any, states: list[Tensor], units: Units, see
     for state in states:
         heads, maps = _attention(blocks, layer, state)
         flat = maps[0].flatten(1)
-        between_heads = between_heads + torch.cdist(flat, flat).cpu()
+        between_heads = between_heads + torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist").cpu()
         kept = torch.randperm(state.shape[1], generator=generator)[: -(-TOKENS // len(states))].to(state.device)
         residuals.append(state[0, kept] if bias is None else state[0, kept] + bias)
         attended.append(heads[0, kept])

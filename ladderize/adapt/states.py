@@ -1,11 +1,13 @@
 """The states between two layers for all windows: in memory, or in files that the system pages in and out."""
 
+import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ladderize.blocks import State
+from ladderize.console import UserError, human_bytes, sentence
 
 
 class StateStore:
@@ -22,6 +24,8 @@ class StateStore:
         self.files: list[Path] = []
         if path is not None and max_memory is not None and count * dtype.itemsize * (1 + pairs) > max_memory:
             self.files = [path.with_name(f"{path.name}-{number}.bin") for number in range(1 + pairs)]
+            for file in self.files:
+                _reserve(file, count * dtype.itemsize)
             self.tensors = [torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(shape) for file in self.files]
         else:
             self.tensors = [torch.empty(shape, dtype=dtype) for _ in range(1 + pairs)]
@@ -42,3 +46,16 @@ class StateStore:
         self.tensors = []
         for file in self.files:
             file.unlink(missing_ok=True)
+
+
+def _reserve(file: Path, size: int) -> None:
+    """Take the disk space now: writing to a mapped file for which there is none kills the process without a word."""
+    with file.open("wb") as opened:
+        try:
+            os.posix_fallocate(opened.fileno(), 0, size)
+        except OSError as error:
+            file.unlink()
+            raise UserError(
+                f"the teacher's states need {human_bytes(size)} in {file}, which cannot be had ({sentence(error)}); choose a --work-dir on "
+                "another disk, or fewer --samples"
+            ) from None

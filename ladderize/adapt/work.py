@@ -1,60 +1,114 @@
 """A folder that holds what a run has finished so far, so that a killed one goes on."""
 
+import fcntl
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ladderize.console import UserError
 from ladderize.convert.checkpoint import TensorInfo, read_header
+from ladderize.eval.results import write_json
 
-CONTENT = ("block-*.safetensors", "block-*.part", "states-*.bin", "sensitivity.json", "head_map.json", "run.json")
+ABOUT = "run.json"
+CONTENT = (ABOUT, "block-*.safetensors", "block-*.part", "states-*.bin", "sensitivity.json", "head_map.json", ".*.json.*")
 
 
 class WorkFolder:
-    """What a run has finished so far: one safetensors file for each block, with its report inside, and what the run is about.
+    """One safetensors file for each finished block, with its report and the key of what it was trained from; and what the run is about.
 
-    Raises UserError if ``folder`` holds the work of a run that was about something else.
+    Used as a context. Of several processes ``main`` makes, locks and removes the folder. Raises UserError if it holds somebody's files, the
+    work of a run on something else (``identity``), or is in use.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, identity: Mapping[str, Any], *, main: bool = True) -> None:
         self.folder = folder
-        about = json.loads(json.dumps(identity))
-        path = folder / "run.json"
-        if folder.exists() and not path.is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        self.lock: int | None = None
+        if main:
+            try:
+                self._open(json.loads(json.dumps(identity)))
+            except BaseException:
+                self._unlock()
+                raise
+
+    def _open(self, identity: Mapping[str, Any]) -> None:
+        folder, path = self.folder, self.folder / ABOUT
+        if folder.exists() and (not folder.is_dir() or not self._only_ours()):
             raise UserError(f"{folder} is no folder of unfinished work, and not empty; choose another --work-dir")
+        made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        if path.is_file():
-            found = _read(path)
-            different = " and ".join(sorted(key for key in about if found.get(key) != about[key]))
-            if different:
-                raise UserError(
-                    f"{folder} holds unfinished work of a run with another {different}; delete it, or choose another --work-dir"
-                )
-        else:
-            path.write_text(json.dumps(about, indent=2) + "\n")
+        self.lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"another run is at work in {folder}; wait for it, or choose another --work-dir") from None
+        found = _read(path)
+        different = " and ".join(sorted(key for key in identity if found.get(key) != identity[key]))
+        if found and different:
+            raise UserError(f"{folder} holds unfinished work of a run with another {different}; delete it, or choose another --work-dir")
+        if not found:
+            write_json(path, {**identity, "made_folder": made})
+
+    def _only_ours(self) -> bool:
+        return all(any(entry.match(pattern) for pattern in CONTENT) for entry in self.folder.iterdir())
+
+    def __enter__(self) -> "WorkFolder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if (
+            self.lock is not None
+            and error is not None
+            and self.folder.is_dir()
+            and {entry.name for entry in self.folder.iterdir()} <= {ABOUT}
+        ):
+            self.remove()  # nothing was done that would be missed
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
 
     def path(self, layer: int) -> Path:
         return self.folder / f"block-{layer:05d}.safetensors"
 
-    def has(self, layer: int) -> bool:
-        return self.path(layer).is_file()
+    def has(self, layer: int, key: Callable[[], str]) -> bool:
+        """Whether this block is done, from just what ``key()`` says (asked for only if there is something to compare)."""
+        try:
+            read_header(self.folder, self.path(layer).name)  # cut off by a power failure, say
+            return self._metadata(layer)["key"] == key()
+        except (FileNotFoundError, UserError, SafetensorError, KeyError):
+            return False
 
-    def save(self, layer: int, weights: Mapping[str, Tensor], report: Mapping[str, Any]) -> None:
+    def save(self, layer: int, weights: Mapping[str, Tensor], report: Mapping[str, Any], key: str) -> None:
         """Whole or not at all: written beside its place, then renamed."""
         temporary = self.path(layer).with_suffix(".part")
         tensors = {f"model.layers.{layer}.{name}": tensor.contiguous().cpu() for name, tensor in weights.items()}
-        save_file(tensors, temporary, metadata={"report": json.dumps(report)})
+        try:
+            save_file(tensors, temporary, metadata={"report": json.dumps(report), "key": key})
+        except SafetensorError as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(f"block {layer} cannot be saved in {self.folder}: {error}") from None
+        descriptor = os.open(temporary, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
         temporary.rename(self.path(layer))
 
-    def report(self, layer: int) -> dict[str, Any]:
+    def _metadata(self, layer: int) -> dict[str, str]:
         with safe_open(self.path(layer), framework="pt") as file:
-            report: dict[str, Any] = json.loads(file.metadata()["report"])
+            return file.metadata() or {}
+
+    def report(self, layer: int) -> dict[str, Any]:
+        """What ``save`` was told about this block."""
+        report: dict[str, Any] = json.loads(self._metadata(layer)["report"])
         return report
 
     def weights(self, layer: int) -> dict[str, Tensor]:
@@ -71,17 +125,18 @@ class WorkFolder:
         return found
 
     def remove(self) -> None:
-        """Delete what was written here, and the folder if nothing else is in it."""
+        """Delete what was written here, and the folder if it was made for it and nothing else is in it."""
+        made = _read(self.folder / ABOUT).get("made_folder")
         for pattern in CONTENT:
             for path in self.folder.glob(pattern):
                 path.unlink()
-        if not any(self.folder.iterdir()):
+        if made and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except ValueError:
+    except (OSError, ValueError):
         value = None
     return value if isinstance(value, dict) else {}

@@ -1,6 +1,5 @@
 """``adapt`` and ``spd``."""
 
-import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +32,8 @@ ComputeDtype = Annotated[
     str, typer.Option("--dtype", help="To compute in: auto (float32 if stored so, else bfloat16), float32 or bfloat16.")
 ]
 TrainingSeed = Annotated[int, typer.Option("--seed", min=0, max=MAX_SEED, help="Of the windows and their order.")]
-MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="Teacher states beyond this lie on disk.")]
+MAX_LR = 1e3
+MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="Teacher states beyond this, of each process, lie on disk.")]
 WorkDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Unfinished work.  [default: OUT.ladderize-work, gone when done]")]
 
 
@@ -45,8 +45,8 @@ def _blockwise(
     """The options of block-to-block distillation, checked."""
     if dtype == "float16":
         raise UsageError("--dtype float16 is too narrow to train in; take bfloat16 or float32")
-    if lr is not None and not 0 < lr < math.inf:
-        raise UsageError(f"--lr must be above 0, not {lr:g}")
+    if lr is not None and not 0 < lr <= MAX_LR:
+        raise UsageError(f"--lr must be above 0 and at most {MAX_LR:g}, not {lr:g}")
     from ladderize.convert.weights import parse_size
 
     size = parse_size(max_memory, option="--max-memory")

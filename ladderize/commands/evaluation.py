@@ -122,6 +122,7 @@ def sensitivity(
     if already_started():
         raise UserError("sensitivity runs in one process; start it without torchrun or accelerate launch")
     set_threads(threads, 1)
+    out = out.expanduser()
     check_writable(out)
     if plot is not None:
         from ladderize.figure import check_plot
@@ -134,7 +135,7 @@ def sensitivity(
     )  # fmt: skip
     from ladderize.convert.checkpoint import read_json
 
-    previous = read_json(out) if out.exists() and not overwrite else None
+    previous = read_json(out, advice="name another file, or pass --overwrite") if out.exists() and not overwrite else None
     document = measure_sensitivity(model, options, console=console, previous=previous, save=lambda value: write_json(out, value))
     console.document(document)
     console.result(table(list(rows_for_table(document)), right=["block", "S", "perplexity"]))

@@ -26,8 +26,11 @@ def check_dtype(dtype: str) -> None:
 
 
 def check_taus(tau1: float | None, tau2: float) -> None:
-    if math.isnan(tau2) or (tau1 is not None and not tau1 <= tau2):
-        raise UsageError(f"--tau1 {tau1} and --tau2 {tau2} are not in order")
+    for option, value in (("--tau1", tau1), ("--tau2", tau2)):
+        if value is not None and not math.isfinite(value):
+            raise UsageError(f"{option} must be finite, not {value}; -1e9 puts every block above it, 1e9 none")
+    if tau1 is not None and tau1 > tau2:
+        raise UsageError(f"--tau1 {tau1:g} is above --tau2 {tau2:g}")
 
 
 def compute_options(device: str | None, dtype: str, threads: int | None) -> str:

@@ -11,11 +11,12 @@ from ladderize.console import UserError, to_json
 
 def check_writable(path: Path) -> None:
     """Raise UserError unless ``path`` can be written: found before hours of work, not after."""
+    path = path.expanduser()
     if path.is_dir():
         raise UserError(f"--out {path} is a folder; name a file")
     if path.exists() and not path.is_file():
         raise UserError(f"--out {path} is no ordinary file; name another")
-    parent = path.expanduser().resolve().parent
+    parent = path.resolve().parent
     if not parent.is_dir():
         raise UserError(f"--out {path}: the folder {parent} does not exist")
     try:

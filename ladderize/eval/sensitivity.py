@@ -106,7 +106,8 @@ def measure_sensitivity(
     """
     checkpoint = open_checkpoint(model, options.revision)
     identity, windows = prepare(checkpoint, model, options, windows)
-    rows = _rows_of(previous, identity) if previous is not None else []
+    layers = int(checkpoint.config["num_hidden_layers"])
+    rows = _rows_of(previous, identity, layers) if previous is not None else []
     device, dtype = torch.device(options.device), getattr(torch, identity["dtype"])
     blocks = Blocks(checkpoint, dtype, device)
     layouts = column_layouts(options.mode, blocks.num_layers, options.sync_tp_size)
@@ -157,7 +158,7 @@ def prepare(
     }, windows  # fmt: skip
 
 
-def _rows_of(previous: Mapping[str, Any], identity: Mapping[str, Any]) -> list[list[float]]:
+def _rows_of(previous: Mapping[str, Any], identity: Mapping[str, Any], layers: int) -> list[list[float]]:
     for key in ("fingerprint", "data", "mode", "sync_tp_size", "dtype"):
         before, now = previous.get(key), identity[key]
         if key == "data" and isinstance(before, Mapping):  # the same bytes may lie elsewhere by now
@@ -167,9 +168,16 @@ def _rows_of(previous: Mapping[str, Any], identity: Mapping[str, Any]) -> list[l
                 f"--out holds a measurement with another {key} ({before} instead of {now}); name another file, or pass --overwrite"
             )
     rows = previous.get("nll")
-    if not isinstance(rows, list):
-        raise UserError("--out holds no table of log-likelihoods to go on from; name another file, or pass --overwrite")
-    return list(rows)
+    columns, samples = len(column_layouts(identity["mode"], layers, identity["sync_tp_size"])), identity["data"]["samples"]
+    if not isinstance(rows, list) or len(rows) > samples or not all(_is_row(row, columns) for row in rows):
+        raise UserError(
+            f"--out holds no table of at most {samples} rows of {columns} log-likelihoods; name another file, or pass --overwrite"
+        )
+    return rows
+
+
+def _is_row(row: object, columns: int) -> bool:
+    return isinstance(row, list) and len(row) == columns and all(type(value) is float and math.isfinite(value) for value in row)
 
 
 def sweep_seconds(layer_seconds: float, layers: int, windows: int, batch_size: int) -> float:

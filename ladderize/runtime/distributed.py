@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladderize.console import DEBUG, UserError, sentence
+from ladderize.console import DEBUG, UserError, sentence, silent_stdout
 
 # A rank that fails because another one did reports it too: wait so long for the one that failed first.
 CAUSE_SECONDS = 1.0
@@ -137,25 +136,11 @@ def _initialised(
     set_threads(threads, local_size)
     group = Group(rank, size, _device(device, local_rank))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    with _silent_stdout():
+    with silent_stdout():
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=TIMEOUT)
     yield group
     gc.collect()  # NCCL waits for every CUDA graph that has captured it
     dist.destroy_process_group()  # not after an error: the others would fail of that, and say so before this rank says why
-
-
-@contextlib.contextmanager
-def _silent_stdout() -> Iterator[None]:
-    """Some versions of gloo print to the stdout that ``--json`` promises to one document."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
 
 
 # ---- starting ranks on this host ----

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
 from ladderize.adapt.blockwise import (
@@ -28,6 +27,7 @@ from ladderize.adapt.blockwise import (
 )
 from ladderize.adapt.distill import Student, Windows, distill
 from ladderize.adapt.head_grouping import group_heads
+from ladderize.adapt.ranks import join_ranks
 from ladderize.adapt.work import WorkFolder
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, to_json
@@ -70,14 +70,14 @@ def run_spd(model: str, out: str, options: SpdOptions, *, console: Console, over
     rank 0 measures and groups, and all distil.
     """
     training = options.training
-    state = PartialState(cpu=training.device == "cpu")
+    ranks = join_ranks(training.device)
     checkpoint = open_checkpoint(model, options.revision)
     layout = Layout.from_config(checkpoint.config)
     if not layout.is_dense:
         raise UserError(f"{model} is not dense ({layout}); only a dense model has sync points to drop by their sensitivity")
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
     output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
-    folder = work_folder(out, training)
+    folder = work_folder(out, training, checkpoint)
     recipe = Recipe(
         spd="auto", sync_tp_size=options.sync_tp_size, sensitivity=str(folder / "sensitivity.json"),
         spd_fraction=options.spd_fraction, max_ppl_increase=options.max_ppl_increase,
@@ -85,43 +85,44 @@ def run_spd(model: str, out: str, options: SpdOptions, *, console: Console, over
     windows = training_windows(checkpoint, training)
     calibration = windows.train[: options.calibration_samples].numpy()
     dtype = compute_dtype(checkpoint, training.dtype)
-    teacher = Blocks(checkpoint, dtype, state.device)
-    stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), state.device)
+    teacher = Blocks(checkpoint, dtype, ranks.device)
+    stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), ranks.device)
     record = training_record(windows, training, dtype)
-    with state.main_process_first():
-        work = WorkFolder(folder, {
-            "method": "spd", "model": fingerprint(checkpoint), "sync_tp_size": options.sync_tp_size, "fraction": options.spd_fraction,
-            "max_ppl_increase": options.max_ppl_increase, "calibration": len(calibration), "taus": [options.tau1, options.tau2],
-            "head_grouping": options.head_grouping, **record,
-        })  # fmt: skip
-    with state.main_process_first():
-        if state.is_main_process:
-            announce_most(teacher, stored, windows, options, console)
-            measure(model, options, calibration, state.device, work, console)
-    resolved, selection = recipe.resolve(layout)
-    assert selection is not None
-    layout = resolved.layout(layout)
-    with state.main_process_first():
-        head_map = group(teacher, selection, options, calibration, work, console)
-    student = Student(layout, tuple(to_distil(selection)), lambda layer: permuted(stored, layer, head_map))
-    distill(teacher, student, windows, training.distill, work, console, rank=state.process_index, ranks=state.num_processes)
-    state.wait_for_everyone()
-    if not state.is_main_process:
-        return {}
-    document = {
-        "model": model, "out": out, "layout": str(layout), **layout.to_config(),
-        "spd_selection": selection.to_dict(),
-        "perplexity": perplexities(teacher, layout, head_map, work, student, windows.heldout),
-        "blocks": block_table(selection, head_map, work, student),
-        **record,
+    identity = {
+        "method": "spd", "model": fingerprint(checkpoint), "sync_tp_size": options.sync_tp_size, "dtype": record["dtype"],
+        "calibration": {"sha256": record["data"]["sha256"], "windows": list(calibration.shape), "seed": training.distill.seed},
     }  # fmt: skip
-    convert_checkpoint(
-        model, out, recipe, revision=options.revision, overwrite=overwrite, verify=verify, head_map=head_map,
-        replace=work.tensors(student.layers), console=console,
-        record={"distillation": {"layers": format_ranges(student.layers), **record}} if student.layers else None,
-        extra_files={"sensitivity.json": Path(str(recipe.sensitivity)).read_text(), "spd.json": to_json(document) + "\n"},
-    )  # fmt: skip
-    work.remove()
+    with ranks.main_first():
+        work = WorkFolder(folder, identity, main=ranks.is_main)
+    with work:
+        with ranks.main_first():
+            if ranks.is_main:
+                announce_most(teacher, stored, windows, options, console)
+                measure(model, options, calibration, dtype, ranks.device, work, console)
+        resolved, selection = recipe.resolve(layout)
+        assert selection is not None
+        layout = resolved.layout(layout)
+        with ranks.main_first():
+            head_map = group(teacher, selection, options, calibration, work, console)
+        student = Student(layout, tuple(to_distil(selection)), lambda layer: permuted(stored, layer, head_map))
+        distill(teacher, student, windows, training.distill, work, console, about=record, rank=ranks.rank, ranks=ranks.size)
+        ranks.barrier()
+        if not ranks.is_main:
+            return {}
+        document = {
+            "model": model, "out": out, "layout": str(layout), **layout.to_config(),
+            "spd_selection": selection.to_dict(),
+            "perplexity": perplexities(teacher, layout, head_map, work, student, windows.heldout),
+            "blocks": block_table(selection, head_map, work, student),
+            **record,
+        }  # fmt: skip
+        convert_checkpoint(
+            model, out, recipe, revision=options.revision, overwrite=overwrite, verify=verify, head_map=head_map,
+            replace=work.tensors(student.layers), console=console,
+            record={"distillation": {"layers": format_ranges(student.layers), **record}} if student.layers else None,
+            extra_files={"sensitivity.json": (folder / "sensitivity.json").read_text(), "spd.json": to_json(document) + "\n"},
+        )  # fmt: skip
+        work.remove()
     return document
 
 
@@ -134,18 +135,13 @@ def announce_most(teacher: Blocks, stored: Blocks, windows: Windows, options: Sp
 
 
 def measure(
-    model: str,
-    options: SpdOptions,
-    calibration: np.ndarray,
-    device: torch.device,
-    work: WorkFolder,
-    console: Console,
+    model: str, options: SpdOptions, calibration: np.ndarray, dtype: torch.dtype, device: torch.device, work: WorkFolder, console: Console
 ) -> None:
     """Fill sensitivity.json, from where a killed run left it."""
     training, path = options.training, work.folder / "sensitivity.json"
     asked = SensitivityOptions(
         data=training.data, sync_tp_size=options.sync_tp_size, seed=training.distill.seed, tau1=options.tau1, tau2=options.tau2,
-        dtype=training.dtype, device=str(device), revision=options.revision,
+        dtype=str(dtype).removeprefix("torch."), device=str(device), revision=options.revision,
     )  # fmt: skip
     previous = read_json(path) if path.is_file() else None
     measure_sensitivity(
@@ -156,17 +152,18 @@ def measure(
 def group(
     teacher: Blocks, selection: Selection, options: SpdOptions, calibration: np.ndarray, work: WorkFolder, console: Console
 ) -> HeadMap | None:
-    """The head map of the blocks that get one; read if it was computed before."""
+    """The head map of the blocks that get one; read if it was computed before, for the same blocks by the same criterion."""
     layers, path = to_group(selection, options.head_grouping), work.folder / HEAD_MAP
     if not layers:
         return None
-    if not path.is_file():
+    asked = {"layers": layers, "criterion": options.head_grouping}
+    if not path.is_file() or read_json(path).get("asked") != asked:
         with console.progress("grouping heads", max(layers) + 1) as advance:
             head_map = group_heads(
                 teacher, layers, options.sync_tp_size, calibration, criterion=options.head_grouping,
                 seed=options.training.distill.seed, advance=advance,
             )  # fmt: skip
-        write_json(path, head_map.to_dict())
+        write_json(path, {**head_map.to_dict(), "asked": asked})
     return read_head_map(path)
 
 
@@ -179,10 +176,8 @@ def to_group(selection: Selection, grouping: str) -> list[int]:
     """Blocks whose heads are grouped: all that are distilled; with the paper's criterion the extremely sensitive ones, as there."""
     if grouping == "none":
         return []
-    extreme = CLASSES[-1]
-    return [
-        row["block"] for row in selection.rows if row["block"] in to_distil(selection) and (grouping != "paper" or row["class"] == extreme)
-    ]
+    classes = CLASSES[-1:] if grouping == "paper" else CLASSES
+    return [block for block in to_distil(selection) if selection.rows[block]["class"] in classes]
 
 
 def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, Tensor]:
