@@ -274,6 +274,20 @@ def test_other_ways_to_name_no_head_map(llama, tmp_path):
 # ---- fingerprints ----
 
 
+def test_the_config_belongs_to_the_fingerprint(llama):
+    """The same weights with another rope are another function; how a config says the same thing does not matter."""
+    mine = fingerprint(read_checkpoint(llama))
+    found = {mine}
+    for changes in ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"num_key_value_heads": 2}, {"rms_norm_eps": 1e-3}):
+        before = (llama / "config.json").read_text()
+        edit_json(llama / "config.json", **changes)
+        found.add(fingerprint(read_checkpoint(llama)))
+        (llama / "config.json").write_text(before)
+    assert len(found) == 4
+    edit_json(llama / "config.json", rope_parameters=None, rope_theta=10000, rope_scaling=None, head_dim=None)
+    assert fingerprint(read_checkpoint(llama)) == mine
+
+
 def test_fingerprints(tmp_path):
     """The same model in other shards and another layout has the same one; another value, dtype or seed has another."""
     mine = lambda folder: fingerprint(read_checkpoint(folder))  # noqa: E731

@@ -97,7 +97,7 @@ def announce(teacher: Blocks, student: Student, windows: Windows, options: Block
     place = "in memory" if states <= options.distill.max_memory else "on disk"
     console.note(
         f"distilling {len(student.layers)} blocks on {train} windows of {windows.train.shape[1]} tokens, {heldout} held "
-        f"out: at most {human_seconds(seconds)} for {options.distill.epochs} epochs on {teacher.device}, {human_bytes(states)} of "
+        f"out: at most about {human_seconds(seconds)} for {options.distill.epochs} epochs on {teacher.device}, {human_bytes(states)} of "
         f"states {place}, {human_bytes(training)} for one block in training"
     )
 

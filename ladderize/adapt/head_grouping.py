@@ -10,6 +10,7 @@ decides what is lost. Two criteria, both computed from the dense model's inputs 
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ CRITERIA = ("error", "paper")
 WINDOWS = 32  # of calibration, for the distances of attention maps
 TOKENS = 4096  # drawn from these windows, for everything that runs an MLP
 RESTARTS = 8
+PASSES = 3  # of a descent, as a rule
 MIN_GAIN = 1e-9  # relative; less is rounding
 
 Assignment = list[list[int]]  # the units of each rank
@@ -230,6 +232,15 @@ def descend(probe: Probe, units: Units, start: Assignment, *, seed: int = 0) -> 
     while sum(descent.attempt(change) for change in descent.exchanges(rng)):  # a whole pass, then another
         pass
     return [sorted(members) for members in descent.held]
+
+
+def grouping_seconds(units: Units, layers: int, layer_seconds_per_token: float, window_tokens: int) -> float:
+    """About what grouping takes: observing the windows, and two descents of ``PASSES`` passes each, which is mostly MLP slices."""
+    exchanges = len(units.families) * (len(units.families) - 1) // 2 * units.ranks_per_family
+    for members in units.families:
+        exchanges += math.comb(len(members), 2) * (units.per_rank > 1) + math.comb(units.ranks_per_family, 2)
+    slices = 2 * (PASSES * 2 * exchanges + units.ranks) + units.ranks**2
+    return layers * layer_seconds_per_token * (3 * WINDOWS * window_tokens + slices / units.ranks * min(TOKENS, WINDOWS * window_tokens))
 
 
 # ---- the whole model ----

@@ -26,11 +26,11 @@ from ladderize.adapt.blockwise import (
     work_folder,
 )
 from ladderize.adapt.distill import Student, Windows, distill
-from ladderize.adapt.head_grouping import group_heads
+from ladderize.adapt.head_grouping import Units, group_heads, grouping_seconds
 from ladderize.adapt.ranks import join_ranks
 from ladderize.adapt.work import WorkFolder
-from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
-from ladderize.console import Console, UserError, to_json
+from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
+from ladderize.console import Console, UserError, human_seconds, to_json
 from ladderize.convert import output
 from ladderize.convert.checkpoint import fingerprint, read_json
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
@@ -127,11 +127,16 @@ def run_spd(model: str, out: str, options: SpdOptions, *, console: Console, over
 
 
 def announce_most(teacher: Blocks, stored: Blocks, windows: Windows, options: SpdOptions, console: Console) -> None:
-    """What the distillation takes if every block that may be dropped needs it; said before anything is measured."""
-    layers = teacher.num_layers
+    """What grouping and distillation take if every block that may be dropped needs them; said before anything is measured."""
+    layers, tokens = teacher.num_layers, windows.train.shape[1]
     count = layers if options.spd_fraction is None else max(1, round(options.spd_fraction * layers))
     everything = Layout.from_layers(layers, spd=range(layers), sync_tp_size=options.sync_tp_size)
     announce(teacher, Student(everything, tuple(range(layers - count, layers)), stored.weights), windows, options.training, console)
+    if options.head_grouping != "none":
+        units = Units.of(teacher.config["num_attention_heads"], kv_head_count(teacher.config), options.sync_tp_size)
+        per_token = layer_seconds(teacher, teacher.layer(0, Layout.dense(layers)), windows.train[:1]) / tokens
+        seconds = grouping_seconds(units, count, per_token, tokens)
+        console.note(f"grouping heads of at most {count} blocks: about {human_seconds(seconds)}; free to choose is {units.freedom}")
 
 
 def measure(
