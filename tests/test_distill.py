@@ -273,6 +273,9 @@ def test_which_pairs_are_refused(pair, tmp_path):
     outcome = adapt((model, model), tmp_path / "out")
     assert "is not dense" in one_sentence(outcome)
     assert "has other shapes" in one_sentence(adapt((other, model), tmp_path / "out"))
+    rope = save_llama(tmp_path / "rope", seed=5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert "computes otherwise than" in (said := one_sentence(adapt((rope, model), tmp_path / "out")))
+    assert "(rope)" in said
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
     assert "is not empty" in one_sentence(adapt(pair, tmp_path / "full"))

@@ -15,7 +15,7 @@ from ladderize.adapt.work import WorkFolder
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
 from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
 from ladderize.convert import output
-from ladderize.convert.checkpoint import Checkpoint, fingerprint
+from ladderize.convert.checkpoint import Checkpoint, dense_function, fingerprint
 from ladderize.convert.llama import expected_tensors
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
@@ -171,6 +171,11 @@ def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_nam
         raise UserError(f"--teacher {teacher_name} is not dense ({dense}); name the model that {model} was converted from")
     if expected_tensors(student.config) != expected_tensors(teacher.config):
         raise UserError(f"--teacher {teacher_name} has other shapes than {model}; name the model that it was converted from")
+    ours, theirs = dense_function(student.config), dense_function(teacher.config)
+    if different := [key for key in ours if ours[key] != theirs[key]]:
+        raise UserError(
+            f"--teacher {teacher_name} computes otherwise than {model} ({', '.join(different)}); name the model that it was converted from"
+        )
     return layout
 
 

@@ -184,7 +184,7 @@ def header_sha256(path: Path) -> str:
         return hashlib.sha256(start + file.read(int.from_bytes(start, "little"))).hexdigest()
 
 
-def _function(config: Mapping[str, Any]) -> dict[str, Any]:
+def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
     """What of a config decides a Llama's function, defaults filled in, so that how it is written does not matter."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope = {"rope_type": rope.pop("type", "default"), "rope_theta": config.get("rope_theta", 10000.0), **rope}
@@ -204,7 +204,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     The values are those in the middle of each, which tells two fine-tunes of one shape apart without reading gigabytes. Of the config
     counts what its dense function depends on; the layout does not.
     """
-    digest = hashlib.sha256(json.dumps(_function(checkpoint.config), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(dense_function(checkpoint.config), sort_keys=True).encode())
     with ExitStack() as stack:
         files = {name: stack.enter_context((checkpoint.folder / name).open("rb")) for name in checkpoint.weight_files}
         for name, tensor in sorted(checkpoint.tensors.items()):
