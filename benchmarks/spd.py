@@ -46,7 +46,7 @@ def table(args: argparse.Namespace) -> dict:
         with tempfile.TemporaryDirectory() as folder:
             distillation = DistillOptions(epochs=args.epochs)
             options = SpdOptions(
-                sync_tp_size=ranks, spd_fraction=1.0, tau1=-1e9,
+                sync_tp_size=ranks, spd_fraction=1.0, distill_all=True,
                 training=BlockwiseOptions(data=args.data, samples=args.samples, seq_len=args.seq_len, distill=distillation),
             )  # fmt: skip
             begin = time.perf_counter()

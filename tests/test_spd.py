@@ -91,6 +91,8 @@ def test_classes_decide_what_a_block_gets(tmp_path, text):
     assert list(alone["perplexity"]) == ["dense", "sync points dropped"]
     assert all(row["grouping"] is row["distillation"] is None for row in alone["blocks"])
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (MODEL / "model.safetensors").read_bytes()
+    every = document("d", "--distill-all", "--tau1", 100, "--tau2", 200)
+    assert all((row["grouping"] is not None) == (row["distillation"] is not None) == row["dropped"] for row in every["blocks"])
     papers = document("b", "--head-grouping", "paper", "--tau1", -100, "--tau2", -100)
     assert [row["grouping"]["criterion"] for row in papers["blocks"] if row["dropped"]] == ["paper"] * 7
     sensitive = document("c", "--head-grouping", "paper", "--tau1", -100)

@@ -115,8 +115,11 @@ def spd(
     spd_fraction: Annotated[float | None, typer.Option(help="Part of all blocks to drop, least sensitive first.  [default: 0.7]")] = None,
     max_ppl_increase: Annotated[float | None, typer.Option(help="Drop while the summed sensitivities stay within this instead.")] = None,
     calibration_samples: Annotated[int, typer.Option(min=1, help="Of the windows to train on, for sensitivity and grouping.")] = 128,
-    tau1: Annotated[float | None, typer.Option(help="S up to here: dropped as it is.  [default: 0.05; 0.02 from 30B parameters]")] = None,
+    tau1: Annotated[
+        float | None, typer.Option(help="S up to here: in-sensitive, dropped as it is.  [default: 0.05; 0.02 from 30B parameters]")
+    ] = None,
     tau2: Annotated[float, typer.Option(help="S above: extremely sensitive.")] = 10.0,
+    distill_all: Annotated[bool, typer.Option("--distill-all", help="Distil every dropped block, in-sensitive ones too.")] = False,
     head_grouping: Annotated[
         str, typer.Option(help="error: of every distilled block, by its error; paper: of extremely sensitive ones, by the paper; none.")
     ] = "error",
@@ -153,7 +156,8 @@ def spd(
     fraction = 0.7 if spd_fraction is None and max_ppl_increase is None else spd_fraction
     what = SpdOptions(
         sync_tp_size=sync_tp_size, training=options, spd_fraction=fraction, max_ppl_increase=max_ppl_increase,
-        calibration_samples=calibration_samples, tau1=tau1, tau2=tau2, head_grouping=head_grouping, revision=revision,
+        calibration_samples=calibration_samples, tau1=tau1, tau2=tau2, distill_all=distill_all, head_grouping=head_grouping,
+        revision=revision,
     )  # fmt: skip
     document = run_spd(model, out, what, console=console, overwrite=overwrite, verify=not no_verify)
     if not is_main_rank():

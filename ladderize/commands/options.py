@@ -28,7 +28,7 @@ def check_dtype(dtype: str) -> None:
 def check_taus(tau1: float | None, tau2: float) -> None:
     for option, value in (("--tau1", tau1), ("--tau2", tau2)):
         if value is not None and not math.isfinite(value):
-            raise UsageError(f"{option} must be finite, not {value}; -1e9 puts every block above it, 1e9 none")
+            raise UsageError(f"{option} must be finite, not {value}")
     if tau1 is not None and tau1 > tau2:
         raise UsageError(f"--tau1 {tau1:g} is above --tau2 {tau2:g}")
 

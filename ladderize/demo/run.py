@@ -33,7 +33,7 @@ QUICK = ("ladder-all", "spd-all")
 BENCHES: dict[str, dict[str, Any]] = {"bench-emulated-tp4": {"emulate_tp": 4, "link": "nccl_pcie"}, "bench-tp2": {"tp_size": 2}}
 HELDOUT_DOCUMENTS = 200
 ADAPTED = "spd-all-adapted"
-TRAINING = {"samples": 1024, "epochs": 2}
+TRAINING = {"samples": 1024, "epochs": 1}
 QUICK_TRAINING = {"samples": 64, "epochs": 1}
 SEQ_LEN = 128
 
@@ -70,8 +70,8 @@ def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, An
         console.result("")
         console.result(table(comparison(document), right=["value", "stderr", "difference"]))
         console.result(
-            f"\n{ADAPTED} is spd-all with its sensitive blocks distilled (`ladderize spd`). In the others no layer was retrained: what "
-            "they lost here is what adaptation has to win back."
+            f"\n{ADAPTED} is spd-all with its heads grouped and its blocks distilled (`ladderize spd`). In the others no layer was "
+            "retrained: what they lost here is what adaptation has to win back."
         )
         benches = {name: _bench(models, folder / f"{name}.json", arguments, quick, console) for name, arguments in BENCHES.items()}
         return {**document, "benches": benches}
@@ -84,16 +84,16 @@ def write_documents(path: Path, count: int, *, test: bool, seed: int) -> Path:
 
 
 def _adapt(dense: str, folder: Path, training: dict[str, int], quick: bool, console: Console) -> str:
-    """`ladderize spd`: all blocks dropped, heads grouped and blocks distilled where the sensitivity asks for it."""
+    """`ladderize spd`: all blocks dropped, their heads grouped, and distilled."""
     out, samples = str(folder / ADAPTED), training["samples"]
     data = write_documents(folder / "train.jsonl", 6 * samples + 400, test=False, seed=11)  # about 20 tokens each, and some to spare
     options = SpdOptions(
-        sync_tp_size=4, spd_fraction=1.0,
+        sync_tp_size=4, spd_fraction=1.0, distill_all=True,
         training=BlockwiseOptions(
             data=str(data), samples=samples, heldout=16, seq_len=SEQ_LEN, distill=DistillOptions(epochs=training["epochs"])
         ),
     )  # fmt: skip
-    console.status(f"$ ladderize spd {dense} {out} --sync-tp-size 4 --spd-fraction 1 --data {data} --samples {samples} ...")
+    console.status(f"$ ladderize spd {dense} {out} --sync-tp-size 4 --spd-fraction 1 --distill-all --data {data} --samples {samples} ...")
     document = run_spd(dense, out, options, console=console, verify=not quick)
     console.result(f"{ADAPTED:15} {document['layout']}\n")
     console.result(table(block_rows(document), right=["block", "S"]) + "\n")

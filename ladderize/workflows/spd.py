@@ -50,7 +50,7 @@ __all__ = ["GROUPINGS", "SpdOptions", "block_rows", "perplexity_rows", "run_spd"
 @dataclass(frozen=True)
 class SpdOptions:
     """See ``ladderize spd --help``. training: the data, its windows, and the distillation. calibration_samples: so many of the windows
-    to train on, or all, for the sensitivity and the grouping."""
+    to train on, or all, for the sensitivity and the grouping. distill_all: in-sensitive blocks too."""
 
     sync_tp_size: int
     training: BlockwiseOptions
@@ -59,6 +59,7 @@ class SpdOptions:
     calibration_samples: int = CALIBRATION_SAMPLES
     tau1: float | None = None
     tau2: float = TAU2
+    distill_all: bool = False
     head_grouping: str = "error"
     revision: str | None = None
 
@@ -104,7 +105,7 @@ def run_spd(model: str, out: str, options: SpdOptions, *, console: Console, over
         layout = resolved.layout(layout)
         with ranks.main_first():
             head_map = group(teacher, selection, options, calibration, work, console)
-        student = Student(layout, tuple(to_distil(selection)), lambda layer: permuted(stored, layer, head_map))
+        student = Student(layout, tuple(to_distil(selection, options)), lambda layer: permuted(stored, layer, head_map))
         distill(teacher, student, windows, training.distill, work, console, about=record, rank=ranks.rank, ranks=ranks.size)
         ranks.barrier()
         if not ranks.is_main:
@@ -158,7 +159,7 @@ def group(
     teacher: Blocks, selection: Selection, options: SpdOptions, calibration: np.ndarray, work: WorkFolder, console: Console
 ) -> HeadMap | None:
     """The head map of the blocks that get one; read if it was computed before, for the same blocks by the same criterion."""
-    layers, path = to_group(selection, options.head_grouping), work.folder / HEAD_MAP
+    layers, path = to_group(selection, options), work.folder / HEAD_MAP
     if not layers:
         return None
     asked = {"layers": layers, "criterion": options.head_grouping}
@@ -172,17 +173,17 @@ def group(
     return read_head_map(path)
 
 
-def to_distil(selection: Selection) -> list[int]:
-    """The dropped blocks that are not in-sensitive."""
-    return [row["block"] for row in selection.rows if row["dropped"] and row["class"] != IN_SENSITIVE]
+def to_distil(selection: Selection, options: SpdOptions) -> list[int]:
+    """The dropped blocks that are not in-sensitive, or all of them."""
+    return [row["block"] for row in selection.rows if row["dropped"] and (options.distill_all or row["class"] != IN_SENSITIVE)]
 
 
-def to_group(selection: Selection, grouping: str) -> list[int]:
+def to_group(selection: Selection, options: SpdOptions) -> list[int]:
     """Blocks whose heads are grouped: all that are distilled; with the paper's criterion the extremely sensitive ones, as there."""
-    if grouping == "none":
+    if options.head_grouping == "none":
         return []
-    classes = CLASSES[-1:] if grouping == "paper" else CLASSES
-    return [block for block in to_distil(selection) if selection.rows[block]["class"] in classes]
+    classes = CLASSES[-1:] if options.head_grouping == "paper" else CLASSES
+    return [block for block in to_distil(selection, options) if selection.rows[block]["class"] in classes]
 
 
 def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, Tensor]:
