@@ -33,7 +33,7 @@ QUICK = ("ladder-all", "spd-all")
 BENCHES: dict[str, dict[str, Any]] = {"bench-emulated-tp4": {"emulate_tp": 4, "link": "nccl_pcie"}, "bench-tp2": {"tp_size": 2}}
 HELDOUT_DOCUMENTS = 200
 ADAPTED = "spd-all-adapted"
-TRAINING = {"samples": 1024, "epochs": 1}
+TRAINING = {"samples": 1024, "epochs": 2}
 QUICK_TRAINING = {"samples": 64, "epochs": 1}
 SEQ_LEN = 128
 
