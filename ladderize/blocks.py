@@ -7,7 +7,6 @@ converted checkpoint carries, so that nothing here has its own notion of what a 
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +20,7 @@ from ladderize.console import UserError
 from ladderize.convert.checkpoint import FLOAT_DTYPES, Checkpoint, fetch_weights, read_checkpoint, resolve_json
 from ladderize.convert.llama import check_config, check_tensors
 from ladderize.layout import Layout
+from ladderize.modeling import load_tokenizer
 
 # Of the logits so many numbers are held at once, in float32: a vocabulary of 128,000 makes a gigabyte of 2048 tokens.
 LOGITS_AT_ONCE = 1 << 26
@@ -52,18 +52,6 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
 def stored_dtype(checkpoint: Checkpoint) -> str:
     """The dtype that a checkpoint is stored in, by torch's name; a mixture goes by its final norm."""
     return FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a checkpoint folder, or None where there is none; a stranger's tokenizer code is never run."""
-    from transformers import AutoTokenizer
-
-    if not any(folder.glob("tokenizer*")):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise UserError(f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())[:200]})") from None
 
 
 def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, samples: int | None, seed: int) -> np.ndarray:

@@ -1,10 +1,15 @@
-"""The one way to open a model: ``load``. ``register`` makes the class known to transformers; nothing happens at import."""
+"""The one way to open a model, ``load``, and a tokenizer, ``load_tokenizer``; ``register`` makes the class known to transformers.
+
+Nothing happens at import.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ladderize.console import UserError
 
 MODEL_TYPE = "ladderized_llama"
 
@@ -51,3 +56,16 @@ def load(
     if device is not None:
         kwargs["device_map"] = {"": device}
     return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, **kwargs).eval()
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of a checkpoint folder, or None where there is none; a stranger's tokenizer code is never run."""
+    from transformers import AutoTokenizer
+
+    register()  # or transformers warns of a config that it does not know
+    if not any(folder.glob("tokenizer*")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise UserError(f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())[:200]})") from None

@@ -232,7 +232,9 @@ def test_bad_checkpoints(tmp_path, llama, monkeypatch):
         return one_sentence(invoke("generate", folder, "-p", "x", "--tp-size", 2, *arguments))
 
     assert "does not exist" in failure(tmp_path / "nowhere")
-    assert "tokenizer cannot be loaded" in failure(llama)
+    assert "has no tokenizer, and generate needs one" in failure(llama)
+    (llama / "tokenizer.json").write_text("{broken")
+    assert "its tokenizer cannot be loaded" in failure(llama)
     make_model("spd all 4").save_pretrained(tmp_path / "spd")
     assert "--tp-size 8 does not divide the 4 virtual ranks" in one_sentence(
         invoke("generate", tmp_path / "spd", "-p", "x", "--tp-size", 8)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ladderize.console import Console, UserError, is_main_rank
+from ladderize.modeling import load_tokenizer
 from ladderize.runtime.collectives import choose
 from ladderize.runtime.distributed import Group, run
 from ladderize.runtime.generate import Sampling, generate
@@ -29,14 +30,12 @@ class GenerateOptions:
     threads: int | None = None
 
 
-def load_tokenizer(spec: ModelSpec) -> Any:
-    """The checkpoint's tokenizer; raises UserError where there is none. A stranger's tokenizer code is never run."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(spec.folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{spec.name}: its tokenizer cannot be loaded ({str(error).splitlines()[0]}); generate needs one") from None
+def tokenizer_of(spec: ModelSpec) -> Any:
+    """The checkpoint's tokenizer; raises UserError where there is none."""
+    tokenizer = load_tokenizer(spec.folder) if spec.folder is not None else None
+    if tokenizer is None:
+        raise UserError(f"{spec.name} has no tokenizer, and generate needs one")
+    return tokenizer
 
 
 def encode(tokenizer: Any, prompts: list[str], spec: ModelSpec, options: GenerateOptions) -> list[list[int]]:
@@ -64,7 +63,7 @@ def encode(tokenizer: Any, prompts: list[str], spec: ModelSpec, options: Generat
 
 def generate_text(spec: ModelSpec, prompts: list[str], options: GenerateOptions, console: Console) -> dict[str, Any]:
     """Continue ``prompts`` as one batch; a single one is streamed to stdout. Returns the document of ``--json``."""
-    ids = encode(load_tokenizer(spec), prompts, spec, options)
+    ids = encode(tokenizer_of(spec), prompts, spec, options)
     document: dict[str, Any] = run(
         _generate, spec, prompts, ids, options, console, tp_size=options.tp_size, device=options.device, threads=options.threads
     )
@@ -82,7 +81,7 @@ def _generate(
         weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
         columns = longest + options.max_new_tokens
         generator = open_generator(spec, collectives, weights, group, len(ids), columns, compile=options.compile, advance=advance)
-    tokenizer = load_tokenizer(spec) if group.is_main else None
+    tokenizer = tokenizer_of(spec) if group.is_main else None
     streams = [TextStream(tokenizer) for _ in ids] if group.is_main else []
     eos = () if options.ignore_eos else eos_ids(spec)
     new: list[list[int]] = [[] for _ in ids]
