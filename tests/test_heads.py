@@ -161,7 +161,7 @@ def test_an_order_that_is_the_old_one_links(llama, tmp_path):
 def test_spd_with_a_map_is_spd_of_permuted_weights(tmp_path, extra):
     source = save_llama(tmp_path / "src", **extra)
     head_map = map_for(source, [1, 2])
-    convert_checkpoint(source, tmp_path / "mapped", SPD, head_map=head_map)
+    convert_checkpoint(source, tmp_path / "mapped", SPD, head_map=head_map, verify=False)
     convert_checkpoint(source, tmp_path / "plain", SPD, verify=False)
     ids, model = random_ids(2, 7), load(tmp_path / "plain")
     before = model(ids).logits.detach()
@@ -209,14 +209,14 @@ def test_the_record_makes_it_again(llama, tmp_path):
     card = (tmp_path / "b" / "README.md").read_text()
     assert "The attention heads of layers 1:3 are in another order" in card
     # the output is another model than the one that the map is for: it is not permuted twice
-    outcome = invoke("convert", tmp_path / "a", tmp_path / "c", "--recipe", tmp_path / "a" / "ladderize.yaml")
+    outcome = invoke("convert", tmp_path / "a", tmp_path / "c", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
     assert "computed for another model" in one_sentence(outcome)
 
 
 @pytest.mark.parametrize("options", [["--dense"], ["--ladder", "2:"]])
 def test_nothing_dropped_takes_any_map(llama, tmp_path, options):
     path = save_map(map_for(llama, ranks=8), tmp_path / "map.json")
-    outcome = invoke("convert", llama, tmp_path / "out", *options, "--head-map", path)
+    outcome = invoke("convert", llama, tmp_path / "out", *options, "--head-map", path, "--no-verify")
     assert outcome.code == 0, outcome.stderr
     assert "1 rewritten" in outcome.stdout
     assert "in another order" in (tmp_path / "out" / "README.md").read_text()
@@ -329,7 +329,7 @@ def test_replacements(tmp_path, stored, dtype):
     extra = {"eval.json": "{}\n", "generation_config.json": '{"mine": 1}'}
     report = convert_checkpoint(
         source, tmp_path / "out", Recipe(spd="1:3", sync_tp_size=4, dtype=dtype), replace=replace, head_map=head_map,
-        record={"distillation": {"blocks": [1]}}, extra_files=extra,
+        record={"distillation": {"blocks": [1]}}, extra_files=extra, verify=stored == torch.float32 and dtype is None,
     )  # fmt: skip
     values = load_file(tmp_path / "adapted" / "trained.safetensors")
     found, old = all_tensors(tmp_path / "out"), all_tensors(source)
