@@ -5,6 +5,7 @@ converted checkpoint carries, so that nothing here has its own notion of what a 
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -214,5 +215,5 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 def check_finite(value: float, what: str) -> None:
     """Raise UserError if ``what`` came out as NaN or infinite."""
-    if not torch.isfinite(torch.tensor(value)):
+    if not math.isfinite(value):
         raise UserError(f"{what} is NaN or infinite; are the model's weights sound, and is the dtype wide enough?")
