@@ -1,5 +1,6 @@
 """Perplexity against a plain loop, lm-eval through our command against lm-eval by itself, and the errors of `eval`."""
 
+import functools
 import json
 import math
 import os
@@ -20,6 +21,17 @@ from ladderize.eval import harness
 from ladderize.eval.perplexity import perplexity, window_nlls
 from tests.helpers import STORIES, invoke, listing, make_model, one_sentence
 from tests.oracle import Oracle
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tasks_indexed_once():
+    """lm-eval reads thousands of YAML files for every task manager, five seconds long; those of one folder are the same here."""
+    import lm_eval.evaluator
+    import lm_eval.tasks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm_eval.tasks, "TaskManager", functools.cache(lm_eval.tasks.TaskManager))
+        yield
 
 
 def test_window_nlls_equal_a_plain_loop():
