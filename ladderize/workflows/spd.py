@@ -42,9 +42,8 @@ from ladderize.eval.results import write_json
 from ladderize.eval.sensitivity import TAU2, SensitivityOptions, measure_sensitivity
 from ladderize.layout import Layout, check_split, format_ranges
 
-GROUPINGS = ("error", "paper", "none")
 CALIBRATION_SAMPLES = 128  # the paper's
-__all__ = ["GROUPINGS", "SpdOptions", "block_rows", "perplexity_rows", "run_spd"]
+__all__ = ["SpdOptions", "block_rows", "perplexity_rows", "run_spd"]
 
 
 @dataclass(frozen=True)
