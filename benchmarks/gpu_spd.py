@@ -26,7 +26,7 @@ from ladderize.layout import Layout
 from ladderize.runtime.communication import synchronize
 from ladderize.runtime.distributed import Group
 from ladderize.runtime.environment import environment
-from ladderize.runtime.memory import PeakMemory
+from ladderize.memory import PeakMemory
 from ladderize.runtime.spec import known_shapes, read_shape
 
 RANKS = 8

@@ -112,11 +112,11 @@ class Blocks:
         from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaDecoderLayer
 
         with torch.device("meta"):
-            layer = LadderizedLlamaDecoderLayer(self._model_config(layout), index)
+            layer = LadderizedLlamaDecoderLayer(self.model_config(layout), index)
         layer.load_state_dict(dict(self.weights(index) if weights is None else weights), assign=True)
         return layer.eval()
 
-    def _model_config(self, layout: Layout) -> Any:
+    def model_config(self, layout: Layout) -> Any:
         from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
 
         said = {key: value for key, value in self.config.items() if key not in ("auto_map", "architectures", "ladder_layers")}
@@ -140,7 +140,7 @@ class Blocks:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         if tokens not in self._rope:
-            rotary = LlamaRotaryEmbedding(self._model_config(Layout.dense(self.num_layers))).to(self.device)
+            rotary = LlamaRotaryEmbedding(self.model_config(Layout.dense(self.num_layers))).to(self.device)
             probe = torch.empty(1, dtype=self.dtype, device=self.device)
             self._rope[tokens] = rotary(probe, torch.arange(tokens, device=self.device)[None])
         return self._rope[tokens]

@@ -54,18 +54,18 @@ class Console:
 
     @contextlib.contextmanager
     def progress(self, description: str, total: int, *, is_bytes: bool = False) -> Iterator["Any"]:
-        """A progress bar with an ETA on stderr; yields ``advance(n)``. Silent when stderr is no terminal."""
+        """A progress bar with an ETA on stderr; yields ``advance(n, detail="")``. Silent when stderr is no terminal."""
         from rich.console import Console as RichConsole
         from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         count = DownloadColumn() if is_bytes else MofNCompleteColumn()
         bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn(),
+            TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn(), TextColumn("{task.fields[detail]}"),
             console=RichConsole(stderr=True), disable=not (sys.stderr.isatty() and is_main_rank()), transient=True,
         )  # fmt: skip
         with bar:
-            task = bar.add_task(description, total=total)
-            yield lambda steps=1: bar.update(task, advance=steps)
+            task = bar.add_task(description, total=total, detail="")
+            yield lambda steps=1, detail="": bar.update(task, advance=steps, detail=detail)
 
     @contextlib.contextmanager
     def contained(self) -> Iterator[None]:

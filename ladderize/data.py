@@ -1,7 +1,7 @@
 """Text, jsonl or token ids -> windows of token ids. The one place that decides about BOS, joins and the last window.
 
-* A ``.txt`` file is one document; each line of a ``.jsonl`` file is one (its ``text``); each row of a 2-D array of ids is one;
-  a 1-D array is one.
+* A ``.txt`` file is one document; each line of a ``.jsonl`` file is one (its ``input_ids`` if it has them, since text need not
+  survive being decoded and encoded; else its ``text``); each row of a 2-D array of ids is one; a 1-D array is one.
 * Text is tokenised document by document with the tokenizer's own special tokens, so a Llama's documents begin with BOS.
   Ids are taken as they are: nothing is added.
 * Documents are joined in order to one stream, with nothing between them.
@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,6 +45,7 @@ def check_data_file(spec: str) -> None:
 
 
 def needs_tokenizer(spec: str) -> bool:
+    """Whether a tokenizer is of use: a ``.jsonl`` file may hold ids alone, which only reading it shows."""
     return split_name(spec)[0].suffix in (".txt", ".jsonl")
 
 
@@ -54,10 +55,7 @@ def read_documents(spec: str, tokenizer: "PreTrainedTokenizerBase | None", *, vo
     if path.suffix in (".npy", ".npz"):
         documents = _read_ids(path, key)
     else:
-        if tokenizer is None:
-            raise UserError(f"{path} is text, but the model has no tokenizer; give token ids (.npy or .npz) instead")
-        texts = list(_read_texts(path))
-        documents = [np.asarray(tokenizer(text, verbose=False)["input_ids"], dtype=np.int64) for text in texts]
+        documents = list(_read_lines(path, tokenizer))
     if not sum(map(len, documents)):
         raise UserError(f"{path} gives no tokens at all; is it empty?")
     highest = max(int(document.max(initial=0)) for document in documents)
@@ -68,24 +66,58 @@ def read_documents(spec: str, tokenizer: "PreTrainedTokenizerBase | None", *, vo
     return documents
 
 
-def _read_texts(path: Path) -> Iterator[str]:
+def _read_lines(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[np.ndarray]:
+    """The documents of a text or jsonl file, one after another."""
+    for place, document in _read_texts(path):
+        if not isinstance(document, str):
+            yield document
+        elif tokenizer is None:
+            raise UserError(f"{place} is text, but the model has no tokenizer; give token ids (input_ids, .npy or .npz) instead")
+        else:
+            yield np.asarray(tokenizer(document, verbose=False)["input_ids"], dtype=np.int64)
+
+
+def _read_texts(path: Path) -> Iterator[tuple[str, str | np.ndarray]]:
+    """Every document, and where it stands: text, or ids that a line of jsonl has."""
     try:
         content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text") from None
     if path.suffix == ".txt":
-        yield content
+        yield str(path), content
         return
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
+        place = f"{path}, line {number}"
         try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise UserError(f'{path}, line {number}: not a JSON object with a "text"')
-        yield text
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and row.get("input_ids") is not None:
+            try:
+                yield place, as_ids(row["input_ids"])
+            except ValueError as error:
+                raise UserError(f"{place}: {error}") from None
+        elif isinstance(row, dict) and isinstance(row.get("text"), str):
+            yield place, row["text"]
+        else:
+            raise UserError(f'{place}: not a JSON object with "input_ids" or a "text"')
+
+
+def as_ids(value: Any) -> np.ndarray:
+    """A list of token ids as int64; raises ValueError, which says what is wrong, for anything else than integers from 0 to 2**31 - 1."""
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError):
+        array = np.empty(0, dtype=object)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        if isinstance(value, list) and not value:
+            return np.empty(0, dtype=np.int64)
+        raise ValueError("its input_ids are no list of integers")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
+        raise ValueError("its input_ids hold a negative or an impossibly large token id")
+    return array.astype(np.int64)
 
 
 def _pick_array(path: Path, key: str | None) -> str:
@@ -104,19 +136,25 @@ def _pick_array(path: Path, key: str | None) -> str:
 
 
 def _read_ids(path: Path, key: str | None) -> list[np.ndarray]:
+    return list(np.atleast_2d(open_ids(path, key)).astype(np.int64))
+
+
+def open_ids(path: Path, key: str | None = None) -> np.ndarray:
+    """The array of token ids in a ``.npy`` file, not read but mapped, or in a ``.npz`` archive: integers in one or two dimensions, each
+    from 0 to 2**31 - 1. Raises UserError for what is none."""
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as archive:
                 array = archive[_pick_array(path, key)]
         else:
-            array = np.load(path, allow_pickle=False)
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError):
         raise UserError(f"{path} is no NumPy array of numbers (arrays of Python objects are never unpickled)") from None
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise UserError(f"{path}: expected token ids, that is integers in one or two dimensions, not {array.dtype} in {array.ndim}")
     if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
         raise UserError(f"{path} holds a negative or an impossibly large token id")
-    return list(np.atleast_2d(array).astype(np.int64))
+    return array
 
 
 def default_seq_len(documents: list[np.ndarray], spec: str, max_positions: int) -> int:

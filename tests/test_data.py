@@ -62,7 +62,7 @@ def test_split_name():
 
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("a.txt", b"", "no tokens at all"), ("a.txt", b"\xff\xfe", "not UTF-8"),
-    ("a.jsonl", b"{}\n", 'line 1: not a JSON object with a "text"'),
+    ("a.jsonl", b"{}\n", 'line 1: not a JSON object with "input_ids" or a "text"'),
     ("a.jsonl", b'{"text": "x"}\n{"text": 1}', "line 2"), ("a.npy", b"junk", "no NumPy array"), ("a.npz", b"junk", "no NumPy array"),
 ])  # fmt: skip
 def test_unreadable_files(tmp_path, name, content, message):
@@ -101,3 +101,23 @@ def test_text_without_a_tokenizer(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x"}))
     with pytest.raises(UserError, match="no tokenizer"):
         read_documents(str(tmp_path / "a.jsonl"), None)
+
+
+def test_ids_of_a_line_are_preferred_to_its_text(tmp_path):
+    """What generate wrote: the ids that the model gave, and a text that would be tokenised otherwise."""
+    rows = [{"text": "ab", "input_ids": [5, 6, 7]}, {"text": "c"}, {"input_ids": []}, {"input_ids": None, "text": "d"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert lists(read_documents(str(tmp_path / "a.jsonl"), Letters())) == [[5, 6, 7], [1, 99], [], [1, 100]]
+    with pytest.raises(UserError, match="line 2 is text, but the model has no tokenizer"):
+        read_documents(str(tmp_path / "a.jsonl"), None)
+    (tmp_path / "ids.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert lists(read_documents(str(tmp_path / "ids.jsonl"), None)) == [[5, 6, 7]]
+    with pytest.raises(UserError, match="token id 7.*ends at 6"):
+        read_documents(str(tmp_path / "ids.jsonl"), None, vocab_size=7)
+
+
+@pytest.mark.parametrize("ids", ["5", [1.0], ["a"], [True], [[1]], [[1], [2, 3]], [1, None], {"a": 1}, [-1], [2**31], [2**70]])
+def test_ids_that_are_none(tmp_path, ids):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + json.dumps({"input_ids": ids, "text": "y"}))
+    with pytest.raises(UserError, match=r"a.jsonl, line 2: its input_ids (are no list of integers|hold a negative or)"):
+        read_documents(str(tmp_path / "a.jsonl"), Letters())

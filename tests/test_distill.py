@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from ladderize.adapt import blockwise
 from ladderize.adapt.distill import BlockTrainer, DistillOptions, Student, _schedule, needs_pair, teacher_pass, trainable_layers
 from ladderize.adapt.states import StateStore
-from ladderize.adapt.work import WorkFolder
+from ladderize.adapt.work import BlockFolder
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import UserError
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
@@ -38,7 +38,7 @@ def blocks_of(folder):
 
 def streams(blocks, layout, ids):
     """The complete streams of a whole transformers model, before every layer and after the last, not normed."""
-    model = LadderizedLlamaForCausalLM(blocks._model_config(layout)).eval()
+    model = LadderizedLlamaForCausalLM(blocks.model_config(layout)).eval()
     model.load_state_dict(dict(zip(names := list(blocks.checkpoint.tensors), blocks.read(names), strict=True)))
     model.model.norm = torch.nn.Identity()
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_the_held_out_perplexity_is_that_of_eval(pair, tmp_path):
 
 def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
     assert adapt(pair, tmp_path / "whole").code == 0
-    save, trained = WorkFolder.save, []
+    save, trained = BlockFolder.save, []
 
     def killed(self, layer, weights, report, key):
         save(self, layer, weights, report, key)
@@ -179,7 +179,7 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
         if len(trained) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(WorkFolder, "save", killed)
+    monkeypatch.setattr(BlockFolder, "save", killed)
     assert adapt(pair, tmp_path / "out").code == 130
     assert "out" not in listing(tmp_path)
     assert "block-00002.safetensors" in listing(tmp_path / "out.ladderize-work")
@@ -284,35 +284,35 @@ def test_which_pairs_are_refused(pair, tmp_path):
 
 def test_work_of_another_run_is_not_mixed_in(tmp_path):
     folder = tmp_path / "w"
-    with WorkFolder(folder, {"a": 1, "b": (2, 3)}) as work:
+    with BlockFolder(folder, {"a": 1, "b": (2, 3)}) as work:
         work.save(0, {"x.weight": torch.ones(2)}, {"block": 0}, "this key")
         assert work.has(0, lambda: "this key")
         assert not work.has(0, lambda: "another")
         assert not work.has(1, lambda: pytest.fail("nothing to compare with"))
         with pytest.raises(UserError, match="another run is at work"):
-            WorkFolder(folder, {"a": 1, "b": [2, 3]})
-        WorkFolder(folder, {}, main=False)  # another rank of the same run
-    with WorkFolder(folder, {"a": 1, "b": [2, 3]}) as work:
+            BlockFolder(folder, {"a": 1, "b": [2, 3]})
+        BlockFolder(folder, {}, main=False)  # another rank of the same run
+    with BlockFolder(folder, {"a": 1, "b": [2, 3]}) as work:
         assert work.report(0) == {"block": 0}
         whole = work.path(0).read_bytes()
         work.path(0).write_bytes(whole[:-4])  # cut off
         assert not work.has(0, lambda: "this key")
     with pytest.raises(UserError, match="another a; delete it"):
-        WorkFolder(folder, {"a": 2, "b": [2, 3]})
+        BlockFolder(folder, {"a": 2, "b": [2, 3]})
     (folder / ".run.json.abc").write_text("")  # of a killed write
     (folder / "run.json").write_text("")
-    with WorkFolder(folder, {"a": 2}) as work:
+    with BlockFolder(folder, {"a": 2}) as work:
         work.remove()
     assert listing(tmp_path) == ["w"]  # whoever made it: run.json could not say
     (folder / "mine.txt").write_text("not ladderize's")
     with pytest.raises(UserError, match="is no folder of unfinished work"):
-        WorkFolder(folder, {"a": 2})
+        BlockFolder(folder, {"a": 2})
     (folder / "mine.txt").unlink()
-    with WorkFolder(folder, {}) as work:
+    with BlockFolder(folder, {}) as work:
         work.remove()
     assert listing(tmp_path) == ["w"]  # it was there before
     folder.rmdir()
-    with pytest.raises(KeyError), WorkFolder(folder, {}):
+    with pytest.raises(KeyError), BlockFolder(folder, {}):
         raise KeyError
     assert listing(tmp_path) == []  # nothing was done in it
 
@@ -321,8 +321,8 @@ def test_blocks_trained_otherwise_are_trained_anew(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(blockwise, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
     assert adapt(pair, tmp_path / "out").code == 1
     monkeypatch.undo()
-    trained, save = [], WorkFolder.save
-    monkeypatch.setattr(WorkFolder, "save", lambda self, layer, *rest: trained.append(layer) or save(self, layer, *rest))
+    trained, save = [], BlockFolder.save
+    monkeypatch.setattr(BlockFolder, "save", lambda self, layer, *rest: trained.append(layer) or save(self, layer, *rest))
     (tmp_path / "out.ladderize-work" / "block-00002.safetensors").write_bytes(b"cut off")
     assert "blocks 1,3 are done already" in adapt(pair, tmp_path / "out").stderr
     assert trained == [2]

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import ROOT
 
 PACKAGE = ROOT / "ladderize"
-LEAVES = {"layout", "console", "modeling", "data", "figure"}
+LEAVES = {"layout", "console", "modeling", "data", "figure", "memory"}
 MAY_IMPORT = {
     "convert": LEAVES | {"convert"},
     "runtime": LEAVES | {"convert", "runtime"},

@@ -49,7 +49,7 @@ def test_a_file_that_shrinks_meanwhile(llama):
 
 SCRIPT = """
 import sys, torch, json
-from ladderize.runtime.memory import PeakMemory, resident
+from ladderize.memory import PeakMemory, resident
 from ladderize.runtime.spec import WeightCache, checkpoint_spec
 folder, tp_size, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)

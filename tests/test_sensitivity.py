@@ -31,7 +31,7 @@ def whole_model_table(folder, layouts, windows):
     state = dict(zip(names := list(blocks.checkpoint.tensors), blocks.read(names), strict=True))
     columns = []
     for layout in layouts:
-        model = LadderizedLlamaForCausalLM(blocks._model_config(layout)).eval()
+        model = LadderizedLlamaForCausalLM(blocks.model_config(layout)).eval()
         model.load_state_dict(state)
         columns.append(perplexity.window_nlls(model, list(windows), batch_size=5))
     return np.stack(columns, 1)

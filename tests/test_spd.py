@@ -77,7 +77,7 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
         assert listing(tmp_path) == ["out.ladderize-work", "whole"]
         monkeypatch.setattr(spd, step, whole)
     monkeypatch.setattr(spd, "group_heads", lambda *a, **k: pytest.fail("the heads were grouped already"))
-    monkeypatch.setattr(spd.WorkFolder, "save", lambda *a: pytest.fail("the blocks were trained already"))
+    monkeypatch.setattr(spd.BlockFolder, "save", lambda *a: pytest.fail("the blocks were trained already"))
     assert run(tmp_path / "out", text).code == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
     assert listing(tmp_path) == ["out", "whole"]
@@ -142,9 +142,9 @@ def test_other_options_keep_what_they_do_not_touch(tmp_path, text, monkeypatch):
     assert run(tmp_path / "out", text).code == 1
     monkeypatch.undo()
     scored, trained = [], []
-    measure, train = Suffixes.__call__, spd.WorkFolder.save
+    measure, train = Suffixes.__call__, spd.BlockFolder.save
     monkeypatch.setattr(Suffixes, "__call__", lambda self, ids: scored.append(ids) or measure(self, ids))
-    monkeypatch.setattr(spd.WorkFolder, "save", lambda self, layer, *a: trained.append(layer) or train(self, layer, *a))
+    monkeypatch.setattr(spd.BlockFolder, "save", lambda self, layer, *a: trained.append(layer) or train(self, layer, *a))
     assert run(tmp_path / "out", text, "--spd-fraction", 1, "--lr", 1e-3, "--tau1", 0.1).code == 0
     assert not scored
     rows = json.loads((tmp_path / "out" / "spd.json").read_text())["blocks"]

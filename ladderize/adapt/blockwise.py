@@ -11,7 +11,7 @@ import torch
 from ladderize import data
 from ladderize.adapt.distill import TOKENS_PER_STEP, DistillOptions, Student, Windows, distill, estimate, trainable_layers
 from ladderize.adapt.ranks import join_ranks
-from ladderize.adapt.work import WorkFolder
+from ladderize.adapt.work import BlockFolder, work_folder
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
 from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
 from ladderize.convert import output
@@ -67,18 +67,6 @@ def compute_dtype(checkpoint: Checkpoint, asked: str) -> torch.dtype:
     return dtype
 
 
-def work_folder(out: str, options: BlockwiseOptions, *sources: Checkpoint) -> Path:
-    """Where unfinished work lies: beside OUT, unless it was said. Raises UserError for a place that is somebody's."""
-    target = Path(out).expanduser().resolve()
-    if options.work_dir is None:
-        return target.with_name(f"{target.name}.ladderize-work")
-    folder = options.work_dir.expanduser().resolve()
-    for other in (target, *(source.folder.resolve() for source in sources)):
-        if folder == other or folder in other.parents or other in folder.parents:
-            raise UserError(f"--work-dir {folder} is, contains or lies inside {other}; choose a folder of its own")
-    return folder
-
-
 def heldout_perplexities(blocks: Blocks, variants: Mapping[str, Callable[[int], torch.nn.Module]], ids: torch.Tensor) -> dict[str, Any]:
     """Perplexity of held-out windows under variants of a model, each given by its layers; one layer in memory at a time."""
     batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
@@ -116,7 +104,7 @@ def adapt_blocks(
     layers = chosen_layers(layout, options.layers)
     for checkpoint in (student_checkpoint, teacher_checkpoint):
         output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
-    folder = work_folder(out, options, student_checkpoint, teacher_checkpoint)
+    folder = work_folder(out, options.work_dir, student_checkpoint, teacher_checkpoint)
     windows = training_windows(teacher_checkpoint, options)
     dtype = compute_dtype(teacher_checkpoint, options.dtype)
     teacher, own = (Blocks(checkpoint, dtype, ranks.device) for checkpoint in (teacher_checkpoint, student_checkpoint))
@@ -125,7 +113,7 @@ def adapt_blocks(
     identity = {"method": "blocks", "model": fingerprint(student_checkpoint), "teacher": fingerprint(teacher_checkpoint)}
     record = training_record(windows, options, dtype)
     with ranks.main_first():
-        work = WorkFolder(folder, identity, main=ranks.is_main)
+        work = BlockFolder(folder, identity, main=ranks.is_main)
     with work:
         if teacher.ends_differ(own):
             console.note(
@@ -157,7 +145,7 @@ def adapt_blocks(
     return document
 
 
-def loaded(work: WorkFolder, layer: int, blocks: Blocks) -> dict[str, torch.Tensor]:
+def loaded(work: BlockFolder, layer: int, blocks: Blocks) -> dict[str, torch.Tensor]:
     """A trained block's weights, to compute with."""
     return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in work.weights(layer).items()}
 
@@ -168,13 +156,13 @@ def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_nam
     if layout.is_dense:
         raise UserError(f"{model} is dense; there is nothing to distil. Convert it first")
     if not dense.is_dense:
-        raise UserError(f"--teacher {teacher_name} is not dense ({dense}); name the model that {model} was converted from")
+        raise UserError(f"--distill-from {teacher_name} is not dense ({dense}); name the model that {model} was converted from")
     if expected_tensors(student.config) != expected_tensors(teacher.config):
-        raise UserError(f"--teacher {teacher_name} has other shapes than {model}; name the model that it was converted from")
+        raise UserError(f"--distill-from {teacher_name} has other shapes than {model}; name the model that it was converted from")
     ours, theirs = dense_function(student.config), dense_function(teacher.config)
     if different := [key for key in ours if ours[key] != theirs[key]]:
         raise UserError(
-            f"--teacher {teacher_name} computes otherwise than {model} ({', '.join(different)}); name the model that it was converted from"
+            f"--distill-from {teacher_name} computes otherwise than {model} ({', '.join(different)}); name the model that it was converted from"
         )
     return layout
 
@@ -182,9 +170,9 @@ def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_nam
 def chosen_layers(layout: Layout, ranges: str | None) -> tuple[int, ...]:
     """The layers to train; raises UserError for one that computes what the dense model's does."""
     able = trainable_layers(layout)
-    chosen = parse_ranges(ranges, layout.num_layers, option="--layers") if ranges is not None else able
+    chosen = parse_ranges(ranges, layout.num_layers, option="--train") if ranges is not None else able
     if rest := sorted(set(chosen) - set(able)):
-        raise UserError(f"--layers: {format_ranges(rest)} compute what the dense layers compute; only {format_ranges(able)} do not")
+        raise UserError(f"--train: {format_ranges(rest)} compute what the dense layers compute; only {format_ranges(able)} do not")
     return tuple(chosen)
 
 

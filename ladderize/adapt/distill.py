@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.states import StateStore
-from ladderize.adapt.work import WorkFolder
+from ladderize.adapt.work import BlockFolder
 from ladderize.blocks import Blocks, State, complete, layer_seconds, timed
 from ladderize.console import Console, UserError
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, format_ranges
@@ -133,7 +133,7 @@ def _fill(store: StateStore, batch: int, states: Callable[[Tensor], State]) -> N
 
 
 def distill(
-    teacher: Blocks, student: Student, windows: Windows, options: DistillOptions, work: WorkFolder, console: Console,
+    teacher: Blocks, student: Student, windows: Windows, options: DistillOptions, work: BlockFolder, console: Console,
     *, about: Mapping[str, Any], rank: int = 0, ranks: int = 1,
 ) -> None:  # fmt: skip
     """Train every block of ``student.layers`` that ``work`` does not hold yet; of several ranks each takes every ``ranks``-th block.

@@ -25,6 +25,15 @@ class Ranks:
     state: Any = None
 
     @property
+    def local_size(self) -> int:
+        """How many of the processes run on this machine."""
+        return self.size if self.state is None else int(os.environ.get("LOCAL_WORLD_SIZE") or self.size)
+
+    def mesh(self) -> Any:
+        """All ranks in a row, for FSDP2."""
+        return torch.distributed.init_device_mesh(self.device.type, (self.size,))
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0
 

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +15,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import TensorInfo, read_header
+from ladderize.convert.checkpoint import Checkpoint, TensorInfo, read_header
 from ladderize.eval.results import write_json
 
 ABOUT = "run.json"
-CONTENT = (ABOUT, "block-*.safetensors", "block-*.part", "states-*.bin", "sensitivity.json", "head_map.json", ".*.json.*")
 
 
 class WorkFolder:
-    """One safetensors file for each finished block, with its report and the key of what it was trained from; and what the run is about.
+    """A locked folder of ``CONTENT``, and what the run that fills it is about.
 
     Used as a context. Of several processes ``main`` makes, locks and removes the folder. Raises UserError if it holds somebody's files, the
     work of a run on something else (``identity``), or is in use.
     """
+
+    CONTENT: tuple[str, ...] = (ABOUT, ".*.json.*")  # names of what may lie here
+    ADVICE = "delete it"
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], *, main: bool = True) -> None:
         self.folder = folder
@@ -52,23 +55,22 @@ class WorkFolder:
         found = _read(path)
         different = " and ".join(sorted(key for key in identity if found.get(key) != identity[key]))
         if found and different:
-            raise UserError(f"{folder} holds unfinished work of a run with another {different}; delete it, or choose another --work-dir")
+            raise UserError(f"{folder} holds unfinished work of a run with another {different}; {self.ADVICE}, or choose another --work-dir")
         if not found:
             write_json(path, {**identity, "made_folder": made})
 
+    def has_work(self) -> bool:
+        """Whether anything lies here that a run could go on from."""
+        return any(entry.name != ABOUT for entry in self.folder.iterdir())
+
     def _only_ours(self) -> bool:
-        return all(any(entry.match(pattern) for pattern in CONTENT) for entry in self.folder.iterdir())
+        return all(any(entry.match(pattern) for pattern in self.CONTENT) for entry in self.folder.iterdir())
 
     def __enter__(self) -> "WorkFolder":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if (
-            self.lock is not None
-            and error is not None
-            and self.folder.is_dir()
-            and {entry.name for entry in self.folder.iterdir()} <= {ABOUT}
-        ):
+        if self.lock is not None and error is not None and self.folder.is_dir() and not self.has_work():
             self.remove()  # nothing was done that would be missed
         self._unlock()
 
@@ -76,6 +78,21 @@ class WorkFolder:
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
+
+    def remove(self) -> None:
+        """Delete what was written here, and the folder if it was made for it and nothing else is in it."""
+        made = _read(self.folder / ABOUT).get("made_folder")
+        for pattern in self.CONTENT:
+            for path in self.folder.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if made and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+
+class BlockFolder(WorkFolder):
+    """One safetensors file for each finished block, with its report and the key of what it was trained from."""
+
+    CONTENT = (*WorkFolder.CONTENT, "block-*.safetensors", "block-*.part", "states-*.bin", "sensitivity.json", "head_map.json")
 
     def path(self, layer: int) -> Path:
         return self.folder / f"block-{layer:05d}.safetensors"
@@ -124,14 +141,17 @@ class WorkFolder:
             found |= {name: replace(info, file=str(path)) for name, info in read_header(path.parent, path.name).items()}
         return found
 
-    def remove(self) -> None:
-        """Delete what was written here, and the folder if it was made for it and nothing else is in it."""
-        made = _read(self.folder / ABOUT).get("made_folder")
-        for pattern in CONTENT:
-            for path in self.folder.glob(pattern):
-                path.unlink()
-        if made and not any(self.folder.iterdir()):
-            self.folder.rmdir()
+
+def work_folder(out: str, work_dir: Path | None, *sources: Checkpoint) -> Path:
+    """Where unfinished work lies: beside OUT, unless it was said. Raises UserError for a place that is somebody's."""
+    target = Path(out).expanduser().resolve()
+    if work_dir is None:
+        return target.with_name(f"{target.name}.ladderize-work")
+    folder = work_dir.expanduser().resolve()
+    for other in (target, *(source.folder.resolve() for source in sources)):
+        if folder == other or folder in other.parents or other in folder.parents:
+            raise UserError(f"--work-dir {folder} is, contains or lies inside {other}; choose a folder of its own")
+    return folder
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """``generate`` and ``bench``."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from ladderize.commands.options import MAX_SEED, AsJson, Device, Revision, Threa
 from ladderize.console import Console, UsageError, UserError, is_main_rank
 
 DEFAULT_LAYOUTS = "dense,ladder,spd,spd+ladder"
+DEFAULT_SAMPLES_AT_A_TIME = 64
 ReplicateVocab = Annotated[
     bool, typer.Option("--replicate-vocab", help="Every rank holds the whole embedding and LM head, which need no all-reduce then.")
 ]
@@ -27,10 +29,25 @@ def _runtime_options(device: str | None, backend: str, dtype: str, threads: int 
 
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id, converted or not.")],
-    prompt: Annotated[list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue; several make one batch.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue; several make one batch.")
+    ] = None,
+    from_bos: Annotated[
+        bool,
+        typer.Option("--from-bos", help="Sample texts of the model itself into --out, for adapt; if killed, run it again."),
+    ] = False,
+    num_samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="With --from-bos: so many texts.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="With --from-bos: a .jsonl of text and input_ids.")] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"With --from-bos: texts at a time; the KV cache grows with it.  [default: {DEFAULT_SAMPLES_AT_A_TIME}]"),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --from-bos: replace --out once the new one is whole.")] = False,
     tp_size: Annotated[int, typer.Option(min=1, help="Processes to split the model over; under torchrun, as many as it started.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens, or at an EOS token.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token, always.")] = 0.0,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0: the likeliest token, always.  [default: 1 with --from-bos, else 0]")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample among the fewest tokens of this probability.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the random draws: the same for every --tp-size.")] = 0,
@@ -45,7 +62,17 @@ def generate(
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue text on ladderize's own tensor-parallel runtime, in any layout."""
+    """Continue text on ladderize's own tensor-parallel runtime, in any layout, or sample a corpus from the model itself."""
+    given = {"--num-samples": num_samples, "--out": out, "--batch-size": batch_size, "--overwrite": overwrite or None}
+    if from_bos:
+        _check_from_bos(prompt, chat, num_samples, out, temperature)
+    elif useless := [option for option, value in given.items() if value is not None]:
+        raise UsageError(f"{useless[0]} has no effect without --from-bos")
+    elif not prompt:
+        raise UsageError("there is nothing to continue: give --prompt TEXT, or --from-bos to sample texts of the model's own")
+    temperature = float(from_bos) if temperature is None else temperature
+    if not math.isfinite(temperature):
+        raise UsageError(f"--temperature must be finite, not {temperature}")
     if temperature == 0 and (top_k is not None or top_p is not None):
         raise UsageError(f"--{'top-k' if top_k is not None else 'top-p'} has no effect with --temperature 0; give a temperature")
     if backend == "none":
@@ -53,12 +80,15 @@ def generate(
     device = _runtime_options(device, backend, dtype, threads, tp_size)
     if replicate_vocab and tp_size == 1:
         raise UsageError("--replicate-vocab has no effect with one rank")
+    from ladderize.eval.results import check_writable
     from ladderize.runtime.distributed import check_tp_size
     from ladderize.runtime.generate import Sampling
     from ladderize.runtime.spec import checkpoint_spec
     from ladderize.runtime.text import GenerateOptions, generate_text
 
     console = Console(as_json)
+    if out is not None and is_main_rank():
+        check_writable(out)
     check_tp_size(tp_size, device)
     spec = checkpoint_spec(model, tp_size=tp_size, dtype=dtype, revision=revision)
     options = GenerateOptions(
@@ -66,7 +96,26 @@ def generate(
         sampling=Sampling(temperature, top_k or 0, 1.0 if top_p is None else top_p, seed), replicate_vocab=replicate_vocab,
         compile=compile_,
     )  # fmt: skip
-    console.document(generate_text(spec, prompt, options, console))
+    if out is None or num_samples is None:
+        console.document(generate_text(spec, prompt or [], options, console))
+        return
+    from ladderize.runtime.corpus import sample_corpus
+
+    batch_size = batch_size or DEFAULT_SAMPLES_AT_A_TIME
+    console.document(sample_corpus(spec, out, num_samples, options, console, batch_size=batch_size, overwrite=overwrite))
+
+
+def _check_from_bos(prompt: list[str] | None, chat: bool, num_samples: int | None, out: Path | None, temperature: float | None) -> None:
+    """Raise UsageError for what --from-bos lacks or cannot go with."""
+    if prompt or chat:
+        raise UsageError(f"--from-bos begins with the BOS token alone; leave {'--prompt' if prompt else '--chat'} out")
+    if num_samples is None or out is None:
+        missing = "--num-samples N" if num_samples is None else "--out FILE"
+        raise UsageError(f"--from-bos needs {missing}: how many texts, and the .jsonl file that they go to")
+    if out.suffix != ".jsonl":
+        raise UsageError(f"--out {out} must end in .jsonl, which tells --data and --perplexity how to read it")
+    if temperature == 0:
+        raise UsageError("--temperature 0 with --from-bos would give the same text every time; give a temperature above 0")
 
 
 def bench(

@@ -80,6 +80,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a dict, without the NaN and Infinity that Python's JSON lets through."""
     path = folder / "config.json"
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} is a PEFT adapter; `ladderize merge {folder} OUT` makes a checkpoint of it and its base")
     if not path.is_file():
         raise UserError(f"{folder} holds no config.json; it is not a Hugging Face checkpoint")
     return read_json(path)

@@ -23,8 +23,18 @@ CHUNK = 64 << 20
 AT_FDCWD, RENAME_EXCHANGE, FICLONE = -100, 2, 0x40049409
 
 
-def check_target(out: Path, source: Path, *, overwrite: bool) -> Path:
-    """Return ``out`` resolved, or raise UserError if it must not be written."""
+def not_a_checkpoint(folder: Path) -> str | None:
+    """What tells ``folder`` from the checkpoints that --overwrite may replace; None if it is one."""
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return None
+    return "is not a checkpoint (no config.json with safetensors)"
+
+
+def check_target(out: Path, source: Path, *, overwrite: bool, foreign: Callable[[Path], str | None] = not_a_checkpoint) -> Path:
+    """Return ``out`` resolved, or raise UserError if it must not be written.
+
+    foreign: says of a folder that is not of the kind to write, and so not to replace, what is wrong with it.
+    """
     out, source = out.expanduser().resolve(), source.resolve()
     if out == source or source in out.parents:
         raise UserError(f"OUT {out} is the source or lies inside it; the source is never touched, choose another folder")
@@ -37,8 +47,8 @@ def check_target(out: Path, source: Path, *, overwrite: bool) -> Path:
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
             raise UserError(f"OUT {out} is not empty; choose another folder or pass --overwrite")
-        if not (out / "config.json").is_file() or not any(out.glob("*.safetensors")):
-            raise UserError(f"OUT {out} is not a checkpoint (no config.json with safetensors), so --overwrite does not replace it")
+        if (what := foreign(out)) is not None:
+            raise UserError(f"OUT {out} {what}, so --overwrite does not replace it")
     parent = existing_parent(out)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"OUT {out} cannot be written: {parent} is not a writable folder")
@@ -56,9 +66,7 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     What fills ``out`` by then is replaced only with ``overwrite``.
     """
-    created = [parent for parent in (out.parent, *out.parent.parents) if not parent.exists()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with _parents(out):
         clean_up(out)
         temporary, lock = _make_locked(out)
         try:
@@ -73,6 +81,31 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
             raise
         finally:
             os.close(lock)
+
+
+@contextmanager
+def scratch_folder(out: Path) -> Iterator[Path]:
+    """Yield a locked temporary folder beside ``out``, for what is needed only until ``out`` is there; it is always removed.
+
+    What a killed run left of it, the next ``atomic_folder`` or ``scratch_folder`` of the same ``out`` removes.
+    """
+    with _parents(out):
+        clean_up(out)
+        temporary, lock = _make_locked(out)
+        try:
+            yield temporary
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.close(lock)
+
+
+@contextmanager
+def _parents(out: Path) -> Iterator[None]:
+    """Make the folders above ``out``; on an error those that were made for it, and are empty, are removed again."""
+    created = [parent for parent in (out.parent, *out.parent.parents) if not parent.exists()]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
     except BaseException:
         for parent in created:
             if parent.is_dir() and not any(parent.iterdir()):

@@ -145,6 +145,7 @@ def convert_checkpoint(
     replace: Mapping[str, TensorInfo] | None = None,
     record: Mapping[str, Any] | None = None,
     extra_files: Mapping[str, str] | None = None,
+    check: Callable[[Path], Mapping[str, Any]] | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Convert the checkpoint ``src`` (a folder or a hub id) into the folder ``out``; returns what was done.
@@ -156,6 +157,8 @@ def convert_checkpoint(
     replace: tensors whose values are taken from another safetensors file (``TensorInfo.file``, an absolute path) as they are, in
     the new order of heads already; they are stored in the dtype of those that they replace.
     record: more keys of ladderize.yaml. extra_files: JSON files to add, name -> text; they win over those of the source.
+    check: is given the finished folder before it appears as ``out``; if it raises, nothing appears. The report's ``checked`` is what
+    it returns.
     """
     console = console or Console()
     if not dry_run:
@@ -172,6 +175,8 @@ def convert_checkpoint(
         with output.atomic_folder(plan.out, overwrite=overwrite) as folder:
             with console.progress("writing weights", sum(shard.read_bytes for shard in plan.shards), is_bytes=True) as advance:
                 how = write(plan, folder, copy=copy, advance=advance)
+            if check is not None:
+                report["checked"] = check(folder)
             if verify:
                 console.status("verifying: loading the output in plain transformers")
                 report["verified"] = verify_output(folder, plan.weight_bytes)

@@ -134,9 +134,9 @@ def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None, s
 
 
 def check_extra_files(files: Mapping[str, str]) -> None:
-    """Raise ValueError unless these are names of JSON files that a conversion does not write itself."""
+    """Raise ValueError unless these are names of JSON files, or of JSON lines, that a conversion does not write itself."""
     for name in files:
-        if not re.fullmatch(r"[\w-][\w.-]*\.json", name) or name.endswith(FOREIGN) or name in MADE_HERE:
+        if not re.fullmatch(r"[\w-][\w.-]*\.jsonl?", name) or name.endswith(FOREIGN) or name in MADE_HERE:
             raise ValueError(f"{name!r} is no plain name of a JSON file that may be added to a checkpoint")
 
 

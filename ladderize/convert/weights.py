@@ -1,8 +1,9 @@
 """Writing safetensors anew, for another dtype, other shards, heads or values: a chunk at a time, never a whole tensor in memory."""
 
 import json
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
@@ -113,18 +114,27 @@ def _aligned(entries: list[Entry]) -> tuple[Entry, ...]:
     return tuple(sorted(entries, key=lambda entry: -DTYPE_BYTES[entry.dtype]))
 
 
-def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Callable[[int], None]) -> None:
-    """Stream the tensors of one shard from where they lie into ``path``."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """What a safetensors file begins with: the length of its header, and the header.
+
+    tensors: (name, safetensors dtype, shape), in the order in which their values will follow.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
-    for entry in shard.entries:
-        begin, end = end, end + entry.nbytes
-        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.source.shape), "data_offsets": [begin, end]}
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Callable[[int], None]) -> None:
+    """Stream the tensors of one shard from where they lie into ``path``."""
+    header = encode_header(((entry.name, entry.dtype, entry.source.shape) for entry in shard.entries), {"format": "pt"})
     with ExitStack() as stack:
         writer = stack.enter_context(path.open("xb"))
-        writer.write(len(encoded).to_bytes(8, "little") + encoded)
+        writer.write(header)
         readers: dict[str, BufferedReader] = {}
         for entry in shard.entries:
             file = entry.source.file

@@ -25,7 +25,7 @@ from ladderize.runtime.distributed import Group, run
 from ladderize.runtime.emulated import Link, emulate
 from ladderize.runtime.environment import environment
 from ladderize.runtime.generate import Generator, Sampling, sample
-from ladderize.runtime.memory import PeakMemory
+from ladderize.memory import PeakMemory
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
 from ladderize.runtime.trace import Overlap, Traced, trace

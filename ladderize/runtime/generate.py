@@ -27,10 +27,10 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
 
-    def draws(self, batch: int, steps: int) -> Tensor:
-        """Uniform numbers [batch, steps]; a row's numbers do not depend on how many rows and steps there are."""
-        rows = [torch.rand(steps, generator=torch.Generator().manual_seed(self.seed + row * 0x9E3779B1)) for row in range(batch)]
-        return torch.stack(rows)
+    def draws(self, batch: int, steps: int, first_row: int = 0) -> Tensor:
+        """Uniform numbers [batch, steps] of the rows from ``first_row`` on; a row's do not depend on how many rows and steps there are."""
+        seeds = (self.seed + row * 0x9E3779B1 for row in range(first_row, first_row + batch))
+        return torch.stack([torch.rand(steps, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
 def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
@@ -38,7 +38,12 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     if sampling.temperature == 0:
         return logits.argmax(-1)
     best = logits.amax(-1, keepdim=True)  # subtracted first: a tiny temperature must not make ties of infinities
-    scaled, order = ((logits - best).float() / sampling.temperature).sort(stable=True, dim=-1, descending=True)
+    scaled = (logits - best).float() / sampling.temperature
+    if not sampling.top_k and sampling.top_p >= 1:  # every token is kept: no need to sort a whole vocabulary for each of them
+        cumulative = scaled.softmax(-1).cumsum(-1)
+        place = torch.searchsorted(cumulative, draw.unsqueeze(-1) * cumulative[:, -1:], right=True)
+        return place.clamp(max=logits.shape[-1] - 1).squeeze(-1)
+    scaled, order = scaled.sort(stable=True, dim=-1, descending=True)
     if sampling.top_k:
         scaled[:, sampling.top_k :] = -torch.inf
     probabilities = scaled.softmax(-1)
@@ -203,10 +208,14 @@ def _turn(rope: Tensor, positions: Tensor) -> Tensor:
 
 
 def generate(
-    generator: Generator, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampling: Sampling, eos: Sequence[int] = ()
-) -> Iterator[list[list[int]]]:
-    """Yield the new tokens of each row, a few steps at a time; a row that has ended yields nothing more (its EOS is included)."""
-    draws = sampling.draws(len(prompts), max_new_tokens).to(generator.device)
+    generator: Generator, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampling: Sampling, eos: Sequence[int] = (),
+    first_row: int = 0,
+) -> Iterator[list[list[int]]]:  # fmt: skip
+    """Yield the new tokens of each row, a few steps at a time; a row that has ended yields nothing more (its EOS is included).
+
+    first_row: the number by which ``sampling`` knows the first of the rows, where they are some of many.
+    """
+    draws = sampling.draws(len(prompts), max_new_tokens, first_row).to(generator.device)
     # a host that waits for every token keeps a GPU idle; a CPU has nothing to gain
     chunk = 8 if generator.device.type == "cuda" else 1
     ended = [False] * len(prompts)

@@ -23,12 +23,11 @@ from ladderize.adapt.blockwise import (
     perplexity_rows,
     training_record,
     training_windows,
-    work_folder,
 )
 from ladderize.adapt.distill import Student, Windows, distill
 from ladderize.adapt.head_grouping import Units, group_heads, grouping_seconds
 from ladderize.adapt.ranks import join_ranks
-from ladderize.adapt.work import WorkFolder
+from ladderize.adapt.work import BlockFolder, work_folder
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_seconds, to_json
 from ladderize.convert import output
@@ -77,7 +76,7 @@ def run_spd(model: str, out: str, options: SpdOptions, *, console: Console, over
         raise UserError(f"{model} is not dense ({layout}); only a dense model has sync points to drop by their sensitivity")
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
     output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
-    folder = work_folder(out, training, checkpoint)
+    folder = work_folder(out, training.work_dir, checkpoint)
     recipe = Recipe(
         spd="auto", sync_tp_size=options.sync_tp_size, sensitivity=str(folder / "sensitivity.json"),
         spd_fraction=options.spd_fraction, max_ppl_increase=options.max_ppl_increase,
@@ -93,7 +92,7 @@ def run_spd(model: str, out: str, options: SpdOptions, *, console: Console, over
         "calibration": {"sha256": record["data"]["sha256"], "windows": list(calibration.shape), "seed": training.distill.seed},
     }  # fmt: skip
     with ranks.main_first():
-        work = WorkFolder(folder, identity, main=ranks.is_main)
+        work = BlockFolder(folder, identity, main=ranks.is_main)
     with work:
         with ranks.main_first():
             if ranks.is_main:
@@ -140,7 +139,7 @@ def announce_most(teacher: Blocks, stored: Blocks, windows: Windows, options: Sp
 
 
 def measure(
-    model: str, options: SpdOptions, calibration: np.ndarray, dtype: torch.dtype, device: torch.device, work: WorkFolder, console: Console
+    model: str, options: SpdOptions, calibration: np.ndarray, dtype: torch.dtype, device: torch.device, work: BlockFolder, console: Console
 ) -> None:
     """Fill sensitivity.json, from where a killed run left it."""
     training, path = options.training, work.folder / "sensitivity.json"
@@ -155,7 +154,7 @@ def measure(
 
 
 def group(
-    teacher: Blocks, selection: Selection, options: SpdOptions, calibration: np.ndarray, work: WorkFolder, console: Console
+    teacher: Blocks, selection: Selection, options: SpdOptions, calibration: np.ndarray, work: BlockFolder, console: Console
 ) -> HeadMap | None:
     """The head map of the blocks that get one; read if it was computed before, for the same blocks by the same criterion."""
     layers, path = to_group(selection, options), work.folder / HEAD_MAP
@@ -194,7 +193,7 @@ def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, 
 
 
 def perplexities(
-    blocks: Blocks, layout: Layout, head_map: HeadMap | None, work: WorkFolder, student: Student, heldout: Tensor
+    blocks: Blocks, layout: Layout, head_map: HeadMap | None, work: BlockFolder, student: Student, heldout: Tensor
 ) -> dict[str, Any]:
     """Held-out perplexity of the dense model and after each step."""
     dense = Layout.dense(layout.num_layers)
@@ -213,7 +212,7 @@ def perplexities(
     return heldout_perplexities(blocks, variants, heldout)
 
 
-def block_table(selection: Selection, head_map: HeadMap | None, work: WorkFolder, student: Student) -> list[dict[str, Any]]:
+def block_table(selection: Selection, head_map: HeadMap | None, work: BlockFolder, student: Student) -> list[dict[str, Any]]:
     """What each block got and why, with the figures of each step."""
     table = []
     for row in selection.rows:

@@ -1,0 +1,94 @@
+"""What a retraining leaves: a checkpoint or an adapter, with a record of how it came about."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+
+from ladderize.adapt.adapters import write_adapter
+from ladderize.adapt.retrain_options import LORA
+from ladderize.adapt.tensor_file import locate_tensors
+from ladderize.adapt.train_state import load_weights
+from ladderize.adapt.trainer import Trainer, score
+from ladderize.blocks import stored_dtype
+from ladderize.console import Console, human_seconds, to_json
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.recipe import Recipe
+
+if TYPE_CHECKING:
+    from ladderize.adapt.retrain import Task
+
+
+def write_outcome(
+    trainer: Trainer, task: "Task", out: str, identity: Mapping[str, Any], *, console: Console, overwrite: bool, verify: bool,
+    revision: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Choose the state, score it as it will be stored, and write it; returns the document (on the main process). All ranks call it."""
+    progress, work = trainer.progress, trainer.folder
+    if progress.best_step == 0:
+        console.note("the held-out perplexity never got better than before the training; the last step is written")
+    chosen = (task.options.write == "best" and progress.best_step) or progress.step
+    heldout = score_stored(trainer, task, chosen)
+    if not trainer.engine.ranks.is_main:
+        return {}
+    losses = read_metrics(work.metrics, "loss")
+    if heldout:
+        heldout = {"before": read_metrics(work.metrics, "heldout_perplexity")[0], **heldout}
+    document = {
+        "model": task.model, "out": out, "method": task.options.method, "layout": str(task.layout), **task.layout.to_config(),
+        "layers": list(task.layers), "distill_from": task.options.distill_from, "data": [spec.text for spec in task.options.data],
+        "steps": progress.step, "tokens": progress.tokens, "scored_tokens": progress.scored, "written_step": chosen,
+        "training_seconds": progress.seconds, "loss": {"first": losses[0], "last": losses[-1]}, "heldout_perplexity": heldout or None,
+        "data_counts": trainer.stream.counts, "options": task.options.record(task.how), "dtype": identity["dtype"],
+        "fingerprints": {"model": identity["model"], "teacher": identity["teacher"]},
+    }  # fmt: skip
+    metrics = {"metrics.jsonl": work.metrics.read_text()}
+    if task.options.method == LORA:
+        return write_adapter(
+            Path(out), task.lora, load_file(work.weights(chosen)), base=task.checkpoint, base_name=task.model, revision=revision,
+            document=document, extra_files=metrics, overwrite=overwrite,
+        )  # fmt: skip
+    recorded = ("method", "distill_from", "data", "steps", "tokens", "scored_tokens", "loss", "heldout_perplexity", "options")
+    convert_checkpoint(
+        task.model, out, Recipe(), revision=revision, overwrite=overwrite, verify=verify, console=console,
+        replace=locate_tensors(work.weights(chosen)), record={"adaptation": {key: document[key] for key in recorded}},
+        extra_files={"adaptation.json": to_json(document) + "\n", **metrics},
+    )  # fmt: skip
+    return document
+
+
+def score_stored(trainer: Trainer, task: "Task", step: int) -> dict[str, Any]:
+    """Perplexity of the held-out rows with the weights of ``step``, rounded as the file will hold them."""
+    load_weights(trainer.folder.state_path(step), trainer.parameters)
+    if task.options.method != LORA:  # an adapter is stored in fp32
+        stored = getattr(torch, stored_dtype(task.checkpoint))
+        with torch.no_grad():
+            for parameter in trainer.parameters.values():
+                parameter.copy_(parameter.to(stored))
+    if not trainer.heldout:
+        return {}
+    scores = score(trainer.engine, trainer.heldout, trainer.options.micro_batch_size)
+    return {"after": scores.perplexity, "tokens": scores.tokens}
+
+
+def read_metrics(path: Path, key: str) -> list[float]:
+    """The values of one metric, in order."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line[key] for line in lines if key in line]
+
+
+def summary(document: Mapping[str, Any]) -> str:
+    """What was reached, for people."""
+    heldout, loss = document["heldout_perplexity"], document["loss"]
+    lines = [
+        f"{document['steps']:,} steps, {document['tokens']:,} tokens in {human_seconds(document['training_seconds'])}; loss "
+        f"{loss['first']:.4f} to {loss['last']:.4f}"
+    ]
+    if heldout:
+        lines.append(
+            f"held-out perplexity {heldout['before']:.4f} before, {heldout['after']:.4f} after (step {document['written_step']}, as stored)"
+        )
+    return "\n".join(lines)

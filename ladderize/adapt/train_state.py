@@ -1,0 +1,149 @@
+"""What training needs to go on exactly where it was: a folder per saved step, of safetensors and JSON; nothing is ever unpickled.
+
+Everything is stored whole under its own name, so a run may go on with another number of ranks, sharded or not.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ladderize.adapt.engine import Engine
+from ladderize.adapt.students import assign, whole
+from ladderize.adapt.tensor_file import infos_of, write_tensors
+from ladderize.adapt.work import WorkFolder
+from ladderize.console import UserError, to_json
+from ladderize.convert.output import fsync
+
+WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Progress:
+    """How far training is. stream: where the data stand. recent: losses of the last steps. seconds: spent in steps, over all runs."""
+
+    step: int = 0
+    tokens: int = 0
+    scored: int = 0
+    seconds: float = 0.0
+    best_step: int | None = None
+    best_perplexity: float | None = None
+    stream: dict[str, Any] = field(default_factory=dict)
+    recent: list[float] = field(default_factory=list)
+
+
+class TrainingFolder(WorkFolder):
+    """Unfinished training: states named by their step, and metrics.jsonl."""
+
+    CONTENT = (*WorkFolder.CONTENT, "step-*", "metrics.jsonl")
+    ADVICE = "begin anew with --resume no"
+
+    def has_work(self) -> bool:
+        return bool(self.states())
+
+    @classmethod
+    def discard(cls, folder: Path) -> None:
+        """Delete unfinished training; raises UserError if the folder holds anything else, or is in use."""
+        if folder.exists():
+            with cls(folder, {}) as work:
+                work.remove()
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def states(self) -> dict[int, Path]:
+        """Complete states by their step, oldest first."""
+        found = {}
+        for path in self.folder.glob("step-*"):
+            if re.fullmatch(r"step-\d{8}", path.name) and (path / STATE).is_file():
+                found[int(path.name[5:])] = path
+        return dict(sorted(found.items()))
+
+    def latest(self) -> Path | None:
+        """The last state that can be gone on from."""
+        whole_ones = [path for path in self.states().values() if (path / OPTIMIZER).is_file()]
+        return whole_ones[-1] if whole_ones else None
+
+    def state_path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def save(self, progress: Progress, engine: Engine, parameters: Mapping[str, nn.Parameter], keep: int) -> None:
+        """Write this step's state; of the others the last ``keep`` and the best one's weights stay. All ranks call it, the main one writes."""
+        path = self.state_path(progress.step)
+        part = path.with_suffix(".part")
+        main = engine.ranks.is_main
+        if main:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+        _write(part / WEIGHTS, parameters, main)
+        moments = {
+            f"{moment}/{name}": engine.optimizer.state[parameter][moment]
+            for moment in MOMENTS for name, parameter in parameters.items()
+            if parameter in engine.optimizer.state
+        }  # fmt: skip
+        _write(part / OPTIMIZER, moments, main)
+        if main:
+            (part / STATE).write_text(to_json(asdict(progress)) + "\n")
+            fsync(part / STATE)
+            shutil.rmtree(path, ignore_errors=True)
+            part.rename(path)
+            fsync(self.folder)
+            self._prune(progress, keep)
+        engine.ranks.barrier()
+
+    def _prune(self, progress: Progress, keep: int) -> None:
+        states = self.states()
+        for step, path in list(states.items())[:-keep]:
+            if step == progress.best_step:
+                (path / OPTIMIZER).unlink(missing_ok=True)  # its weights are wanted, but nobody goes on from it
+            else:
+                shutil.rmtree(path)
+
+    def load(self, path: Path, engine: Engine, parameters: Mapping[str, nn.Parameter]) -> Progress:
+        """Put a state back into the model and the optimizer."""
+        state = json.loads((path / STATE).read_text())
+        progress = Progress(**{key: state[key] for key in asdict(Progress())})
+        try:
+            load_weights(path, parameters)
+            with safe_open(path / OPTIMIZER, framework="pt") as file:
+                names = set(file.keys())
+                for name, parameter in parameters.items():
+                    if f"{MOMENTS[0]}/{name}" not in names:
+                        continue
+                    device = parameter.device if engine.optimizer.defaults["fused"] else "cpu"
+                    moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+                    engine.optimizer.state[parameter] = {"step": torch.tensor(float(progress.step), device=device), **moments}
+                    for moment, tensor in moments.items():
+                        assign(tensor, file.get_tensor(f"{moment}/{name}"))
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is damaged ({error}); delete it to go on from the state before it") from None
+        return progress
+
+    def weights(self, step: int) -> Path:
+        """Where the trained tensors of a state lie."""
+        return self.state_path(step) / WEIGHTS
+
+
+def load_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+    """The trained parameters of a state, one at a time."""
+    with safe_open(path / WEIGHTS, framework="pt") as file:
+        for name, parameter in parameters.items():
+            assign(parameter, file.get_tensor(name))
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], main: bool) -> None:
+    """One tensor after the other, gathered from the ranks; the others only take part in that."""
+    if main:
+        write_tensors(path, infos_of(tensors), lambda name: whole(tensors[name]))
+    else:
+        for tensor in tensors.values():
+            whole(tensor)

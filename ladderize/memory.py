@@ -1,0 +1,76 @@
+"""How far memory rises while something runs, and how much there is."""
+
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+STATUS, CLEAR, MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+CGROUPS = (  # of versions 2 and 1: limit, usage, and a table that says how much of the usage is page cache that can be dropped
+    (CGROUP / "memory.max", CGROUP / "memory.current", CGROUP / "memory.stat"),
+    (CGROUP / "memory/memory.limit_in_bytes", CGROUP / "memory/memory.usage_in_bytes", CGROUP / "memory/memory.stat"),
+)
+
+
+class PeakMemory:
+    """``rise``: bytes of this process's peak above where it stood on entry; None where the system cannot tell.
+
+    GPU: of the device's allocator. Linux: of the resident set, whose high-water mark is reset on entry.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.rise: int | None = None
+
+    def __enter__(self) -> "PeakMemory":
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.before: int | None = torch.cuda.memory_allocated()
+        else:
+            try:
+                CLEAR.write_text("5")
+                self.before = resident("VmRSS")
+            except OSError:
+                self.before = None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        peak = torch.cuda.max_memory_allocated() if self.on_gpu else resident("VmHWM") if self.before is not None else None
+        if peak is not None and self.before is not None:
+            self.rise = max(0, peak - self.before)
+
+
+def resident(key: str) -> int | None:
+    """VmRSS or VmHWM of this process in bytes."""
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most memory that this process has held so far: of the device's allocator on a GPU, else of its resident set."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """What can still be taken: free memory of a GPU; else of this machine, or of the control group that we live in if that is less."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = []
+    if MEMINFO.is_file():
+        found.append(_table(MEMINFO)["MemAvailable:"] * 1024)
+    for limit, used, stat in CGROUPS:
+        try:
+            found.append(int(limit.read_text()) - int(used.read_text()) + _table(stat)["inactive_file"])
+        except (OSError, ValueError, KeyError):  # no such version of control groups, or no limit ("max")
+            continue
+    return min(found) if found else None
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    words = (line.split() for line in path.read_text().splitlines())
+    return {line[0]: int(line[1]) for line in words if len(line) > 1}
