@@ -23,10 +23,10 @@ from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
 from ladderize.eval.sensitivity import Suffixes, column_layouts, sweep_seconds
 from ladderize.layout import Layout
+from ladderize.memory import PeakMemory
 from ladderize.runtime.communication import synchronize
 from ladderize.runtime.distributed import Group
 from ladderize.runtime.environment import environment
-from ladderize.memory import PeakMemory
 from ladderize.runtime.spec import known_shapes, read_shape
 
 RANKS = 8

@@ -126,9 +126,9 @@ def pair(tmp_path):
     return dense, tmp_path / "spd"
 
 
-def adapt(pair, out, *options, method="blocks"):
+def adapt(pair, out, *options, method="blocks", data="ids.npy"):
     dense, model = pair
-    arguments = ["--method", method, "--teacher", dense, "--data", dense.parent / "ids.npy", "--no-verify", "--threads", 1]
+    arguments = ["--method", method, "--distill-from", dense, "--data", dense.parent / data, "--no-verify", "--threads", 1]
     return invoke(
         "adapt", model, out, *arguments, "--epochs", 3, "--batch-size", 4, "--lr", 1e-3, "--samples", 64, "--heldout", 8, *options
     )
@@ -196,7 +196,7 @@ def test_two_processes_train_the_same_weights(pair, tmp_path):
     dense, model = pair
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ladderize", "adapt", model,
-        tmp_path / "two", "--method", "blocks", "--teacher", dense, "--data", dense.parent / "ids.npy", "--no-verify", "--threads", "1",
+        tmp_path / "two", "--method", "blocks", "--distill-from", dense, "--data", dense.parent / "ids.npy", "--no-verify", "--threads", "1",
         "--epochs", "3", "--batch-size", "4", "--lr", "1e-3", "--samples", "64", "--heldout", "8", "--device", "cpu", "--json",
         "--max-memory", "1B",
     ]  # fmt: skip
@@ -211,7 +211,7 @@ def test_two_processes_train_the_same_weights(pair, tmp_path):
 def test_ladder_blocks_are_distilled_too(pair, tmp_path):
     dense, _ = pair
     assert invoke("convert", dense, tmp_path / "ladder", "--ladder", "1:", "--no-verify").code == 0
-    document = json.loads(adapt((dense, tmp_path / "ladder"), tmp_path / "out", "--json", "--layers", "2:").stdout)
+    document = json.loads(adapt((dense, tmp_path / "ladder"), tmp_path / "out", "--json", "--train", "2:").stdout)
     assert [block["block"] for block in document["blocks"]] == [2, 3]
     assert all(block["loss_after"] < 0.95 * block["loss_before"] for block in document["blocks"]), document["blocks"]
 
@@ -246,24 +246,28 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--layers", "0"], 1, "0 compute what the dense layers compute; only 1:4 do not"),
-        (["--layers", "9"], 1, "--layers: 9 is out of range"),
+        (["--train", "0"], 1, "0 compute what the dense layers compute; only 1:4 do not"),
+        (["--train", "9"], 1, "--train: 9 is out of range"),
         (["--samples", "70"], 1, "gives 72 windows of 16 tokens, and 78 are asked for"),
         (["--seq-len", "1"], 2, "--seq-len"),
         (["--lr", "0"], 2, "--lr must be above 0"),
         (["--lr", "nan"], 2, "--lr must be above 0"),
         (["--max-memory", "much"], 2, "--max-memory: 'much' is no size"),
         (["--dtype", "float16"], 2, "too narrow to train in"),
-        (["--method", "magic"], 2, "--method magic is not known"),
+        (["--method", "magic"], 2, "--method magic is not one of"),
         (["--lr", "1e300"], 2, "at most 1000"),
-        (["--data", "{tmp}/nothing.npy"], 1, "nothing.npy does not exist"),
+        (["--data", "another.npy"], 2, "--method blocks reads one --data file"),
     ],
 )
 def test_what_is_refused(pair, tmp_path, options, code, message):
-    outcome = adapt(pair, tmp_path / "out", *(option.replace("{tmp}", str(tmp_path)) for option in options))
+    outcome = adapt(pair, tmp_path / "out", *options)
     assert outcome.code == code
     assert message in outcome.stderr
     assert listing(tmp_path) == ["dense", "ids.npy", "spd"]
+
+
+def test_missing_data_is_refused(pair, tmp_path):
+    assert "nothing.npy does not exist" in one_sentence(adapt(pair, tmp_path / "out", data="nothing.npy"))
 
 
 def test_which_pairs_are_refused(pair, tmp_path):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -145,7 +146,7 @@ def test_training_is_a_plain_loop(place, tmp_path):
             entropy, divergence, count = 0.0, 0.0, 0
             for row in stream.take(4):
                 starts = [*np.flatnonzero(row.positions == 0), len(row)]
-                for begin, end in zip(starts, starts[1:], strict=False):
+                for begin, end in pairwise(starts):
                     ids = torch.from_numpy(row.ids[begin:end])[None]
                     scores, targets = model(ids).logits[0, :-1], ids[0, 1:]
                     with torch.no_grad():
@@ -207,7 +208,10 @@ def test_student_and_teacher_share_what_is_frozen(place):
         torch.testing.assert_close(plain(ids, positions, targets).view(2, 9, -1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("more", [["--micro-batch-size", 1], ["--gradient-checkpointing"], ["--micro-batch-size", 4, "--attention", "eager"]])
+CUTS = [["--micro-batch-size", 1], ["--gradient-checkpointing"], ["--micro-batch-size", 4, "--attention", "eager"]]
+
+
+@pytest.mark.parametrize("more", CUTS)
 def test_how_a_step_is_cut_does_not_matter(place, tmp_path, more):
     distil = ["--distill-from", place / "dense"]
     succeed(place, tmp_path / "a", *distil, "--micro-batch-size", 2, steps=3)

@@ -162,7 +162,8 @@ def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_nam
     ours, theirs = dense_function(student.config), dense_function(teacher.config)
     if different := [key for key in ours if ours[key] != theirs[key]]:
         raise UserError(
-            f"--distill-from {teacher_name} computes otherwise than {model} ({', '.join(different)}); name the model that it was converted from"
+            f"--distill-from {teacher_name} computes otherwise than {model} ({', '.join(different)}); name the model that it was "
+            "converted from"
         )
     return layout
 

@@ -4,7 +4,7 @@ Both are sums over the tokens that count; the trainer divides by how many those 
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class ScoredLogits(nn.Module):
     The trainer wraps (DDP, FSDP2, autocast) this module, so everything that reads parameters lies within its ``forward``.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
@@ -80,13 +80,13 @@ class ScoredLogits(nn.Module):
 class Student(nn.Module):
     """The model in training with its losses: what is wrapped, so that gradients and parameters are in one place."""
 
-    def __init__(self, model: nn.Module, temperature: float = 1.0) -> None:
+    def __init__(self, model: Any, temperature: float = 1.0) -> None:
         super().__init__()
         self.scored = ScoredLogits(model)
         self.temperature = temperature
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         return self.scored.model
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, teacher_logits: Tensor | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from ladderize.blocks import stored_dtype
 from ladderize.console import Console, human_seconds, to_json
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.layout import format_ranges
 
 if TYPE_CHECKING:
     from ladderize.adapt.retrain import Task
@@ -55,7 +56,7 @@ def write_outcome(
     convert_checkpoint(
         task.model, out, Recipe(), revision=revision, overwrite=overwrite, verify=verify, console=console,
         replace=locate_tensors(work.weights(chosen)), record={"adaptation": {key: document[key] for key in recorded}},
-        extra_files={"adaptation.json": to_json(document) + "\n", **metrics},
+        extra_files={"adaptation.json": to_json(document) + "\n", **metrics}, note=card_note(document),
     )  # fmt: skip
     return document
 
@@ -78,6 +79,18 @@ def read_metrics(path: Path, key: str) -> list[float]:
     """The values of one metric, in order."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line[key] for line in lines if key in line]
+
+
+def card_note(document: Mapping[str, Any]) -> str:
+    """How the weights came about, for the model card."""
+    weight, heldout = document["options"]["objective"]["distill_weight"], document["heldout_perplexity"]
+    teacher = f" and the predictions of `{document['distill_from']}` (weight {weight:g})" if weight else ""
+    reached = f", held-out perplexity {heldout['before']:.4f} before and {heldout['after']:.4f} after" if heldout else ""
+    return (
+        f"**Retraining.** Layers {format_ranges(document['layers'])} were retrained (`{document['method']}`) on "
+        f"{' and '.join(f'`{name}`' for name in document['data'])}{teacher}: {document['steps']:,} steps, {document['tokens']:,} tokens, "
+        f"loss {document['loss']['first']:.4f} to {document['loss']['last']:.4f}{reached}. `adaptation.json` and `metrics.jsonl` say more."
+    )
 
 
 def summary(document: Mapping[str, Any]) -> str:

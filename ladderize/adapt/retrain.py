@@ -224,7 +224,8 @@ def announce(trainer: Trainer, task: Task, console: Console) -> None:
     if rows := trainer.heldout[: how.micro_batch_size]:
         per_token = seconds_per_row(trainer.engine, rows, how) * len(rows) / sum(len(row) for row in rows)
         left = 1 - how.budget.share(trainer.progress.step, trainer.progress.tokens)
-        text += f", about {human_seconds(left * how.about_steps * how.batch_size * how.seq_len * per_token / ranks.size)} on {ranks.device.type}"
+        seconds = left * how.about_steps * how.batch_size * how.seq_len * per_token / ranks.size
+        text += f", about {human_seconds(seconds)} on {ranks.device.type}"
     console.note(text)
 
 

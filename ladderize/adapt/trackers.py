@@ -28,7 +28,8 @@ class Trackers:
         if names:
             from accelerate import Accelerator
 
-            self.accelerator = Accelerator(log_with=list(names), project_dir=str(folder), mixed_precision="no", cpu=ranks.device.type == "cpu")
+            on_cpu = ranks.device.type == "cpu"
+            self.accelerator = Accelerator(log_with=list(names), project_dir=str(folder), mixed_precision="no", cpu=on_cpu)
             plain = {key: value for key, value in config.items() if isinstance(value, int | float | str | bool)}
             self.accelerator.init_trackers("ladderize", config=plain)
 

@@ -77,7 +77,7 @@ class TrainingFolder(WorkFolder):
         return self.folder / f"step-{step:08d}"
 
     def save(self, progress: Progress, engine: Engine, parameters: Mapping[str, nn.Parameter], keep: int) -> None:
-        """Write this step's state; of the others the last ``keep`` and the best one's weights stay. All ranks call it, the main one writes."""
+        """Write this step's state; of the others the last ``keep`` and the best one's weights stay. All ranks call it."""
         path = self.state_path(progress.step)
         part = path.with_suffix(".part")
         main = engine.ranks.is_main

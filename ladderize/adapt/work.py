@@ -55,7 +55,9 @@ class WorkFolder:
         found = _read(path)
         different = " and ".join(sorted(key for key in identity if found.get(key) != identity[key]))
         if found and different:
-            raise UserError(f"{folder} holds unfinished work of a run with another {different}; {self.ADVICE}, or choose another --work-dir")
+            raise UserError(
+                f"{folder} holds unfinished work of a run with another {different}; {self.ADVICE}, or choose another --work-dir"
+            )
         if not found:
             write_json(path, {**identity, "made_folder": made})
 

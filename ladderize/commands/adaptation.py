@@ -176,7 +176,7 @@ def adapt(
             raise UsageError("--method blocks needs --distill-from DENSE, the checkpoint that MODEL was converted from")
         assert out is not None
         options = _blockwise(
-            data[0], samples, heldout, seq_len, None if train in (None, "converted") else train, epochs or 10, patience or 2, lr, batch_size,
+            data[0], samples, heldout, seq_len, train if train != "converted" else None, epochs or 10, patience or 2, lr, batch_size,
             max_memory or "8GB", seed, dtype, device, threads, work_dir,
         )  # fmt: skip
         from ladderize.adapt.blockwise import adapt_blocks, block_rows, perplexity_rows
@@ -282,7 +282,7 @@ def _retrain_options(given: Mapping[str, Any]) -> Any:
     )  # fmt: skip
     weight = given.get("distill_weight", 1.0) if "distill_from" in given else 0.0
     return RetrainOptions(
-        data=tuple(parse_specs(given["data"])), eval_data=tuple(parse_specs(given["eval_data"], "--eval-data")) if "eval_data" in given else (),
+        data=tuple(parse_specs(given["data"])), eval_data=tuple(parse_specs(given.get("eval_data") or [], "--eval-data")),
         objective=Objective(weight, given.get("temperature", 1.0)), lora=LoraOptions(**lora), packing=not given.get("no_packing"),
         budget=Budget(tokens, steps), resume=given.get("resume") != "no", device=device,
         log_with=tuple(name.strip() for name in given.get("log_with", "").split(",") if name.strip()),

@@ -28,12 +28,12 @@ def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
 
 def make_card(
     name: str, source: str, source_card: str, layout: Layout, before: Layout, *,
-    hub_id: str | None, permuted: Sequence[int] = (), replaced: int = 0,
+    hub_id: str | None, permuted: Sequence[int] = (), replaced: int = 0, note: str = "",
 ) -> str:  # fmt: skip
     """The text of README.md.
 
     hub_id: where the source came from, if from the hub. permuted: layers with another order of heads. replaced: how many tensors
-    have other values than the source's.
+    have other values than the source's. note: a paragraph on how they came about.
     """
     front, _ = split_front_matter(source_card)
     tags = front.get("tags")
@@ -50,7 +50,7 @@ def make_card(
             "",
             MARK,
             "",
-            _body(name, source, layout, before, permuted, replaced, bool(source_card)),
+            _body(name, source, layout, before, permuted, replaced, note, bool(source_card)),
             "",
         ]
     )
@@ -66,8 +66,10 @@ def _changes(permuted: Sequence[int], replaced: int) -> str:
     return f"\n\n**Weights.** {' '.join(said)}" if said else ""
 
 
-def _body(name: str, source: str, layout: Layout, before: Layout, permuted: Sequence[int], replaced: int, has_source_card: bool) -> str:
-    changes = _changes(permuted, replaced)
+def _body(
+    name: str, source: str, layout: Layout, before: Layout, permuted: Sequence[int], replaced: int, note: str, has_source_card: bool
+) -> str:
+    changes = _changes(permuted, replaced) + (f"\n\n{note}" if note else "")
     blocking, overlapped, dropped = (layout.count(mode) for mode in ("blocking", "overlapped", "dropped"))
     original = "\n\nThe source's own card is in [README.source.md](README.source.md)." if has_source_card else ""
     accuracy = ", and nothing here was retrained by it. Measure this checkpoint\nbeside its source (`ladderize eval`) and adapt it"

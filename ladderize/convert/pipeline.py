@@ -117,7 +117,7 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
         card = path.read_text(encoding="utf-8-sig", errors="replace")
     text = make_card(
         plan.out.name, plan.source_name, card, plan.after, plan.before, hub_id=plan.hub_id, permuted=plan.permuted_layers,
-        replaced=len(plan.replaced),
+        replaced=len(plan.replaced), note=plan.note,
     )  # fmt: skip
     (folder / "README.md").write_text(text, encoding="utf-8")
     return how
@@ -145,6 +145,7 @@ def convert_checkpoint(
     replace: Mapping[str, TensorInfo] | None = None,
     record: Mapping[str, Any] | None = None,
     extra_files: Mapping[str, str] | None = None,
+    note: str = "",
     check: Callable[[Path], Mapping[str, Any]] | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
@@ -156,7 +157,8 @@ def convert_checkpoint(
     head_map: the order of heads, instead of the recipe's; q, k, v and o are stored in it.
     replace: tensors whose values are taken from another safetensors file (``TensorInfo.file``, an absolute path) as they are, in
     the new order of heads already; they are stored in the dtype of those that they replace.
-    record: more keys of ladderize.yaml. extra_files: JSON files to add, name -> text; they win over those of the source.
+    record: more keys of ladderize.yaml. extra_files: JSON files to add, name -> text; they win over those of the source. note: a
+    paragraph for the model card.
     check: is given the finished folder before it appears as ``out``; if it raises, nothing appears. The report's ``checked`` is what
     it returns.
     """
@@ -165,7 +167,7 @@ def convert_checkpoint(
         output.complete_journal(Path(out).expanduser().resolve())
     plan = make_plan(
         str(src), Path(out), recipe, revision=revision, overwrite=overwrite, head_map=head_map, replace=replace, record=record,
-        extra_files=extra_files,
+        extra_files=extra_files, note=note,
     )  # fmt: skip
     report = describe(plan)
     if dry_run:

@@ -51,6 +51,7 @@ class Plan:
     record: dict[str, Any]  # more keys of ladderize.yaml
     carried: list[Path]  # relative to the source
     extra_files: dict[str, str]  # name -> text
+    note: str  # a paragraph for the model card
     left_behind: list[str]
     remarks: list[str]
 
@@ -78,6 +79,7 @@ def make_plan(
     replace: Mapping[str, TensorInfo] | None = None,
     record: Mapping[str, Any] | None = None,
     extra_files: Mapping[str, str] | None = None,
+    note: str = "",
 ) -> Plan:
     """Read and validate the source (headers only) and decide what to write; raises UserError or LayoutError."""
     folder, local = resolve_json(src, revision)
@@ -116,7 +118,7 @@ def make_plan(
     return Plan(
         source=source, source_name=src, hub_id=None if local else src, out=out, recipe=recipe, before=before, after=after, shards=shards,
         permuted_layers=head_map.permuted_layers if head_map is not None else [], replaced=sorted(replace or {}), selection=selection,
-        record=dict(record or {}), carried=[path for path in carried if str(path) not in extra], extra_files=extra,
+        record=dict(record or {}), carried=[path for path in carried if str(path) not in extra], extra_files=extra, note=note,
         left_behind=left_behind, remarks=remarks,
     )  # fmt: skip
 

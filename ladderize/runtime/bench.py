@@ -16,6 +16,7 @@ import torch
 
 from ladderize.console import Console
 from ladderize.layout import OVERLAPPED
+from ladderize.memory import PeakMemory
 from ladderize.runtime import gate
 from ladderize.runtime.baselines import ParallelLlama
 from ladderize.runtime.collectives import Collectives, NoCommunication, choose
@@ -25,7 +26,6 @@ from ladderize.runtime.distributed import Group, run
 from ladderize.runtime.emulated import Link, emulate
 from ladderize.runtime.environment import environment
 from ladderize.runtime.generate import Generator, Sampling, sample
-from ladderize.memory import PeakMemory
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
 from ladderize.runtime.trace import Overlap, Traced, trace
