@@ -18,7 +18,7 @@ import torch
 
 from ladderize.adapt.distill import DistillOptions, Student, Windows, distill
 from ladderize.adapt.head_grouping import group_heads
-from ladderize.adapt.work import WorkFolder
+from ladderize.adapt.work import BlockFolder
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
 from ladderize.eval.sensitivity import Suffixes, column_layouts, sweep_seconds
@@ -92,7 +92,7 @@ def main() -> None:
         if importlib.util.find_spec("scipy") is not None:
             head_map = measured("head grouping", lambda: group_heads(blocks, layers, RANKS, windows.train.numpy()), results, device)
         every = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS)
-        work = WorkFolder(Path(folder) / "work", {})
+        work = BlockFolder(Path(folder) / "work", {})
         student = Student(every, tuple(layers), blocks.weights)
         options = DistillOptions(epochs=1, patience=1)
         measured("distillation, 1 epoch", lambda: distill(blocks, student, windows, options, work, Console(), about={}), results, device)

@@ -22,7 +22,7 @@ import torch
 from ladderize.adapt.blockwise import BlockwiseOptions, loaded, training_windows
 from ladderize.adapt.distill import DistillOptions, Student, distill
 from ladderize.adapt.head_grouping import group_heads
-from ladderize.adapt.work import WorkFolder
+from ladderize.adapt.work import BlockFolder
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console
 from ladderize.eval.harness import EvalOptions, evaluate_models
@@ -135,7 +135,7 @@ def ablation(args: argparse.Namespace) -> dict:
             head_map = None if criterion == "none" else group_heads(blocks, layers, ranks, calibration, criterion=criterion, seed=seed)
             untrained = {layer: permuted(blocks, layer, head_map) for layer in layers}
             with tempfile.TemporaryDirectory() as folder:
-                work = WorkFolder(Path(folder) / "work", {})
+                work = BlockFolder(Path(folder) / "work", {})
                 begin = time.perf_counter()
                 distill(blocks, Student(every, tuple(layers), untrained.__getitem__), windows, options.distill, work, Console(), about={})
                 seconds = time.perf_counter() - begin

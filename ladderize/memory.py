@@ -1,4 +1,4 @@
-"""How far memory rises while something runs, and how much there is."""
+"""How far memory rises while something runs, how much there is, and who hands it out."""
 
 from pathlib import Path
 from types import TracebackType
@@ -6,6 +6,7 @@ from types import TracebackType
 import torch
 
 STATUS, CLEAR, MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
+MAPS, LIBRARIES = Path("/proc/self/maps"), ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
 CGROUP = Path("/sys/fs/cgroup")
 CGROUPS = (  # of versions 2 and 1: limit, usage, and a table that says how much of the usage is page cache that can be dropped
     (CGROUP / "memory.max", CGROUP / "memory.current", CGROUP / "memory.stat"),
@@ -74,3 +75,16 @@ def _table(path: Path) -> dict[str, int]:
     """Lines of a name and a number."""
     words = (line.split() for line in path.read_text().splitlines())
     return {line[0]: int(line[1]) for line in words if len(line) > 1}
+
+
+def tcmalloc_advice() -> str | None:
+    """How to train faster on this CPU: glibc returns large blocks to the system, and every page that comes back costs a fault.
+
+    None where tcmalloc (or jemalloc) is loaded already, or the system is no Linux.
+    """
+    if not MAPS.is_file() or any(name in MAPS.read_text() for name in ("tcmalloc", "jemalloc")):
+        return None
+    found = sorted(path for folder in LIBRARIES for path in Path(folder).glob("libtcmalloc_minimal.so*"))
+    if found:
+        return f"training on a CPU is faster with tcmalloc, which is here: run with LD_PRELOAD={found[0]}"
+    return "training on a CPU is faster with tcmalloc (Debian, Ubuntu: apt install libtcmalloc-minimal4), preloaded with LD_PRELOAD"

@@ -196,9 +196,9 @@ def test_two_processes_train_the_same_weights(pair, tmp_path):
     dense, model = pair
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ladderize", "adapt", model,
-        tmp_path / "two", "--method", "blocks", "--distill-from", dense, "--data", dense.parent / "ids.npy", "--no-verify", "--threads", "1",
-        "--epochs", "3", "--batch-size", "4", "--lr", "1e-3", "--samples", "64", "--heldout", "8", "--device", "cpu", "--json",
-        "--max-memory", "1B",
+        tmp_path / "two", "--method", "blocks", "--distill-from", dense, "--data", dense.parent / "ids.npy", "--no-verify",
+        "--threads", "1", "--epochs", "3", "--batch-size", "4", "--lr", "1e-3", "--samples", "64", "--heldout", "8", "--device", "cpu",
+        "--json", "--max-memory", "1B",
     ]  # fmt: skip
     result = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, timeout=240, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

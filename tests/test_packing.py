@@ -6,8 +6,8 @@ import torch
 from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices
 
 from ladderize.adapt.data import rank_rows
-from ladderize.adapt.examples import Example
 from ladderize.adapt.packing import IGNORED, collate, join, pack, segments, targets_of, unpacked
+from ladderize.adapt.reading.examples import Example
 from tests.helpers import make_model, random_ids
 
 X = IGNORED

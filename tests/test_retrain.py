@@ -169,7 +169,7 @@ def test_training_is_a_plain_loop(place, tmp_path):
 
 
 def retraining_specs(path):
-    from ladderize.adapt.sources import parse_specs
+    from ladderize.adapt.reading.sources import parse_specs
 
     return parse_specs([str(path)])
 

@@ -14,12 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from ladderize.adapt.chunks import CHUNK_ROWS, Chunk, ChunkMaker, StreamOptions
-from ladderize.adapt.examples import Encoder, Example
-from ladderize.adapt.formats import BadRows
 from ladderize.adapt.packing import PackedRow
-from ladderize.adapt.readers import IndexedReader, Reader, StreamedReader
-from ladderize.adapt.sources import SourceSpec, identity, open_rows, open_stream
+from ladderize.adapt.reading.chunks import CHUNK_ROWS, Chunk, ChunkMaker, StreamOptions
+from ladderize.adapt.reading.examples import Encoder, Example
+from ladderize.adapt.reading.formats import BadRows
+from ladderize.adapt.reading.readers import IndexedReader, Reader, StreamedReader
+from ladderize.adapt.reading.sources import SourceSpec, identity, open_rows, open_stream
 from ladderize.console import UserError
 
 if TYPE_CHECKING:

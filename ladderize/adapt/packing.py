@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ladderize.adapt.examples import Example
+from ladderize.adapt.reading.examples import Example
 
 IGNORED = -100  # the target of a position whose next token is not scored
 

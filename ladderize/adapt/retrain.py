@@ -9,18 +9,18 @@ import torch
 
 from ladderize.adapt.adapters import LoraOptions, check_adapter_target, lora_config
 from ladderize.adapt.blockwise import check_pair
-from ladderize.adapt.chunks import StreamOptions
 from ladderize.adapt.data import Stream, fixed_rows
 from ladderize.adapt.distill import trainable_layers
 from ladderize.adapt.engine import Engine, compute_name, wants_fsdp
 from ladderize.adapt.outcome import write_outcome
 from ladderize.adapt.packing import PackedRow
 from ladderize.adapt.ranks import Ranks, join_ranks
+from ladderize.adapt.reading.chunks import StreamOptions
+from ladderize.adapt.reading.show import document as batch_document
+from ladderize.adapt.reading.show import show
 from ladderize.adapt.resources import Demand, what_would_fit
 from ladderize.adapt.retrain_options import LORA, RetrainOptions
 from ladderize.adapt.schedule import Budget
-from ladderize.adapt.show import document as batch_document
-from ladderize.adapt.show import show
 from ladderize.adapt.students import Build, build_student, build_teacher, trained_parameters, trained_tensors
 from ladderize.adapt.trackers import Trackers, check_trackers
 from ladderize.adapt.train_state import TrainingFolder
@@ -32,7 +32,7 @@ from ladderize.convert import output
 from ladderize.convert.checkpoint import Checkpoint, fingerprint
 from ladderize.convert.llama import expected_tensors
 from ladderize.layout import Layout, format_ranges, parse_ranges
-from ladderize.memory import available_bytes
+from ladderize.memory import available_bytes, tcmalloc_advice
 from ladderize.modeling import load_tokenizer
 
 
@@ -227,6 +227,8 @@ def announce(trainer: Trainer, task: Task, console: Console) -> None:
         seconds = left * how.about_steps * how.batch_size * how.seq_len * per_token / ranks.size
         text += f", about {human_seconds(seconds)} on {ranks.device.type}"
     console.note(text)
+    if ranks.device.type == "cpu" and (advice := tcmalloc_advice()):
+        console.note(advice)
 
 
 def show_data_of(model: str, options: RetrainOptions, revision: str | None) -> tuple[str, dict[str, Any]]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from ladderize.adapt.adapters import LoraOptions
 from ladderize.adapt.losses import Objective
+from ladderize.adapt.reading.sources import SourceSpec
 from ladderize.adapt.schedule import Budget, Schedule
-from ladderize.adapt.sources import SourceSpec
 from ladderize.adapt.trainer import TrainOptions
 from ladderize.console import UserError
 

@@ -234,9 +234,9 @@ def _retrain_options(given: Mapping[str, Any]) -> Any:
     """The options of retraining, checked; given: by name, those that the user (or a preset) gave."""
     from ladderize.adapt.adapters import LoraOptions
     from ladderize.adapt.losses import Objective
+    from ladderize.adapt.reading.sources import parse_specs
     from ladderize.adapt.retrain_options import RetrainOptions
     from ladderize.adapt.schedule import SCHEDULES, Budget, parse_count
-    from ladderize.adapt.sources import parse_specs
 
     if given.get("preset") not in (None, *PRESETS):
         raise UsageError(f"--preset {given['preset']} is not one of {', '.join(PRESETS)}")

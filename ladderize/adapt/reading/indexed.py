@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from ladderize.adapt.formats import IN_WORDS, BadRow, BadRows, Row, check_row, find_format
+from ladderize.adapt.reading.formats import IN_WORDS, BadRow, BadRows, Row, check_row, find_format
 from ladderize.console import UserError
 from ladderize.data import open_ids
 

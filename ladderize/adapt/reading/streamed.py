@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-from ladderize.adapt.formats import IN_WORDS, Row, find_format
-from ladderize.adapt.indexed import quiet_datasets
+from ladderize.adapt.reading.formats import IN_WORDS, Row, find_format
+from ladderize.adapt.reading.indexed import quiet_datasets
 from ladderize.console import UserError
 
 State = dict[str, Any]  # of datasets' making; JSON can hold it

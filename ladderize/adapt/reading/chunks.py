@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ladderize.adapt.examples import Encoder, Example
 from ladderize.adapt.packing import PackedRow, pack, unpacked
-from ladderize.adapt.readers import SHUFFLE, Reader
+from ladderize.adapt.reading.examples import Encoder, Example
+from ladderize.adapt.reading.readers import SHUFFLE, Reader
 from ladderize.console import UserError
 
 CHUNK_ROWS = 128

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ladderize.adapt.examples import Encoded, Encoder
-from ladderize.adapt.formats import BadRows, Row
-from ladderize.adapt.indexed import Rows
-from ladderize.adapt.streamed import HubRows
+from ladderize.adapt.reading.examples import Encoded, Encoder
+from ladderize.adapt.reading.formats import BadRows, Row
+from ladderize.adapt.reading.indexed import Rows
+from ladderize.adapt.reading.streamed import HubRows
 from ladderize.console import UserError
 
 BATCH = 64  # rows that are tokenised together, ahead of their use

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.indexed import IdRows, JoinedRows, JsonlRows, ParquetRows, Rows, TextRows
-from ladderize.adapt.streamed import HubRows
+from ladderize.adapt.reading.indexed import IdRows, JoinedRows, JsonlRows, ParquetRows, Rows, TextRows
+from ladderize.adapt.reading.streamed import HubRows
 from ladderize.console import UsageError, UserError
 from ladderize.data import file_sha256, split_name
 

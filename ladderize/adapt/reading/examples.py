@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ladderize.adapt.chat import ChatTemplate
-from ladderize.adapt.formats import BadRow, Row, check_row, read_ids, read_messages
+from ladderize.adapt.reading.chat import ChatTemplate
+from ladderize.adapt.reading.formats import BadRow, Row, check_row, read_ids, read_messages
 from ladderize.console import UserError
 
 if TYPE_CHECKING:

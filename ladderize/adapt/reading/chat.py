@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ladderize.adapt.formats import BadRow
+from ladderize.adapt.reading.formats import BadRow
 from ladderize.console import UserError
 
 if TYPE_CHECKING:
