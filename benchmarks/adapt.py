@@ -118,10 +118,10 @@ class Theirs:
         examples = [self.examples[(self.taken + i) % len(self.examples)] for i in range(count * self.rows)]
         self.taken += len(examples)
         settings = TrainingArguments(
-            output_dir=str(self.work), max_steps=count, per_device_train_batch_size=self.micro, learning_rate=LR,
+            output_dir=str(self.work), max_steps=count, per_device_train_batch_size=self.micro, learning_rate=LR, weight_decay=0.0,
             lr_scheduler_type="constant", gradient_accumulation_steps=self.rows // self.micro, bf16=self.args.dtype == "bfloat16",
-            use_cpu=self.args.device == "cpu", report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, optim="adamw_torch_fused", dataloader_num_workers=0,
-            weight_decay=0.0, adam_beta2=0.95, train_sampling_strategy="sequential",
+            use_cpu=self.args.device == "cpu", report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, adam_beta2=0.95,
+            optim="adamw_torch_fused", dataloader_num_workers=0, train_sampling_strategy="sequential",
         )  # fmt: skip
         clock = Clock(torch.device(self.args.device))
         trainer = Trainer(model=self.model, args=settings, train_dataset=examples, data_collator=pad, callbacks=[clock])

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +130,20 @@ def last_error(outcome: Outcome) -> str:
     """The same where remarks on the work came before the error."""
     *_, last = outcome.stderr.strip().splitlines()
     return one_sentence(outcome._replace(stderr=last))
+
+
+def run_ranks(*arguments: object, ranks: int = 2, timeout: int = 200, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``ladderize`` under torchrun on this machine. After ``timeout`` the launcher is asked to end, and with it its ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "ladderize"]
+    command = [*launcher, *map(str, arguments)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        stdout, stderr = process.communicate(timeout=60)
+        raise AssertionError(f"the ranks did not end within {timeout} s: {stderr[-2000:]}") from None
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)

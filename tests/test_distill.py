@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import UserError
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.layout import Layout, parse_ranges
-from tests.helpers import BIASES, SHAPE, invoke, last_error, listing, one_sentence, save_llama
+from tests.helpers import BIASES, SHAPE, invoke, last_error, listing, one_sentence, run_ranks, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
 DEVICE = torch.device("cpu")
@@ -194,15 +192,11 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
 def test_two_processes_train_the_same_weights(pair, tmp_path):
     assert adapt(pair, tmp_path / "one").code == 0
     dense, model = pair
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ladderize", "adapt", model,
-        tmp_path / "two", "--method", "blocks", "--distill-from", dense, "--data", dense.parent / "ids.npy", "--no-verify",
-        "--threads", "1", "--epochs", "3", "--batch-size", "4", "--lr", "1e-3", "--samples", "64", "--heldout", "8", "--device", "cpu",
-        "--json", "--max-memory", "1B",
-    ]  # fmt: skip
-    result = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=240, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    )
+    result = run_ranks(
+        "adapt", model, tmp_path / "two", "--method", "blocks", "--distill-from", dense, "--data", dense.parent / "ids.npy", "--no-verify",
+        "--threads", 1, "--epochs", 3, "--batch-size", 4, "--lr", 1e-3, "--samples", 64, "--heldout", 8, "--device", "cpu", "--json",
+        "--max-memory", "1B",
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)["blocks"]) == 3
     assert (tmp_path / "two" / "model.safetensors").read_bytes() == (tmp_path / "one" / "model.safetensors").read_bytes()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import signal
 import subprocess
@@ -32,7 +31,7 @@ from ladderize.console import UserError
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.layout import Layout
-from tests.helpers import ROOT, SHAPE, invoke, last_error, listing, one_sentence, save_llama
+from tests.helpers import ROOT, SHAPE, invoke, last_error, listing, one_sentence, run_ranks, save_llama
 
 CPU = Ranks(0, 1, torch.device("cpu"))
 LENGTH, ROWS = 24, 40
@@ -340,13 +339,9 @@ def test_states_kept_and_the_best_one_written(place, tmp_path, monkeypatch):
 # --- several processes ---
 
 
-def launched(place, out, *more, environment=None, steps=4):
+def launched(place, out, *more, steps=4, **environment):
     command = arguments(place, *more, steps=steps)
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ladderize",
-         *map(str, [*command[:2], out, *command[2:]])],
-        cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(environment or {})},
-    )  # fmt: skip
+    return run_ranks(*command[:2], out, *command[2:], **environment)
 
 
 def test_two_processes_make_the_steps_of_one(place, tmp_path):
@@ -373,7 +368,7 @@ def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):
 
         patch.setattr(Engine, "losses", losses)
         assert "killed" in adapt(place, tmp_path / "two", *more, steps=4).stderr
-    outcome = launched(place, tmp_path / "two", *more, environment={"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"})
+    outcome = launched(place, tmp_path / "two", *more, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     assert outcome.returncode == 0, outcome.stderr[-2000:]
     assert "going on after step 2" in outcome.stderr
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
