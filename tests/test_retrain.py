@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import ladderize
 from ladderize.adapt import retrain as retraining
 from ladderize.adapt import trainer as training
-from ladderize.adapt.engine import BETAS, EPSILON, Engine
+from ladderize.adapt.engine import BETAS, EPSILON, Engine, wants_fsdp
 from ladderize.adapt.losses import Objective, token_losses
 from ladderize.adapt.outcome import read_metrics
 from ladderize.adapt.ranks import Ranks
@@ -258,7 +258,7 @@ def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     succeed(place, tmp_path / "whole", *more, steps=30)
     command = [argument for argument in arguments(place, *more, steps=30) if argument != "--no-verify"]
     work = tmp_path / "out.ladderize-work"
-    kill = random.randint(2, 25)
+    kill = random.randint(3, 25)
     process = subprocess.Popen(
         [sys.executable, "-m", "ladderize", *map(str, [*command[:2], tmp_path / "out", *command[2:]])], cwd=ROOT,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
@@ -300,11 +300,103 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     other = adapt(place, tmp_path / "out", "--weight-decay", "0.5")
-    assert "another weight_decay; begin anew with --resume no" in last_error(other)
+    assert "another weight_decay; give it again as it was, begin anew with --resume no" in last_error(other)
+    np.save(tmp_path / "other.npy", np.load(place / "eval.npy")[:1])
+    other = adapt(place, tmp_path / "out", "--eval-data", tmp_path / "other.npy")
+    assert "another eval_data; give it again" in last_error(other)
     assert adapt(place, tmp_path / "out").code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
     written = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole")]
     assert all(torch.equal(written[0][name], written[1][name]) for name in written[1])
+
+
+def test_the_schedule_may_change_on_the_way(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(retraining, "write_outcome", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
+    assert "no outcome" in last_error(adapt(place, tmp_path / "out"))
+    monkeypatch.undo()
+    outcome = adapt(place, tmp_path / "out", "--lr", "1e-4", steps=9)
+    assert outcome.code == 0, outcome.stderr
+    assert "going on after step 6" in outcome.stderr
+    assert "with another budget and schedule from here on" in outcome.stderr
+    rates = read_metrics(tmp_path / "out" / "metrics.jsonl", "lr")
+    assert len(rates) == 9
+    assert max(rates[6:]) <= 1e-4 < rates[2]
+
+
+def test_what_a_killed_run_left_before_its_first_state_is_no_harm(place, tmp_path):
+    work = tmp_path / "out.ladderize-work"
+    succeed(place, tmp_path / "whole")
+    work.mkdir()
+    (work / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
+    assert "no folder of unfinished work" in last_error(adapt(place, tmp_path / "out"))  # without run.json it is somebody's
+    (work / "run.json").write_text("{}")
+    (work / "metrics.jsonl").unlink()
+    identity = {}
+
+    def note(self, identity_, original=TrainingFolder._open):
+        identity.update(identity_)
+        original(self, identity_)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingFolder, "_open", note)
+        (work / "run.json").unlink()
+        adapt(place, tmp_path / "another")
+    (work / "run.json").write_text(json.dumps(identity))
+    (work / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
+    (work / "step-00000002.part").mkdir()
+    assert adapt(place, tmp_path / "out").code == 0
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
+def test_somebodys_folder_is_left_alone(place, tmp_path):
+    (tmp_path / "mine" / "step-00001000").mkdir(parents=True)
+    for more in ([], ["--resume", "no"]):
+        message = last_error(adapt(place, tmp_path / "out", "--work-dir", tmp_path / "mine", *more))
+        assert "no folder of unfinished work" in message
+    assert listing(tmp_path / "mine") == ["step-00001000"]
+
+
+def test_a_bad_row_on_the_way_can_be_skipped_from_there(place, tmp_path, monkeypatch):
+    """The state before it is saved, and --skip-bad-rows goes on."""
+    from datasets import Dataset
+
+    rows = np.random.default_rng(1).integers(3, SHAPE["vocab_size"], (60, LENGTH)).tolist()
+    rows[7] = [5]
+    Dataset.from_dict({"input_ids": rows}).to_parquet(tmp_path / "rows.parquet")
+    more = ["--data", tmp_path / "rows.parquet", "--save-every", 1000, "--no-packing"]
+    monkeypatch.setattr("ladderize.adapt.reading.chunks.CHUNK_ROWS", 4)
+    command = [argument for argument in arguments(place, *more, steps=12) if argument != place / "ids.npy"]
+    command.remove("--data")
+    message = last_error(invoke(*command[:2], tmp_path / "out", *command[2:]))
+    assert "row 8" in message
+    assert "--skip-bad-rows" in message
+    outcome = invoke(*command[:2], tmp_path / "out", *command[2:], "--skip-bad-rows")
+    assert outcome.code == 0, outcome.stderr
+    assert "going on after step" in outcome.stderr
+    whole = invoke(*command[:2], tmp_path / "whole", *command[2:], "--skip-bad-rows")
+    assert whole.code == 0, whole.stderr
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
+def test_a_tied_head_that_the_file_has_twice(place, tmp_path):
+    from safetensors.torch import save_file
+
+    save_llama(tmp_path / "dense", tie_word_embeddings=True)
+    convert_checkpoint(str(tmp_path / "dense"), tmp_path / "both", Recipe(ladder="all"), verify=False)
+    path = tmp_path / "both" / "model.safetensors"
+    tensors = load_file(path)
+    path.unlink()
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path, metadata={"format": "pt"})
+    command = arguments(place, "--train", "all", steps=2)
+    command[1] = tmp_path / "both"
+    outcome = invoke(*command[:2], tmp_path / "out", *command[2:])
+    assert outcome.code == 0, outcome.stderr
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
+    assert not torch.equal(written["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    path.unlink()
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path, metadata={"format": "pt"})
+    assert "has an lm_head.weight of its own" in last_error(invoke(*command[:2], tmp_path / "another", *command[2:]))
 
 
 def test_resume_no_begins_anew(place, tmp_path, monkeypatch):
@@ -346,7 +438,7 @@ def launched(place, out, *more, steps=4, **environment):
 
 def test_two_processes_make_the_steps_of_one(place, tmp_path):
     succeed(place, tmp_path / "one", "--distill-from", place / "dense", steps=4)
-    outcome = launched(place, tmp_path / "two", "--distill-from", place / "dense")
+    outcome = launched(place, tmp_path / "two", "--distill-from", place / "dense", "--micro-batch-size", 1)
     assert outcome.returncode == 0, outcome.stderr[-2000:]
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
@@ -368,7 +460,7 @@ def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):
 
         patch.setattr(Engine, "losses", losses)
         assert "killed" in adapt(place, tmp_path / "two", *more, steps=4).stderr
-    outcome = launched(place, tmp_path / "two", *more, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    outcome = launched(place, tmp_path / "two", *more, "--micro-batch-size", 1, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     assert outcome.returncode == 0, outcome.stderr[-2000:]
     assert "going on after step 2" in outcome.stderr
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
@@ -420,7 +512,7 @@ def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
     assert parts["parameters"] == 1000 * 4 + (numbers - 1000) * 2
     assert parts["optimizer"] == 2 * parts["gradients"] == 8000
     assert parts["teacher"] == numbers * 2
-    assert "--micro-batch-size 1 would fit" in what_would_fit(demand, demand.total - 1, lora_trained=None)
+    assert "--micro-batch-size 1 would fit" in what_would_fit(demand, demand.total - 1, lora_trained=None, on_gpu=False)
     monkeypatch.setattr(retraining, "available_bytes", lambda device: 500_500_000)
     message = last_error(adapt(place, tmp_path / "out"))
     assert "this needs about 50" in message
@@ -450,6 +542,11 @@ def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
         (["--batch-size", "99"], 1, "fewer than --batch-size 99"),
         (["--distill-from", "OTHER"], 1, "--distill-from OTHER is not dense"),
         (["--attention", "magic"], 2, "--attention magic is not one of"),
+        (["--attention", "flash_attention_2"], 1, "needs the package flash-attn"),
+        (["--attention", "flex_attention"], 1, "--attention flex_attention needs a GPU"),
+        (["--log-dir", "x", "--log-with", "trackio"], 2, "--log-dir has no effect without --log-with tensorboard or wandb"),
+        (["--log-with", ","], 2, "--log-with names no tracker"),
+        (["--min-lr", "0.1", "--schedule", "constant"], 2, "--min-lr has no effect with --schedule constant"),
     ],
 )  # fmt: skip
 def test_bad_arguments(place, tmp_path, more, code, expected):
@@ -463,9 +560,9 @@ def test_bad_arguments(place, tmp_path, more, code, expected):
 def test_the_launcher_is_believed_or_refused(place, tmp_path, monkeypatch):
     for variables, expected in (
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed, which adapt does not support"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP 1"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "--fsdp_offload_params has no effect"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "FSDP with one process"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision fp16"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}, "--gradient_accumulation_steps has no effect"),
     ):
         with monkeypatch.context() as patch:
             for key, value in variables.items():
@@ -473,6 +570,18 @@ def test_the_launcher_is_believed_or_refused(place, tmp_path, monkeypatch):
             assert expected in last_error(adapt(place, tmp_path / "out"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert succeed(place, tmp_path / "out", steps=1)["dtype"] == "bfloat16"
+
+
+def test_of_fsdp_what_is_here(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(UserError, match="FSDP 1"):
+        wants_fsdp(2)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert wants_fsdp(2)
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    with pytest.raises(UserError, match="--fsdp_offload_params has no effect"):
+        wants_fsdp(2)
 
 
 def test_dense_models_and_missing_budgets_are_refused(place, tmp_path):

@@ -5,6 +5,7 @@ model is read, since Accelerate's needs the whole model in every process's memor
 """
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,9 +18,10 @@ from ladderize.adapt.ranks import Ranks
 from ladderize.console import UserError
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8
+FLASH, FLEX = "flash_attention_2", "flex_attention"
 
 
-def wants_fsdp() -> bool:
+def wants_fsdp(ranks: int) -> bool:
     """Whether the launcher asked for FSDP2; raises UserError for what it may ask for that is not here."""
 
     def said(key: str) -> str:
@@ -29,8 +31,14 @@ def wants_fsdp() -> bool:
         raise UserError(
             "accelerate was told to use DeepSpeed, which adapt does not support; FSDP2 shards the same: --use_fsdp --fsdp_version 2"
         )
+    if said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") not in ("", "1"):
+        raise UserError(
+            "accelerate's --gradient_accumulation_steps has no effect on adapt; it follows from --batch-size and --micro-batch-size"
+        )
     if said("ACCELERATE_USE_FSDP") != "true":
         return False
+    if ranks == 1:
+        raise UserError("accelerate was told to use FSDP with one process, which shards nothing; start several, or leave it out")
     if said("FSDP_VERSION") != "2":
         raise UserError("accelerate was told to use FSDP 1; adapt supports FSDP 2: add --fsdp_version 2")
     for key, option in (
@@ -40,6 +48,16 @@ def wants_fsdp() -> bool:
         if said(key) == "true":
             raise UserError(f"accelerate's {option} has no effect on adapt; leave it out (adapt has --gradient-checkpointing)")
     return True
+
+
+def check_attention(name: str, device: str, compute: str) -> None:
+    """Raise UserError where this attention cannot run."""
+    if name == FLASH and importlib.util.find_spec("flash_attn") is None:
+        raise UserError(f"--attention {FLASH} needs the package flash-attn, which is not installed; take sdpa, or install it")
+    if name == FLASH and compute == "float32":
+        raise UserError(f"--attention {FLASH} computes in bfloat16 only; pass --dtype bfloat16, or take sdpa")
+    if name in (FLASH, FLEX) and device != "cuda":
+        raise UserError(f"--attention {name} needs a GPU; take sdpa")
 
 
 def compute_name(asked: str, stored: str) -> str:
@@ -80,6 +98,9 @@ class Engine:
             self.wrapped = self.accelerator.prepare_model(student)
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """[rows, tokens] each. FlashAttention keeps packed texts apart in a single row only, so there all rows become one."""
+        if self.student.model.config._attn_implementation == FLASH:
+            batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
         return {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
 
     def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -94,9 +115,10 @@ class Engine:
 
     @contextlib.contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch; ranks average their gradients in the ``last`` of a step only."""
-        if self.sharded:
-            self.student.set_requires_gradient_sync(last)  # type: ignore[operator]
+        """Around forward and backward of one micro-batch; ranks average their gradients in the ``last`` of a step only.
+
+        Sharded they do so in each: gradients of which nobody has a part yet would be whole ones, on every rank.
+        """
         with contextlib.nullcontext() if last or self.sharded else self.accelerator.no_sync(self.wrapped):
             yield
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from ladderize.adapt.adapter_reader import Adapter, check_fits, read_adapter
 from ladderize.adapt.adapters import DOCUMENT, TENSORS
 from ladderize.adapt.merge_check import add_product, check_merged
+from ladderize.adapt.outcome import card_note
 from ladderize.adapt.tensor_file import locate_tensors, write_tensors
+from ladderize.adapt.train_state import METRICS
 from ladderize.blocks import open_checkpoint
 from ladderize.console import Console, UserError, human_bytes
 from ladderize.convert import output
@@ -23,6 +25,13 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.weights import torch_dtype
 from ladderize.data import file_sha256
 from ladderize.layout import Layout, format_ranges
+
+
+def carried(adapter: Adapter) -> dict[str, str]:
+    """What the adapter says of its training; empty if it is not ours."""
+    if adapter.document is None:
+        return {}
+    return {name: (adapter.folder / name).read_text(encoding="utf-8") for name in (DOCUMENT, METRICS) if (adapter.folder / name).is_file()}
 
 
 def merge_adapter(
@@ -57,7 +66,7 @@ def merge_adapter(
         report = convert_checkpoint(
             name, out, Recipe(), revision=revision, overwrite=overwrite, verify=verify, replace=locate_tensors(file), console=console,
             record={"merged_adapter": record(source, found)}, check=lambda folder: check_merged(source, checkpoint, folder, console),
-            extra_files={DOCUMENT: (source.folder / DOCUMENT).read_text(encoding="utf-8")} if source.document is not None else {},
+            extra_files=carried(source), note=card_note(source.document) if source.document is not None else "",
         )  # fmt: skip
     return {
         "adapter": str(source.folder), "base": name, "out": str(out), "layout": str(layout), **layout.to_config(), "fingerprint": found,

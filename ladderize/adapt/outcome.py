@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,13 @@ from safetensors.torch import load_file
 
 from ladderize.adapt.adapters import write_adapter
 from ladderize.adapt.retrain_options import LORA
+from ladderize.adapt.students import EMBEDDING, HEAD
 from ladderize.adapt.tensor_file import locate_tensors
-from ladderize.adapt.train_state import load_weights
+from ladderize.adapt.train_state import METRICS, load_weights
 from ladderize.adapt.trainer import Trainer, score
-from ladderize.blocks import stored_dtype
-from ladderize.console import Console, human_seconds, to_json
+from ladderize.blocks import open_checkpoint, stored_dtype
+from ladderize.console import Console, UserError, human_seconds, to_json
+from ladderize.convert.checkpoint import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.layout import format_ranges
@@ -43,19 +46,25 @@ def write_outcome(
         "layers": list(task.layers), "distill_from": task.options.distill_from, "data": [spec.text for spec in task.options.data],
         "steps": progress.step, "tokens": progress.tokens, "scored_tokens": progress.scored, "written_step": chosen,
         "training_seconds": progress.seconds, "loss": {"first": losses[0], "last": losses[-1]}, "heldout_perplexity": heldout or None,
-        "data_counts": trainer.stream.counts, "options": task.options.record(task.how), "dtype": identity["dtype"],
+        "data_counts": trainer.stream.counts, "options": {**task.options.record(task.how), **task.options.settings(task.how)},
+        "dtype": identity["dtype"],
         "fingerprints": {"model": identity["model"], "teacher": identity["teacher"]},
     }  # fmt: skip
-    metrics = {"metrics.jsonl": work.metrics.read_text()}
+    metrics = {METRICS: work.metrics.read_text()}
+    if fingerprint(open_checkpoint(task.model, revision)) != identity["model"]:
+        raise UserError(f"{task.model} has changed since the training began, and {work.folder} holds what was trained of it; put it back")
     if task.options.method == LORA:
         return write_adapter(
             Path(out), task.lora, load_file(work.weights(chosen)), base=task.checkpoint, base_name=task.model, revision=revision,
             document=document, extra_files=metrics, overwrite=overwrite,
         )  # fmt: skip
     recorded = ("method", "distill_from", "data", "steps", "tokens", "scored_tokens", "loss", "heldout_perplexity", "options")
+    replaced = locate_tensors(work.weights(chosen))
+    if HEAD in task.checkpoint.tensors and task.tied and EMBEDDING in replaced:
+        replaced[HEAD] = replace(replaced[EMBEDDING], name=HEAD)  # this file has it twice
     convert_checkpoint(
         task.model, out, Recipe(), revision=revision, overwrite=overwrite, verify=verify, console=console,
-        replace=locate_tensors(work.weights(chosen)), record={"adaptation": {key: document[key] for key in recorded}},
+        replace=replaced, record={"adaptation": {key: document[key] for key in recorded}},
         extra_files={"adaptation.json": to_json(document) + "\n", **metrics}, note=card_note(document),
     )  # fmt: skip
     return document
@@ -77,12 +86,18 @@ def score_stored(trainer: Trainer, task: "Task", step: int) -> dict[str, Any]:
 
 def read_metrics(path: Path, key: str) -> list[float]:
     """The values of one metric, in order."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line[key] for line in lines if key in line]
+    found = []
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        if line.get(key) is not None:
+            found.append(line[key])
+    return found
 
 
 def card_note(document: Mapping[str, Any]) -> str:
     """How the weights came about, for the model card."""
+    if "options" not in document:
+        return ""  # not ours
     weight, heldout = document["options"]["objective"]["distill_weight"], document["heldout_perplexity"]
     teacher = f" and the predictions of `{document['distill_from']}` (weight {weight:g})" if weight else ""
     reached = f", held-out perplexity {heldout['before']:.4f} before and {heldout['after']:.4f} after" if heldout else ""

@@ -37,6 +37,8 @@ class Demand:
         return {
             "parameters": (self.trained * FP32 + frozen * self.compute) // self.shards,
             "gradients": self.trained * FP32 // self.shards,
+            # autocast keeps narrow copies of fp32 weights during a pass
+            "narrow copies": self.trained * self.compute if self.compute < FP32 and self.shards == 1 else 0,
             "optimizer": self.trained * OPTIMIZER // self.shards,
             "teacher": own_teacher * self.compute // self.shards if self.teacher else 0,
             "activations": self.activations(),
@@ -58,7 +60,7 @@ class Demand:
 
     @property
     def _width(self) -> int:
-        return FP32 if self.compute == FP32 else 3  # norms and the residual stream stay in fp32, products are narrow
+        return FP32 if self.compute == FP32 else 3  # products are narrow, norms and (where it enters as fp32) the stream are not
 
     def _layer_numbers(self, layer: int) -> int:
         """Numbers kept per token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's width."""
@@ -74,7 +76,7 @@ class Demand:
         return numbers * self.compute * (3 if self.teacher else 2) + min(numbers, LOGITS_AT_ONCE) * FP32 * (5 if self.teacher else 3)
 
 
-def what_would_fit(demand: Demand, available: int, *, lora_trained: int | None) -> str:
+def what_would_fit(demand: Demand, available: int, *, lora_trained: int | None, on_gpu: bool) -> str:
     """Advice for a demand that does not fit: the first of the usual remedies, or of them together, that does."""
     one_row = replace(demand, rows=1)
     checkpointed = replace(one_row, gradient_checkpointing=True)
@@ -87,9 +89,9 @@ def what_would_fit(demand: Demand, available: int, *, lora_trained: int | None) 
         remedies.append(
             ("--method lora with --gradient-checkpointing and --micro-batch-size 1", replace(checkpointed, trained=lora_trained))
         )
-    for ranks in (2, 4, 8, 16, 32, 64):
+    for ranks in (2, 4, 8, 16, 32, 64) if on_gpu else ():  # processes on a CPU share its memory
         if ranks > demand.shards:
-            said = f"{ranks} devices (accelerate launch --use_fsdp --fsdp_version 2 --num_processes {ranks})"
+            said = f"{ranks} GPUs (accelerate launch --use_fsdp --fsdp_version 2 --num_processes {ranks})"
             remedies.append((f"{said} with --gradient-checkpointing and --micro-batch-size 1", replace(checkpointed, shards=ranks)))
     for said, remedy in remedies:
         if remedy.total <= available:

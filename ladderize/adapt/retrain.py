@@ -1,5 +1,8 @@
 """``ladderize adapt --method full`` and ``lora``: retrain a converted checkpoint as a whole, and write a checkpoint or an adapter."""
 
+import hashlib
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,22 +14,23 @@ from ladderize.adapt.adapters import LoraOptions, check_adapter_target, lora_con
 from ladderize.adapt.blockwise import check_pair
 from ladderize.adapt.data import Stream, fixed_rows
 from ladderize.adapt.distill import trainable_layers
-from ladderize.adapt.engine import Engine, compute_name, wants_fsdp
+from ladderize.adapt.engine import Engine, check_attention, compute_name, wants_fsdp
 from ladderize.adapt.outcome import write_outcome
 from ladderize.adapt.packing import PackedRow
 from ladderize.adapt.ranks import Ranks, join_ranks
 from ladderize.adapt.reading.chunks import StreamOptions
 from ladderize.adapt.reading.show import document as batch_document
 from ladderize.adapt.reading.show import show
+from ladderize.adapt.reading.sources import identity as data_identity
 from ladderize.adapt.resources import Demand, what_would_fit
 from ladderize.adapt.retrain_options import LORA, RetrainOptions
 from ladderize.adapt.schedule import Budget
-from ladderize.adapt.students import Build, build_student, build_teacher, trained_parameters, trained_tensors
+from ladderize.adapt.students import EMBEDDING, HEAD, Build, build_student, build_teacher, trained_parameters, trained_tensors
 from ladderize.adapt.trackers import Trackers, check_trackers
-from ladderize.adapt.train_state import TrainingFolder
+from ladderize.adapt.train_state import STATE_BYTES, WEIGHT_BYTES, TrainingFolder
 from ladderize.adapt.trainer import Trainer, TrainOptions, seconds_per_row
 from ladderize.adapt.work import work_folder
-from ladderize.blocks import open_checkpoint, stored_dtype
+from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_bytes, human_seconds
 from ladderize.convert import output
 from ladderize.convert.checkpoint import Checkpoint, fingerprint
@@ -52,6 +56,10 @@ class Task:
     sharded: bool
 
     @property
+    def tied(self) -> bool:
+        return bool(self.checkpoint.config.get("tie_word_embeddings"))
+
+    @property
     def sources(self) -> list[Checkpoint]:
         return [self.checkpoint] if self.teacher is None else [self.checkpoint, self.teacher]
 
@@ -60,7 +68,7 @@ class Task:
         """Tensors that full retraining changes."""
         if self.options.method == LORA:
             return frozenset()
-        return trained_tensors(self.checkpoint.tensors, self.layers, self.everything)
+        return trained_tensors(self.checkpoint.tensors, self.layers, self.everything, tied=self.tied)
 
     @property
     def lora(self) -> Any:
@@ -88,10 +96,15 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
     if options.distill_from is not None:
         teacher = open_checkpoint(options.distill_from)
         check_pair(checkpoint, teacher, model, options.distill_from)
-    compute: torch.dtype = getattr(torch, compute_name(options.dtype, stored_dtype(checkpoint)))
+    if (teacher is None) != (options.objective.distill_weight == 0):
+        raise UserError("a teacher (distill_from) and a weight of its predictions (distill_weight) go together")
+    check_tied(checkpoint, model)
+    compute = compute_name(options.dtype, stored_dtype(checkpoint))
+    check_attention(options.attention, ranks.device.type, compute)
     return Task(
         model=model, checkpoint=checkpoint, teacher=teacher, layout=layout, layers=chosen_layers(layout, options.train), options=options,
-        everything=options.train == "all", how=options.resolve(checkpoint.config, ranks.size), compute=compute, sharded=wants_fsdp(),
+        everything=options.train == "all", how=options.resolve(checkpoint.config, ranks.size), compute=getattr(torch, compute),
+        sharded=wants_fsdp(ranks.size),
     )  # fmt: skip
 
 
@@ -102,6 +115,14 @@ def chosen_layers(layout: Layout, train: str) -> tuple[int, ...]:
     return tuple(range(layout.num_layers)) if train == "all" else tuple(parse_ranges(train, layout.num_layers, option="--train"))
 
 
+def check_tied(checkpoint: Checkpoint, model: str) -> None:
+    """Raise UserError where config.json ties embedding and LM head, but the file has two different ones."""
+    if checkpoint.config.get("tie_word_embeddings") and HEAD in checkpoint.tensors:
+        embedding, head = Blocks(checkpoint, torch.float32, torch.device("cpu")).read([EMBEDDING, HEAD])
+        if not torch.equal(embedding, head):
+            raise UserError(f"{model} has an {HEAD} of its own, although its config.json ties it to the embedding; repair config.json")
+
+
 def lora_numbers(config: Mapping[str, Any], layers: Sequence[int], options: LoraOptions) -> int:
     """How many numbers LoRA trains."""
     prefixes = tuple(f"model.layers.{layer}." for layer in layers)
@@ -109,6 +130,18 @@ def lora_numbers(config: Mapping[str, Any], layers: Sequence[int], options: Lora
         options.rank * sum(shape) for name, shape in expected_tensors(config).items()
         if name.startswith(prefixes) and name.endswith(".weight") and name.split(".")[-2] in options.targets
     )  # fmt: skip
+
+
+def check_disk(task: Task, folder: Path) -> None:
+    """Refuse to begin what cannot be saved: ``keep`` states and the one being written, and the best one's weights."""
+    trained = task.demand(1).trained
+    needed = trained * (STATE_BYTES * (task.how.keep + 1) + WEIGHT_BYTES)
+    free = shutil.disk_usage(output.existing_parent(folder)).free
+    if needed > free:
+        raise UserError(
+            f"{folder} needs {human_bytes(needed)} for the states of the training, but only {human_bytes(free)} are free there; choose "
+            "another --work-dir, or a lower --keep"
+        )
 
 
 def check_memory(task: Task, ranks: Ranks, console: Console) -> None:
@@ -122,7 +155,7 @@ def check_memory(task: Task, ranks: Ranks, console: Console) -> None:
         lora = lora_numbers(task.checkpoint.config, task.layers, task.options.lora) if task.options.method != LORA else None
         raise UserError(
             f"this needs about {human_bytes(demand.total)} for each process, and {human_bytes(available)} are free: "
-            f"{what_would_fit(demand, available, lora_trained=lora)}"
+            f"{what_would_fit(demand, available, lora_trained=lora, on_gpu=ranks.device.type == 'cuda')}"
         )
 
 
@@ -157,11 +190,7 @@ def retrain(
     check_memory(task, ranks, console)
     stream, heldout = open_stream(task.checkpoint, options, task.how)
     with stream:
-        identity = {
-            "model": fingerprint(task.checkpoint), "layout": task.layout.to_config(),
-            "teacher": fingerprint(task.teacher) if task.teacher is not None else None,
-            "data": stream.identity(), "dtype": str(task.compute).removeprefix("torch."), **options.record(task.how),
-        }  # fmt: skip
+        identity = what_it_is(task, stream) if ranks.is_main else {}  # it reads all data
         with ranks.main_first():
             if ranks.is_main and not options.resume:
                 TrainingFolder.discard(folder)
@@ -170,12 +199,20 @@ def retrain(
             raise UserError(f"{folder} is there for the main process only; name a --work-dir that all machines see")
         with work:
             trackers = Trackers(
-                options.log_with, options.log_dir or Path(f"{Path(out).expanduser().resolve()}-logs"), options.record(task.how), ranks
+                options.log_with,
+                options.log_dir or Path(f"{Path(out).expanduser().resolve()}-logs"),
+                {**options.record(task.how), **options.settings(task.how)},
+                ranks,
             )
-            trainer = prepare(task, ranks, stream, heldout, work, console, trackers)
-            announce(trainer, task, console)
             try:
+                trainer = prepare(task, ranks, stream, heldout, work, console, trackers)
+                announce(trainer, task, console)
                 trainer.run()
+            except torch.OutOfMemoryError:
+                raise UserError(
+                    "out of GPU memory: the same command goes on with a smaller --micro-batch-size or --gradient-checkpointing, or sharded "
+                    "over several GPUs"
+                ) from None
             finally:
                 trackers.close()
             document = write_outcome(
@@ -205,10 +242,42 @@ def prepare(
         teacher=teacher,
     )  # fmt: skip
     trainer = Trainer(engine, parameters, stream, heldout, how, work, console, trackers.log)
-    if (state := work.latest()) is not None:
-        trainer.resume(state)
-        console.note(f"going on after step {trainer.progress.step}, which {work.folder} holds")
+    # the main process chooses: another machine may see the folder as it was
+    latest = work.latest() if ranks.is_main else None
+    step = int(engine.sum(torch.tensor(int(latest.name[-8:]) if latest is not None else 0, device=ranks.device)))
+    if not step:
+        if ranks.is_main:
+            check_disk(task, work.folder)
+        trainer.begin()
+    else:
+        if not work.state_path(step).is_dir():
+            raise UserError(f"{work.state_path(step)} is there for the main process only; name a --work-dir that all machines see")
+        trainer.resume(work.state_path(step))
+        before, settings = trainer.progress.settings, json.loads(json.dumps(options.settings(how)))
+        other = " and ".join(key for key in settings if before.get(key) != settings[key])
+        console.note(f"going on after step {step}, which {work.folder} holds" + (f", with another {other} from here on" if other else ""))
+    trainer.progress.settings = options.settings(how)
     return trainer
+
+
+def what_it_is(task: Task, stream: Stream) -> dict[str, Any]:
+    """What a run has to have in common with the one that it goes on with."""
+    return {
+        "model": fingerprint(task.checkpoint), "layout": task.layout.to_config(),
+        "teacher": fingerprint(task.teacher) if task.teacher is not None else None,
+        "tokenizer": tokenizer_hash(task.checkpoint.folder), "data": stream.identity(),
+        "eval_data": [data_identity(spec) for spec in task.options.eval_data],
+        "dtype": str(task.compute).removeprefix("torch."), **task.options.record(task.how),
+    }  # fmt: skip
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """Of everything that decides how text becomes ids."""
+    digest = hashlib.sha256()
+    for pattern in ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"):
+        for path in sorted(path for path in folder.glob(pattern) if path.is_file()):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def announce(trainer: Trainer, task: Task, console: Console) -> None:

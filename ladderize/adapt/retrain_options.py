@@ -89,11 +89,15 @@ class RetrainOptions:
         )  # fmt: skip
 
     def record(self, how: TrainOptions) -> dict[str, Any]:
-        """What decides the result, for the record and for resuming; not on how many devices, or how often it is looked at."""
-        own = {key: getattr(self, key) for key in ("method", "train", "packing", "heldout", "skip_bad_rows")}
-        keys = ("seq_len", "batch_size", "weight_decay", "max_gradient", "seed")
+        """What decides the result, and must not change on the way; not on how many devices, or how often it is looked at."""
+        own = {key: getattr(self, key) for key in ("method", "train", "packing", "heldout")}
+        keys = ("seq_len", "batch_size", "weight_decay", "seed")
         return {
-            **own, **{key: getattr(how, key) for key in keys},
-            "budget": asdict(how.budget), "objective": asdict(how.objective), "schedule": asdict(how.schedule),
+            **own, **{key: getattr(how, key) for key in keys}, "objective": asdict(how.objective),
             "lora": asdict(self.lora) if self.method == LORA else None,
         }  # fmt: skip
+
+    def settings(self, how: TrainOptions) -> dict[str, Any]:
+        """What decides the result, too, but may be changed when a run goes on: say, after the loss exploded, or for a longer training."""
+        said = {"budget": asdict(how.budget), "schedule": asdict(how.schedule), "max_gradient": how.max_gradient}
+        return {**said, "skip_bad_rows": self.skip_bad_rows}

@@ -4,8 +4,10 @@ Trained parameters are fp32 (the optimizer adds steps that bfloat16 would round 
 """
 
 import math
+import os
+import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from ladderize.blocks import Blocks
 from ladderize.convert.checkpoint import Checkpoint
 from ladderize.layout import Layout
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LORA_A, LORA_B = ".lora_A.default.", ".lora_B.default."
 
 
@@ -31,8 +34,10 @@ class Build:
     mesh: Any = None
 
 
-def trained_tensors(names: Iterable[str], layers: Sequence[int], everything: bool) -> frozenset[str]:
-    """Which tensors of a checkpoint full retraining changes: those of ``layers``, or really all."""
+def trained_tensors(names: Iterable[str], layers: Sequence[int], everything: bool, *, tied: bool = False) -> frozenset[str]:
+    """Which tensors of a checkpoint full retraining changes: those of ``layers``, or really all. tied: the LM head is the embedding, also
+    where the file has it once more."""
+    names = [name for name in names if not (tied and name == HEAD)]
     prefixes = tuple(f"model.layers.{layer}." for layer in layers)
     return frozenset(name for name in names if everything or name.startswith(prefixes))
 
@@ -132,7 +137,15 @@ def _shard(module: nn.Module, build: Build) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     narrow = build.compute if build.compute != torch.float32 else None
-    fully_shard(module, mesh=build.mesh, mp_policy=MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32))
+    # a ladder layer hands on the stream that it was given; nothing writes into it
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
+    keep = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "false"
+    fully_shard(
+        module,
+        mesh=build.mesh,
+        reshard_after_forward=False if keep else None,
+        mp_policy=MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32),
+    )
 
 
 def trained_parameters(student: Student) -> Iterator[tuple[str, nn.Parameter]]:
@@ -159,8 +172,3 @@ def assign(tensor: Tensor, value: Tensor) -> None:
 
         value = distribute_tensor(value, mesh, tensor.placements, src_data_rank=None)  # type: ignore[attr-defined]
     tensor.copy_(value)
-
-
-def describe_trained(parameters: Mapping[str, nn.Parameter]) -> int:
-    """How many numbers are trained, over all ranks."""
-    return sum(parameter.numel() for parameter in parameters.values())

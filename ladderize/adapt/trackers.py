@@ -31,12 +31,15 @@ class Trackers:
             on_cpu = ranks.device.type == "cpu"
             self.accelerator = Accelerator(log_with=list(names), project_dir=str(folder), mixed_precision="no", cpu=on_cpu)
             plain = {key: value for key, value in config.items() if isinstance(value, int | float | str | bool)}
-            self.accelerator.init_trackers("ladderize", config=plain)
+            kwargs = {"wandb": {"dir": str(folder)}} if "wandb" in names else {}
+            folder.mkdir(parents=True, exist_ok=True)
+            self.accelerator.init_trackers("ladderize", config=plain, init_kwargs=kwargs)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         if self.accelerator is not None:
             self.accelerator.log(dict(values), step=step)
 
     def close(self) -> None:
-        if self.accelerator is not None:
-            self.accelerator.end_training()
+        """Not Accelerate's ``end_training``, which would end the process group too."""
+        for tracker in self.accelerator.trackers if self.accelerator is not None else ():
+            tracker.finish()

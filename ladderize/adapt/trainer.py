@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,6 +87,11 @@ class Trainer:
         if self.engine.ranks.is_main:
             keep_metrics(self.folder.metrics, self.progress.step)
 
+    def begin(self) -> None:
+        """Where there is no state to go on from."""
+        if self.engine.ranks.is_main:
+            keep_metrics(self.folder.metrics, -1)  # of a run that was killed before its first state
+
     def run(self) -> Progress:
         """Train until the budget is spent. Raises UserError where the loss is no number or explodes, or on SIGTERM (after saving)."""
         progress, options = self.progress, self.options
@@ -106,8 +112,10 @@ class Trainer:
                 last = spent >= 1
                 if self.heldout and (progress.step % options.eval_every == 0 or last):
                     self.validate()
-                if progress.step % options.save_every == 0 or progress.best_step == progress.step or last or asked_to_stop:
-                    self.save()
+                if progress.step % options.save_every == 0 or last or asked_to_stop:
+                    self.save(self.stream.state())
+                elif progress.best_step == progress.step:
+                    self.save(self.stream.state(), weights_only=True)
                 if asked_to_stop and not last:
                     raise UserError(
                         f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; the same command goes on"
@@ -118,7 +126,12 @@ class Trainer:
         """One update; returns its metrics."""
         options, engine, progress = self.options, self.engine, self.progress
         begin = time.perf_counter()
-        rows = self.stream.take(options.batch_size)
+        place = self.stream.state()
+        try:
+            rows = self.stream.take(options.batch_size)
+        except UserError:
+            self.save(place)  # every rank reads the same, so all are here
+            raise
         scored = sum(int((row.targets != IGNORED).sum()) for row in rows)
         # ranks draw different numbers, the same ones when a step is made again
         torch.manual_seed((options.seed * 1_000_003 + progress.step) * 4096 + engine.ranks.rank)
@@ -136,6 +149,8 @@ class Trainer:
         entropy, divergence, stop = engine.sum(sums).tolist()
         entropy, divergence = entropy / scored, divergence / scored
         loss = options.objective.total(entropy, divergence)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.save(place)
         self.check(loss, norm, rows)
         rate = options.schedule.rate(progress.step, spent)
         engine.step(rate)
@@ -165,14 +180,14 @@ class Trainer:
                 f"the loss exploded: {', '.join(f'{value:.3g}' for value in exploded)} in steps {step - EXPLOSIONS + 1} to {step}, after a "
             )
             what += f"median of {statistics.median(recent[:-EXPLOSIONS]):.3g}"
-            advice = "lower --lr, or lengthen --warmup-steps"
+            advice = "go on from it with a lower --lr"
         else:
             what = f"the loss of step {step} is {loss}" if not math.isfinite(loss) else f"the gradient of step {step} is {norm}"
-            advice = "lower --lr, or look at these rows with --show-data"
+            advice = "go on from it with a lower --lr, or look at these rows"
         places = sorted({place for row in rows for place in row.where})
         shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
-        states = self.folder.states()
-        kept = f"; the state of step {max(states)} is in {self.folder.folder}" if states else ""
+        state = self.folder.latest()
+        kept = f"; the state of step {int(state.name[-8:])} is in {self.folder.folder}" if state is not None else ""
         raise UserError(f"{what} (batch of {shown}), and nothing of it was applied{kept}; {advice}")
 
     def validate(self) -> Scores:
@@ -188,9 +203,12 @@ class Trainer:
         self.console.note(f"step {progress.step}: held-out perplexity {scores.perplexity:.4f} after {progress.tokens:,} tokens")
         return scores
 
-    def save(self) -> None:
-        self.progress.stream = self.stream.state()
-        self.folder.save(self.progress, self.engine, self.parameters, self.options.keep)
+    def save(self, place: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """Keep the state; place: where the stream stands (``Stream.state``)."""
+        if self.progress.step == 0:
+            return  # nothing was trained
+        self.progress.stream = dict(place)
+        self.folder.save(self.progress, self.engine, self.parameters, self.options.keep, weights_only=weights_only)
 
     def write(self, values: Mapping[str, float]) -> None:
         if self.engine.ranks.is_main:

@@ -66,7 +66,10 @@ class WorkFolder:
         return any(entry.name != ABOUT for entry in self.folder.iterdir())
 
     def _only_ours(self) -> bool:
-        return all(any(entry.match(pattern) for pattern in self.CONTENT) for entry in self.folder.iterdir())
+        """Whether nothing but ``CONTENT`` lies here, beside the record that says so: names alone may be somebody else's."""
+        entries = list(self.folder.iterdir())
+        known = bool(_read(self.folder / ABOUT)) or all(entry.match(f".{ABOUT}.*") for entry in entries)
+        return known and all(any(entry.match(pattern) for pattern in self.CONTENT) for entry in entries)
 
     def __enter__(self) -> "WorkFolder":
         return self

@@ -264,8 +264,16 @@ def _retrain_options(given: Mapping[str, Any]) -> Any:
         raise UsageError("--distill-weight 0 makes --distill-from useless; leave both out")
     if "heldout" in given and "eval_data" in given:
         raise UsageError("--heldout has no effect with --eval-data")
-    if "log_dir" in given and "log_with" not in given:
-        raise UsageError("--log-dir has no effect without --log-with")
+    trackers = tuple(name.strip() for name in given.get("log_with", "").split(",") if name.strip())
+    if "log_with" in given and not trackers:
+        raise UsageError("--log-with names no tracker; write for example tensorboard")
+    if "log_dir" in given and not {"tensorboard", "wandb"} & set(trackers):
+        raise UsageError("--log-dir has no effect without --log-with tensorboard or wandb")
+    for key in ("write", "eval_every"):
+        if key in given and given.get("heldout") == 0:
+            raise UsageError(f"--{key.replace('_', '-')} has no effect with --heldout 0, where nothing is validated on")
+    if "min_lr" in given and given.get("schedule") == "constant":
+        raise UsageError("--min-lr has no effect with --schedule constant")
     if given["dtype"] == "float16":
         raise UsageError("--dtype float16 is too narrow to train in; take bfloat16 or float32")
     device = compute_options(given.get("device"), given["dtype"], given.get("threads"))
@@ -285,7 +293,7 @@ def _retrain_options(given: Mapping[str, Any]) -> Any:
         data=tuple(parse_specs(given["data"])), eval_data=tuple(parse_specs(given.get("eval_data") or [], "--eval-data")),
         objective=Objective(weight, given.get("temperature", 1.0)), lora=LoraOptions(**lora), packing=not given.get("no_packing"),
         budget=Budget(tokens, steps), resume=given.get("resume") != "no", device=device,
-        log_with=tuple(name.strip() for name in given.get("log_with", "").split(",") if name.strip()),
+        log_with=trackers,
         **{key: given[key] for key in same if key in given},
     )  # fmt: skip
 

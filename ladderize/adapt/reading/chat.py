@@ -5,6 +5,7 @@ spaces out (Llama 3's do), it scores nothing or all the rest. Here every token t
 """
 
 import re
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+DATE = datetime(2024, 7, 26)  # what Llama 3.2's template says where it is given no date
 Span = tuple[int, int]
 
 
@@ -52,7 +54,8 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            given: dict[str, Any] = {**self.tokenizer.special_tokens_map, **options}
+            # some templates tell the model today's date, and a row must not depend on when it is read
+            given: dict[str, Any] = {**self.tokenizer.special_tokens_map, "strftime_now": DATE.strftime, **options}
             rendered: Any = render_jinja_template(conversations=[messages], chat_template=self.template, **given)
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             raise BadRow(f"{where}: the chat template refuses the conversation ({' '.join(str(error).split())[:200]})") from None

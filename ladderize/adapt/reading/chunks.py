@@ -31,8 +31,8 @@ class StreamOptions:
     min_rows: int = 1
 
     def record(self) -> dict[str, Any]:
-        """What the rows depend on."""
-        return {key: value for key, value in asdict(self).items() if key not in ("vocab_size", "min_rows")}
+        """What the rows depend on. Whether bad rows are skipped is not among it: up to the first one it makes no difference."""
+        return {key: value for key, value in asdict(self).items() if key not in ("vocab_size", "min_rows", "skip_bad_rows")}
 
     def to_rows(self, examples: Sequence[Example]) -> list[PackedRow]:
         return pack(examples, self.seq_len) if self.packing else unpacked(examples)
