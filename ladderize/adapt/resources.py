@@ -15,8 +15,8 @@ OTHER = 500_000_000  # of the interpreter and the libraries, roughly
 
 @dataclass(frozen=True)
 class Demand:
-    """What decides the memory. trained: numbers that change. compute: bytes of what is computed in. shards: ranks that share the
-    parameters (FSDP2), else 1. rows, seq_len: of a micro-batch."""
+    """What decides the memory. trained: numbers that change. adapters: which come on top of the model's own. compute: bytes of what is
+    computed in. shards: ranks that share the parameters (FSDP2), else 1. rows, seq_len: of a micro-batch."""
 
     config: Mapping[str, Any]
     layout: Layout
@@ -24,6 +24,7 @@ class Demand:
     compute: int
     rows: int
     seq_len: int
+    adapters: bool = False
     teacher: bool = False
     shared_teacher: bool = False  # frozen parameters that student and teacher have in common are held once
     gradient_checkpointing: bool = False
@@ -32,7 +33,7 @@ class Demand:
     def parts(self) -> dict[str, int]:
         """Bytes on one device, by what takes them."""
         parameters = parameter_count(self.config)
-        frozen = max(0, parameters - self.trained)
+        frozen = parameters if self.adapters else parameters - self.trained
         own_teacher = parameters - (frozen if self.shared_teacher and self.shards == 1 else 0)
         return {
             "parameters": (self.trained * FP32 + frozen * self.compute) // self.shards,
@@ -87,7 +88,10 @@ def what_would_fit(demand: Demand, available: int, *, lora_trained: int | None, 
         remedies.append(("--gradient-checkpointing" + (" with --micro-batch-size 1" if demand.rows > 1 else ""), checkpointed))
     if lora_trained is not None:
         remedies.append(
-            ("--method lora with --gradient-checkpointing and --micro-batch-size 1", replace(checkpointed, trained=lora_trained))
+            (
+                "--method lora with --gradient-checkpointing and --micro-batch-size 1",
+                replace(checkpointed, trained=lora_trained, adapters=True),
+            )
         )
     for ranks in (2, 4, 8, 16, 32, 64) if on_gpu else ():  # processes on a CPU share its memory
         if ranks > demand.shards:

@@ -80,9 +80,10 @@ class Task:
         else:
             count = sum(self.checkpoint.tensors[name].numel for name in self.trained)
         return Demand(
-            config=self.checkpoint.config, layout=self.layout, trained=count, compute=self.compute.itemsize, rows=self.how.micro_batch_size,
-            seq_len=self.how.seq_len, teacher=self.teacher is not None, shared_teacher=not self.sharded,
-            gradient_checkpointing=self.options.gradient_checkpointing, shards=ranks if self.sharded else 1,
+            config=self.checkpoint.config, layout=self.layout, trained=count, adapters=self.options.method == LORA,
+            compute=self.compute.itemsize, rows=self.how.micro_batch_size, seq_len=self.how.seq_len, teacher=self.teacher is not None,
+            shared_teacher=not self.sharded, gradient_checkpointing=self.options.gradient_checkpointing,
+            shards=ranks if self.sharded else 1,
         )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ class WorkFolder:
     def _only_ours(self) -> bool:
         """Whether nothing but ``CONTENT`` lies here, beside the record that says so: names alone may be somebody else's."""
         entries = list(self.folder.iterdir())
-        known = bool(_read(self.folder / ABOUT)) or all(entry.match(f".{ABOUT}.*") for entry in entries)
+        known = (self.folder / ABOUT).is_file() or all(entry.match(f".{ABOUT}.*") for entry in entries)
         return known and all(any(entry.match(pattern) for pattern in self.CONTENT) for entry in entries)
 
     def __enter__(self) -> "WorkFolder":
