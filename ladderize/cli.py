@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ladderize import __version__
-from ladderize.commands import adaptation, checkpoints, evaluation, merging, runtime
+from ladderize.commands import adaptation, blockwise, checkpoints, evaluation, merging, runtime
 from ladderize.commands.options import AsJson
 from ladderize.console import DEBUG, Console, error_boundary
 
@@ -49,7 +49,7 @@ app.command()(checkpoints.inspect)
 app.command("eval")(evaluation.evaluate)
 app.command()(evaluation.sensitivity)
 app.command()(adaptation.adapt)
-app.command()(adaptation.spd)
+app.command()(blockwise.spd)
 app.command()(merging.merge)
 app.command()(runtime.generate)
 app.command()(runtime.bench)
