@@ -53,14 +53,14 @@ def make_model(folder: Path, args: argparse.Namespace) -> None:
 
 
 def make_data(folder: Path, args: argparse.Namespace) -> None:
-    """Random ids; a conversation is 2 to 6 turns of 5 to 40 tokens, so about a tenth of a row."""
+    """Random ids; a conversation is 2 to 6 turns whose lengths are spread as those of real ones are: many short ones, a few long."""
     rng = random.Random(0)
     np.save(folder / "full.npy", np.random.default_rng(0).integers(3, args.vocab, (4096, args.seq_len)))
     with (folder / "chat.jsonl").open("w") as file:
         for _ in range(20000):
             ids, mask = [1], [0]
             for turn in range(2 * rng.randint(1, 3)):
-                length = rng.randint(5, 40)
+                length = min(400, 3 + round(rng.lognormvariate(2.5, 0.9)))
                 ids += [rng.randrange(3, args.vocab) for _ in range(length)]
                 mask += [turn % 2] * length
             file.write(json.dumps({"input_ids": ids[: args.seq_len], "loss_mask": mask[: args.seq_len]}) + "\n")
@@ -91,16 +91,19 @@ class Ours:
 
 
 class Clock(TrainerCallback):
+    """From the first step's begin to the last one's end, what lies between (fetching the next batch) included, as in ours."""
+
     def __init__(self, device: torch.device) -> None:
-        self.device, self.times, self.losses = device, [], []
+        self.device, self.begin, self.end, self.losses = device, None, 0.0, []
 
     def on_step_begin(self, *_, **__):
-        synchronize(self.device)
-        self.begin = time.perf_counter()
+        if self.begin is None:
+            synchronize(self.device)
+            self.begin = time.perf_counter()
 
     def on_step_end(self, *_, **__):
         synchronize(self.device)
-        self.times.append(time.perf_counter() - self.begin)
+        self.end = time.perf_counter()
 
     def on_log(self, *_, logs=None, **__):
         if logs and "loss" in logs:
@@ -127,7 +130,7 @@ class Theirs:
         trainer = Trainer(model=self.model, args=settings, train_dataset=examples, data_collator=pad, callbacks=[clock])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-        return sum(len(example["input_ids"]) for example in examples), sum(clock.times), clock.losses[-1]
+        return sum(len(example["input_ids"]) for example in examples), clock.end - clock.begin, clock.losses[-1]
 
 
 def pad(examples):
@@ -201,11 +204,15 @@ def main() -> None:
         for layout in args.layouts.split(","):
             model, many = folder / layout, args.rows * 6
             variants = {
-                ("full", "ladderize"): Ours(model, folder / "full.npy", folder / "w1", args, rows=args.rows, micro=args.rows, packing=True),
-                ("chat", "ladderize"): Ours(
-                    model, folder / "chat.jsonl", folder / "w2", args, rows=args.rows, micro=args.rows, packing=True
+                ("full", "ladderize"): Ours(
+                    model, folder / "full.npy", folder / f"{layout}-1", args, rows=args.rows, micro=args.rows, packing=True
                 ),
-                ("chat", "unpacked"): Ours(model, folder / "chat.jsonl", folder / "w3", args, rows=many, micro=many, packing=False),
+                ("chat", "ladderize"): Ours(
+                    model, folder / "chat.jsonl", folder / f"{layout}-2", args, rows=args.rows, micro=args.rows, packing=True
+                ),
+                ("chat", "unpacked"): Ours(
+                    model, folder / "chat.jsonl", folder / f"{layout}-3", args, rows=many, micro=many, packing=False
+                ),
             }
             full, chat = variants["full", "ladderize"], variants["chat", "unpacked"]
             variants["full", "Trainer"] = Theirs(model, read_examples(full.stream, 256), folder, args, rows=args.rows, micro=args.rows)

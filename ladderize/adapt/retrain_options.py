@@ -14,7 +14,7 @@ from ladderize.console import UserError
 
 FULL, LORA = "full", "lora"
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
-WIDTH, FULL_LR, LORA_LR = 4096, 1e-5, 1e-4
+WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps than from large ones.
 LEAST_PER_STEP, MOST_PER_STEP = 2048, 65536
 PER_STEP = 16384  # where the budget is of steps

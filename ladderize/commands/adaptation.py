@@ -73,7 +73,7 @@ def adapt(
     ] = None,
     lr: Annotated[
         float | None,
-        typer.Option("--lr", help="Peak learning rate.  [default: at width 4096 full 1e-5, lora 1e-4, blocks 5e-5; times 4096/width]"),
+        typer.Option("--lr", help="Peak learning rate.  [default: at width 4096 full 2e-5, lora 1e-4, blocks 5e-5; times 4096/width]"),
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="cosine, wsd or constant.  [default: cosine]")] = None,
     warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps of rising learning rate.  [default: 5 %, at most 200]")] = None,
