@@ -57,10 +57,14 @@ class Console:
         """A progress bar with an ETA on stderr; yields ``advance(n, detail="")``. Silent when stderr is no terminal."""
         from rich.console import Console as RichConsole
         from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
-        count = DownloadColumn() if is_bytes else MofNCompleteColumn()
+        # on a narrow terminal the bar and the detail give way, not the count and the time
+        fixed = Column(min_width=2 * len(str(total)) + 1, no_wrap=True)
+        count = DownloadColumn() if is_bytes else MofNCompleteColumn(table_column=fixed)
+        remaining = TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True))
         bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn(), TextColumn("{task.fields[detail]}"),
+            TextColumn("{task.description}"), BarColumn(bar_width=20), count, remaining, TextColumn("{task.fields[detail]}"),
             console=RichConsole(stderr=True), disable=not (sys.stderr.isatty() and is_main_rank()), transient=True,
         )  # fmt: skip
         with bar:

@@ -100,7 +100,7 @@ class Trainer:
             self.validate()
         total = options.budget.steps or options.budget.tokens or 1
         unit = "steps" if options.budget.steps else "tokens"
-        with stop_signals() as stopped, self.console.progress(f"training ({unit})", total) as advance:
+        with stop_signals() as stopped, self.console.progress(unit, total) as advance:
             advance(progress.step if options.budget.steps else min(progress.tokens, total))
             while spent < 1:
                 before = progress.tokens
@@ -244,7 +244,7 @@ def score(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> S
 def describe(metrics: Mapping[str, float]) -> str:
     """The moving part of the progress bar."""
     memory = f", {human_bytes(metrics['peak_memory_bytes'])}" if metrics["peak_memory_bytes"] else ""
-    return f"loss {metrics['loss']:.4f}, {metrics['tokens_per_s']:,.0f} tokens/s, {metrics['tokens']:,.0f} tokens{memory}"
+    return f"loss {metrics['loss']:.4f}, {metrics['tokens_per_s']:,.0f} tokens/s{memory}"
 
 
 def keep_metrics(path: Path, step: int) -> None:
