@@ -468,9 +468,9 @@ def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "losses", losses)
         message = last_error(adapt(place, tmp_path / "out", "--save-every", 2))
-    assert "the loss of step 3 is nan (batch of" in message
+    assert "the loss of step 3 is nan; step 3, of " in message
     assert "ids.npy, row" in message
-    assert "the state of step 2 is in" in message
+    assert "was not applied; go on from step 2, which is saved in" in message
     assert adapt(place, tmp_path / "out", "--save-every", 2).code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
 

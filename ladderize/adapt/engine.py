@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ladderize.adapt.losses import ScoredLogits, Student
 from ladderize.adapt.ranks import Ranks
+from ladderize.adapt.students import whole
 from ladderize.console import UserError
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8
@@ -48,6 +49,11 @@ def wants_fsdp(ranks: int) -> bool:
         if said(key) == "true":
             raise UserError(f"accelerate's {option} has no effect on adapt; leave it out (adapt has --gradient-checkpointing)")
     return True
+
+
+def reshards() -> bool | None:
+    """What accelerate's --fsdp_reshard_after_forward says; None leaves it to FSDP2, which does so but for the outermost module."""
+    return False if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "false" else None
 
 
 def check_attention(name: str, device: str, compute: str) -> None:
@@ -124,8 +130,6 @@ class Engine:
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``; returns their norm before, over all ranks."""
-        from ladderize.adapt.students import whole
-
         return whole(nn.utils.clip_grad_norm_(self.parameters, max_norm))
 
     def step(self, rate: float) -> None:

@@ -34,6 +34,14 @@ def carried(adapter: Adapter) -> dict[str, str]:
     return {name: (adapter.folder / name).read_text(encoding="utf-8") for name in (DOCUMENT, METRICS) if (adapter.folder / name).is_file()}
 
 
+def note_of(adapter: Adapter) -> str:
+    """How the adapter came about, for the model card; empty where its adaptation.json does not say."""
+    try:
+        return card_note(adapter.document or {})
+    except (KeyError, TypeError, ValueError, AttributeError):  # somebody else's file
+        return ""
+
+
 def merge_adapter(
     adapter: str | Path, out: str | Path, *, base: str | None = None, console: Console | None = None, overwrite: bool = False,
     verify: bool = True, revision: str | None = None,
@@ -66,7 +74,7 @@ def merge_adapter(
         report = convert_checkpoint(
             name, out, Recipe(), revision=revision, overwrite=overwrite, verify=verify, replace=locate_tensors(file), console=console,
             record={"merged_adapter": record(source, found)}, check=lambda folder: check_merged(source, checkpoint, folder, console),
-            extra_files=carried(source), note=card_note(source.document) if source.document is not None else "",
+            extra_files=carried(source), note=note_of(source),
         )  # fmt: skip
     return {
         "adapter": str(source.folder), "base": name, "out": str(out), "layout": str(layout), **layout.to_config(), "fingerprint": found,

@@ -96,8 +96,6 @@ def read_metrics(path: Path, key: str) -> list[float]:
 
 def card_note(document: Mapping[str, Any]) -> str:
     """How the weights came about, for the model card."""
-    if "options" not in document:
-        return ""  # not ours
     weight, heldout = document["options"]["objective"]["distill_weight"], document["heldout_perplexity"]
     teacher = f" and the predictions of `{document['distill_from']}` (weight {weight:g})" if weight else ""
     reached = f", held-out perplexity {heldout['before']:.4f} before and {heldout['after']:.4f} after" if heldout else ""

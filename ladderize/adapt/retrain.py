@@ -14,7 +14,7 @@ from ladderize.adapt.adapters import LoraOptions, check_adapter_target, lora_con
 from ladderize.adapt.blockwise import check_pair
 from ladderize.adapt.data import Stream, fixed_rows
 from ladderize.adapt.distill import trainable_layers
-from ladderize.adapt.engine import Engine, check_attention, compute_name, wants_fsdp
+from ladderize.adapt.engine import Engine, check_attention, compute_name, reshards, wants_fsdp
 from ladderize.adapt.outcome import write_outcome
 from ladderize.adapt.packing import PackedRow
 from ladderize.adapt.ranks import Ranks, join_ranks
@@ -28,7 +28,7 @@ from ladderize.adapt.schedule import Budget
 from ladderize.adapt.students import EMBEDDING, HEAD, Build, build_student, build_teacher, trained_parameters, trained_tensors
 from ladderize.adapt.trackers import Trackers, check_trackers
 from ladderize.adapt.train_state import STATE_BYTES, WEIGHT_BYTES, TrainingFolder
-from ladderize.adapt.trainer import Trainer, TrainOptions, seconds_per_row
+from ladderize.adapt.trainer import Trainer, TrainOptions, probe_seconds
 from ladderize.adapt.work import work_folder
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_bytes, human_seconds
@@ -231,7 +231,7 @@ def prepare(
     options, how = task.options, task.how
     build = Build(
         ranks.device, task.compute, attention=options.attention, gradient_checkpointing=options.gradient_checkpointing,
-        mesh=ranks.mesh() if task.sharded else None,
+        mesh=ranks.mesh() if task.sharded else None, reshard=reshards(),
     )  # fmt: skip
     student = build_student(
         task.checkpoint, task.layout, build, trained=task.trained, lora=task.lora, seed=how.seed, temperature=how.objective.temperature
@@ -292,7 +292,7 @@ def announce(trainer: Trainer, task: Task, console: Console) -> None:
         f"rows of {how.seq_len} tokens, peak learning rate {how.schedule.peak:g}"
     )
     if rows := trainer.heldout[: how.micro_batch_size]:
-        per_token = seconds_per_row(trainer.engine, rows, how) * len(rows) / sum(len(row) for row in rows)
+        per_token = probe_seconds(trainer.engine, rows, how) / sum(len(row) for row in rows)
         left = 1 - how.budget.share(trainer.progress.step, trainer.progress.tokens)
         seconds = left * how.about_steps * how.batch_size * how.seq_len * per_token / ranks.size
         text += f", about {human_seconds(seconds)} on {ranks.device.type}"

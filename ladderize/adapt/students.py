@@ -4,7 +4,6 @@ Trained parameters are fp32 (the optimizer adds steps that bfloat16 would round 
 """
 
 import math
-import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,13 +24,15 @@ LORA_A, LORA_B = ".lora_A.default.", ".lora_B.default."
 
 @dataclass(frozen=True)
 class Build:
-    """How a model is made. compute: what products are computed in. mesh: FSDP2's, None where every rank holds everything."""
+    """How a model is made. compute: what products are computed in. mesh: FSDP2's, None where every rank holds everything; reshard: whether
+    a layer's parameters are given up between forward and backward (None: as FSDP2 thinks best)."""
 
     device: torch.device
     compute: torch.dtype = torch.float32
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
     mesh: Any = None
+    reshard: bool | None = None
 
 
 def trained_tensors(names: Iterable[str], layers: Sequence[int], everything: bool, *, tied: bool = False) -> frozenset[str]:
@@ -139,13 +140,8 @@ def _shard(module: nn.Module, build: Build) -> None:
     narrow = build.compute if build.compute != torch.float32 else None
     # a ladder layer hands on the stream that it was given; nothing writes into it
     warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
-    keep = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "false"
-    fully_shard(
-        module,
-        mesh=build.mesh,
-        reshard_after_forward=False if keep else None,
-        mp_policy=MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32),
-    )
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+    fully_shard(module, mesh=build.mesh, reshard_after_forward=build.reshard, mp_policy=policy)
 
 
 def trained_parameters(student: Student) -> Iterator[tuple[str, nn.Parameter]]:

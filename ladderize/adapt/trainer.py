@@ -170,25 +170,22 @@ class Trainer:
         }  # fmt: skip
 
     def check(self, loss: float, norm: float, rows: Sequence[PackedRow]) -> None:
-        """Raise UserError, before the update, where the loss or its gradient is no number or far above what it was for some steps."""
+        """Raise UserError, before the update, where the loss or its gradient is no number, or for some steps far above what it was."""
         step, recent = self.progress.step + 1, self.progress.recent
         if math.isfinite(loss) and math.isfinite(norm):
             exploded = [value for value in [*recent, loss][-EXPLOSIONS:] if value > explosion_bound(recent[:-EXPLOSIONS])]
             if len(exploded) < EXPLOSIONS:
                 return
-            what = (
-                f"the loss exploded: {', '.join(f'{value:.3g}' for value in exploded)} in steps {step - EXPLOSIONS + 1} to {step}, after a "
-            )
-            what += f"median of {statistics.median(recent[:-EXPLOSIONS]):.3g}"
-            advice = "go on from it with a lower --lr"
+            values = ", ".join(f"{value:.3g}" for value in exploded)
+            median = statistics.median(recent[:-EXPLOSIONS])
+            what = f"the loss exploded: {values} in steps {step - EXPLOSIONS + 1} to {step}, after a median of {median:.3g}"
         else:
             what = f"the loss of step {step} is {loss}" if not math.isfinite(loss) else f"the gradient of step {step} is {norm}"
-            advice = "go on from it with a lower --lr, or look at these rows"
         places = sorted({place for row in rows for place in row.where})
         shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
         state = self.folder.latest()
-        kept = f"; the state of step {int(state.name[-8:])} is in {self.folder.folder}" if state is not None else ""
-        raise UserError(f"{what} (batch of {shown}), and nothing of it was applied{kept}; {advice}")
+        advice = f"go on from step {int(state.name[-8:])}, which is saved in {self.folder.folder}," if state is not None else "begin again"
+        raise UserError(f"{what}; step {step}, of {shown}, was not applied; {advice} with a lower --lr, or look at these rows")
 
     def validate(self) -> Scores:
         """Score the held-out rows, note the result, and remember the best."""
@@ -285,8 +282,8 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def seconds_per_row(engine: Engine, rows: Sequence[PackedRow], options: TrainOptions) -> float:
-    """What one row takes, here and now: the second of two micro-batches whose gradients are thrown away. All ranks take part."""
+def probe_seconds(engine: Engine, rows: Sequence[PackedRow], options: TrainOptions) -> float:
+    """What a micro-batch of these rows takes, here and now: the faster of two, whose gradients are thrown away. All ranks take part."""
     seconds = math.inf
     for _ in range(2):
         begin = time.perf_counter()
@@ -296,4 +293,4 @@ def seconds_per_row(engine: Engine, rows: Sequence[PackedRow], options: TrainOpt
         float(losses.detach()[0])  # waits for the device
         seconds = min(seconds, time.perf_counter() - begin)
     engine.zero_grad()
-    return seconds / len(rows)
+    return seconds

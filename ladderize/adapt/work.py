@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import Checkpoint, TensorInfo, read_header
+from ladderize.convert.checkpoint import Checkpoint, TensorInfo, read_header, read_own
+from ladderize.convert.output import fsync
 from ladderize.eval.results import write_json
 
 ABOUT = "run.json"
@@ -52,7 +53,7 @@ class WorkFolder:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"another run is at work in {folder}; wait for it, or choose another --work-dir") from None
-        found = _read(path)
+        found = read_own(path)
         different = " and ".join(sorted(key for key in identity if found.get(key) != identity[key]))
         if found and different:
             raise UserError(
@@ -86,7 +87,7 @@ class WorkFolder:
 
     def remove(self) -> None:
         """Delete what was written here, and the folder if it was made for it and nothing else is in it."""
-        made = _read(self.folder / ABOUT).get("made_folder")
+        made = read_own(self.folder / ABOUT).get("made_folder")
         for pattern in self.CONTENT:
             for path in self.folder.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -119,9 +120,7 @@ class BlockFolder(WorkFolder):
         except SafetensorError as error:
             temporary.unlink(missing_ok=True)
             raise UserError(f"block {layer} cannot be saved in {self.folder}: {error}") from None
-        descriptor = os.open(temporary, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        fsync(temporary)
         temporary.rename(self.path(layer))
 
     def _metadata(self, layer: int) -> dict[str, str]:
@@ -157,11 +156,3 @@ def work_folder(out: str, work_dir: Path | None, *sources: Checkpoint) -> Path:
         if folder == other or folder in other.parents or other in folder.parents:
             raise UserError(f"--work-dir {folder} is, contains or lies inside {other}; choose a folder of its own")
     return folder
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        value = None
-    return value if isinstance(value, dict) else {}

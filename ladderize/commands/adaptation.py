@@ -53,7 +53,7 @@ def adapt(
     train: Annotated[
         str | None,
         typer.Option(
-            metavar="LAYERS", help="converted, all (embedding and LM head too), or ranges such as 16:32,40.  [default: converted]"
+            metavar="LAYERS", help="converted, all (full: embedding and LM head too), or ranges such as 16:32,40.  [default: converted]"
         ),
     ] = None,
     max_tokens: Annotated[str | None, typer.Option(metavar="COUNT", help="Train on so many tokens, such as 20M or 3B.")] = None,

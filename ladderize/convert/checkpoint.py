@@ -111,6 +111,15 @@ def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any
     return value
 
 
+def read_own(path: Path) -> dict[str, Any]:
+    """A JSON object that an earlier run of ours may have left; {} where it did not, or was killed while it wrote."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        value = None
+    return value if isinstance(value, dict) else {}
+
+
 def read_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor that transformers would load from ``folder``, by name, in file order."""
     if (folder / WEIGHTS).is_file():

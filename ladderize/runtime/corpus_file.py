@@ -10,6 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from ladderize.console import UserError, sentence, to_json
+from ladderize.convert.checkpoint import read_own
+from ladderize.convert.output import fsync
 
 
 def part_of(out: Path) -> Path:
@@ -52,14 +54,14 @@ class CorpusFile:
             raise
 
     def _open(self, samples: int, overwrite: bool) -> None:
-        found = _read(self.about)
+        found = read_own(self.about)
         if found.get("finished") == samples and self.out.is_file() and not self.part.exists() and not self._differences(found):
             self._count(self.out)
             return
         self.file = _locked(self.part)
         if self.out.exists() and not overwrite:
             raise _is_there(self.out)
-        found = _read(self.about)  # anew: under the lock nobody changes it
+        found = read_own(self.about)  # anew: under the lock nobody changes it
         if os.fstat(self.file.fileno()).st_size:
             self._check(found)
         if found.get("finished") is not None or self._differences(found):
@@ -120,7 +122,7 @@ class CorpusFile:
             os.fsync(self.file.fileno())
             self._write_about(finished=self.samples)
             os.replace(self.part, self.out)
-            _fsync(self.out.parent)
+            fsync(self.out.parent)
         self.about.unlink(missing_ok=True)
 
     def _write_about(self, **more: Any) -> None:
@@ -135,7 +137,7 @@ class CorpusFile:
         if self.file is not None:
             if not os.fstat(self.file.fileno()).st_size:  # nothing was done that would be missed
                 self.part.unlink(missing_ok=True)
-                if "finished" not in _read(self.about):
+                if "finished" not in read_own(self.about):
                     self.about.unlink(missing_ok=True)
             self.file.close()
             self.file = None
@@ -173,19 +175,3 @@ def _ids(line: bytes) -> list[int] | None:
 
 def _is_there(out: Path) -> UserError:
     return UserError(f"--out {out} is there already; choose another name, or pass --overwrite")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        value = None
-    return value if isinstance(value, dict) else {}
-
-
-def _fsync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
