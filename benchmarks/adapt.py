@@ -22,19 +22,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import ladderize
-from ladderize.adapt.packing import IGNORED, collate
+from ladderize.adapt.data.packing import IGNORED, collate
+from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.ranks import Ranks
-from ladderize.adapt.reading.sources import parse_specs
-from ladderize.adapt.retrain import open_stream, open_task, prepare
-from ladderize.adapt.retrain_options import RetrainOptions
-from ladderize.adapt.schedule import Budget
-from ladderize.adapt.trackers import Trackers
-from ladderize.adapt.train_state import TrainingFolder
+from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.retrain.run import open_stream, open_task, prepare
+from ladderize.adapt.retrain.schedule import Budget
+from ladderize.adapt.retrain.state import TrainingFolder
+from ladderize.adapt.retrain.trackers import Trackers
 from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.runtime.distributed import Group
-from ladderize.runtime.environment import environment
+from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.launch import Group
 
 LAYOUTS = {"ladder": Recipe(ladder="all"), "spd": Recipe(spd="all", sync_tp_size=4)}
 STEPS, LR = 4, 1e-4

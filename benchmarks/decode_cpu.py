@@ -44,9 +44,9 @@ def runtime(folder: str, rank: int, store: str, backend: str):
     import torch
 
     in_group(rank, store)
-    from ladderize.runtime.collectives import choose
-    from ladderize.runtime.distributed import Group
-    from ladderize.runtime.generate import Sampling, sample
+    from ladderize.runtime.collectives.base import choose
+    from ladderize.runtime.decode import Sampling, sample
+    from ladderize.runtime.launch import Group
     from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 
     group = Group(rank, 2, torch.device("cpu"))
@@ -98,7 +98,7 @@ def matrix_vector(rank: int, store: str, packed: bool):
     import torch.nn.functional as F
 
     in_group(rank, store)
-    from ladderize.runtime.parallel import Linear
+    from ladderize.runtime.layers import Linear
 
     sizes = [(768, 1024), (1024, 512), (2816, 1024), (1024, 1408)] * 16
     weights = [torch.randn(size).bfloat16() for size in sizes]

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 
 from ladderize.console import Console
-from ladderize.runtime.bench import run_bench
-from ladderize.runtime.command import BenchArguments, plan
+from ladderize.runtime.bench.options import BenchArguments, plan
+from ladderize.runtime.bench.run import run_bench
 
 SHAPES = Path(__file__).parent / "shapes"
 

@@ -18,20 +18,20 @@ import numpy as np
 import torch
 from gpu_spd import random_checkpoint
 
-from ladderize.adapt.losses import Objective
-from ladderize.adapt.outcome import read_metrics
+from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.ranks import Ranks
-from ladderize.adapt.reading.sources import parse_specs
-from ladderize.adapt.retrain import open_stream, open_task, prepare, retrain
-from ladderize.adapt.retrain_options import RetrainOptions
-from ladderize.adapt.schedule import Budget
-from ladderize.adapt.trackers import Trackers
-from ladderize.adapt.train_state import TrainingFolder
+from ladderize.adapt.retrain.losses import Objective
+from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.retrain.outcome import read_metrics
+from ladderize.adapt.retrain.run import open_stream, open_task, prepare, retrain
+from ladderize.adapt.retrain.schedule import Budget
+from ladderize.adapt.retrain.state import TrainingFolder
+from ladderize.adapt.retrain.trackers import Trackers
 from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.runtime.distributed import Group
-from ladderize.runtime.environment import environment
+from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.launch import Group
 from ladderize.runtime.spec import read_shape
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}

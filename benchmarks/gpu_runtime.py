@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from ladderize.console import Console
-from ladderize.runtime.bench import run_bench
-from ladderize.runtime.command import BenchArguments, plan
+from ladderize.runtime.bench.options import BenchArguments, plan
+from ladderize.runtime.bench.run import run_bench
 
 # Seconds of 511 decode steps at tp_size 8: batch -> dense, ladder, no communication
 # (github.com/mayank31398/ladder-residual-inference, branch pp, logs/final)

@@ -16,17 +16,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.distill import DistillOptions, Student, Windows, distill
-from ladderize.adapt.head_grouping import group_heads
-from ladderize.adapt.work import BlockFolder
+from ladderize.adapt.blockwise.distill import DistillOptions, Student, Windows, distill
+from ladderize.adapt.blockwise.folder import BlockFolder
+from ladderize.adapt.blockwise.head_grouping import group_heads
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
 from ladderize.eval.sensitivity import Suffixes, column_layouts, sweep_seconds
 from ladderize.layout import Layout
 from ladderize.memory import PeakMemory
-from ladderize.runtime.communication import synchronize
-from ladderize.runtime.distributed import Group
-from ladderize.runtime.environment import environment
+from ladderize.runtime.bench.alone_times import synchronize
+from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.launch import Group
 from ladderize.runtime.spec import known_shapes, read_shape
 
 RANKS = 8

@@ -19,17 +19,17 @@ from pathlib import Path
 
 import torch
 
-from ladderize.adapt.blockwise import BlockwiseOptions, loaded, training_windows
-from ladderize.adapt.distill import DistillOptions, Student, distill
-from ladderize.adapt.head_grouping import group_heads
-from ladderize.adapt.work import BlockFolder
+from ladderize.adapt.blockwise.distill import DistillOptions, Student, distill
+from ladderize.adapt.blockwise.folder import BlockFolder
+from ladderize.adapt.blockwise.head_grouping import group_heads
+from ladderize.adapt.blockwise.run import BlockwiseOptions, loaded, training_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console
 from ladderize.eval.harness import EvalOptions, evaluate_models
 from ladderize.eval.sensitivity import SensitivityOptions, measure_sensitivity
 from ladderize.layout import Layout
-from ladderize.runtime.distributed import Group
-from ladderize.runtime.environment import environment
+from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.launch import Group
 from ladderize.workflows.spd import SpdOptions, permuted, run_spd
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)

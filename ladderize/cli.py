@@ -8,7 +8,12 @@ from typing import Annotated
 import typer
 
 from ladderize import __version__
-from ladderize.commands import adaptation, blockwise, checkpoints, evaluation, merging, runtime
+from ladderize.commands import adapt as adaptation
+from ladderize.commands import convert as checkpoints
+from ladderize.commands import eval as evaluation
+from ladderize.commands import generate as runtime
+from ladderize.commands import merge as merging
+from ladderize.commands import spd as blockwise
 from ladderize.commands.options import AsJson
 from ladderize.console import DEBUG, Console, error_boundary
 

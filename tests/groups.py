@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from ladderize.runtime.collectives import Collectives, Handle, choose
-from ladderize.runtime.generate import Generator, Sampling, generate
+from ladderize.runtime.collectives.base import Collectives, Handle, choose
+from ladderize.runtime.decode import Generator, Sampling, generate
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 
 MAX_BYTES = 1 << 18

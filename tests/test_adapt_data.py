@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers, processors
 
-from ladderize.adapt.data import Stream, StreamOptions, fixed_rows, rank_rows
-from ladderize.adapt.packing import segments
-from ladderize.adapt.reading import chunks, sources
-from ladderize.adapt.reading.examples import Encoder
-from ladderize.adapt.reading.formats import BadRow, BadRows, Row
-from ladderize.adapt.reading.indexed import PASSAGE_BYTES, TextRows
-from ladderize.adapt.reading.show import document, show
-from ladderize.adapt.reading.sources import open_rows, parse_specs
+from ladderize.adapt.data.examples import Encoder
+from ladderize.adapt.data.files import PASSAGE_BYTES, TextRows
+from ladderize.adapt.data.formats import BadRow, BadRows, Row
+from ladderize.adapt.data.packing import segments
+from ladderize.adapt.data.show import document, show
+from ladderize.adapt.data.sources import open_rows, parse_specs
+from ladderize.adapt.data.stream import Stream, StreamOptions, chunks, fixed_rows, rank_rows, sources
 from ladderize.console import UsageError, UserError
 from ladderize.modeling import load_tokenizer
 from tests.helpers import ROOT
@@ -428,7 +427,7 @@ def make_data(kind, folder: Path, monkeypatch):
         np.save(folder / "a.npy", np.random.default_rng(0).integers(2, VOCAB, (25, 40)))
         return [str(folder / "a.npy")]
     if kind == "txt":
-        monkeypatch.setattr("ladderize.adapt.reading.indexed.PASSAGE_BYTES", 200)
+        monkeypatch.setattr("ladderize.adapt.data.files.PASSAGE_BYTES", 200)
         (folder / "a.txt").write_text("\n".join(text_of(number) for number in range(60)))
         return [str(folder / "a.txt")]
     if kind == "several":

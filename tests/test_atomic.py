@@ -13,8 +13,9 @@ import pytest
 
 from ladderize import convert_checkpoint, load
 from ladderize.console import UserError
-from ladderize.convert import output, pipeline
+from ladderize.convert import pipeline
 from ladderize.convert.recipe import Recipe
+from ladderize.files import output
 from tests.helpers import invoke, listing, one_sentence, save_llama
 from tests.test_convert import fingerprint
 
@@ -24,7 +25,8 @@ LADDER = Recipe(ladder="2:")
 STOPPER = """
 import os, sys, time
 from pathlib import Path
-from ladderize.convert import output, pipeline
+from ladderize.convert import pipeline
+from ladderize.files import output
 from ladderize.convert.recipe import Recipe
 source, out, moment, flag = sys.argv[1:]
 def stop(*args, **kwargs):

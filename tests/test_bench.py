@@ -9,12 +9,13 @@ import torch
 
 from ladderize.console import UsageError, UserError
 from ladderize.demo.run import MODEL
-from ladderize.runtime import bench, gate
-from ladderize.runtime.collectives import Collectives, Handle, Recording
-from ladderize.runtime.command import BenchArguments, named_layout, plan
-from ladderize.runtime.cost_model import Operation, predict
-from ladderize.runtime.emulated import Emulated, Link, known_links, parse_link, sleep_until
-from ladderize.runtime.trace import cpu_overlap, gpu_overlap
+from ladderize.runtime.bench import reference_check as gate
+from ladderize.runtime.bench import run as bench
+from ladderize.runtime.bench.cost_model import Operation, predict
+from ladderize.runtime.bench.options import BenchArguments, named_layout, plan
+from ladderize.runtime.bench.trace import cpu_overlap, gpu_overlap
+from ladderize.runtime.collectives.base import Collectives, Handle, Recording
+from ladderize.runtime.collectives.emulated import Emulated, Link, known_links, parse_link, sleep_until
 from tests.helpers import SHAPE, invoke, listing, make_model, one_sentence, run_cli, save_llama
 
 QUICK = ["--prompt-len", 8, "--output-len", 4, "--repeat", 2, "--warmup", 1, "--threads", 1]
@@ -65,7 +66,9 @@ def test_emulated_messages_take_turns(monkeypatch):
     now = [100.0]
     slept = []
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("ladderize.runtime.emulated.sleep_until", lambda deadline: (slept.append(deadline), now.__setitem__(0, deadline)))
+    monkeypatch.setattr(
+        "ladderize.runtime.collectives.emulated.sleep_until", lambda deadline: (slept.append(deadline), now.__setitem__(0, deadline))
+    )
     link = Link("test", 1e6, 1e-9 * 4)  # a second, and a second for each 4 bytes
     emulated = Emulated(4, link)
     x = torch.ones(1)
@@ -227,7 +230,7 @@ def test_a_different_token_needs_a_margin_below_the_tolerance(tmp_path, dtype, s
     """Two logits nearly equal: bfloat16 may take either, float32 may not."""
     folder = tmp_path / "m"
     save_llama(folder, dtype=getattr(torch, dtype), max_position_embeddings=128)
-    from ladderize.runtime.distributed import Group
+    from ladderize.runtime.launch import Group
     from ladderize.runtime.spec import checkpoint_spec
     from tests.groups import make_generator
 

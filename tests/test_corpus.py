@@ -13,9 +13,9 @@ import torch
 
 from ladderize.demo.run import MODEL
 from ladderize.modeling import load_tokenizer
-from ladderize.runtime.corpus_file import CorpusFile
-from ladderize.runtime.generate import Generator, Sampling
+from ladderize.runtime.decode import Generator, Sampling
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
+from ladderize.runtime.texts.corpus_file import CorpusFile
 from tests.helpers import SHAPE, edit_json, invoke, last_error, listing, make_model, one_sentence, save_llama
 
 EOS = 5
@@ -273,7 +273,7 @@ def test_bad_models_and_places(tmp_path, monkeypatch):
     edit_json(model / "config.json", bos_token_id=None)
     assert "has no BOS token" in failure(command(model, out))
     edit_json(model / "config.json", bos_token_id=1)
-    monkeypatch.setattr("ladderize.runtime.generate.Generator.prefill", lambda self, prompts: torch.tensor([torch.nan]))
+    monkeypatch.setattr("ladderize.runtime.decode.Generator.prefill", lambda self, prompts: torch.tensor([torch.nan]))
     assert "its logits are NaN or infinite" in failure(command(model, out))
     assert listing(tmp_path) == before  # a run that made nothing leaves nothing
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ladderize.adapt import blockwise
-from ladderize.adapt.distill import BlockTrainer, DistillOptions, Student, _schedule, needs_pair, teacher_pass, trainable_layers
-from ladderize.adapt.states import StateStore
-from ladderize.adapt.work import BlockFolder
+from ladderize.adapt.blockwise import run as blockwise
+from ladderize.adapt.blockwise.distill import BlockTrainer, DistillOptions, Student, _schedule, needs_pair, teacher_pass, trainable_layers
+from ladderize.adapt.blockwise.folder import BlockFolder
+from ladderize.adapt.blockwise.hidden_states import StateStore
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import UserError
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM

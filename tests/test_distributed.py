@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ladderize.console import DEBUG, UserError
-from ladderize.runtime import distributed
-from ladderize.runtime.collectives import Collectives, NoCommunication, choose
-from ladderize.runtime.distributed import Group
-from ladderize.runtime.shm import SharedMemory
+from ladderize.runtime import launch as distributed
+from ladderize.runtime.collectives.base import Collectives, NoCommunication, choose
+from ladderize.runtime.collectives.shm import SharedMemory
+from ladderize.runtime.launch import Group
 from tests.groups import die, fail, reduce_long, reduce_randomly, too_large, values, wait_twice
 from tests.helpers import invoke
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ladderize.demo.run import MODEL
-from ladderize.runtime import distributed
-from ladderize.runtime.generate import Sampling, generate, sample
+from ladderize.runtime import launch as distributed
+from ladderize.runtime.decode import Sampling, generate, sample
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
-from ladderize.runtime.text import TextStream
+from ladderize.runtime.texts.prompts import TextStream
 from tests.groups import make_generator, sampled
 from tests.helpers import ROOT, edit_json, invoke, make_model, one_sentence, random_ids, run_cli, save_llama
 
@@ -84,7 +84,7 @@ def test_a_row_stops_at_any_eos_and_the_others_go_on(tmp_path):
     prompts = [random_ids(5).tolist(), random_ids(3).tolist()]
     free = distributed.run(sampled, tmp_path / "m", prompts, Sampling(), 24, tp_size=1, device="cpu", threads=1)
     group = distributed.Group(0, 1, torch.device("cpu"))
-    from ladderize.runtime.collectives import Collectives
+    from ladderize.runtime.collectives.base import Collectives
 
     generator = make_generator(tmp_path / "m", group, Collectives(), 2, 64)
     stop = free[0][6]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ladderize.runtime.collectives import Collectives
-from ladderize.runtime.distributed import Group
-from ladderize.runtime.emulated import Link, emulate
-from ladderize.runtime.generate import Generator, Sampling, generate
-from ladderize.runtime.trace import Traced, trace
+from ladderize.runtime.bench.trace import Traced, trace
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.emulated import Link, emulate
+from ladderize.runtime.decode import Generator, Sampling, generate
+from ladderize.runtime.launch import Group
 from tests.groups import make_generator
 from tests.helpers import LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle

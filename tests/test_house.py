@@ -10,13 +10,13 @@ import pytest
 from tests.helpers import ROOT
 
 PACKAGE = ROOT / "ladderize"
-LEAVES = {"layout", "console", "modeling", "data", "figure", "memory"}
+LEAVES = {"layout", "console", "files", "modeling", "data", "figure", "memory"}
 MAY_IMPORT = {
     "convert": LEAVES | {"convert"},
     "runtime": LEAVES | {"convert", "runtime"},
     "blocks": LEAVES | {"convert"},
     "eval": LEAVES | {"blocks", "convert", "runtime", "eval"},
-    "adapt": LEAVES | {"blocks", "convert", "adapt", "eval.perplexity", "eval.results"},
+    "adapt": LEAVES | {"blocks", "convert", "adapt", "eval.perplexity"},
     "demo": LEAVES | {"blocks", "convert", "runtime", "eval", "adapt", "workflows", "demo"},
     "workflows": LEAVES | {"blocks", "convert", "runtime", "eval", "adapt", "workflows"},
     "commands": LEAVES | {"blocks", "convert", "runtime", "eval", "adapt", "workflows", "commands"},

@@ -14,13 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ladderize
-from ladderize.adapt import merge, merge_check
-from ladderize.adapt.adapter_reader import Adapter, read_adapter
-from ladderize.adapt.adapters import TARGETS, LoraOptions, check_adapter_target, lora_config, write_adapter
-from ladderize.adapt.merge import merge_adapter
-from ladderize.adapt.tensor_file import infos_of, locate_tensors, write_tensors
+from ladderize.adapt.lora import merge, merge_check
+from ladderize.adapt.lora.merge import merge_adapter
+from ladderize.adapt.lora.read import Adapter, read_adapter
+from ladderize.adapt.lora.write import TARGETS, LoraOptions, check_adapter_target, lora_config, write_adapter
 from ladderize.blocks import open_checkpoint
 from ladderize.console import UsageError, UserError
+from ladderize.convert.tensor_file import infos_of, locate_tensors, write_tensors
 from tests.helpers import LAYOUTS, SHAPE, edit_json, invoke, listing, make_model, one_sentence, random_ids
 
 TIGHT = {"rtol": 1e-4, "atol": 5e-5}

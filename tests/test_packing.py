@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices
 
-from ladderize.adapt.data import rank_rows
-from ladderize.adapt.packing import IGNORED, collate, join, pack, segments, targets_of, unpacked
-from ladderize.adapt.reading.examples import Example
+from ladderize.adapt.data.examples import Example
+from ladderize.adapt.data.packing import IGNORED, collate, join, pack, segments, targets_of, unpacked
+from ladderize.adapt.data.stream import rank_rows
 from tests.helpers import make_model, random_ids
 
 X = IGNORED

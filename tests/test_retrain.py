@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import ladderize
-from ladderize.adapt import retrain as retraining
-from ladderize.adapt import trainer as training
-from ladderize.adapt.engine import BETAS, EPSILON, Engine, wants_fsdp
-from ladderize.adapt.losses import Objective, token_losses
-from ladderize.adapt.outcome import read_metrics
 from ladderize.adapt.ranks import Ranks
-from ladderize.adapt.resources import Demand, what_would_fit
-from ladderize.adapt.schedule import Budget, Schedule, parse_count
-from ladderize.adapt.students import Build, build_student, build_teacher, trained_parameters, trained_tensors
-from ladderize.adapt.train_state import TrainingFolder
+from ladderize.adapt.retrain import run as retraining
+from ladderize.adapt.retrain import trainer as training
+from ladderize.adapt.retrain.engine import BETAS, EPSILON, Engine, wants_fsdp
+from ladderize.adapt.retrain.losses import Objective, token_losses
+from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
+from ladderize.adapt.retrain.models import Build, build_student, build_teacher, trained_parameters, trained_tensors
+from ladderize.adapt.retrain.outcome import read_metrics
+from ladderize.adapt.retrain.schedule import Budget, Schedule, parse_count
+from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.blocks import open_checkpoint
 from ladderize.console import UserError
 from ladderize.convert.pipeline import convert_checkpoint
@@ -88,7 +88,7 @@ def test_losses_are_their_definitions(temperature, monkeypatch):
         divergence += (p * (p / q).log()).sum()
     expected = torch.autograd.grad(0.3 * entropy + 0.7 * temperature**2 * divergence, logits)[0]
     for at_once in (1 << 26, 3 * 7):  # whole, and three tokens at a time
-        monkeypatch.setattr("ladderize.adapt.losses.LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr("ladderize.adapt.retrain.losses.LOGITS_AT_ONCE", at_once)
         parts = token_losses(logits, targets, teacher.detach(), temperature)
         torch.testing.assert_close(parts[0].double(), entropy, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(parts[1].double(), divergence, rtol=1e-5, atol=1e-5)
@@ -168,7 +168,7 @@ def test_training_is_a_plain_loop(place, tmp_path):
 
 
 def retraining_specs(path):
-    from ladderize.adapt.reading.sources import parse_specs
+    from ladderize.adapt.data.sources import parse_specs
 
     return parse_specs([str(path)])
 
@@ -351,7 +351,7 @@ def test_a_bad_row_on_the_way_can_be_skipped_from_there(place, tmp_path, monkeyp
     rows[7] = [5]
     Dataset.from_dict({"input_ids": rows}).to_parquet(tmp_path / "rows.parquet")
     more = ["--data", tmp_path / "rows.parquet", "--save-every", 1000, "--no-packing"]
-    monkeypatch.setattr("ladderize.adapt.reading.chunks.CHUNK_ROWS", 4)
+    monkeypatch.setattr("ladderize.adapt.data.chunks.CHUNK_ROWS", 4)
     command = [argument for argument in arguments(place, *more, steps=12) if argument != place / "ids.npy"]
     command.remove("--data")
     message = last_error(invoke(*command[:2], tmp_path / "out", *command[2:]))
@@ -583,7 +583,7 @@ def test_dense_models_and_missing_budgets_are_refused(place, tmp_path):
 
 
 def test_trained_parameters_have_names_that_files_give_them(place):
-    from ladderize.adapt.adapters import LoraOptions, lora_config
+    from ladderize.adapt.lora.write import LoraOptions, lora_config
 
     checkpoint = open_checkpoint(str(place / "both"))
     layout = Layout.from_config(checkpoint.config)

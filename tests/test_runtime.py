@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ladderize.console import UserError
-from ladderize.runtime import distributed
-from ladderize.runtime.collectives import Collectives
-from ladderize.runtime.generate import FixedStep
+from ladderize.runtime import launch as distributed
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.decode import FixedStep
 from tests.groups import make_generator, run_models
 from tests.helpers import LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from ladderize import load
 from ladderize.console import UserError
 from ladderize.convert.heads import permute_heads, read_head_map
-from ladderize.convert.yaml12 import load_yaml
 from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL
 from ladderize.eval.sensitivity import Suffixes
+from ladderize.files.yaml12 import load_yaml
 from ladderize.workflows import spd
 from tests.helpers import invoke, listing, one_sentence
 

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from ladderize import __version__
-from ladderize.convert.yaml12 import load_yaml
+from ladderize.files.yaml12 import load_yaml
 from ladderize.layout import Layout, format_ranges
 
 MARK = "<!-- written by ladderize convert -->"  # tells our cards from those that people write

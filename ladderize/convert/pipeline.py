@@ -14,7 +14,6 @@ import yaml
 
 from ladderize import __version__
 from ladderize.console import SCHEMA_VERSION, Console, UserError, human_bytes, sentence
-from ladderize.convert import output
 from ladderize.convert.card import MARK, make_card
 from ladderize.convert.checkpoint import INDEX, WEIGHTS, TensorInfo, header_sha256
 from ladderize.convert.heads import HeadMap
@@ -22,6 +21,7 @@ from ladderize.convert.plan import Plan, describe, make_plan
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import verify as verify_output
 from ladderize.convert.weights import index_for, write_shard
+from ladderize.files import output
 from ladderize.layout import CONFIG_KEYS, Layout, format_ranges
 
 REMOTE_CODE = Path(__file__).parent / "remote_code"

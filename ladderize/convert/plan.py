@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.console import UserError, to_json
-from ladderize.convert import output
 from ladderize.convert.checkpoint import (
     INDEX,
     PICKLES,
@@ -25,6 +24,7 @@ from ladderize.convert.llama import check_config, check_tensors, parameter_count
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection
 from ladderize.convert.weights import Shard, parse_size, plan_shards
+from ladderize.files import output
 from ladderize.layout import Layout
 
 MADE_HERE = {"config.json", "ladderize.yaml", "README.md", "README.source.md", INDEX}

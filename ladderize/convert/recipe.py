@@ -11,7 +11,7 @@ import yaml
 from ladderize.console import UsageError, UserError
 from ladderize.convert.selection import Selection, read_sensitivity, select
 from ladderize.convert.weights import DTYPES, parse_size
-from ladderize.convert.yaml12 import Yaml12Loader, load_yaml
+from ladderize.files.yaml12 import Yaml12Loader, load_yaml
 from ladderize.layout import Layout, RangeSyntaxError, format_ranges, parse_ranges
 
 AUTO = "auto"  # of spd: the layers are chosen by their measured sensitivity

@@ -7,23 +7,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.blockwise import BlockwiseOptions
-from ladderize.adapt.distill import DistillOptions
-from ladderize.adapt.losses import Objective
-from ladderize.adapt.outcome import summary as summary_of_training
-from ladderize.adapt.reading.sources import parse_specs
-from ladderize.adapt.retrain import retrain
-from ladderize.adapt.retrain_options import RetrainOptions
-from ladderize.adapt.schedule import Budget
+from ladderize.adapt.blockwise.distill import DistillOptions
+from ladderize.adapt.blockwise.run import BlockwiseOptions
+from ladderize.adapt.data.sources import parse_specs
+from ladderize.adapt.retrain.losses import Objective
+from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.retrain.outcome import summary as summary_of_training
+from ladderize.adapt.retrain.run import retrain
+from ladderize.adapt.retrain.schedule import Budget
 from ladderize.console import Console, UserError, table
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.eval.harness import EvalOptions, comparison, evaluate_models
-from ladderize.eval.results import write_json
-from ladderize.runtime.bench import run_bench
-from ladderize.runtime.command import BenchArguments, plan
-from ladderize.runtime.report import summary
+from ladderize.files.documents import write_json
+from ladderize.runtime.bench.options import BenchArguments, plan
+from ladderize.runtime.bench.report import summary
+from ladderize.runtime.bench.run import run_bench
 from ladderize.workflows.spd import SpdOptions, block_rows, perplexity_rows, run_spd
 
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ladderize.runtime.parallel import Shape
+from ladderize.runtime.layers import Shape
 
 
 @dataclass

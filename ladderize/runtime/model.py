@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ladderize.layout import BLOCKING, DROPPED, Layout
-from ladderize.runtime.collectives import Collectives, Handle
+from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.parallel import LayerWeights, Shape, Weights
+from ladderize.runtime.layers import LayerWeights, Shape, Weights
 
 
 @dataclass(frozen=True)

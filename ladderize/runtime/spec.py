@@ -13,15 +13,15 @@ from ladderize.console import UserError
 from ladderize.convert.checkpoint import FLOAT_DTYPES, fetch_weights, read_checkpoint, read_config, read_json, resolve_json
 from ladderize.convert.llama import check_config, check_tensors, expected_tensors
 from ladderize.layout import Layout
-from ladderize.runtime.collectives import Collectives
-from ladderize.runtime.distributed import Group
-from ladderize.runtime.generate import Generator, rope_table
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.decode import Generator, rope_table
 from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.launch import Group
+from ladderize.runtime.layers import Shape, Weights, check_tp_size, virtual_ranks
 from ladderize.runtime.loader import CheckpointReader, RandomSource, files_identity, load_weights
 from ladderize.runtime.model import TPLlama
-from ladderize.runtime.parallel import Shape, Weights, check_tp_size, virtual_ranks
 
-SHAPES = Path(__file__).parent / "data" / "shapes.json"
+SHAPES = Path(__file__).parent / "shapes.json"
 RUN_DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "swish")
 

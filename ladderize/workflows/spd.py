@@ -14,7 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.blockwise import (
+from ladderize.adapt.blockwise.distill import Student, Windows, distill
+from ladderize.adapt.blockwise.folder import BlockFolder, work_folder
+from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds
+from ladderize.adapt.blockwise.run import (
     BlockwiseOptions,
     announce,
     compute_dtype,
@@ -24,21 +27,18 @@ from ladderize.adapt.blockwise import (
     training_record,
     training_windows,
 )
-from ladderize.adapt.distill import Student, Windows, distill
-from ladderize.adapt.head_grouping import Units, group_heads, grouping_seconds
 from ladderize.adapt.ranks import join_ranks
-from ladderize.adapt.work import BlockFolder, work_folder
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_seconds, to_json
-from ladderize.convert import output
 from ladderize.convert.checkpoint import fingerprint, read_json
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
 from ladderize.convert.llama import kv_head_count
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import CLASSES, IN_SENSITIVE, Selection
-from ladderize.eval.results import write_json
 from ladderize.eval.sensitivity import TAU2, SensitivityOptions, measure_sensitivity
+from ladderize.files import output
+from ladderize.files.documents import write_json
 from ladderize.layout import Layout, check_split, format_ranges
 
 CALIBRATION_SAMPLES = 128  # the paper's

@@ -1,0 +1,94 @@
+"""A conversation -> token ids through the tokenizer's chat template, and which of them the assistant wrote.
+
+transformers' own ``return_assistant_tokens_mask`` is not used: where a turn begins or ends in a space, and the tokenizer's offsets leave
+spaces out (Llama 3's do), it scores nothing or all the rest. Here every token that begins in an assistant's turn is scored.
+"""
+
+import re
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ladderize.adapt.data.formats import BadRow
+from ladderize.console import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+DATE = datetime(2024, 7, 26)  # what Llama 3.2's template says where it is given no date
+Span = tuple[int, int]
+
+
+class ChatTemplate:
+    """A tokenizer's chat template. Raises UserError if there is none, or if the tokenizer cannot say which characters a token stands for.
+
+    Where the template has ``{% generation %}`` markers, they say what is scored. Else it is what the template adds after the prompt for
+    an answer: the turn and what ends it.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", where: str) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError(
+                f"{where}: a conversation, but the tokenizer has no chat template; put a chat_template.jinja into the model's folder"
+            )
+        if not tokenizer.is_fast:
+            raise UserError(f"{where}: a conversation, but the tokenizer is not a fast one, which would say where each token begins")
+        self.tokenizer = tokenizer
+        self.template: str = tokenizer.get_chat_template()
+        self.has_markers = MARKERS.search(self.template) is not None
+
+    def encode(self, messages: list[dict[str, Any]], where: str) -> tuple[np.ndarray, np.ndarray]:
+        """int64 ids and bool scored, [tokens] each. The text is tokenised as a whole, and only the template gives it a BOS.
+
+        Raises BadRow if the template refuses the conversation, UserError if the template does not show where the turns are.
+        """
+        text, spans = self._marked(messages, where) if self.has_markers else self._by_prefixes(messages, where)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return np.asarray(encoding["input_ids"], dtype=np.int64), _inside(offsets, spans)
+
+    def _render(self, messages: list[dict[str, Any]], where: str, **options: Any) -> tuple[str, list[Span]]:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            # some templates tell the model today's date, and a row must not depend on when it is read
+            given: dict[str, Any] = {**self.tokenizer.special_tokens_map, "strftime_now": DATE.strftime, **options}
+            rendered: Any = render_jinja_template(conversations=[messages], chat_template=self.template, **given)
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise BadRow(f"{where}: the chat template refuses the conversation ({' '.join(str(error).split())[:200]})") from None
+        texts, spans = rendered  # spans are empty unless asked for
+        return texts[0], spans[0] if spans else []
+
+    def _marked(self, messages: list[dict[str, Any]], where: str) -> tuple[str, list[Span]]:
+        return self._render(messages, where, return_assistant_tokens_mask=True)
+
+    def _by_prefixes(self, messages: list[dict[str, Any]], where: str) -> tuple[str, list[Span]]:
+        text, _ = self._render(messages, where)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._render(messages[:number], where, add_generation_prompt=True)
+            after, _ = self._render(messages[: number + 1], where)
+            if not text.startswith(after) or not after.startswith(before):
+                raise UserError(
+                    f"{where}: turn {number + 1}: the chat template rewrites earlier turns, so that nobody can tell which text is the "
+                    "assistant's; put {% generation %} and {% endgeneration %} around it in the template"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+
+def _inside(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """Whether each token begins inside a span. offsets: [tokens, 2], of characters."""
+    begins = offsets[:, 0].copy()
+    # a token of spaces alone may have lost them all: it begins where the token before it ended
+    empty = np.flatnonzero(offsets[:, 0] == offsets[:, 1])
+    begins[empty[empty > 0]] = offsets[empty[empty > 0] - 1, 1]
+    inside = np.zeros(len(offsets), dtype=bool)
+    for begin, end in spans:
+        inside |= (begins >= begin) & (begins < end)
+    return inside

@@ -1,0 +1,156 @@
+"""One source, row by row and epoch after epoch: in which order, which rows are held out, and where it stands."""
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+
+from ladderize.adapt.data.examples import Encoded, Encoder
+from ladderize.adapt.data.files import Rows
+from ladderize.adapt.data.formats import BadRows, Row
+from ladderize.adapt.data.hub import HubRows
+from ladderize.console import UserError
+
+BATCH = 64  # rows that are tokenised together, ahead of their use
+HELDOUT_OF_STREAM, MOST_HELDOUT, HELDOUT_SHARE = 64, 256, 100
+# What a random generator draws. Keys after the seed must not end in it: numpy takes [seed, 1] and [seed, 1, 0] for the same.
+ORDER, HELDOUT, SHUFFLE = 1, 2, 3
+
+Cursor = dict[str, Any]
+
+
+class Reader(Protocol):
+    """bad: the rows left out since opening. A cursor is small, JSON can hold it, and ``seek`` goes to exactly that place."""
+
+    name: str
+    heldout: list[Row]
+    bad: BadRows
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def progress(self) -> float:
+        """The share of the epoch that was read, in the middle of the next row; 0 for a stream, whose length nobody knows."""
+        ...
+
+    def take(self) -> Encoded:
+        """What the next row gives. After an epoch's last row the reader stands at the beginning of the next."""
+        ...
+
+    def cursor(self) -> Cursor: ...
+
+    def seek(self, cursor: Mapping[str, Any]) -> None: ...
+
+    def epochs(self, cursor: Mapping[str, Any]) -> float:
+        """How often the source was read at a cursor; of a stream only whole times are known."""
+        ...
+
+
+class IndexedReader:
+    """Rows of files in a fresh order every epoch, except ``count`` held-out ones (None: a hundredth, 1 to 256), drawn once.
+
+    number: the source's, so that no two are shuffled alike. Raises UserError if nothing would be left to train on.
+    """
+
+    def __init__(self, name: str, rows: Rows, encoder: Encoder, *, seed: int, number: int, count: int | None) -> None:
+        self.name, self.rows, self.encoder, self.bad = name, rows, encoder, rows.bad
+        self._seed, self._number = seed, number
+        total = len(rows)
+        if count is None:
+            if total == 1:
+                raise UserError(
+                    f"{name} has a single row, of which nothing can be held out; give --eval-data FILE, or --heldout 0 to measure nothing"
+                )
+            count = min(MOST_HELDOUT, max(1, total // HELDOUT_SHARE))
+        if count >= total:
+            raise UserError(f"{name} has {total} rows, and --heldout {count} would leave none to train on; lower it")
+        drawn = np.random.default_rng([HELDOUT, seed, number]).permutation(total)[:count]
+        self.heldout = [rows.read(int(index)) for index in np.sort(drawn)]
+        self._training = np.delete(np.arange(total), drawn)
+        self._epoch = self._position = 0
+        self._order = self._draw(0)
+        self._ahead: deque[Encoded] = deque()
+
+    def _draw(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([ORDER, self._seed, self._number, epoch]).permutation(self._training)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def progress(self) -> float:
+        return (self._position + 0.5) / len(self._training)
+
+    def take(self) -> Encoded:
+        if not self._ahead:
+            indices = self._order[self._position : self._position + BATCH]
+            self._ahead.extend(self.encoder.encode([self.rows.read(int(index)) for index in indices]))
+        encoded = self._ahead.popleft()
+        self._position += 1
+        if self._position == len(self._training):
+            self.seek({"epoch": self._epoch + 1, "position": 0})
+        return encoded
+
+    def cursor(self) -> Cursor:
+        return {"epoch": self._epoch, "position": self._position}
+
+    def seek(self, cursor: Mapping[str, Any]) -> None:
+        self._epoch, self._position = int(cursor["epoch"]), int(cursor["position"])
+        self._order = self._draw(self._epoch)
+        self._ahead.clear()
+
+    def epochs(self, cursor: Mapping[str, Any]) -> float:
+        return float(cursor["epoch"] + cursor["position"] / len(self._training))
+
+
+class StreamedReader:
+    """A dataset on the hub in its own order, which is the same in every epoch, except its first ``count`` rows (None: 64)."""
+
+    def __init__(self, name: str, rows: HubRows, encoder: Encoder, *, count: int | None) -> None:
+        self.name, self.rows, self.encoder, self.bad = name, rows, encoder, BadRows()
+        self._skip = HELDOUT_OF_STREAM if count is None else count
+        self._ahead: deque[tuple[Encoded, Cursor]] = deque()
+        self.seek({"epoch": 0, "row": 0, "state": None})
+
+    def seek(self, cursor: Mapping[str, Any]) -> None:
+        self._cursor = dict(cursor)
+        self._ahead.clear()
+        self._stream = self.rows.read(cursor["state"], cursor["row"])
+        if cursor["state"] is None:
+            self.heldout = [row for row, _ in islice(self._stream, self._skip)]
+        self._fill()
+        if not self._ahead:
+            raise UserError(f"{self.name} holds {len(self.heldout)} rows, and --heldout {self._skip} leaves none to train on; lower it")
+
+    def _fill(self) -> None:
+        read = list(islice(self._stream, BATCH))
+        number = len(self.heldout) if self._cursor["state"] is None else self._cursor["row"]
+        for (_, state), encoded in zip(read, self.encoder.encode([row for row, _ in read]), strict=True):
+            number += 1
+            self._ahead.append((encoded, {"epoch": self._cursor["epoch"], "row": number, "state": state}))
+
+    @property
+    def epoch(self) -> int:
+        return int(self._cursor["epoch"])
+
+    @property
+    def progress(self) -> float:
+        return 0.0
+
+    def take(self) -> Encoded:
+        encoded, self._cursor = self._ahead.popleft()
+        if not self._ahead:
+            self._fill()  # only this tells whether the epoch has ended
+        if not self._ahead:
+            self.seek({"epoch": self.epoch + 1, "row": 0, "state": None})
+        return encoded
+
+    def cursor(self) -> Cursor:
+        return dict(self._cursor)
+
+    def epochs(self, cursor: Mapping[str, Any]) -> float:
+        return float(cursor["epoch"])

@@ -1,0 +1,155 @@
+"""What ``--data SPEC`` means: files (a glob of them), or a dataset on the hub; and ``=WEIGHT`` after any of them.
+
+``x.jsonl``, ``x.parquet``, ``x.txt``, ``x.npy``, ``x.npz[:array]``, ``dir/*.jsonl``, ``hub:OWNER/NAME[:CONFIG]:SPLIT``. Files are read
+by row number, in any order; the hub's datasets are streamed.
+"""
+
+import glob
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ladderize.adapt.data.files import IdRows, JoinedRows, JsonlRows, ParquetRows, Rows, TextRows
+from ladderize.adapt.data.hub import HubRows
+from ladderize.console import UsageError, UserError
+from ladderize.data import file_sha256, split_name
+
+SUFFIXES = (".jsonl", ".parquet", ".txt", ".npy", ".npz")
+HUB = "hub:"
+WHOLE_HASH = 1_000_000_000  # bytes; of larger files only the ends are hashed
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """One --data. text: as it was given, without the weight. hub: name, configuration and split; None: ``text`` is a path or a glob.
+
+    option: what it was given to, for messages.
+    """
+
+    text: str
+    weight: float | None = None
+    hub: tuple[str, str | None, str] | None = None
+    option: str = "--data"
+
+    @property
+    def name(self) -> str:
+        return f"{self.option} {self.text}"
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.hub is not None
+
+    def files(self) -> list[str]:
+        """The files meant, sorted; ``.npz`` with their array's name. Raises UserError if there are none, or of several kinds."""
+        path, key = split_name(self.text)
+        if not _is_glob(self.text):
+            if not path.is_file():
+                raise UserError(f"{self.name}: {path} does not exist or is no file")
+            return [self.text]
+        found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+        if not found:
+            raise UserError(f"{self.name}: no file matches")
+        suffixes = sorted({Path(name).suffix for name in found})
+        if len(suffixes) > 1 or suffixes[0] not in SUFFIXES:
+            raise UserError(f"{self.name} matches files that end in {', '.join(suffixes)}; give one of {', '.join(SUFFIXES)}")
+        return [f"{name}:{key}" if key is not None else name for name in found]
+
+
+def parse_specs(texts: Sequence[str], option: str = "--data") -> list[SourceSpec]:
+    """``option`` as given on the command line; nothing is opened. Raises UsageError for what cannot be meant."""
+    specs = [_parse(text, option) for text in texts]
+    weighted = [spec for spec in specs if spec.weight is not None]
+    if len(specs) == 1 and weighted:
+        raise UsageError(f"{option} {texts[0]}: a weight has no effect on a single source; leave it out, or give several {option}")
+    if weighted and len(weighted) < len(specs):
+        without = next(spec.text for spec in specs if spec.weight is None)
+        raise UsageError(f"{option} {without} has no weight, but others have one; give all sources a weight (SPEC=2.5), or none")
+    if not weighted and len(specs) > 1 and (streamed := next((spec for spec in specs if spec.is_streamed), None)):
+        raise UsageError(f"{streamed.name} is streamed, so nobody knows how many rows it has; give every source a weight (SPEC=2.5)")
+    return specs
+
+
+def _parse(text: str, option: str) -> SourceSpec:
+    head, equals, tail = text.rpartition("=")
+    if not (equals and _is_source(head)):
+        if not _is_source(text):
+            raise UsageError(
+                f"{option} {text}: neither a file that ends in {', '.join(SUFFIXES)}, nor a glob, nor hub:OWNER/NAME[:CONFIG]:SPLIT"
+            )
+        return SourceSpec(text, None, _parse_hub(text, option), option)
+    try:
+        weight = float(tail)
+    except ValueError:
+        weight = math.nan
+    if not (math.isfinite(weight) and weight > 0):
+        raise UsageError(f"{option} {text}: the weight after = is no positive number: {tail!r}")
+    return SourceSpec(head, weight, _parse_hub(head, option), option)
+
+
+def _is_glob(text: str) -> bool:
+    return "*" in text and not Path(text).exists()
+
+
+def _is_source(text: str) -> bool:
+    """Whether this may be a whole SPEC; a path may hold a = too (``date=2024/x.jsonl``)."""
+    return text.startswith(HUB) or "*" in text or split_name(text)[0].suffix in SUFFIXES
+
+
+def _parse_hub(text: str, option: str) -> tuple[str, str | None, str] | None:
+    if not text.startswith(HUB):
+        return None
+    if "[" in text:
+        raise UsageError(f"{option} {text}: a stream cannot be cut; name a whole split")
+    name, *rest = text.removeprefix(HUB).split(":")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or len(rest) not in (1, 2) or not all(rest):
+        raise UsageError(f"{option} {text}: a dataset on the hub is written hub:OWNER/NAME:SPLIT or hub:OWNER/NAME:CONFIG:SPLIT")
+    return name, rest[0] if len(rest) == 2 else None, rest[-1]
+
+
+def open_rows(spec: SourceSpec, *, skip_bad_rows: bool = False) -> Rows:
+    """A source of files, for reading by row number. Raises UserError for what cannot be read or holds no rows, and BadRow for a row that
+    has no known format, unless such are to be skipped."""
+    parts = [_open_file(file, skip_bad_rows) for file in spec.files()]
+    rows = parts[0] if len(parts) == 1 else JoinedRows(parts)
+    if not len(rows):
+        left_out = f" besides {rows.bad.count} bad ones, first {rows.bad.first[0]}" if rows.bad.count else ""
+        raise UserError(f"{spec.name} holds no rows{left_out}")
+    return rows
+
+
+def open_stream(spec: SourceSpec) -> HubRows:
+    """A dataset on the hub, for reading in its order. Raises UserError if it cannot be reached, or does not exist."""
+    assert spec.hub is not None
+    return HubRows(spec.text, *spec.hub)
+
+
+def _open_file(file: str, skip_bad_rows: bool) -> Rows:
+    path, key = split_name(file)
+    if path.suffix == ".jsonl":
+        return JsonlRows(path, skip_bad_rows=skip_bad_rows)
+    if path.suffix == ".parquet":
+        return ParquetRows(path)
+    return TextRows(path) if path.suffix == ".txt" else IdRows(path, key)
+
+
+def identity(spec: SourceSpec) -> dict[str, Any]:
+    """What a resumed run must find again: the spec, and a hash of every file (of its size and ends, over ``WHOLE_HASH`` bytes)."""
+    files = [] if spec.is_streamed else spec.files()
+    return {"data": spec.text, "weight": spec.weight, "files": {file: _hash(file) for file in files}}
+
+
+def _hash(file: str) -> str:
+    path, key = split_name(file)
+    size = path.stat().st_size
+    if size <= WHOLE_HASH:
+        return file_sha256(file)
+    digest = hashlib.sha256(f"{size} {key or ''}".encode())
+    with path.open("rb") as stream:
+        digest.update(stream.read(1 << 20))
+        stream.seek(max(0, size - (1 << 20)))
+        digest.update(stream.read())
+    return digest.hexdigest()

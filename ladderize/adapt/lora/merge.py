@@ -1,0 +1,169 @@
+"""``ladderize merge``: a LoRA adapter and the checkpoint that it was trained on become one ordinary checkpoint."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ladderize.adapt.lora.merge_check import add_product, check_merged
+from ladderize.adapt.lora.read import Adapter, check_fits, read_adapter
+from ladderize.adapt.lora.write import DOCUMENT, TENSORS
+from ladderize.adapt.retrain.outcome import card_note
+from ladderize.adapt.retrain.state import METRICS
+from ladderize.blocks import open_checkpoint
+from ladderize.console import Console, UserError, human_bytes
+from ladderize.convert.checkpoint import Checkpoint, fingerprint
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.recipe import Recipe
+from ladderize.convert.tensor_file import locate_tensors, write_tensors
+from ladderize.convert.weights import torch_dtype
+from ladderize.data import file_sha256
+from ladderize.files import output
+from ladderize.layout import Layout, format_ranges
+
+
+def carried(adapter: Adapter) -> dict[str, str]:
+    """What the adapter says of its training; empty if it is not ours."""
+    if adapter.document is None:
+        return {}
+    return {name: (adapter.folder / name).read_text(encoding="utf-8") for name in (DOCUMENT, METRICS) if (adapter.folder / name).is_file()}
+
+
+def note_of(adapter: Adapter) -> str:
+    """How the adapter came about, for the model card; empty where its adaptation.json does not say."""
+    try:
+        return card_note(adapter.document or {})
+    except (KeyError, TypeError, ValueError, AttributeError):  # somebody else's file
+        return ""
+
+
+def merge_adapter(
+    adapter: str | Path, out: str | Path, *, base: str | None = None, console: Console | None = None, overwrite: bool = False,
+    verify: bool = True, revision: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Write ``out``: the adapter's base with W + scaling * B @ A instead of every adapted W; returns what was done.
+
+    base, revision: where the base is now, if not where the adapter says. One matrix is in memory at a time, to check the result one
+    layer; beside ``out`` the adapted matrices need their size on disk once more, meanwhile. The logits of ``out`` are compared with
+    PEFT's before it appears; verify: it is loaded in plain transformers too. Raises UserError.
+    """
+    console, out = console or Console(), Path(out).expanduser().resolve()
+    output.complete_journal(out)
+    source = read_adapter(Path(adapter))
+    output.check_target(out, source.folder, overwrite=overwrite)
+    name, revision = base_of(source, base, revision)
+    checkpoint = open_checkpoint(name, revision)
+    output.check_target(out, checkpoint.folder, overwrite=overwrite)
+    layout = Layout.from_config(checkpoint.config)
+    found = fingerprint(checkpoint)
+    check_base_is(source, name, layout, found)
+    check_fits(source, checkpoint.config, name)
+    if source.document is None:
+        console.note(f"Note: {source.folder} has no {DOCUMENT}, so nobody can tell what it was trained on; its shapes fit {name}")
+    check_space(source, checkpoint, out)
+    merged = {f"{module}.weight" for module in source.modules}
+    with output.scratch_folder(out) as scratch:
+        file = scratch / "merged.safetensors"
+        with console.progress("merging", sum(checkpoint.tensors[name].nbytes for name in merged), is_bytes=True) as advance:
+            write_merged(source, checkpoint, file, advance)
+        report = convert_checkpoint(
+            name, out, Recipe(), revision=revision, overwrite=overwrite, verify=verify, replace=locate_tensors(file), console=console,
+            record={"merged_adapter": record(source, found)}, check=lambda folder: check_merged(source, checkpoint, folder, console),
+            extra_files=carried(source), note=note_of(source),
+        )  # fmt: skip
+    return {
+        "adapter": str(source.folder), "base": name, "out": str(out), "layout": str(layout), **layout.to_config(), "fingerprint": found,
+        "layers": source.layers, "merged_tensors": sorted(merged), **report["checked"],
+        **{key: report[key] for key in ("weight_bytes", "weight_files", "weight_files_rewritten", "weights", "verified") if key in report},
+    }  # fmt: skip
+
+
+def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[str, str | None]:
+    """Name and revision of the base: what the user says, else what the adapter does."""
+    if base is not None:
+        return base, revision
+    if adapter.document is None:
+        raise UserError(
+            f"{adapter.folder} has no {DOCUMENT}, so ladderize did not train it; name the checkpoint that it belongs to with --base"
+        )
+    name = adapter.base["model"]
+    if Path(name).is_absolute() and not Path(name).exists():
+        raise UserError(f"{name}, which {adapter.folder} was trained on, is not there; say with --base where it is now")
+    return name, revision or adapter.base.get("revision")
+
+
+def check_base_is(adapter: Adapter, name: str, layout: Layout, found: str) -> None:
+    """Raise UserError unless this is a converted checkpoint, and the one that the adapter was trained on, as far as it says."""
+    if layout.is_dense:
+        raise UserError(
+            f"{name} is dense; merge an adapter for it with PEFT's merge_and_unload, or name a converted checkpoint with --base"
+        )
+    if adapter.document is None:
+        return
+    trained = adapter.base
+    if any(trained.get(key) != value for key, value in layout.to_config().items()):
+        raise UserError(
+            f"{adapter.folder} was trained on the layout {trained['layout']}, but {name} has {layout}; name the checkpoint that it was "
+            "trained on with --base"
+        )
+    if trained["fingerprint"] != found:
+        raise UserError(
+            f"{name} has other weights than the checkpoint that {adapter.folder} was trained on (their fingerprints differ); name that one "
+            "with --base"
+        )
+
+
+def check_space(adapter: Adapter, base: Checkpoint, out: Path) -> None:
+    """Find a full disk before merging: the adapted matrices lie there twice for a while, once in the files of ``out``."""
+    adapted = [base.tensors[f"{module}.weight"] for module in adapter.modules]
+    files = {info.file for info in adapted}
+    needed = sum(info.nbytes for info in adapted) + sum(info.nbytes for info in base.tensors.values() if info.file in files)
+    if needed > (free := shutil.disk_usage(output.existing_parent(out)).free):
+        raise UserError(
+            f"OUT {out} needs {human_bytes(needed)} for a while, but only {human_bytes(free)} are free there; choose another disk"
+        )
+
+
+def write_merged(adapter: Adapter, base: Checkpoint, path: Path, advance: Callable[[int], None]) -> None:
+    """Write every W + scaling * B @ A into one safetensors file, in the dtype in which the base has W."""
+    with ExitStack() as stack, torch.no_grad():
+        readers: dict[str, Any] = {}
+
+        def read(file: str, name: str) -> Tensor:
+            if file not in readers:
+                readers[file] = stack.enter_context(safe_open(base.folder / file, framework="pt", device="cpu"))
+            tensor: Tensor = readers[file].get_tensor(name)
+            return tensor
+
+        def produce(name: str) -> Tensor:
+            module, info = name.removesuffix(".weight"), base.tensors[name]
+            a, b = (read(part.file, part.name) for part in adapter.modules[module])
+            if not (a.isfinite().all() and b.isfinite().all()):
+                raise UserError(f"{adapter.folder}: the LoRA of {module} holds NaN or infinity; train it again")
+            stored = read(info.file, name)
+            exact = add_product(stored, a, b, adapter.scaling(module))
+            result = exact.to(stored.dtype)
+            if not result.isfinite().all() and exact.isfinite().all() and stored.isfinite().all():
+                raise UserError(f"{name} with its LoRA is too large for {stored.dtype}; convert {base.folder} with --dtype bfloat16 first")
+            return result
+
+        names = {f"{module}.weight": base.tensors[f"{module}.weight"] for module in adapter.modules}
+        write_tensors(path, {name: (torch_dtype(info.dtype), info.shape) for name, info in names.items()}, produce, advance=advance)
+
+
+def record(adapter: Adapter, found: str) -> Mapping[str, Any]:
+    """What ladderize.yaml says about the adapter."""
+    return {
+        "adapter": str(adapter.folder),
+        "sha256": file_sha256(str(adapter.folder / TENSORS)),
+        "base_fingerprint": found,
+        "layers": format_ranges(adapter.layers),
+        "tensors": len(adapter.modules),
+        "rank": adapter.config["r"],
+        "alpha": adapter.config["lora_alpha"],
+    }

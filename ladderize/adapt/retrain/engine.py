@@ -1,0 +1,148 @@
+"""Forward, backward and update on any number of ranks: plain, DDP (Accelerate's), or FSDP2 (PyTorch's ``fully_shard``).
+
+``accelerate launch --use_fsdp --fsdp_version 2`` asks for FSDP2. The sharding itself is done in ``students``, layer by layer while a
+model is read, since Accelerate's needs the whole model in every process's memory first, and has no FSDP on CPUs.
+"""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ladderize.adapt.ranks import Ranks
+from ladderize.adapt.retrain.losses import ScoredLogits, Student
+from ladderize.adapt.retrain.models import whole
+from ladderize.console import UserError
+
+BETAS, EPSILON = (0.9, 0.95), 1e-8
+FLASH, FLEX = "flash_attention_2", "flex_attention"
+
+
+def wants_fsdp(ranks: int) -> bool:
+    """Whether the launcher asked for FSDP2; raises UserError for what it may ask for that is not here."""
+
+    def said(key: str) -> str:
+        return os.environ.get(key, "").lower()
+
+    if said("ACCELERATE_USE_DEEPSPEED") == "true":
+        raise UserError(
+            "accelerate was told to use DeepSpeed, which adapt does not support; FSDP2 shards the same: --use_fsdp --fsdp_version 2"
+        )
+    if said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") not in ("", "1"):
+        raise UserError(
+            "accelerate's --gradient_accumulation_steps has no effect on adapt; it follows from --batch-size and --micro-batch-size"
+        )
+    if said("ACCELERATE_USE_FSDP") != "true":
+        return False
+    if ranks == 1:
+        raise UserError("accelerate was told to use FSDP with one process, which shards nothing; start several, or leave it out")
+    if said("FSDP_VERSION") != "2":
+        raise UserError("accelerate was told to use FSDP 1; adapt supports FSDP 2: add --fsdp_version 2")
+    for key, option in (
+        ("FSDP_OFFLOAD_PARAMS", "--fsdp_offload_params"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "--fsdp_activation_checkpointing"),
+    ):
+        if said(key) == "true":
+            raise UserError(f"accelerate's {option} has no effect on adapt; leave it out (adapt has --gradient-checkpointing)")
+    return True
+
+
+def reshards() -> bool | None:
+    """What accelerate's --fsdp_reshard_after_forward says; None leaves it to FSDP2, which does so but for the outermost module."""
+    return False if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "false" else None
+
+
+def check_attention(name: str, device: str, compute: str) -> None:
+    """Raise UserError where this attention cannot run."""
+    if name == FLASH and importlib.util.find_spec("flash_attn") is None:
+        raise UserError(f"--attention {FLASH} needs the package flash-attn, which is not installed; take sdpa, or install it")
+    if name == FLASH and compute == "float32":
+        raise UserError(f"--attention {FLASH} computes in bfloat16 only; pass --dtype bfloat16, or take sdpa")
+    if name in (FLASH, FLEX) and device != "cuda":
+        raise UserError(f"--attention {name} needs a GPU; take sdpa")
+
+
+def compute_name(asked: str, stored: str) -> str:
+    """The dtype to compute in. asked: auto takes what accelerate launch says, else float32 where weights are stored so, else bfloat16."""
+    if asked != "auto":
+        return asked
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()  # the launcher sets "no" where nobody asked
+    if launched == "bf16":
+        return "bfloat16"
+    if launched not in ("", "no"):
+        raise UserError(f"accelerate was told mixed_precision {launched}, which is too narrow to train in; take bf16 or no")
+    return "float32" if stored in ("float32", "float64") else "bfloat16"
+
+
+class Engine:
+    """Wraps a student and its optimizer. All ranks call the same methods in the same order."""
+
+    def __init__(
+        self, student: Student, parameters: Sequence[nn.Parameter], ranks: Ranks, *, compute: torch.dtype, sharded: bool,
+        weight_decay: float, teacher: ScoredLogits | None = None,
+    ) -> None:  # fmt: skip
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+
+        self.student, self.teacher, self.parameters, self.ranks = student, teacher, list(parameters), ranks
+        self.compute, self.sharded = compute, sharded
+        decayed = [parameter for parameter in self.parameters if parameter.ndim > 1]
+        groups = [
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": [parameter for parameter in self.parameters if parameter.ndim <= 1], "weight_decay": 0.0},
+        ]
+        fused = ranks.device.type == "cuda" or not sharded
+        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused)
+        self.wrapped: Any = student
+        if not sharded:
+            # DDP would hold a second copy of all gradients; products are narrowed in ``losses``, for teacher and student alike
+            views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+            self.accelerator = Accelerator(mixed_precision="no", cpu=ranks.device.type == "cpu", kwargs_handlers=[views])
+            self.wrapped = self.accelerator.prepare_model(student)
+
+    def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """[rows, tokens] each. FlashAttention keeps packed texts apart in a single row only, so there all rows become one."""
+        if self.student.model.config._attn_implementation == FLASH:
+            batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
+        return {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """[2]: summed cross-entropy and divergence of one micro-batch (on the device)."""
+        scores = None
+        with torch.autocast(self.ranks.device.type, self.compute, enabled=self.compute != torch.float32 and not self.sharded):
+            if self.teacher is not None:
+                with torch.no_grad():
+                    scores = self.teacher(**batch)
+            sums: Tensor = self.wrapped(**batch, teacher_logits=scores)
+        return sums
+
+    @contextlib.contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch; ranks average their gradients in the ``last`` of a step only.
+
+        Sharded they do so in each: gradients of which nobody has a part yet would be whole ones, on every rank.
+        """
+        with contextlib.nullcontext() if last or self.sharded else self.accelerator.no_sync(self.wrapped):
+            yield
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to ``max_norm``; returns their norm before, over all ranks."""
+        return whole(nn.utils.clip_grad_norm_(self.parameters, max_norm))
+
+    def step(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        if self.ranks.size > 1:
+            torch.distributed.all_reduce(values)
+        return values

@@ -1,0 +1,105 @@
+"""How much memory a training run takes on each device, counted before anything is loaded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ladderize.adapt.retrain.losses import LOGITS_AT_ONCE
+from ladderize.convert.llama import head_dim, kv_head_count, parameter_count
+from ladderize.layout import DROPPED, Layout
+
+FP32 = 4
+OPTIMIZER = 2 * FP32  # Adam's two moments
+OTHER = 500_000_000  # of the interpreter and the libraries, roughly
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What decides the memory. trained: numbers that change. adapters: which come on top of the model's own. compute: bytes of what is
+    computed in. shards: ranks that share the parameters (FSDP2), else 1. rows, seq_len: of a micro-batch."""
+
+    config: Mapping[str, Any]
+    layout: Layout
+    trained: int
+    compute: int
+    rows: int
+    seq_len: int
+    adapters: bool = False
+    teacher: bool = False
+    shared_teacher: bool = False  # frozen parameters that student and teacher have in common are held once
+    gradient_checkpointing: bool = False
+    shards: int = 1
+
+    def parts(self) -> dict[str, int]:
+        """Bytes on one device, by what takes them."""
+        parameters = parameter_count(self.config)
+        frozen = parameters if self.adapters else parameters - self.trained
+        own_teacher = parameters - (frozen if self.shared_teacher and self.shards == 1 else 0)
+        return {
+            "parameters": (self.trained * FP32 + frozen * self.compute) // self.shards,
+            "gradients": self.trained * FP32 // self.shards,
+            # autocast keeps narrow copies of fp32 weights during a pass
+            "narrow copies": self.trained * self.compute if self.compute < FP32 and self.shards == 1 else 0,
+            "optimizer": self.trained * OPTIMIZER // self.shards,
+            "teacher": own_teacher * self.compute // self.shards if self.teacher else 0,
+            "activations": self.activations(),
+            "logits": self.logits(),
+            "other": OTHER,
+        }
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts().values())
+
+    def activations(self) -> int:
+        """What is kept for the backward pass: counted from the products of a layer, an estimate."""
+        tokens = self.rows * self.seq_len
+        layers = [self._layer_numbers(layer) for layer in range(self.layout.num_layers)]
+        if self.gradient_checkpointing:
+            return tokens * (int(self.config["hidden_size"]) * FP32 * len(layers) + max(layers) * self._width)
+        return tokens * sum(layers) * self._width
+
+    @property
+    def _width(self) -> int:
+        return FP32 if self.compute == FP32 else 3  # products are narrow, norms and (where it enters as fp32) the stream are not
+
+    def _layer_numbers(self, layer: int) -> int:
+        """Numbers kept per token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's width."""
+        hidden, heads = int(self.config["hidden_size"]), int(self.config["num_attention_heads"])
+        ranks = (self.layout.sync_tp_size or 1) if self.layout.attention_sync[layer] == DROPPED else 1
+        attention = (3 * heads + 4 * kv_head_count(self.config)) * head_dim(self.config)
+        # a dropped layer has a partial stream, and its norm, for each virtual rank
+        return 3 * hidden + attention + 4 * hidden * ranks + 4 * int(self.config["intermediate_size"])
+
+    def logits(self) -> int:
+        """Logits, their gradient, the teacher's, and fp32 copies of a part of them."""
+        numbers = self.rows * self.seq_len * int(self.config["vocab_size"])
+        return numbers * self.compute * (3 if self.teacher else 2) + min(numbers, LOGITS_AT_ONCE) * FP32 * (5 if self.teacher else 3)
+
+
+def what_would_fit(demand: Demand, available: int, *, lora_trained: int | None, on_gpu: bool) -> str:
+    """Advice for a demand that does not fit: the first of the usual remedies, or of them together, that does."""
+    one_row = replace(demand, rows=1)
+    checkpointed = replace(one_row, gradient_checkpointing=True)
+    remedies: list[tuple[str, Demand]] = []
+    if demand.rows > 1:
+        remedies.append(("--micro-batch-size 1", one_row))
+    if not demand.gradient_checkpointing:
+        remedies.append(("--gradient-checkpointing" + (" with --micro-batch-size 1" if demand.rows > 1 else ""), checkpointed))
+    if lora_trained is not None:
+        remedies.append(
+            (
+                "--method lora with --gradient-checkpointing and --micro-batch-size 1",
+                replace(checkpointed, trained=lora_trained, adapters=True),
+            )
+        )
+    for ranks in (2, 4, 8, 16, 32, 64) if on_gpu else ():  # processes on a CPU share its memory
+        if ranks > demand.shards:
+            said = f"{ranks} GPUs (accelerate launch --use_fsdp --fsdp_version 2 --num_processes {ranks})"
+            remedies.append((f"{said} with --gradient-checkpointing and --micro-batch-size 1", replace(checkpointed, shards=ranks)))
+    for said, remedy in remedies:
+        if remedy.total <= available:
+            return f"{said} would fit"
+    if demand.seq_len > 512:
+        return "a shorter --seq-len, or devices with more memory, would be needed"
+    return "devices with more memory would be needed"

@@ -1,0 +1,170 @@
+"""Models for training: read tensor by tensor, so that a rank never holds more than its part and one layer.
+
+Trained parameters are fp32 (the optimizer adds steps that bfloat16 would round away); frozen ones have the dtype that is computed in.
+"""
+
+import math
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ladderize.adapt.retrain.losses import ScoredLogits, Student
+from ladderize.blocks import Blocks
+from ladderize.convert.checkpoint import Checkpoint
+from ladderize.layout import Layout
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LORA_A, LORA_B = ".lora_A.default.", ".lora_B.default."
+
+
+@dataclass(frozen=True)
+class Build:
+    """How a model is made. compute: what products are computed in. mesh: FSDP2's, None where every rank holds everything; reshard: whether
+    a layer's parameters are given up between forward and backward (None: as FSDP2 thinks best)."""
+
+    device: torch.device
+    compute: torch.dtype = torch.float32
+    attention: str = "sdpa"
+    gradient_checkpointing: bool = False
+    mesh: Any = None
+    reshard: bool | None = None
+
+
+def trained_tensors(names: Iterable[str], layers: Sequence[int], everything: bool, *, tied: bool = False) -> frozenset[str]:
+    """Which tensors of a checkpoint full retraining changes: those of ``layers``, or really all. tied: the LM head is the embedding, also
+    where the file has it once more."""
+    names = [name for name in names if not (tied and name == HEAD)]
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    return frozenset(name for name in names if everything or name.startswith(prefixes))
+
+
+def build_student(
+    checkpoint: Checkpoint, layout: Layout, build: Build, *, trained: frozenset[str] = frozenset(), lora: Any = None, seed: int = 0,
+    temperature: float = 1.0,
+) -> Student:  # fmt: skip
+    """The model in training. trained: tensors that change. lora: a ``peft.LoraConfig`` instead, whose adapters change."""
+    model = _meta_model(checkpoint, layout, build)
+    if lora is not None:
+        from peft import inject_adapter_in_model
+
+        inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
+    blocks = Blocks(checkpoint, torch.float32, build.device)
+
+    def parameter(name: str, shape: torch.Size) -> nn.Parameter:
+        if LORA_A in name or LORA_B in name:
+            return nn.Parameter(initial_adapter(name, shape, seed).to(build.device))
+        name = name.replace(".base_layer.", ".")
+        value = next(iter(blocks.read([name])))
+        return nn.Parameter(value if name in trained else value.to(build.compute), requires_grad=name in trained)
+
+    student = Student(model, temperature)
+    _materialise(student, student.model, parameter, build)
+    if build.gradient_checkpointing:
+        # transformers renamed it, and will drop the old name in version 6
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return student.train()
+
+
+def build_teacher(checkpoint: Checkpoint, build: Build, student: Student) -> ScoredLogits:
+    """The dense model, frozen. What it has in common with the student's frozen parameters is held once (unless both are sharded)."""
+    layout = Layout.dense(checkpoint.config["num_hidden_layers"])
+    model = _meta_model(checkpoint, layout, build)
+    blocks = Blocks(checkpoint, build.compute, build.device)
+    own = {name.replace(".base_layer.", "."): value for name, value in student.model.named_parameters() if not value.requires_grad}
+
+    def parameter(name: str, shape: torch.Size) -> nn.Parameter:
+        value, other = next(iter(blocks.read([name]))), own.get(name)
+        if build.mesh is None and other is not None and torch.equal(value, other):
+            assert isinstance(other, nn.Parameter)
+            return other
+        return nn.Parameter(value, requires_grad=False)
+
+    teacher = ScoredLogits(model)
+    _materialise(teacher, model, parameter, build)
+    return teacher.eval()
+
+
+def initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """LoRA's start (arXiv 2106.09685): A random, B zero. The draw depends on name and seed, not on the ranks or the order."""
+    if LORA_B in name:
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
+    bound = 1 / math.sqrt(shape[-1])  # PEFT's kaiming_uniform_ with a = sqrt(5)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def _meta_model(checkpoint: Checkpoint, layout: Layout, build: Build) -> Any:
+    from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+
+    config = Blocks(checkpoint, build.compute, build.device).model_config(layout)
+    config._attn_implementation = build.attention
+    with torch.device("meta"):
+        return LadderizedLlamaForCausalLM(config)
+
+
+def _materialise(whole: nn.Module, model: Any, parameter: Callable[[str, torch.Size], nn.Parameter], build: Build) -> None:
+    """Put real parameters in place of meta ones, and shard them: layer by layer, then what surrounds the layers."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(build.device)
+    for index, layer in enumerate(model.model.layers):
+        _fill(layer, f"model.layers.{index}.", parameter)
+        if build.mesh is not None:
+            _shard(layer, build)
+    tied = model.config.tie_word_embeddings
+    ends = {"model.embed_tokens.": model.model.embed_tokens, "model.norm.": model.model.norm, "lm_head.": model.lm_head}
+    for prefix, module in ends.items():
+        if not (tied and module is model.lm_head):
+            _fill(module, prefix, parameter)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    if build.mesh is not None:
+        _shard(whole, build)
+
+
+def _fill(module: nn.Module, prefix: str, parameter: Callable[[str, torch.Size], nn.Parameter]) -> None:
+    for name, empty in list(module.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, parameter(prefix + name, empty.shape))
+
+
+def _shard(module: nn.Module, build: Build) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    narrow = build.compute if build.compute != torch.float32 else None
+    # a ladder layer hands on the stream that it was given; nothing writes into it
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+    fully_shard(module, mesh=build.mesh, reshard_after_forward=build.reshard, mp_policy=policy)
+
+
+def trained_parameters(student: Student) -> Iterator[tuple[str, nn.Parameter]]:
+    """What changes in training, under the name that a file gives it: a checkpoint's tensor, or PEFT's for an adapter."""
+    for name, parameter in student.model.named_parameters():
+        if parameter.requires_grad:
+            is_adapter = LORA_A in name or LORA_B in name
+            yield (f"base_model.model.{name.replace('.default.', '.')}" if is_adapter else name), parameter
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may be sharded, gathered on every rank; all ranks must ask for it."""
+    full = getattr(tensor, "full_tensor", None)
+    return (full() if full is not None else tensor).detach()
+
+
+@torch.no_grad()
+def assign(tensor: Tensor, value: Tensor) -> None:
+    """Copy a whole value into a tensor that may be sharded."""
+    mesh = getattr(tensor, "device_mesh", None)
+    value = value.to(tensor.device, tensor.dtype)
+    if mesh is not None:
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value, mesh, tensor.placements, src_data_rank=None)  # type: ignore[attr-defined]
+    tensor.copy_(value)

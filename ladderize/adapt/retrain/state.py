@@ -1,0 +1,179 @@
+"""What training needs to go on exactly where it was: a folder per saved step, of safetensors and JSON; nothing is ever unpickled.
+
+Everything is stored whole under its own name, so a run may go on with another number of ranks, sharded or not.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ladderize.adapt.blockwise.folder import WorkFolder
+from ladderize.adapt.retrain.engine import Engine
+from ladderize.adapt.retrain.models import assign, whole
+from ladderize.console import UserError, sentence, to_json
+from ladderize.convert.tensor_file import infos_of, write_tensors
+from ladderize.files.output import fsync
+
+WEIGHTS, OPTIMIZER, STATE, METRICS = "weights.safetensors", "optimizer.safetensors", "state.json", "metrics.jsonl"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+WEIGHT_BYTES, STATE_BYTES = 4, 12  # per trained number, of a state's weights and of all of it
+STEP = "step-" + 8 * "[0-9]"
+
+
+@dataclass
+class Progress:
+    """How far training is. stream: where the data stand. recent: losses of the last steps. seconds: spent in steps, over all runs.
+    settings: what may be changed on the way, such as the learning rate."""
+
+    step: int = 0
+    tokens: int = 0
+    scored: int = 0
+    seconds: float = 0.0
+    best_step: int | None = None
+    best_perplexity: float | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    stream: dict[str, Any] = field(default_factory=dict)
+    recent: list[float] = field(default_factory=list)
+
+
+class TrainingFolder(WorkFolder):
+    """Unfinished training: states named by their step, and metrics.jsonl."""
+
+    CONTENT = (*WorkFolder.CONTENT, STEP, f"{STEP}.part", METRICS)
+    ADVICE = "give it again as it was, begin anew with --resume no"
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], *, main: bool = True) -> None:
+        super().__init__(folder, identity, main=main)
+        if main:
+            for path in folder.glob(f"{STEP}.part"):
+                shutil.rmtree(path)  # a killed run was writing it
+
+    def has_work(self) -> bool:
+        return bool(self.states())
+
+    @classmethod
+    def discard(cls, folder: Path) -> None:
+        """Delete unfinished training; raises UserError if the folder holds anything else, or is in use."""
+        if folder.exists():
+            with cls(folder, {}) as work:
+                work.remove()
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / METRICS
+
+    def states(self) -> dict[int, Path]:
+        """Complete states by their step, oldest first."""
+        found = {}
+        for path in self.folder.glob(STEP):
+            if (path / STATE).is_file():
+                found[int(path.name[5:])] = path
+        return dict(sorted(found.items()))
+
+    def latest(self) -> Path | None:
+        """The last state that can be gone on from."""
+        whole_ones = [path for path in self.states().values() if (path / OPTIMIZER).is_file()]
+        return whole_ones[-1] if whole_ones else None
+
+    def state_path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def save(
+        self, progress: Progress, engine: Engine, parameters: Mapping[str, nn.Parameter], keep: int, *, weights_only: bool = False
+    ) -> None:
+        """Write this step's state; of the others the last ``keep`` and the best one's weights stay. All ranks call it.
+
+        weights_only: nobody is to go on from it.
+        """
+        path = self.state_path(progress.step)
+        part = path.with_suffix(".part")
+        main = engine.ranks.is_main
+        if main:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+        try:
+            self._write(part, progress, engine, parameters, weights_only)
+        except BaseException:
+            if main:
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+        if main:
+            shutil.rmtree(path, ignore_errors=True)
+            part.rename(path)
+            fsync(self.folder)
+            self._prune(progress, keep)
+        engine.ranks.barrier()
+
+    def _write(self, part: Path, progress: Progress, engine: Engine, parameters: Mapping[str, nn.Parameter], weights_only: bool) -> None:
+        main = engine.ranks.is_main
+        _write(part / WEIGHTS, parameters, main)
+        moments = {
+            f"{moment}/{name}": engine.optimizer.state[parameter][moment]
+            for moment in MOMENTS for name, parameter in parameters.items()
+            if parameter in engine.optimizer.state
+        }  # fmt: skip
+        if not weights_only:
+            _write(part / OPTIMIZER, moments, main)
+        if main:
+            if self.metrics.is_file():
+                fsync(self.metrics)  # what it says of the steps up to here must not be lost to a crash that the state survives
+            (part / STATE).write_text(to_json(asdict(progress)) + "\n")
+            fsync(part / STATE)
+
+    def _prune(self, progress: Progress, keep: int) -> None:
+        states = self.states()
+        kept = [step for step, path in states.items() if (path / OPTIMIZER).is_file()][-keep:]
+        for step, path in states.items():
+            if step == progress.best_step and step not in kept:
+                (path / OPTIMIZER).unlink(missing_ok=True)  # its weights are wanted, but nobody goes on from it
+            elif step not in kept:
+                shutil.rmtree(path)
+
+    def load(self, path: Path, engine: Engine, parameters: Mapping[str, nn.Parameter]) -> Progress:
+        """Put a state back into the model and the optimizer."""
+        try:
+            state = json.loads((path / STATE).read_text())
+            progress = Progress(**{key: state[key] for key in asdict(Progress())})
+            load_weights(path, parameters)
+            with safe_open(path / OPTIMIZER, framework="pt") as file:
+                names = set(file.keys())
+                for name, parameter in parameters.items():
+                    if f"{MOMENTS[0]}/{name}" not in names:
+                        continue
+                    device = parameter.device if engine.optimizer.defaults["fused"] else "cpu"
+                    moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+                    engine.optimizer.state[parameter] = {"step": torch.tensor(float(progress.step), device=device), **moments}
+                    for moment, tensor in moments.items():
+                        assign(tensor, file.get_tensor(f"{moment}/{name}"))
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is damaged ({sentence(error)}); delete it to go on from the state before it") from None
+        if progress.best_step is not None and not self.weights(progress.best_step).is_file():
+            progress.best_step = progress.best_perplexity = None  # a later state replaced it, and was deleted
+        return progress
+
+    def weights(self, step: int) -> Path:
+        """Where the trained tensors of a state lie."""
+        return self.state_path(step) / WEIGHTS
+
+
+def load_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+    """The trained parameters of a state, one at a time."""
+    with safe_open(path / WEIGHTS, framework="pt") as file:
+        for name, parameter in parameters.items():
+            assign(parameter, file.get_tensor(name))
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], main: bool) -> None:
+    """One tensor after the other, gathered from the ranks; the others only take part in that."""
+    if main:
+        write_tensors(path, infos_of(tensors), lambda name: whole(tensors[name]))
+    else:
+        for tensor in tensors.values():
+            whole(tensor)

@@ -1,0 +1,296 @@
+"""The training loop.
+
+One step: ``batch_size`` packed rows, the same for any number of ranks; each rank takes its part in micro-batches; sums of losses are
+divided by the tokens that count in the whole step, so a step is the same however it is cut. Random numbers (LoRA's dropout) are
+seeded by step and rank. So a run that goes on from a state makes the steps that the uninterrupted run makes, bit for bit on a CPU.
+"""
+
+import json
+import math
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ladderize.adapt.data.packing import IGNORED, PackedRow, collate
+from ladderize.adapt.data.stream import Stream, rank_rows
+from ladderize.adapt.retrain.engine import Engine
+from ladderize.adapt.retrain.losses import Objective
+from ladderize.adapt.retrain.schedule import Budget, Schedule
+from ladderize.adapt.retrain.state import Progress, TrainingFolder
+from ladderize.console import Console, UserError, human_bytes
+from ladderize.memory import peak_bytes
+
+RECENT, EXPLOSIONS = 50, 3  # steps that a loss is compared with; so many in a row far above them end the run
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """seq_len: tokens of a row. batch_size: rows of a step, over all ranks. micro_batch_size: of them at once on one device. keep: states
+    on disk."""
+
+    budget: Budget
+    schedule: Schedule
+    objective: Objective
+    seq_len: int
+    batch_size: int
+    micro_batch_size: int
+    eval_every: int
+    save_every: int
+    keep: int = 2
+    weight_decay: float = 0.0
+    max_gradient: float = 1.0
+    seed: int = 0
+
+    @property
+    def about_steps(self) -> int:
+        """How many steps the budget buys, exactly or about."""
+        return self.budget.about_steps(self.batch_size * self.seq_len)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Means per scored token, in nats."""
+
+    cross_entropy: float
+    divergence: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.cross_entropy) if self.cross_entropy < 700 else math.inf
+
+
+class Trainer:
+    """Joins the parts; ``run`` trains until the budget is spent."""
+
+    def __init__(
+        self, engine: Engine, parameters: Mapping[str, nn.Parameter], stream: Stream, heldout: Sequence[PackedRow], options: TrainOptions,
+        folder: TrainingFolder, console: Console, log: Callable[[Mapping[str, float], int], None] = lambda values, step: None,
+    ) -> None:  # fmt: skip
+        self.engine, self.parameters, self.stream, self.heldout = engine, dict(parameters), stream, list(heldout)
+        self.options, self.folder, self.console, self.log = options, folder, console, log
+        self.progress = Progress()
+
+    def resume(self, path: Path) -> None:
+        self.progress = self.folder.load(path, self.engine, self.parameters)
+        self.stream.load(self.progress.stream)
+        if self.engine.ranks.is_main:
+            keep_metrics(self.folder.metrics, self.progress.step)
+
+    def begin(self) -> None:
+        """Where there is no state to go on from."""
+        if self.engine.ranks.is_main:
+            keep_metrics(self.folder.metrics, -1)  # of a run that was killed before its first state
+
+    def run(self) -> Progress:
+        """Train until the budget is spent. Raises UserError where the loss is no number or explodes, or on SIGTERM (after saving)."""
+        progress, options = self.progress, self.options
+        spent = options.budget.share(progress.step, progress.tokens)
+        if progress.step == 0 and self.heldout:
+            self.validate()
+        total = options.budget.steps or options.budget.tokens or 1
+        unit = "steps" if options.budget.steps else "tokens"
+        with stop_signals() as stopped, self.console.progress(unit, total) as advance:
+            advance(progress.step if options.budget.steps else min(progress.tokens, total))
+            while spent < 1:
+                before = progress.tokens
+                metrics = self.step(spent, stopped)
+                spent = options.budget.share(progress.step, progress.tokens)
+                advance(1 if options.budget.steps else progress.tokens - before, detail=describe(metrics))
+                asked_to_stop = metrics.pop("stop") > 0
+                self.write(metrics)
+                last = spent >= 1
+                if self.heldout and (progress.step % options.eval_every == 0 or last):
+                    self.validate()
+                if progress.step % options.save_every == 0 or last or asked_to_stop:
+                    self.save(self.stream.state())
+                elif progress.best_step == progress.step:
+                    self.save(self.stream.state(), weights_only=True)
+                if asked_to_stop and not last:
+                    raise UserError(
+                        f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; the same command goes on"
+                    )
+        return progress
+
+    def step(self, spent: float, stopped: Callable[[], bool]) -> dict[str, float]:
+        """One update; returns its metrics."""
+        options, engine, progress = self.options, self.engine, self.progress
+        begin = time.perf_counter()
+        place = self.stream.state()
+        try:
+            rows = self.stream.take(options.batch_size)
+        except UserError:
+            self.save(place)  # every rank reads the same, so all are here
+            raise
+        scored = sum(int((row.targets != IGNORED).sum()) for row in rows)
+        # ranks draw different numbers, the same ones when a step is made again
+        torch.manual_seed((options.seed * 1_000_003 + progress.step) * 4096 + engine.ranks.rank)
+        sums = torch.zeros(3, device=engine.ranks.device, dtype=torch.float64)
+        sums[2] = stopped()
+        micros = rank_rows(rows, engine.ranks.rank, engine.ranks.size, options.micro_batch_size)
+        for number, micro in enumerate(micros):
+            batch = engine.to_device(collate(micro))
+            with engine.accumulating(last=number == len(micros) - 1):
+                losses = engine.losses(batch)
+                # ranks' gradients are averaged, and the mean over the step's tokens is meant
+                (options.objective.total(losses[0], losses[1]) * (engine.ranks.size / scored)).backward()
+            sums[:2] += losses.detach()
+        norm = float(engine.clip(options.max_gradient))
+        entropy, divergence, stop = engine.sum(sums).tolist()
+        entropy, divergence = entropy / scored, divergence / scored
+        loss = options.objective.total(entropy, divergence)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.save(place)
+        self.check(loss, norm, rows)
+        rate = options.schedule.rate(progress.step, spent)
+        engine.step(rate)
+        seconds = time.perf_counter() - begin
+        tokens = sum(len(row.ids) for row in rows)
+        progress.step += 1
+        progress.tokens += tokens
+        progress.scored += scored
+        progress.seconds += seconds
+        progress.recent = [*progress.recent, loss][-RECENT:]
+        values = {"step": progress.step, "loss": loss, "cross_entropy": entropy}
+        if options.objective.distill_weight:
+            values["divergence"] = divergence
+        return values | {
+            "lr": rate, "gradient_norm": norm, "tokens": progress.tokens, "scored_tokens": progress.scored, "seconds": seconds,
+            "tokens_per_s": tokens / seconds, "peak_memory_bytes": peak_bytes(engine.ranks.device) or 0, "stop": stop,
+        }  # fmt: skip
+
+    def check(self, loss: float, norm: float, rows: Sequence[PackedRow]) -> None:
+        """Raise UserError, before the update, where the loss or its gradient is no number, or for some steps far above what it was."""
+        step, recent = self.progress.step + 1, self.progress.recent
+        if math.isfinite(loss) and math.isfinite(norm):
+            exploded = [value for value in [*recent, loss][-EXPLOSIONS:] if value > explosion_bound(recent[:-EXPLOSIONS])]
+            if len(exploded) < EXPLOSIONS:
+                return
+            values = ", ".join(f"{value:.3g}" for value in exploded)
+            median = statistics.median(recent[:-EXPLOSIONS])
+            what = f"the loss exploded: {values} in steps {step - EXPLOSIONS + 1} to {step}, after a median of {median:.3g}"
+        else:
+            what = f"the loss of step {step} is {loss}" if not math.isfinite(loss) else f"the gradient of step {step} is {norm}"
+        places = sorted({place for row in rows for place in row.where})
+        shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
+        state = self.folder.latest()
+        advice = f"go on from step {int(state.name[-8:])}, which is saved in {self.folder.folder}," if state is not None else "begin again"
+        raise UserError(f"{what}; step {step}, of {shown}, was not applied; {advice} with a lower --lr, or look at these rows")
+
+    def validate(self) -> Scores:
+        """Score the held-out rows, note the result, and remember the best."""
+        progress = self.progress
+        scores = score(self.engine, self.heldout, self.options.micro_batch_size)
+        if progress.best_perplexity is None or scores.perplexity < progress.best_perplexity:
+            progress.best_step, progress.best_perplexity = progress.step, scores.perplexity
+        values = {"step": progress.step, "heldout_perplexity": scores.perplexity, "heldout_cross_entropy": scores.cross_entropy}
+        if self.engine.teacher is not None:
+            values["heldout_divergence"] = scores.divergence
+        self.write(values)
+        self.console.note(f"step {progress.step}: held-out perplexity {scores.perplexity:.4f} after {progress.tokens:,} tokens")
+        return scores
+
+    def save(self, place: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """Keep the state; place: where the stream stands (``Stream.state``)."""
+        if self.progress.step == 0:
+            return  # nothing was trained
+        self.progress.stream = dict(place)
+        self.folder.save(self.progress, self.engine, self.parameters, self.options.keep, weights_only=weights_only)
+
+    def write(self, values: Mapping[str, float]) -> None:
+        if self.engine.ranks.is_main:
+            with self.folder.metrics.open("a") as file:
+                file.write(json.dumps({key: value if math.isfinite(value) else None for key, value in values.items()}) + "\n")
+            self.log({key: value for key, value in values.items() if key != "step"}, int(values["step"]))
+
+
+def explosion_bound(recent: Sequence[float]) -> float:
+    """A loss above this is far from those before: thrice their median, and never less than 4 nats above it."""
+    if len(recent) < 10:
+        return math.inf
+    median = statistics.median(recent)
+    return median + max(2 * median, 4.0)
+
+
+@torch.no_grad()
+def score(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> Scores:
+    """Losses of rows under the model as it is; every rank takes its part and gets the whole result."""
+    ranks, at_once = engine.ranks, micro_batch_size
+    sums = torch.zeros(3, device=ranks.device, dtype=torch.float64)
+    engine.student.eval()
+    for start in range(0, len(rows), at_once * ranks.size):
+        own = list(rows[start + ranks.rank * at_once : start + (ranks.rank + 1) * at_once])
+        batch = collate(own)  # FSDP gathers parameters in every forward, so a rank that has no rows left takes part with an empty one
+        sums[:2] += engine.losses(engine.to_device(batch))
+        sums[2] += (batch["targets"] != IGNORED).sum()
+    engine.student.train()
+    entropy, divergence, tokens = engine.sum(sums).tolist()
+    return Scores(entropy / tokens, divergence / tokens, int(tokens))
+
+
+def describe(metrics: Mapping[str, float]) -> str:
+    """The moving part of the progress bar."""
+    memory = f", {human_bytes(metrics['peak_memory_bytes'])}" if metrics["peak_memory_bytes"] else ""
+    return f"loss {metrics['loss']:.4f}, {metrics['tokens_per_s']:,.0f} tokens/s{memory}"
+
+
+def keep_metrics(path: Path, step: int) -> None:
+    """Drop what was written after the state that training goes on from."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # cut off by a kill
+    temporary = path.with_name(f".{path.name}.json.part")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """SIGTERM and the first Ctrl-C ask to stop after the step under way; yields whether one came. A second Ctrl-C interrupts."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    try:
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread: its owner handles signals
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def probe_seconds(engine: Engine, rows: Sequence[PackedRow], options: TrainOptions) -> float:
+    """What a micro-batch of these rows takes, here and now: the faster of two, whose gradients are thrown away. All ranks take part."""
+    seconds = math.inf
+    for _ in range(2):
+        begin = time.perf_counter()
+        with engine.accumulating(last=True):
+            losses = engine.losses(engine.to_device(collate(list(rows))))
+            options.objective.total(losses[0], losses[1]).backward()
+        float(losses.detach()[0])  # waits for the device
+        seconds = min(seconds, time.perf_counter() - begin)
+    engine.zero_grad()
+    return seconds

@@ -1,0 +1,257 @@
+"""``adapt``."""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ladderize.commands.options import (
+    AsJson,
+    Device,
+    NoVerify,
+    Revision,
+    SeqLen,
+    Threads,
+    compute_options,
+)
+from ladderize.commands.spd import MAX_LR, ComputeDtype, TrainingSeed, WorkDir, blockwise_options
+from ladderize.console import Console, UsageError, is_main_rank, table
+
+BLOCKS, FULL, LORA = "blocks", "full", "lora"
+# options that only some methods have; the others refuse them, since they would have no effect
+ONLY = {
+    BLOCKS: ("samples", "epochs", "patience", "max_memory"),
+    LORA: ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    # Ladder Residual, arXiv 2501.06589, section 4: supervised fine-tuning of Llama-3.1-8B-Instruct
+    "ladder-paper": {"lr": 5e-6, "warmup_steps": 200, "schedule": "cosine", "max_tokens": "3B"},
+}
+
+
+def adapt(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A converted checkpoint folder or hub id; it is never touched.")],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--data",
+            metavar="FILE[=WEIGHT]",
+            help="jsonl, parquet, txt, npy, npz:array, a glob of one kind, or hub:OWNER/NAME[:CONFIG]:SPLIT; several are mixed.",
+        ),
+    ],
+    out: Annotated[str | None, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")] = None,
+    method: Annotated[
+        str, typer.Option(help="full: all weights of the layers; lora: adapters; blocks: every block alone learns to answer as DENSE's.")
+    ] = FULL,
+    distill_from: Annotated[
+        str | None,
+        typer.Option("--distill-from", "--teacher", metavar="DENSE", help="Learn its predictions, too: what MODEL was converted from."),
+    ] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS", help="converted, all (full: embedding and LM head too), or ranges such as 16:32,40.  [default: converted]"
+        ),
+    ] = None,
+    max_tokens: Annotated[str | None, typer.Option(metavar="COUNT", help="Train on so many tokens, such as 20M or 3B.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Train for so many steps instead.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="ladder-paper: learning rate 5e-6, 200 warm-up steps, cosine, 3B tokens, where not said otherwise.")
+    ] = None,
+    seq_len: SeqLen = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Rows of a step, over all processes.  [default: 2048 to 65536 tokens, a 2000th of --max-tokens; blocks: 2048]"
+        ),
+    ] = None,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows at once on one device; decides memory, not the result.  [default: 8192 tokens]")
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option("--lr", help="Peak learning rate.  [default: at width 4096 full 2e-5, lora 1e-4, blocks 5e-5; times 4096/width]"),
+    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="cosine, wsd or constant.  [default: cosine]")] = None,
+    warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps of rising learning rate.  [default: 5 %, at most 200]")] = None,
+    min_lr: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Where the rate ends, as part of the peak.  [default: 0]")] = None,
+    weight_decay: Annotated[float | None, typer.Option(min=0.0, help="AdamW's, of matrices.  [default: 0]")] = None,
+    max_gradient: Annotated[float | None, typer.Option(help="Clip the gradient's norm.  [default: 1]")] = None,
+    distill_weight: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Of the teacher's predictions; the rest is the text's.  [default: 1]")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of teacher and student in the divergence.  [default: 1]")] = None,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="lora: of the adapters.  [default: 16]")] = None,
+    lora_alpha: Annotated[float | None, typer.Option(help="lora: adapters are scaled by alpha / rank.  [default: twice the rank]")] = None,
+    lora_dropout: Annotated[float | None, typer.Option(min=0.0, max=0.99, help="lora: of what enters them.  [default: 0]")] = None,
+    lora_targets: Annotated[str | None, typer.Option(metavar="A,B", help="lora: projections.  [default: all seven of a layer]")] = None,
+    eval_data: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="To validate on.  [default: rows of --data that are set aside]")
+    ] = None,
+    heldout: Annotated[
+        int | None, typer.Option(min=0, help="Rows of each --data to set aside.  [default: a hundredth, up to 256; blocks: a tenth, 64]")
+    ] = None,
+    eval_every: Annotated[int | None, typer.Option(min=1, help="Steps.  [default: a tenth of all, at most 500]")] = None,
+    save_every: Annotated[int | None, typer.Option(min=1, help="Steps.  [default: a tenth of all, at most 500]")] = None,
+    keep: Annotated[int | None, typer.Option(min=1, help="So many last states on disk, and the best one's weights.  [default: 2]")] = None,
+    write: Annotated[str | None, typer.Option(help="best (by held-out perplexity) or last: what becomes OUT.  [default: best]")] = None,
+    resume: Annotated[str | None, typer.Option(help="auto: go on from unfinished work; no: begin anew.  [default: auto]")] = None,
+    no_packing: Annotated[bool, typer.Option("--no-packing", help="One example a row, padded.")] = False,
+    skip_bad_rows: Annotated[bool, typer.Option("--skip-bad-rows", help="Leave out rows that cannot be read, and count them.")] = False,
+    show_data: Annotated[bool, typer.Option("--show-data", help="Print the first batch, decoded, and stop.")] = False,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Compute activations twice instead of keeping them.")
+    ] = False,
+    attention: Annotated[str | None, typer.Option(help="sdpa, eager, flash_attention_2 or flex_attention.  [default: sdpa]")] = None,
+    log_with: Annotated[str | None, typer.Option(metavar="A,B", help="tensorboard, wandb, trackio, beside metrics.jsonl.")] = None,
+    log_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Of --log-with.  [default: OUT-logs]")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="blocks: windows.  [default: what the data give, up to 1024]")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="blocks: at most so many.  [default: 10]")] = None,
+    patience: Annotated[int | None, typer.Option(min=1, help="blocks: epochs without a better held-out loss.  [default: 2]")] = None,
+    max_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="blocks: teacher states beyond this, of each process, lie on disk.  [default: 8GB]")
+    ] = None,
+    seed: TrainingSeed = 0,
+    dtype: ComputeDtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    work_dir: WorkDir = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint (lora: an adapter).")] = False,
+    no_verify: NoVerify = False,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Win back accuracy: retrain a converted checkpoint, whole or block by block, on text and on the dense model's answers."""
+    given = {key: value for key, value in locals().items() if value is not None and value is not False}
+    check_method(method, given)
+    console = Console(as_json)
+    if out is None and not show_data:
+        raise UsageError("OUT is missing: name the folder to write")
+    if method == BLOCKS:
+        if distill_from is None:
+            raise UsageError("--method blocks needs --distill-from DENSE, the checkpoint that MODEL was converted from")
+        assert out is not None
+        options = blockwise_options(
+            data[0], samples, heldout, seq_len, train if train != "converted" else None, epochs or 10, patience or 2, lr, batch_size,
+            max_memory or "8GB", seed, dtype, device, threads, work_dir,
+        )  # fmt: skip
+        from ladderize.adapt.blockwise.run import adapt_blocks, block_rows, perplexity_rows
+
+        document = adapt_blocks(
+            model, out, distill_from, options, console=console, overwrite=overwrite, verify=not no_verify, revision=revision
+        )  # fmt: skip
+        if is_main_rank():
+            console.document(document)
+            console.result(table(block_rows(document["blocks"]), right=["block"]) + "\n")
+            console.result(table(perplexity_rows(document["heldout_perplexity"]), right=["perplexity", "stderr", "difference"]))
+            console.result(f"wrote {out}")
+        return
+    defaults = dict(PRESETS.get(preset or "", {}))
+    if max_steps is not None:
+        defaults.pop("max_tokens", None)
+    retrain_options = _retrain_options({**defaults, **given})
+    from ladderize.adapt.retrain.outcome import summary
+    from ladderize.adapt.retrain.run import retrain, show_data_of
+
+    if show_data:
+        text, document = show_data_of(model, retrain_options, revision)
+        console.document(document)
+        console.result(text)
+        return
+    assert out is not None
+    document = retrain(
+        model, out, retrain_options, console=console, overwrite=overwrite, verify=not no_verify, revision=revision
+    )  # fmt: skip
+    if is_main_rank():
+        console.document(document)
+        console.result(summary(document))
+        console.result(f"wrote {out}" + (" (an adapter; `ladderize merge` makes a checkpoint of it)" if method == LORA else ""))
+
+
+def check_method(method: str, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for a method that is not known, and for options that have no effect on the one that is asked for."""
+    if method not in (FULL, LORA, BLOCKS):
+        raise UsageError(f"--method {method} is not one of full, lora, blocks")
+    common = (
+        "model", "out", "data", "method", "distill_from", "train", "seq_len", "batch_size", "lr", "heldout", "seed", "dtype", "device",
+        "threads", "work_dir", "overwrite", "no_verify", "revision", "as_json",
+    )  # fmt: skip
+    for key in given:
+        owners = [owner for owner, keys in ONLY.items() if key in keys]
+        if (owners and method not in owners) or (method == BLOCKS and not owners and key not in common):
+            raise UsageError(f"--{key.replace('_', '-')} has no effect with --method {method}")
+    if method == BLOCKS and len(given["data"]) > 1:
+        raise UsageError("--method blocks reads one --data file")
+    if method == LORA and given.get("no_verify"):
+        raise UsageError("--no-verify has no effect with --method lora: an adapter is no checkpoint that could be loaded alone")
+
+
+def _retrain_options(given: Mapping[str, Any]) -> Any:
+    """The options of retraining, checked; given: by name, those that the user (or a preset) gave."""
+    from ladderize.adapt.data.sources import parse_specs
+    from ladderize.adapt.lora.write import LoraOptions
+    from ladderize.adapt.retrain.losses import Objective
+    from ladderize.adapt.retrain.options import RetrainOptions
+    from ladderize.adapt.retrain.schedule import SCHEDULES, Budget, parse_count
+
+    if given.get("preset") not in (None, *PRESETS):
+        raise UsageError(f"--preset {given['preset']} is not one of {', '.join(PRESETS)}")
+    tokens = parse_count(given["max_tokens"], option="--max-tokens") if "max_tokens" in given else None
+    steps = given.get("max_steps")
+    if steps is not None and tokens is not None:
+        raise UsageError("--max-tokens and --max-steps both say how long to train; give one of them")
+    if steps is None and tokens is None and not given.get("show_data"):
+        raise UsageError("say how long to train: --max-tokens, such as 20M, or --max-steps")
+    for key, allowed in (
+        ("schedule", SCHEDULES), ("write", ("best", "last")), ("resume", ("auto", "no")),
+        ("attention", ("sdpa", "eager", "flash_attention_2", "flex_attention")),
+    ):  # fmt: skip
+        if key in given and given[key] not in allowed:
+            raise UsageError(f"--{key} {given[key]} is not one of {', '.join(allowed)}")
+    for key, most in (("lr", MAX_LR), ("temperature", 100.0), ("max_gradient", math.inf), ("lora_alpha", math.inf)):
+        if key in given and not 0 < given[key] <= most:
+            raise UsageError(
+                f"--{key.replace('_', '-')} must be above 0{f' and at most {most:g}' if most < math.inf else ''}, not {given[key]:g}"
+            )
+    for key in ("distill_weight", "temperature"):
+        if key in given and "distill_from" not in given:
+            raise UsageError(f"--{key.replace('_', '-')} has no effect without --distill-from")
+    if "distill_from" in given and given.get("distill_weight", 1.0) == 0:
+        raise UsageError("--distill-weight 0 makes --distill-from useless; leave both out")
+    if "heldout" in given and "eval_data" in given:
+        raise UsageError("--heldout has no effect with --eval-data")
+    trackers = tuple(name.strip() for name in given.get("log_with", "").split(",") if name.strip())
+    if "log_with" in given and not trackers:
+        raise UsageError("--log-with names no tracker; write for example tensorboard")
+    if "log_dir" in given and not {"tensorboard", "wandb"} & set(trackers):
+        raise UsageError("--log-dir has no effect without --log-with tensorboard or wandb")
+    for key in ("write", "eval_every"):
+        if key in given and given.get("heldout") == 0:
+            raise UsageError(f"--{key.replace('_', '-')} has no effect with --heldout 0, where nothing is validated on")
+    if "min_lr" in given and given.get("schedule") == "constant":
+        raise UsageError("--min-lr has no effect with --schedule constant")
+    if given["dtype"] == "float16":
+        raise UsageError("--dtype float16 is too narrow to train in; take bfloat16 or float32")
+    device = compute_options(given.get("device"), given["dtype"], given.get("threads"))
+    from ladderize.runtime.launch import set_threads
+
+    set_threads(given.get("threads"), int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    lora = {key.removeprefix("lora_"): given[key] for key in ONLY[LORA] if key in given}
+    if "targets" in lora:
+        lora["targets"] = tuple(name.strip() for name in lora["targets"].split(",") if name.strip())
+    same = (
+        "method", "train", "distill_from", "heldout", "seq_len", "skip_bad_rows", "batch_size", "micro_batch_size", "lr", "schedule",
+        "warmup_steps", "min_lr", "weight_decay", "max_gradient", "gradient_checkpointing", "attention", "eval_every", "save_every", "keep",
+        "write", "seed", "dtype", "work_dir", "log_dir",
+    )  # fmt: skip
+    weight = given.get("distill_weight", 1.0) if "distill_from" in given else 0.0
+    return RetrainOptions(
+        data=tuple(parse_specs(given["data"])), eval_data=tuple(parse_specs(given.get("eval_data") or [], "--eval-data")),
+        objective=Objective(weight, given.get("temperature", 1.0)), lora=LoraOptions(**lora), packing=not given.get("no_packing"),
+        budget=Budget(tokens, steps), resume=given.get("resume") != "no", device=device,
+        log_with=trackers,
+        **{key: given[key] for key in same if key in given},
+    )  # fmt: skip

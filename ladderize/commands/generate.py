@@ -1,0 +1,201 @@
+"""``generate`` and ``bench``."""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ladderize.commands.options import MAX_SEED, AsJson, Device, Revision, Threads, compute_options
+from ladderize.console import Console, UsageError, UserError, is_main_rank
+
+DEFAULT_LAYOUTS = "dense,ladder,spd,spd+ladder"
+DEFAULT_SAMPLES_AT_A_TIME = 64
+ReplicateVocab = Annotated[
+    bool, typer.Option("--replicate-vocab", help="Every rank holds the whole embedding and LM head, which need no all-reduce then.")
+]
+Compile = Annotated[bool, typer.Option("--compile", help="Run what lies between two all-reduces through torch.compile.")]
+Backend = Annotated[str, typer.Option(help="auto, nccl, symm_mem, gloo, shm, or none (no communication: for timing, results are wrong).")]
+
+
+def _runtime_options(device: str | None, backend: str, dtype: str, threads: int | None, ranks: int) -> str:
+    """Check what the runtime's commands share; returns the device."""
+    from ladderize.runtime.collectives.base import check_backend
+
+    device = compute_options(device, dtype, threads)
+    check_backend(backend, ranks, device)
+    return device
+
+
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id, converted or not.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue; several make one batch.")
+    ] = None,
+    from_bos: Annotated[
+        bool,
+        typer.Option("--from-bos", help="Sample texts of the model itself into --out, for adapt; if killed, run it again."),
+    ] = False,
+    num_samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="With --from-bos: so many texts.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="With --from-bos: a .jsonl of text and input_ids.")] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"With --from-bos: texts at a time; the KV cache grows with it.  [default: {DEFAULT_SAMPLES_AT_A_TIME}]"),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --from-bos: replace --out once the new one is whole.")] = False,
+    tp_size: Annotated[int, typer.Option(min=1, help="Processes to split the model over; under torchrun, as many as it started.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens, or at an EOS token.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0: the likeliest token, always.  [default: 1 with --from-bos, else 0]")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample among the fewest tokens of this probability.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the random draws: the same for every --tp-size.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Put prompts through the model's chat template.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past EOS tokens.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    backend: Backend = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    replicate_vocab: ReplicateVocab = False,
+    compile_: Compile = False,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue text on ladderize's own tensor-parallel runtime, in any layout, or sample a corpus from the model itself."""
+    given = {"--num-samples": num_samples, "--out": out, "--batch-size": batch_size, "--overwrite": overwrite or None}
+    if from_bos:
+        _check_from_bos(prompt, chat, num_samples, out, temperature)
+    elif useless := [option for option, value in given.items() if value is not None]:
+        raise UsageError(f"{useless[0]} has no effect without --from-bos")
+    elif not prompt:
+        raise UsageError("there is nothing to continue: give --prompt TEXT, or --from-bos to sample texts of the model's own")
+    temperature = float(from_bos) if temperature is None else temperature
+    if not math.isfinite(temperature):
+        raise UsageError(f"--temperature must be finite, not {temperature}")
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        raise UsageError(f"--{'top-k' if top_k is not None else 'top-p'} has no effect with --temperature 0; give a temperature")
+    if backend == "none":
+        raise UsageError("--backend none sums nothing, so its text would be noise; it is for bench")
+    device = _runtime_options(device, backend, dtype, threads, tp_size)
+    if replicate_vocab and tp_size == 1:
+        raise UsageError("--replicate-vocab has no effect with one rank")
+    from ladderize.files.documents import check_writable
+    from ladderize.runtime.decode import Sampling
+    from ladderize.runtime.launch import check_tp_size
+    from ladderize.runtime.spec import checkpoint_spec
+    from ladderize.runtime.texts.prompts import GenerateOptions, generate_text
+
+    console = Console(as_json)
+    if out is not None and is_main_rank():
+        check_writable(out)
+    check_tp_size(tp_size, device)
+    spec = checkpoint_spec(model, tp_size=tp_size, dtype=dtype, revision=revision)
+    options = GenerateOptions(
+        tp_size=tp_size, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, chat=chat, backend=backend, device=device, threads=threads,
+        sampling=Sampling(temperature, top_k or 0, 1.0 if top_p is None else top_p, seed), replicate_vocab=replicate_vocab,
+        compile=compile_,
+    )  # fmt: skip
+    if out is None or num_samples is None:
+        console.document(generate_text(spec, prompt or [], options, console))
+        return
+    from ladderize.runtime.texts.corpus import sample_corpus
+
+    batch_size = batch_size or DEFAULT_SAMPLES_AT_A_TIME
+    console.document(sample_corpus(spec, out, num_samples, options, console, batch_size=batch_size, overwrite=overwrite))
+
+
+def _check_from_bos(prompt: list[str] | None, chat: bool, num_samples: int | None, out: Path | None, temperature: float | None) -> None:
+    """Raise UsageError for what --from-bos lacks or cannot go with."""
+    if prompt or chat:
+        raise UsageError(f"--from-bos begins with the BOS token alone; leave {'--prompt' if prompt else '--chat'} out")
+    if num_samples is None or out is None:
+        missing = "--num-samples N" if num_samples is None else "--out FILE"
+        raise UsageError(f"--from-bos needs {missing}: how many texts, and the .jsonl file that they go to")
+    if out.suffix != ".jsonl":
+        raise UsageError(f"--out {out} must end in .jsonl, which tells --data and --perplexity how to read it")
+    if temperature == 0:
+        raise UsageError("--temperature 0 with --from-bos would give the same text every time; give a temperature above 0")
+
+
+def bench(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Checkpoints; the first is what others are compared with.")
+    ] = None,
+    random_weights: Annotated[
+        str | None, typer.Option(metavar="CONFIG", help="A shape instead of checkpoints: 1b, 3b, 8b, 70b, 405b or a config.json.")
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help=f"With --random-weights: names, or name=RANGE of layers.  [default: {DEFAULT_LAYOUTS}]"),
+    ] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="With --random-weights: so many layers instead of the config's.")] = None,
+    sync_tp_size: Annotated[
+        int | None, typer.Option(min=1, help="With --random-weights: virtual ranks of spd.  [default: as many as ranks]")
+    ] = None,
+    tp_size: Annotated[int, typer.Option(min=1, help="Processes to split the model over; under torchrun, as many as it started.")] = 1,
+    emulate_tp: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="One process computes rank 0's part of N, and --link stands for the others.")
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="LINK", help="ALPHA_US,BETA_GB_S: an all-reduce takes alpha + bytes/beta; or a published link's name."),
+    ] = None,
+    batch_size: Annotated[str, typer.Option(metavar="A,B", help="Batch sizes, comma-separated.")] = "1",
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens to make; the first belongs to the prefill.")] = 33,
+    dtype: Annotated[str, typer.Option(help="auto (as stored; bfloat16 for random weights), float32, bfloat16 or float16.")] = "auto",
+    backend: Backend = "auto",
+    warmup: Annotated[int, typer.Option(min=1, help="Rounds that are not counted.")] = 2,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds that are; medians are reported.")] = 7,
+    baselines: Annotated[str, typer.Option(metavar="A,B", help="Of the first model: parallel (one all-reduce a layer), no-comm.")] = "",
+    profile: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write Chrome traces here, and fail if a layout that overlaps shows no overlap.")
+    ] = None,
+    no_check: Annotated[bool, typer.Option("--no-check", help="Time checkpoints unchecked, without the fp32 reference.")] = False,
+    replicate_vocab: ReplicateVocab = False,
+    compile_: Compile = False,
+    device: Device = None,
+    threads: Threads = None,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of prompts and of the order of variants.")] = 0,
+    plot: Annotated[Path | None, typer.Option(metavar="STEM", help="Draw STEM.png and STEM.svg.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything, raw samples too, as JSON.")] = None,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time layouts against each other on ladderize's own tensor-parallel runtime, and show what they wait for."""
+    from ladderize.runtime.bench.options import BenchArguments, plan
+
+    device = _runtime_options(device, backend, dtype, threads, emulate_tp or tp_size)
+    arguments = BenchArguments(
+        models=tuple(models or ()), random_weights=random_weights, layout=layout, num_layers=num_layers, sync_tp_size=sync_tp_size,
+        tp_size=tp_size, emulate_tp=emulate_tp, link=link, batch_size=batch_size, prompt_len=prompt_len, output_len=output_len, dtype=dtype,
+        backend=backend, warmup=warmup, repeat=repeat, baselines=baselines, profile=profile, check=not no_check, compile=compile_,
+        replicate_vocab=replicate_vocab, device=device, threads=threads, seed=seed, revision=revision,
+    )  # fmt: skip
+    from ladderize.files.documents import check_writable, write_json
+
+    if out is not None:
+        check_writable(out)
+    from ladderize.figure import check_plot
+
+    if plot is not None:
+        check_plot(plot)
+    specs, options = plan(arguments)
+    from ladderize.runtime.bench.report import summary
+    from ladderize.runtime.bench.run import run_bench, unproven
+
+    console = Console(as_json)
+    document = run_bench(specs, options, console)
+    console.document(document)
+    console.result(summary(document))
+    if is_main_rank():
+        if out is not None:
+            write_json(out, document)
+            console.note(f"wrote {out}")
+        if plot is not None:
+            from ladderize.runtime.bench.plot import draw
+
+            console.note(f"drew {' and '.join(map(str, draw(document, plot)))}")
+    if failed := unproven(document):
+        raise UserError(f"nothing overlapped in the trace of {' and '.join(failed)}, although the layout overlaps: its row is no result")

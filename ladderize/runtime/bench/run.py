@@ -1,0 +1,325 @@
+"""The benchmark: layouts against each other in one run, interleaved, so that whatever the machine does hits all alike.
+
+Two regimes, never mixed: prefill is bound by compute and sends long messages; decoding is bound by memory bandwidth and sends
+short ones, whose latency counts. Every variant also runs without communication; the difference is what it waits for.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ladderize.console import Console
+from ladderize.layout import OVERLAPPED
+from ladderize.memory import PeakMemory
+from ladderize.runtime.bench import reference_check
+from ladderize.runtime.bench.alone_times import PHASES, AloneTimes, Communication, instrument, synchronize
+from ladderize.runtime.bench.baselines import ParallelLlama
+from ladderize.runtime.bench.cost_model import predict
+from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.bench.trace import Overlap, Traced, trace
+from ladderize.runtime.collectives.base import Collectives, NoCommunication, choose
+from ladderize.runtime.collectives.emulated import Link, emulate
+from ladderize.runtime.decode import Generator, Sampling, sample
+from ladderize.runtime.launch import Group, run
+from ladderize.runtime.model import TPLlama
+from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
+
+TRACED_STEPS = 4
+# Of the time in flight: less under compute than this is none at all.
+MIN_OVERLAP = 0.01
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """See ``ladderize bench --help``. emulate_tp: ranks of a group that is not there, over ``link``."""
+
+    tp_size: int = 1
+    batch_sizes: tuple[int, ...] = (1,)
+    prompt_len: int = 128
+    output_len: int = 32
+    backend: str = "auto"
+    warmup: int = 2
+    repeat: int = 7
+    baselines: tuple[str, ...] = ()
+    emulate_tp: int | None = None
+    link: Link | None = None
+    replicate_vocab: bool = False
+    compile: bool = False
+    check: bool = True
+    profile: Path | None = None
+    device: str = "cpu"
+    threads: int | None = None
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that the model is split over, real or emulated."""
+        return self.emulate_tp or self.tp_size
+
+
+@dataclass
+class Variant:
+    """One line of the benchmark: a model, with and without communication, and what was measured of it."""
+
+    name: str
+    spec: ModelSpec
+    generators: dict[str, Generator]  # "real" and "none"
+    kind: str = "model"
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    communication: dict[str, Communication] = field(default_factory=dict)  # by phase
+    peak_memory_bytes: int | None = None
+    overlap: Overlap | None = None
+
+    def median_ms(self, mode: str, phase: str) -> float:
+        return statistics.median(self.samples[f"{mode} {phase}"]) * 1e3
+
+
+def run_bench(specs: list[ModelSpec], options: BenchOptions, console: Console) -> dict[str, Any]:
+    """Check and time ``specs``; returns the document of bench.json. Raises UserError if a model is not what it should be."""
+    document: dict[str, Any] = run(_bench, specs, options, console, tp_size=options.tp_size, device=options.device, threads=options.threads)
+    return document
+
+
+def _bench(group: Group, specs: list[ModelSpec], options: BenchOptions, console: Console) -> dict[str, Any]:
+    tokens = options.prompt_len + options.output_len
+    hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
+    rows_of_gate, batch = reference_check.PROMPT_TOKENS + reference_check.NEW_TOKENS, max(options.batch_sizes)
+    max_bytes = 4 * max(hidden * batch * options.prompt_len, vocab * batch, max(hidden, vocab) * rows_of_gate)
+    surroundings = environment(group, options.device)
+    if options.compile:
+        torch._dynamo.reset()
+    collectives, chosen = _collectives(group, options, max_bytes)
+    weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
+    checks = _check(group, specs, options, collectives, weights) if options.check else {}
+    rows: list[dict[str, Any]] = []
+    alone = AloneTimes(group, collectives, options.link, specs[0].torch_dtype)
+    rounds = len(options.batch_sizes) * (options.warmup + options.repeat)
+    with torch.inference_mode(), console.progress("bench", rounds) as advance:
+        for batch in options.batch_sizes:
+            variants = _variants(group, specs, options, collectives, weights, batch, tokens)
+            _measure(group, variants, options, batch, advance)
+            for variant in variants:
+                generator = variant.generators["none"]
+                variant.communication = instrument(generator, _prompts(generator, options, batch), alone, group.device)
+            if options.profile is not None:
+                _profile(group, variants, options, batch, collectives, alone)
+            rows += [row for variant in variants for row in _rows(group, variant, variants[0], options, batch, checks)]
+    collectives.close()
+    return {
+        "emulated": options.emulate_tp is not None,
+        "options": _plain(options),
+        "link": options.link.to_dict() if options.link else None,
+        "message_bytes_outside_link_range": sorted(size for _, size in alone.seen if options.link and not options.link.in_range(size)),
+        "backend": chosen,
+        "environment": surroundings,
+        "checks": checks,
+        "alone_ms": {f"{kind} of {size} bytes": seconds * 1e3 for (kind, size), seconds in sorted(alone.seen.items())},
+        "rows": rows,
+    }
+
+
+def _collectives(group: Group, options: BenchOptions, max_bytes: int) -> tuple[Collectives, str]:
+    if options.emulate_tp is None:
+        return choose(options.backend, group, max_bytes=max_bytes)
+    assert options.link is not None
+    return emulate(options.emulate_tp, options.link, group.device), f"emulated: {options.emulate_tp} ranks over {options.link.name}"
+
+
+def _check(
+    group: Group, specs: list[ModelSpec], options: BenchOptions, collectives: Collectives, weights: WeightCache
+) -> dict[str, dict[str, float]]:
+    """The correctness gate for every checkpoint. Emulated sums are not sums, so there the whole model is checked on one rank."""
+    real = [spec for spec in specs if spec.folder is not None]
+    if not real or options.backend == "none":
+        return {}
+    expected = group.broadcast(reference_check.references(real, options.device) if group.is_main else None)
+    if options.emulate_tp is not None:
+        collectives, weights = Collectives(), WeightCache(group.device, pack=not options.compile)
+    results = {}
+    with torch.inference_mode():
+        for spec in real:
+            reference = expected[spec.name]
+            generator = open_generator(spec, collectives, weights, group, 1, len(reference.ids), compile=options.compile)
+            results[spec.name] = reference_check.check(generator, reference, spec)
+    return results
+
+
+def _variants(
+    group: Group, specs: list[ModelSpec], options: BenchOptions, collectives: Collectives, weights: WeightCache, batch: int, tokens: int
+) -> list[Variant]:
+    """The models first, then the baselines of the first; models of one shape share a cache, since only one runs at a time."""
+    planned: list[tuple[str, ModelSpec, str, type[TPLlama]]] = [(spec.name, spec, "model", TPLlama) for spec in specs]
+    if "parallel" in options.baselines:
+        planned.append(("parallel attention+MLP", specs[0], "baseline, for timing only", ParallelLlama))
+    variants = []
+    cache = None
+    for name, spec, what, kind in planned:
+        generators = {}
+        for mode, means in (("real", collectives), ("none", NoCommunication(collectives.ranks))):
+            generators[mode] = open_generator(spec, means, weights, group, batch, tokens, compile=options.compile, kind=kind, cache=cache)
+            cache = generators[mode].cache
+        variants.append(Variant(name, spec, generators, what))
+    return variants
+
+
+# ---- timing ----
+
+
+def _measure(group: Group, variants: list[Variant], options: BenchOptions, batch: int, advance: Callable[[int], None]) -> None:
+    """Rounds over all variants, each with and without communication, in an order drawn anew for each round."""
+    order = [(variant, mode) for variant in variants for mode in variant.generators]
+    shuffle = random.Random(options.seed)  # the same on every rank
+    for round_ in range(options.warmup + options.repeat):
+        shuffle.shuffle(order)
+        for variant, mode in order:
+            generator = variant.generators[mode]
+            with PeakMemory(group.device) as memory:
+                times = _timed(group, generator, options, batch)
+            if round_ >= options.warmup:
+                for phase, seconds in zip(PHASES, times, strict=True):
+                    # the group is done when its last rank is
+                    variant.samples.setdefault(f"{mode} {phase}", []).append(max(group.gather(seconds)))
+            elif mode == "real":
+                own = generator.model.weights.resident_bytes + generator.cache.nbytes
+                if memory.rise is not None:
+                    variant.peak_memory_bytes = max(variant.peak_memory_bytes or 0, own + memory.rise)
+        advance(1)
+
+
+def _timed(group: Group, generator: Generator, options: BenchOptions, batch: int) -> tuple[float, float]:
+    """Seconds of the prefill, and per decoded token."""
+    prompts = _prompts(generator, options, batch)
+    draws = torch.zeros(batch, options.output_len - 1, device=group.device)
+    group.barrier()
+    synchronize(group.device)
+    begin = time.perf_counter()
+    tokens = sample(generator.prefill(prompts), Sampling(), draws[:, 0])
+    synchronize(group.device)
+    middle = time.perf_counter()
+    generator.decode_n_tokens(tokens, draws, Sampling())
+    synchronize(group.device)
+    return middle - begin, (time.perf_counter() - middle) / (options.output_len - 1)
+
+
+def _prompts(generator: Generator, options: BenchOptions, batch: int) -> list[list[int]]:
+    numbers = torch.Generator().manual_seed(options.seed)
+    ids: list[list[int]] = torch.randint(0, generator.model.shape.vocab, (batch, options.prompt_len), generator=numbers).tolist()
+    return ids
+
+
+# ---- proof of overlap, and the document ----
+
+
+def _profile(group: Group, variants: list[Variant], options: BenchOptions, batch: int, collectives: Collectives, alone: AloneTimes) -> None:
+    assert options.profile is not None
+    for number, variant in enumerate(variants):
+        generator = variant.generators["real"]
+        model = generator.model
+        model.collectives = traced = Traced(collectives)
+        eager = Generator(model, generator.rope, generator.cache)
+        prompts = _prompts(generator, options, batch)
+
+        def steps(eager: Generator = eager, prompts: list[list[int]] = prompts) -> None:
+            tokens = eager.prefill(prompts).argmax(-1)
+            for _ in range(min(TRACED_STEPS, options.output_len - 1)):
+                tokens = eager.decode_one_token(tokens).argmax(-1)
+
+        group.barrier()
+        name = "".join(c if c.isalnum() or c in "+-." else "_" for c in Path(variant.name).name)
+        path = options.profile / f"{number}-{name}-batch{batch}-rank{group.rank}.json"
+        try:
+            variant.overlap = trace(steps, path, group.device, traced, lambda size: alone("all_reduce", size))
+        finally:
+            model.collectives = collectives
+
+
+def _rows(
+    group: Group, variant: Variant, first: Variant, options: BenchOptions, batch: int, checks: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    yield _row(variant, "real", first, options, batch, checks)
+    if variant is first and "no-comm" in options.baselines:
+        yield _row(variant, "none", first, options, batch, checks)
+
+
+def _row(variant: Variant, mode: str, first: Variant, options: BenchOptions, batch: int, checks: dict[str, Any]) -> dict[str, Any]:
+    times = {phase: variant.median_ms(mode, phase) for phase in PHASES}
+    base = {phase: first.median_ms("real", phase) for phase in PHASES}
+    steps = options.output_len - 1
+
+    def total(values: dict[str, float]) -> float:
+        return values["prefill"] + steps * values["decode"]
+
+    model = variant.generators["real"].model
+    row: dict[str, Any] = {
+        "model": variant.name if mode == "real" else f"{variant.name}, no communication",
+        "kind": variant.kind if mode == "real" else "baseline, for timing only",
+        "layout": str(variant.spec.layout),
+        **variant.spec.layout.to_config(),
+        "weights": "random" if variant.spec.folder is None else str(variant.spec.folder),
+        "dtype": variant.spec.dtype,
+        "checked": variant.name in checks,
+        "emulated": options.emulate_tp is not None,
+        "tp_size": options.ranks,
+        "batch_size": batch,
+        "prefill_ms": times["prefill"],
+        "decode_ms_per_token": times["decode"],
+        "output_tokens_per_s": batch * 1e3 / times["decode"],
+        "tokens_per_s_per_user": 1e3 / times["decode"],
+        "end_to_end_ms": total(times),
+        "speedup_prefill": base["prefill"] / times["prefill"],
+        "speedup_decode": base["decode"] / times["decode"],
+        "speedup_end_to_end": total(base) / total(times),
+        "weight_bytes": model.weights.nbytes,
+        "kv_cache_bytes": variant.generators["real"].cache.nbytes,
+        "peak_memory_bytes": variant.peak_memory_bytes,
+        "samples_ms": {phase: [1e3 * s for s in variant.samples[f"{mode} {phase}"]] for phase in PHASES},
+    }
+    if mode == "real":
+        row["communication"] = {phase: _communication(variant, phase) for phase in PHASES}
+        row["no_communication_samples_ms"] = {phase: [1e3 * s for s in variant.samples[f"none {phase}"]] for phase in PHASES}
+        if variant.overlap is not None:
+            row["overlap"] = variant.overlap.to_dict()
+            # ranks copy messages of shared memory themselves: there is nothing in flight to be covered
+            if variant.spec.layout.count(OVERLAPPED) and variant.kind == "model" and model.collectives.name != "shm":
+                row["overlap"]["proven"] = variant.overlap.under_compute_ms > MIN_OVERLAP * variant.overlap.in_flight_ms
+    return row
+
+
+def _communication(variant: Variant, phase: str) -> dict[str, Any]:
+    """In one pass of this phase (a decode pass makes one token of each row): the layers' all-reduces, and all collectives' times."""
+    operations = variant.communication[phase].operations
+    without = variant.median_ms("none", phase)
+    prediction = predict(without / 1e3, operations, variant.communication[phase].vocabulary)
+    exposed = variant.median_ms("real", phase) - without
+    graphed = phase == "decode" and variant.generators["none"].graphs  # the compute that covers was seen without them, so far longer
+    overlapped = not graphed and variant.kind == "model" and prediction.hideable and variant.spec.layout.count(OVERLAPPED)
+    alone = prediction.communication * 1e3
+    return {
+        "all_reduces": len(operations),
+        "bytes": sum(operation.bytes for operation in operations),
+        "no_communication_ms": without,
+        "alone_ms": alone,
+        "vocabulary_alone_ms": variant.communication[phase].vocabulary * 1e3,
+        "exposed_ms": exposed,
+        "hidden_ms": alone - exposed,
+        "hideable_ms": None if graphed else prediction.hideable * 1e3,
+        "hidden_share": (alone - exposed) / (prediction.hideable * 1e3) if overlapped else None,
+        "predicted_ms": None if graphed else prediction.total * 1e3,
+    }
+
+
+def unproven(document: dict[str, Any]) -> list[str]:
+    """Overlapped layouts in whose trace nothing overlapped."""
+    return [row["model"] for row in document["rows"] if row.get("overlap", {}).get("proven") is False]
+
+
+def _plain(options: BenchOptions) -> dict[str, Any]:
+    values = dict(vars(options))
+    values.pop("link")
+    return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}

@@ -1,0 +1,181 @@
+"""All-reduce between processes of one host through shared memory: no sockets, no system call while all are on time.
+
+Every rank writes its message into a slot of its own and then raises its counter; a peer that sees the counter may read the
+slot. "Asynchronous" means that nobody waits for anybody until ``wait``: by then the peers' data is usually there.
+
+Memory ordering. A writer's stores to its slot must become visible before its store to the counter, and a reader must not load
+the slot before the counter. x86 guarantees both for ordinary stores and loads (total store order); the C library ends its
+non-temporal copies with a fence; and each access below is a separate call into compiled code, which no compiler moves.
+Counters are aligned 8-byte words, each on a cache line of its own and written by one rank only. Other architectures give no
+such guarantee without fences, which Python cannot issue: they are refused.
+"""
+
+import mmap
+import os
+import platform
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ladderize.console import UserError, human_bytes
+from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.launch import SEGMENTS as FOLDER
+from ladderize.runtime.launch import Group
+
+ORDERED = ("x86_64", "AMD64")
+SLOTS = 4  # messages that may be in flight; the oldest slot is free again when every rank has read it
+LINE = 128  # bytes between counters: two cache lines, which adjacent-line prefetch pairs
+SPINS, YIELD_SECONDS = 2000, 1.0
+
+
+class SharedMemory(Collectives):
+    """See the module. ``max_bytes``: the largest message."""
+
+    name = "shm"
+
+    def __init__(self, group: Group, *, max_bytes: int) -> None:
+        super().__init__(group.size)
+        self.rank = group.rank
+        self.slot_bytes = _round_up(max_bytes)
+        self.sent, self.received = 0, 0
+        self.pids = group.gather(os.getpid())
+        header = _round_up(2 * group.size * LINE)
+        size = header + SLOTS * group.size * self.slot_bytes
+        memory = self._attach(group, size)
+        counters = memoryview(memory).cast("q")
+        words = LINE // 8
+        # written[r]: messages that rank r has put into its slots; read[r]: messages that it is done with
+        self.written = [counters[r * words : r * words + 1] for r in range(group.size)]
+        self.read = [counters[(group.size + r) * words : (group.size + r) * words + 1] for r in range(group.size)]
+        self.slots = torch.frombuffer(memory, dtype=torch.uint8)[header:].view(SLOTS, group.size, self.slot_bytes)
+        self.peers = [r for r in range(group.size) if r != group.rank]
+        # views of each slot for each shape of message, made once: a view costs as much as copying a small message
+        self.views: dict[tuple[torch.Size, torch.dtype], list[list[Tensor]]] = {}
+
+    @staticmethod
+    def problem(*, hosts: list[str], cores: int, max_bytes: int) -> str | None:
+        """Why shared memory cannot serve this group, or None."""
+        if len(set(hosts)) > 1:
+            return "the ranks are on several hosts"
+        if platform.machine() not in ORDERED:
+            return f"it relies on the memory ordering of x86, and this is {platform.machine()}"
+        if len(hosts) > cores:
+            return f"{len(hosts)} ranks would spin on {cores} cores"
+        if not FOLDER.is_dir():
+            return f"there is no {FOLDER}"
+        need, free = SLOTS * len(hosts) * _round_up(max_bytes) + mmap.PAGESIZE, shutil.disk_usage(FOLDER).free
+        if need > free:
+            return f"it needs {human_bytes(need)} in {FOLDER}, where {human_bytes(free)} are free"
+        return None
+
+    @staticmethod
+    def _attach(group: Group, size: int) -> mmap.mmap:
+        """A file in memory that every rank has mapped; its name is gone before this returns, so nothing stays behind.
+
+        Not multiprocessing's SharedMemory: before Python 3.13 its resource tracker unlinks the segment when any process that
+        attached ends.
+        """
+        path = None
+        if group.is_main:
+            descriptor, path = tempfile.mkstemp(prefix=f"ladderize-{os.getppid()}-", dir=FOLDER)  # the parent looks for leftovers
+            try:
+                os.posix_fallocate(descriptor, 0, size)  # now, in words, rather than later by SIGBUS
+            except OSError as error:
+                os.unlink(path)
+                path = f"cannot reserve {human_bytes(size)} in {FOLDER}: {error.strerror}"
+            os.close(descriptor)
+        path = group.broadcast(path)
+        if not path.startswith("/"):
+            raise UserError(f"{path}; use --backend gloo")
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), size)
+        group.barrier()
+        if group.is_main:
+            os.unlink(path)
+        return memory
+
+    def _views(self, x: Tensor) -> list[list[Tensor]]:
+        """For each slot: every rank's message, shaped like x."""
+        size = x.nbytes
+        if size > self.slot_bytes:
+            raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
+        return [[self.slots[slot, rank, :size].view(x.dtype).view(x.shape) for rank in range(self.ranks)] for slot in range(SLOTS)]
+
+    def _post(self, x: Tensor) -> tuple[list[Tensor], int]:
+        """Put ``x`` into the next slot; returns that slot's messages, one for each rank, and the message's number."""
+        key = (x.shape, x.dtype)
+        views = self.views.get(key)
+        if views is None:
+            views = self.views[key] = self._views(x)
+        number = self.sent + 1
+        if number > SLOTS:
+            for peer in self.peers:
+                if self.read[peer][0] < number - SLOTS:
+                    self._await(self.read, peer, number - SLOTS)
+        messages = views[number % SLOTS]
+        messages[self.rank].copy_(x)
+        self.written[self.rank][0] = self.sent = number
+        return messages, number
+
+    def _take(self, number: int) -> None:
+        """Wait until every peer's message ``number`` is there."""
+        if number != self.received + 1:
+            raise RuntimeError(f"message {number} was waited for before message {self.received + 1}")
+        for peer in self.peers:
+            if self.written[peer][0] < number:
+                self._await(self.written, peer, number)
+
+    def _done(self, number: int) -> None:
+        self.read[self.rank][0] = self.received = number
+
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        messages, number = self._post(x)
+
+        def finish() -> Tensor:
+            self._take(number)
+            # in rank order on every rank, so that all hold the same bits; more than two in float32, rounded once
+            total = torch.add(*messages) if self.ranks == 2 else torch.stack(messages).sum(0)
+            self._done(number)
+            return total
+
+        return Handle(finish)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        messages, number = self._post(x)
+        self._take(number)
+        gathered = torch.cat(messages, -1)
+        self._done(number)
+        return gathered
+
+    def _await(self, counters: list[memoryview], peer: int, number: int) -> None:
+        """Until rank ``peer``'s counter reaches ``number``: spin, then yield the core, then also see whether the peer lives."""
+        counter = counters[peer]
+        for _ in range(SPINS):
+            if counter[0] >= number:
+                return
+        check_at = time.monotonic() + YIELD_SECONDS
+        while counter[0] < number:
+            os.sched_yield()
+            if time.monotonic() > check_at:
+                check_at += YIELD_SECONDS
+                self._check_alive(peer)
+
+    def _check_alive(self, peer: int) -> None:
+        try:
+            os.kill(self.pids[peer], 0)
+            state = Path(f"/proc/{self.pids[peer]}/stat")
+            alive = not state.exists() or state.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        except ProcessLookupError:
+            alive = False
+        except PermissionError:
+            alive = True
+        if not alive:
+            raise UserError(f"rank {peer} (process {self.pids[peer]}) has died; this rank stops too")
+
+
+def _round_up(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,143 @@
+"""``ladderize generate``: prompts in, text out as it is made."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ladderize.console import Console, UserError, is_main_rank
+from ladderize.modeling import load_tokenizer
+from ladderize.runtime.collectives.base import choose
+from ladderize.runtime.decode import Sampling, generate
+from ladderize.runtime.launch import Group, run
+from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """See ``ladderize generate --help``."""
+
+    tp_size: int = 1
+    max_new_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    ignore_eos: bool = False
+    chat: bool = False
+    backend: str = "auto"
+    replicate_vocab: bool = False
+    compile: bool = False
+    device: str = "cpu"
+    threads: int | None = None
+
+
+def tokenizer_of(spec: ModelSpec) -> Any:
+    """The checkpoint's tokenizer; raises UserError where there is none."""
+    tokenizer = load_tokenizer(spec.folder) if spec.folder is not None else None
+    if tokenizer is None:
+        raise UserError(f"{spec.name} has no tokenizer, and generate needs one")
+    return tokenizer
+
+
+def encode(tokenizer: Any, prompts: list[str], spec: ModelSpec, options: GenerateOptions) -> list[list[int]]:
+    """Token ids of each prompt, checked against the model's vocabulary and length."""
+    encoded = []
+    for prompt in prompts:
+        if options.chat:
+            if not tokenizer.chat_template:
+                raise UserError(f"{spec.name} has no chat template, so --chat has nothing to apply")
+            message = [{"role": "user", "content": prompt}]
+            ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        else:
+            ids = tokenizer(prompt)["input_ids"]
+        if not ids:
+            raise UserError("a prompt is empty and the tokenizer adds no BOS token, so there is nothing to continue")
+        if max(ids) >= spec.config["vocab_size"]:
+            raise UserError(f"{spec.name}: its tokenizer makes the token {max(ids)}, but the model has {spec.config['vocab_size']} only")
+        if len(ids) + options.max_new_tokens > spec.positions:
+            raise UserError(
+                f"a prompt of {len(ids)} tokens and --max-new-tokens {options.max_new_tokens} exceed the model's {spec.positions} positions"
+            )
+        encoded.append(list(ids))
+    return encoded
+
+
+def generate_text(spec: ModelSpec, prompts: list[str], options: GenerateOptions, console: Console) -> dict[str, Any]:
+    """Continue ``prompts`` as one batch; a single one is streamed to stdout. Returns the document of ``--json``."""
+    ids = encode(tokenizer_of(spec), prompts, spec, options)
+    document: dict[str, Any] = run(
+        _generate, spec, prompts, ids, options, console, tp_size=options.tp_size, device=options.device, threads=options.threads
+    )
+    return document
+
+
+def _generate(
+    group: Group, spec: ModelSpec, prompts: list[str], ids: list[list[int]], options: GenerateOptions, console: Console
+) -> dict[str, Any]:
+    longest = max(map(len, ids))
+    row = max(spec.config["hidden_size"] * longest, spec.config["vocab_size"])
+    collectives, chosen = choose(options.backend, group, max_bytes=4 * row * len(ids))
+    console.note(f"{spec.layout}; {chosen}")
+    with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
+        weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
+        columns = longest + options.max_new_tokens
+        generator = open_generator(spec, collectives, weights, group, len(ids), columns, compile=options.compile, advance=advance)
+    tokenizer = tokenizer_of(spec) if group.is_main else None
+    streams = [TextStream(tokenizer) for _ in ids] if group.is_main else []
+    eos = () if options.ignore_eos else eos_ids(spec)
+    new: list[list[int]] = [[] for _ in ids]
+    streaming = len(ids) == 1 and group.is_main and not console.as_json
+    begin = first = time.perf_counter()
+    steps = 0
+    with torch.inference_mode():
+        for made in generate(generator, ids, max_new_tokens=options.max_new_tokens, sampling=options.sampling, eos=eos):
+            if not steps:
+                first = time.perf_counter()
+            steps += max(map(len, made))
+            for row_ids, more in zip(new, made, strict=True):
+                row_ids += more
+            if streaming:
+                print(streams[0].push(made[0]), end="", flush=True)
+    seconds = time.perf_counter() - first
+    collectives.close()
+    if streaming:
+        print(streams[0].rest(), flush=True)
+    document: dict[str, Any] = {
+        "model": spec.name, "layout": str(spec.layout), "tp_size": group.size, "backend": chosen, "dtype": spec.dtype,
+        "prefill_ms": (first - begin) * 1e3,
+        "decode_ms_per_token": seconds * 1e3 / (steps - 1) if steps > 1 else None,
+        "texts": [
+            {"prompt": prompt, "text": stream.all(row_ids), "prompt_tokens": len(given), "new_ids": row_ids,
+             "finish_reason": "eos" if row_ids and row_ids[-1] in eos else "length"}
+            for prompt, stream, row_ids, given in zip(prompts, streams, new, ids, strict=True)
+        ],
+    } if group.is_main else {}  # fmt: skip
+    if group.is_main and not streaming:
+        for text in document["texts"]:
+            console.result(f"> {text['prompt']}\n{text['text']}\n")
+    if steps > 1 and is_main_rank():
+        console.status(f"{steps} steps: prefill {(first - begin) * 1e3:.0f} ms, {seconds * 1e3 / (steps - 1):.2f} ms per token")
+    return document
+
+
+class TextStream:
+    """Token ids to text, a little at a time: what ends in half a character waits for the rest."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.shown = 0
+
+    def push(self, ids: list[int]) -> str:
+        self.ids += ids
+        text = self.all(self.ids)
+        if text.endswith("\ufffd"):
+            return ""
+        more, self.shown = text[self.shown :], len(text)
+        return more
+
+    def rest(self) -> str:
+        return self.all(self.ids)[self.shown :]
+
+    def all(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
