@@ -26,9 +26,10 @@ from ladderize.adapt.data.packing import IGNORED, collate
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.ranks import Ranks
 from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.run import open_stream, open_task, prepare
+from ladderize.adapt.retrain.run import open_stream, prepare
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.state import TrainingFolder
+from ladderize.adapt.retrain.task import open_task
 from ladderize.adapt.retrain.trackers import Trackers
 from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint

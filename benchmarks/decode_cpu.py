@@ -44,7 +44,7 @@ def runtime(folder: str, rank: int, store: str, backend: str):
     import torch
 
     in_group(rank, store)
-    from ladderize.runtime.collectives.base import choose
+    from ladderize.runtime.collectives.choose import choose
     from ladderize.runtime.decode import Sampling, sample
     from ladderize.runtime.launch import Group
     from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator

@@ -23,9 +23,10 @@ from ladderize.adapt.ranks import Ranks
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.outcome import read_metrics
-from ladderize.adapt.retrain.run import open_stream, open_task, prepare, retrain
+from ladderize.adapt.retrain.run import open_stream, prepare, retrain
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.state import TrainingFolder
+from ladderize.adapt.retrain.task import open_task
 from ladderize.adapt.retrain.trackers import Trackers
 from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint

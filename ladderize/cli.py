@@ -2,20 +2,13 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ladderize import __version__
-from ladderize.commands import adapt as adaptation
-from ladderize.commands import convert as checkpoints
-from ladderize.commands import eval as evaluation
-from ladderize.commands import generate as runtime
-from ladderize.commands import merge as merging
-from ladderize.commands import spd as blockwise
-from ladderize.commands.options import AsJson
-from ladderize.console import DEBUG, Console, error_boundary
+from ladderize.commands import adapt, bench, convert, demo, evaluate, generate, inspect, merge, sensitivity, spd
+from ladderize.console import DEBUG, error_boundary
 
 app = typer.Typer(
     name="ladderize",
@@ -49,27 +42,13 @@ def root(version: Annotated[bool, typer.Option("--version", callback=_version, i
     pass
 
 
-app.command()(checkpoints.convert)
-app.command()(checkpoints.inspect)
-app.command("eval")(evaluation.evaluate)
-app.command()(evaluation.sensitivity)
-app.command()(adaptation.adapt)
-app.command()(blockwise.spd)
-app.command()(merging.merge)
-app.command()(runtime.generate)
-app.command()(runtime.bench)
-
-
-@app.command()
-def demo(
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep the converted models and results here.  [default: a temporary folder]")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few samples, two of the four conversions.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Convert the bundled tiny Llama to four layouts, win one's accuracy back; see what each costs in accuracy and gains in time."""
-    from ladderize.demo.run import run_demo
-
-    console = Console(as_json)
-    console.document(run_demo(out, quick=quick, console=console))
+app.command()(convert.convert)
+app.command()(inspect.inspect)
+app.command("eval")(evaluate.evaluate)
+app.command()(sensitivity.sensitivity)
+app.command()(adapt.adapt)
+app.command()(spd.spd)
+app.command()(merge.merge)
+app.command()(generate.generate)
+app.command()(bench.bench)
+app.command()(demo.demo)

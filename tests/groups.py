@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from ladderize.runtime.collectives.base import Collectives, Handle, choose
+from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.decode import Generator, Sampling, generate
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 

@@ -14,8 +14,9 @@ from ladderize.runtime.bench import run as bench
 from ladderize.runtime.bench.cost_model import Operation, predict
 from ladderize.runtime.bench.options import BenchArguments, named_layout, plan
 from ladderize.runtime.bench.trace import cpu_overlap, gpu_overlap
-from ladderize.runtime.collectives.base import Collectives, Handle, Recording
+from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated, Link, known_links, parse_link, sleep_until
+from ladderize.runtime.collectives.observed import Recording
 from tests.helpers import SHAPE, invoke, listing, make_model, one_sentence, run_cli, save_llama
 
 QUICK = ["--prompt-len", 8, "--output-len", 4, "--repeat", 2, "--warmup", 1, "--threads", 1]

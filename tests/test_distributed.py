@@ -9,7 +9,8 @@ import torch
 
 from ladderize.console import DEBUG, UserError
 from ladderize.runtime import launch as distributed
-from ladderize.runtime.collectives.base import Collectives, NoCommunication, choose
+from ladderize.runtime.collectives.base import Collectives, NoCommunication
+from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.shm import SharedMemory
 from ladderize.runtime.launch import Group
 from tests.groups import die, fail, reduce_long, reduce_randomly, too_large, values, wait_twice

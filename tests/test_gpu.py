@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from ladderize.runtime.bench.trace import Traced, trace
+from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import Link, emulate
+from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.decode import Generator, Sampling, generate
 from ladderize.runtime.launch import Group
 from tests.groups import make_generator

@@ -19,8 +19,8 @@ MAY_IMPORT = {
     "adapt": LEAVES | {"blocks", "convert", "adapt", "eval.perplexity"},
     "demo": LEAVES | {"blocks", "convert", "runtime", "eval", "adapt", "workflows", "demo"},
     "workflows": LEAVES | {"blocks", "convert", "runtime", "eval", "adapt", "workflows"},
-    "commands": LEAVES | {"blocks", "convert", "runtime", "eval", "adapt", "workflows", "commands"},
-    "cli": LEAVES | {"commands", "demo"},
+    "commands": LEAVES | {"blocks", "convert", "runtime", "eval", "adapt", "workflows", "demo", "commands"},
+    "cli": LEAVES | {"commands"},
     **dict.fromkeys(LEAVES, LEAVES),
 }
 # load and register hand out the model class, which lives beside the converter that copies it

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from ladderize.console import UserError
 from ladderize.convert.checkpoint import read_checkpoint
 from ladderize.layout import Layout
-from ladderize.runtime.layers import Shape, Slice
 from ladderize.runtime.loader import CheckpointReader, RandomSource
+from ladderize.runtime.shards import Shape, Slice
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, known_shapes, shape_spec
 from tests.helpers import ROOT, SHAPE, invoke, make_model, save_llama
 

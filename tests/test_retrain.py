@@ -19,12 +19,13 @@ import ladderize
 from ladderize.adapt.ranks import Ranks
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain import trainer as training
-from ladderize.adapt.retrain.engine import BETAS, EPSILON, Engine, wants_fsdp
+from ladderize.adapt.retrain.engine import BETAS, EPSILON, Engine
 from ladderize.adapt.retrain.losses import Objective, token_losses
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
-from ladderize.adapt.retrain.models import Build, build_student, build_teacher, trained_parameters, trained_tensors
+from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters, trained_tensors
 from ladderize.adapt.retrain.outcome import read_metrics
 from ladderize.adapt.retrain.schedule import Budget, Schedule, parse_count
+from ladderize.adapt.retrain.sharding import wants_fsdp
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.blocks import open_checkpoint
 from ladderize.console import UserError
@@ -189,9 +190,9 @@ def test_only_what_is_named_is_trained(place, tmp_path):
 
 def test_student_and_teacher_share_what_is_frozen(place):
     student_checkpoint, dense = open_checkpoint(str(place / "upper")), open_checkpoint(str(place / "dense"))
-    layout, build = Layout.from_config(student_checkpoint.config), Build(CPU.device, torch.bfloat16)
-    student = build_student(student_checkpoint, layout, build, trained=trained_tensors(student_checkpoint.tensors, [2, 3], False))
-    teacher = build_teacher(dense, build, student)
+    layout, setup = Layout.from_config(student_checkpoint.config), ModelSetup(CPU.device, torch.bfloat16)
+    student = build_student(student_checkpoint, layout, setup, trained=trained_tensors(student_checkpoint.tensors, [2, 3], False))
+    teacher = build_teacher(dense, setup, student)
     own, theirs = dict(student.model.named_parameters()), dict(teacher.model.named_parameters())
     assert own.keys() == theirs.keys()
     for name in own:
@@ -202,7 +203,7 @@ def test_student_and_teacher_share_what_is_frozen(place):
     ids = torch.randint(3, 90, (2, 9))
     expected = ladderize.load(place / "dense")(ids).logits
     positions, targets = torch.arange(9).expand(2, 9), torch.zeros(2, 9, dtype=torch.long)
-    plain = build_teacher(dense, Build(CPU.device), student)
+    plain = build_teacher(dense, ModelSetup(CPU.device), student)
     with torch.no_grad():
         torch.testing.assert_close(plain(ids, positions, targets).view(2, 9, -1), expected, rtol=1e-4, atol=1e-4)
 
@@ -587,13 +588,13 @@ def test_trained_parameters_have_names_that_files_give_them(place):
 
     checkpoint = open_checkpoint(str(place / "both"))
     layout = Layout.from_config(checkpoint.config)
-    student = build_student(checkpoint, layout, Build(CPU.device), trained=trained_tensors(checkpoint.tensors, [1], False))
+    student = build_student(checkpoint, layout, ModelSetup(CPU.device), trained=trained_tensors(checkpoint.tensors, [1], False))
     assert {name for name, _ in trained_parameters(student)} == {name for name in checkpoint.tensors if name.startswith("model.layers.1.")}
     config = lora_config(checkpoint.config, [1], LoraOptions(rank=2, targets=("o_proj",)))
-    lora = build_student(checkpoint, layout, Build(CPU.device), lora=config, seed=3)
+    lora = build_student(checkpoint, layout, ModelSetup(CPU.device), lora=config, seed=3)
     prefix = "base_model.model.model.layers.1.self_attn.o_proj."
     values = dict(trained_parameters(lora))
     assert set(values) == {f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"}
     assert values[f"{prefix}lora_B.weight"].abs().sum() == 0
-    again = dict(trained_parameters(build_student(checkpoint, layout, Build(CPU.device), lora=config, seed=3)))
+    again = dict(trained_parameters(build_student(checkpoint, layout, ModelSetup(CPU.device), lora=config, seed=3)))
     assert torch.equal(values[f"{prefix}lora_A.weight"], again[f"{prefix}lora_A.weight"])

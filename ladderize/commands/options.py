@@ -45,3 +45,23 @@ def compute_options(device: str | None, dtype: str, threads: int | None) -> str:
     if threads is not None and threads > len(cores()):
         raise UserError(f"--threads {threads} is more than the {len(cores())} cores that this process may use")
     return device or default_device()
+
+
+ReplicateVocab = Annotated[
+    bool, typer.Option("--replicate-vocab", help="Every rank holds the whole embedding and LM head, which need no all-reduce then.")
+]
+
+
+Compile = Annotated[bool, typer.Option("--compile", help="Run what lies between two all-reduces through torch.compile.")]
+
+
+Backend = Annotated[str, typer.Option(help="auto, nccl, symm_mem, gloo, shm, or none (no communication: for timing, results are wrong).")]
+
+
+def _runtime_options(device: str | None, backend: str, dtype: str, threads: int | None, ranks: int) -> str:
+    """Check what the runtime's commands share; returns the device."""
+    from ladderize.runtime.collectives.choose import check_backend
+
+    device = compute_options(device, dtype, threads)
+    check_backend(backend, ranks, device)
+    return device

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.console import SCHEMA_VERSION, UserError
+from ladderize.console import UserError
+from ladderize.files.documents import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
@@ -85,39 +86,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder} holds no config.json; it is not a Hugging Face checkpoint")
     return read_json(path)
-
-
-def read_document(path: Path, what: str) -> dict[str, Any]:
-    """A result file of ladderize's own, such as a ``what`` of "head map"; raises UserError unless it has our schema."""
-    document = read_json(path, advice=f"it should be a {what}")
-    version = document.get("schema_version")
-    if type(version) is not int or version != SCHEMA_VERSION:
-        raise UserError(f"{path} has schema_version {version!r}, but a {what} that this ladderize reads has {SCHEMA_VERSION}")
-    return document
-
-
-def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any]:
-    """A JSON object, without NaN and Infinity; raises UserError, with ``advice`` where the file is no JSON."""
-
-    def refuse(constant: str) -> None:
-        raise UserError(f"{path} holds {constant}, which is no number; repair the file")
-
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); {advice}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__} where an object is expected")
-    return value
-
-
-def read_own(path: Path) -> dict[str, Any]:
-    """A JSON object that an earlier run of ours may have left; {} where it did not, or was killed while it wrote."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        value = None
-    return value if isinstance(value, dict) else {}
 
 
 def read_tensors(folder: Path) -> dict[str, TensorInfo]:

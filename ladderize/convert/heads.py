@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import read_document
 from ladderize.convert.llama import kv_head_count
+from ladderize.files.documents import read_document
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import read_document
+from ladderize.files.documents import read_document
 
 IN_SENSITIVE = "in-sensitive"
 CLASSES = (IN_SENSITIVE, "sensitive", "extremely sensitive")

@@ -1,12 +1,13 @@
 """Result files: written whole or not at all, as often as there is something new."""
 
+import json
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ladderize.console import UserError, to_json
+from ladderize.console import SCHEMA_VERSION, UserError, to_json
 
 
 def check_writable(path: Path) -> None:
@@ -46,3 +47,36 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def read_document(path: Path, what: str) -> dict[str, Any]:
+    """A result file of ladderize's own, such as a ``what`` of "head map"; raises UserError unless it has our schema."""
+    document = read_json(path, advice=f"it should be a {what}")
+    version = document.get("schema_version")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise UserError(f"{path} has schema_version {version!r}, but a {what} that this ladderize reads has {SCHEMA_VERSION}")
+    return document
+
+
+def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any]:
+    """A JSON object, without NaN and Infinity; raises UserError, with ``advice`` where the file is no JSON."""
+
+    def refuse(constant: str) -> None:
+        raise UserError(f"{path} holds {constant}, which is no number; repair the file")
+
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}); {advice}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__} where an object is expected")
+    return value
+
+
+def read_own(path: Path) -> dict[str, Any]:
+    """A JSON object that an earlier run of ours may have left; {} where it did not, or was killed while it wrote."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        value = None
+    return value if isinstance(value, dict) else {}

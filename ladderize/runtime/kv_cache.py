@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ladderize.runtime.layers import Shape
+from ladderize.runtime.shards import Shape
 
 
 @dataclass

@@ -13,7 +13,8 @@ from torch import Tensor
 from ladderize.console import UserError
 from ladderize.convert.checkpoint import Checkpoint, TensorInfo
 from ladderize.layout import Layout
-from ladderize.runtime.layers import LayerWeights, Linear, RMSNorm, Shape, Slice, Weights, virtual_ranks
+from ladderize.runtime.layers import LayerWeights, Linear, RMSNorm, Weights
+from ladderize.runtime.shards import Shape, Slice, virtual_ranks
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from ladderize.layout import BLOCKING, DROPPED, Layout
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.layers import LayerWeights, Shape, Weights
+from ladderize.runtime.layers import LayerWeights, Weights
+from ladderize.runtime.shards import Shape
 
 
 @dataclass(frozen=True)

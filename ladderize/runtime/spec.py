@@ -10,16 +10,18 @@ from typing import Any
 import torch
 
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import FLOAT_DTYPES, fetch_weights, read_checkpoint, read_config, read_json, resolve_json
+from ladderize.convert.checkpoint import FLOAT_DTYPES, fetch_weights, read_checkpoint, read_config, resolve_json
 from ladderize.convert.llama import check_config, check_tensors, expected_tensors
+from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import Generator, rope_table
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.launch import Group
-from ladderize.runtime.layers import Shape, Weights, check_tp_size, virtual_ranks
+from ladderize.runtime.layers import Weights
 from ladderize.runtime.loader import CheckpointReader, RandomSource, files_identity, load_weights
 from ladderize.runtime.model import TPLlama
+from ladderize.runtime.shards import Shape, check_tp_size, virtual_ranks
 
 SHAPES = Path(__file__).parent / "shapes.json"
 RUN_DTYPES = ("float32", "bfloat16", "float16")

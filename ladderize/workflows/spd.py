@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.blockwise.distill import Student, Windows, distill
-from ladderize.adapt.blockwise.folder import BlockFolder, work_folder
+from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds
 from ladderize.adapt.blockwise.run import (
     BlockwiseOptions,
@@ -30,7 +30,7 @@ from ladderize.adapt.blockwise.run import (
 from ladderize.adapt.ranks import join_ranks
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_seconds, to_json
-from ladderize.convert.checkpoint import fingerprint, read_json
+from ladderize.convert.checkpoint import fingerprint
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
 from ladderize.convert.llama import kv_head_count
 from ladderize.convert.pipeline import convert_checkpoint
@@ -38,7 +38,8 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import CLASSES, IN_SENSITIVE, Selection
 from ladderize.eval.sensitivity import TAU2, SensitivityOptions, measure_sensitivity
 from ladderize.files import output
-from ladderize.files.documents import write_json
+from ladderize.files.documents import read_json, write_json
+from ladderize.files.work import work_folder
 from ladderize.layout import Layout, check_split, format_ranges
 
 CALIBRATION_SAMPLES = 128  # the paper's

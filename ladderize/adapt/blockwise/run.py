@@ -10,7 +10,7 @@ import torch
 
 from ladderize import data
 from ladderize.adapt.blockwise.distill import TOKENS_PER_STEP, DistillOptions, Student, Windows, distill, estimate, trainable_layers
-from ladderize.adapt.blockwise.folder import BlockFolder, work_folder
+from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.ranks import join_ranks
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
 from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
@@ -20,6 +20,7 @@ from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.eval.perplexity import summarise
 from ladderize.files import output
+from ladderize.files.work import work_folder
 from ladderize.layout import Layout, format_ranges, parse_ranges
 
 # Without --samples: so many windows at most, since a block sees each several times.

@@ -9,9 +9,10 @@ from typing import Any
 
 from ladderize.adapt.lora.write import CONFIG, DOCUMENT, PREFIX, TENSORS, adapted_layers
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import FLOAT_DTYPES, PICKLES, TensorInfo, read_document, read_json
+from ladderize.convert.checkpoint import FLOAT_DTYPES, PICKLES, TensorInfo
 from ladderize.convert.llama import expected_tensors
 from ladderize.convert.tensor_file import locate_tensors
+from ladderize.files.documents import read_document, read_json
 
 KEY = re.compile(re.escape(PREFIX) + r"(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
 # What a config may say of plain LoRA, whose product is W + scaling * B @ A. Any other key has to be off: PEFT grows new variants.

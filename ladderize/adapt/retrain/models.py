@@ -4,7 +4,6 @@ Trained parameters are fp32 (the optimizer adds steps that bfloat16 would round 
 """
 
 import math
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ladderize.adapt.retrain.losses import ScoredLogits, Student
+from ladderize.adapt.retrain.sharding import shard
 from ladderize.blocks import Blocks
 from ladderize.convert.checkpoint import Checkpoint
 from ladderize.layout import Layout
@@ -23,7 +23,7 @@ LORA_A, LORA_B = ".lora_A.default.", ".lora_B.default."
 
 
 @dataclass(frozen=True)
-class Build:
+class ModelSetup:
     """How a model is made. compute: what products are computed in. mesh: FSDP2's, None where every rank holds everything; reshard: whether
     a layer's parameters are given up between forward and backward (None: as FSDP2 thinks best)."""
 
@@ -44,49 +44,49 @@ def trained_tensors(names: Iterable[str], layers: Sequence[int], everything: boo
 
 
 def build_student(
-    checkpoint: Checkpoint, layout: Layout, build: Build, *, trained: frozenset[str] = frozenset(), lora: Any = None, seed: int = 0,
+    checkpoint: Checkpoint, layout: Layout, setup: ModelSetup, *, trained: frozenset[str] = frozenset(), lora: Any = None, seed: int = 0,
     temperature: float = 1.0,
 ) -> Student:  # fmt: skip
     """The model in training. trained: tensors that change. lora: a ``peft.LoraConfig`` instead, whose adapters change."""
-    model = _meta_model(checkpoint, layout, build)
+    model = _meta_model(checkpoint, layout, setup)
     if lora is not None:
         from peft import inject_adapter_in_model
 
         inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
-    blocks = Blocks(checkpoint, torch.float32, build.device)
+    blocks = Blocks(checkpoint, torch.float32, setup.device)
 
     def parameter(name: str, shape: torch.Size) -> nn.Parameter:
         if LORA_A in name or LORA_B in name:
-            return nn.Parameter(initial_adapter(name, shape, seed).to(build.device))
+            return nn.Parameter(initial_adapter(name, shape, seed).to(setup.device))
         name = name.replace(".base_layer.", ".")
         value = next(iter(blocks.read([name])))
-        return nn.Parameter(value if name in trained else value.to(build.compute), requires_grad=name in trained)
+        return nn.Parameter(value if name in trained else value.to(setup.compute), requires_grad=name in trained)
 
     student = Student(model, temperature)
-    _materialise(student, student.model, parameter, build)
-    if build.gradient_checkpointing:
+    _materialise(student, student.model, parameter, setup)
+    if setup.gradient_checkpointing:
         # transformers renamed it, and will drop the old name in version 6
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return student.train()
 
 
-def build_teacher(checkpoint: Checkpoint, build: Build, student: Student) -> ScoredLogits:
+def build_teacher(checkpoint: Checkpoint, setup: ModelSetup, student: Student) -> ScoredLogits:
     """The dense model, frozen. What it has in common with the student's frozen parameters is held once (unless both are sharded)."""
     layout = Layout.dense(checkpoint.config["num_hidden_layers"])
-    model = _meta_model(checkpoint, layout, build)
-    blocks = Blocks(checkpoint, build.compute, build.device)
+    model = _meta_model(checkpoint, layout, setup)
+    blocks = Blocks(checkpoint, setup.compute, setup.device)
     own = {name.replace(".base_layer.", "."): value for name, value in student.model.named_parameters() if not value.requires_grad}
 
     def parameter(name: str, shape: torch.Size) -> nn.Parameter:
         value, other = next(iter(blocks.read([name]))), own.get(name)
-        if build.mesh is None and other is not None and torch.equal(value, other):
+        if setup.mesh is None and other is not None and torch.equal(value, other):
             assert isinstance(other, nn.Parameter)
             return other
         return nn.Parameter(value, requires_grad=False)
 
     teacher = ScoredLogits(model)
-    _materialise(teacher, model, parameter, build)
+    _materialise(teacher, model, parameter, setup)
     return teacher.eval()
 
 
@@ -99,24 +99,24 @@ def initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def _meta_model(checkpoint: Checkpoint, layout: Layout, build: Build) -> Any:
+def _meta_model(checkpoint: Checkpoint, layout: Layout, setup: ModelSetup) -> Any:
     from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 
-    config = Blocks(checkpoint, build.compute, build.device).model_config(layout)
-    config._attn_implementation = build.attention
+    config = Blocks(checkpoint, setup.compute, setup.device).model_config(layout)
+    config._attn_implementation = setup.attention
     with torch.device("meta"):
         return LadderizedLlamaForCausalLM(config)
 
 
-def _materialise(whole: nn.Module, model: Any, parameter: Callable[[str, torch.Size], nn.Parameter], build: Build) -> None:
+def _materialise(whole: nn.Module, model: Any, parameter: Callable[[str, torch.Size], nn.Parameter], setup: ModelSetup) -> None:
     """Put real parameters in place of meta ones, and shard them: layer by layer, then what surrounds the layers."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(build.device)
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(setup.device)
     for index, layer in enumerate(model.model.layers):
         _fill(layer, f"model.layers.{index}.", parameter)
-        if build.mesh is not None:
-            _shard(layer, build)
+        if setup.mesh is not None:
+            shard(layer, setup.mesh, compute=setup.compute, reshard=setup.reshard)
     tied = model.config.tie_word_embeddings
     ends = {"model.embed_tokens.": model.model.embed_tokens, "model.norm.": model.model.norm, "lm_head.": model.lm_head}
     for prefix, module in ends.items():
@@ -124,8 +124,8 @@ def _materialise(whole: nn.Module, model: Any, parameter: Callable[[str, torch.S
             _fill(module, prefix, parameter)
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    if build.mesh is not None:
-        _shard(whole, build)
+    if setup.mesh is not None:
+        shard(whole, setup.mesh, compute=setup.compute, reshard=setup.reshard)
 
 
 def _fill(module: nn.Module, prefix: str, parameter: Callable[[str, torch.Size], nn.Parameter]) -> None:
@@ -134,37 +134,9 @@ def _fill(module: nn.Module, prefix: str, parameter: Callable[[str, torch.Size],
         setattr(module.get_submodule(owner), leaf, parameter(prefix + name, empty.shape))
 
 
-def _shard(module: nn.Module, build: Build) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    narrow = build.compute if build.compute != torch.float32 else None
-    # a ladder layer hands on the stream that it was given; nothing writes into it
-    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
-    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
-    fully_shard(module, mesh=build.mesh, reshard_after_forward=build.reshard, mp_policy=policy)
-
-
 def trained_parameters(student: Student) -> Iterator[tuple[str, nn.Parameter]]:
     """What changes in training, under the name that a file gives it: a checkpoint's tensor, or PEFT's for an adapter."""
     for name, parameter in student.model.named_parameters():
         if parameter.requires_grad:
             is_adapter = LORA_A in name or LORA_B in name
             yield (f"base_model.model.{name.replace('.default.', '.')}" if is_adapter else name), parameter
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may be sharded, gathered on every rank; all ranks must ask for it."""
-    full = getattr(tensor, "full_tensor", None)
-    return (full() if full is not None else tensor).detach()
-
-
-@torch.no_grad()
-def assign(tensor: Tensor, value: Tensor) -> None:
-    """Copy a whole value into a tensor that may be sharded."""
-    mesh = getattr(tensor, "device_mesh", None)
-    value = value.to(tensor.device, tensor.dtype)
-    if mesh is not None:
-        from torch.distributed.tensor import distribute_tensor
-
-        value = distribute_tensor(value, mesh, tensor.placements, src_data_rank=None)  # type: ignore[attr-defined]
-    tensor.copy_(value)

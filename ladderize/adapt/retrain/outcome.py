@@ -23,7 +23,7 @@ from ladderize.convert.tensor_file import locate_tensors
 from ladderize.layout import format_ranges
 
 if TYPE_CHECKING:
-    from ladderize.adapt.retrain.run import Task
+    from ladderize.adapt.retrain.task import Task
 
 
 def write_outcome(

@@ -14,12 +14,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ladderize.adapt.blockwise.folder import WorkFolder
 from ladderize.adapt.retrain.engine import Engine
-from ladderize.adapt.retrain.models import assign, whole
+from ladderize.adapt.retrain.sharding import assign, whole
 from ladderize.console import UserError, sentence, to_json
 from ladderize.convert.tensor_file import infos_of, write_tensors
 from ladderize.files.output import fsync
+from ladderize.files.work import WorkFolder
 
 WEIGHTS, OPTIMIZER, STATE, METRICS = "weights.safetensors", "optimizer.safetensors", "state.json", "metrics.jsonl"
 MOMENTS = ("exp_avg", "exp_avg_sq")

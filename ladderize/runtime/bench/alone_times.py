@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ladderize.runtime.bench.cost_model import Operation
-from ladderize.runtime.collectives.base import Collectives, NoCommunication, Recording
+from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.emulated import Link
+from ladderize.runtime.collectives.observed import Recording
 from ladderize.runtime.decode import Generator
 from ladderize.runtime.launch import Group
 

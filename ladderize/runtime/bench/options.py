@@ -6,10 +6,38 @@ from pathlib import Path
 from ladderize.console import UsageError, UserError
 from ladderize.convert.llama import check_config
 from ladderize.layout import Layout, LayoutError, parse_ranges
-from ladderize.runtime.bench.run import BenchOptions
-from ladderize.runtime.collectives.emulated import parse_link
+from ladderize.runtime.collectives.emulated import Link, parse_link
 from ladderize.runtime.launch import check_tp_size
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec, read_shape, shape_spec
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """See ``ladderize bench --help``. emulate_tp: ranks of a group that is not there, over ``link``."""
+
+    tp_size: int = 1
+    batch_sizes: tuple[int, ...] = (1,)
+    prompt_len: int = 128
+    output_len: int = 32
+    backend: str = "auto"
+    warmup: int = 2
+    repeat: int = 7
+    baselines: tuple[str, ...] = ()
+    emulate_tp: int | None = None
+    link: Link | None = None
+    replicate_vocab: bool = False
+    compile: bool = False
+    check: bool = True
+    profile: Path | None = None
+    device: str = "cpu"
+    threads: int | None = None
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that the model is split over, real or emulated."""
+        return self.emulate_tp or self.tp_size
+
 
 LAYOUT_NAMES = {"dense": (), "ladder": ("ladder",), "spd": ("spd",), "spd+ladder": ("spd", "ladder")}
 BASELINES = ("parallel", "no-comm")

@@ -13,39 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from ladderize.console import UserError
-from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.collectives.observed import START, WAIT, Traced
 
-START, WAIT = "all-reduce: start", "all-reduce: wait"
 # torch.cuda._sleep's kernel stands for communication in emulated runs
 COMMUNICATION_KERNELS = re.compile(r"nccl|spin_kernel|one_shot|two_shot|multimem", re.IGNORECASE)
-
-
-class Traced(Collectives):
-    """Another backend, whose starts and waits appear in torch's profiler; ``sizes``: bytes of the all-reduces, in their order."""
-
-    def __init__(self, inner: Collectives) -> None:
-        super().__init__(inner.ranks)
-        self.inner, self.name = inner, inner.name
-        self.sizes: list[int] = []
-
-    def all_reduce_async(self, x: Tensor) -> Handle:
-        self.sizes.append(x.nbytes)
-        with record_function(START):
-            handle = self.inner.all_reduce_async(x)
-
-        def finish() -> Tensor:
-            with record_function(WAIT):
-                return handle.wait()
-
-        return Handle(finish)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        with record_function("all-gather"):
-            return self.inner.all_gather(x)
 
 
 @dataclass(frozen=True)

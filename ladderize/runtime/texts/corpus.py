@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from ladderize.console import Console, UserError, human_bytes, is_main_rank
-from ladderize.convert.checkpoint import fingerprint, read_checkpoint, read_json
+from ladderize.convert.checkpoint import fingerprint, read_checkpoint
+from ladderize.files.documents import read_json
 from ladderize.modeling import load_tokenizer
-from ladderize.runtime.collectives.base import choose
+from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.decode import Generator, generate
 from ladderize.runtime.launch import Group, run
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from ladderize.console import UserError, sentence, to_json
-from ladderize.convert.checkpoint import read_own
+from ladderize.files.documents import read_own
 from ladderize.files.output import fsync
 
 

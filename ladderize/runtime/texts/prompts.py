@@ -8,7 +8,7 @@ import torch
 
 from ladderize.console import Console, UserError, is_main_rank
 from ladderize.modeling import load_tokenizer
-from ladderize.runtime.collectives.base import choose
+from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.decode import Sampling, generate
 from ladderize.runtime.launch import Group, run
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator

@@ -1,0 +1,36 @@
+"""``inspect``."""
+
+from typing import Annotated
+
+import typer
+
+from ladderize.commands.options import AsJson, Revision
+from ladderize.console import Console, table
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id (only its .json files are fetched).")],
+    tp_size: Annotated[
+        int | None, typer.Option(min=2, help="Ranks to count bytes for.  [default: the layout's sync_tp_size, else up to 8]")
+    ] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Print the table of all layers too.")] = False,
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a checkpoint's layout, size, sync points per token and bytes moved, beside the dense model's."""
+    from ladderize.convert.inspection import inspect_checkpoint
+
+    console = Console(as_json)
+    report = inspect_checkpoint(model, revision=revision, tp_size=tp_size)
+    console.document(report)
+    if layers:
+        console.result(table(report["layers"], right=["layer"]) + "\n")
+    console.result(f"model       {report['model']} ({report['model_type']})")
+    console.result(f"layout      {report['layout']}")
+    console.result(f"parameters  {report['parameters']:,} stored as {report['dtype']}")
+    console.result(f"\nper token, on each of {report['tp_size']} ranks:")
+    rows = [{"": name, "dense": report["dense"][key], "this layout": report["this"][key]} for name, key in (
+        ("blocking all-reduces", "blocking"), ("overlapped all-reduces", "overlapped"), ("dropped sync points", "dropped"),
+        ("bytes reduced", "reduced_bytes"), ("bytes sent (ring)", "sent_bytes"), ("of these, waited for", "exposed_sent_bytes"),
+    )]  # fmt: skip
+    console.result(table(rows, right=["dense", "this layout"]))

@@ -1,0 +1,73 @@
+"""Which backend a group uses, and why."""
+
+import torch
+
+from ladderize.console import UsageError, UserError, sentence
+from ladderize.runtime.collectives.base import Collectives, NoCommunication
+from ladderize.runtime.collectives.gloo import Gloo
+from ladderize.runtime.collectives.gpu import ONE_SHOT_BYTES, Nccl, SymmetricMemory
+from ladderize.runtime.launch import Group, cores, host_id
+
+BACKENDS = ("auto", "nccl", "symm_mem", "gloo", "shm", "none")
+
+
+def check_backend(backend: str, ranks: int, device: str) -> None:
+    """Raise UsageError for a backend that is none or takes no effect, UserError for one that is not for this device."""
+    if backend not in BACKENDS:
+        raise UsageError(f"--backend {backend} is not one of {', '.join(BACKENDS)}")
+    if backend != "auto" and ranks == 1:
+        raise UsageError(f"--backend {backend} has no effect with one rank; leave it out or raise --tp-size")
+    if backend in ("nccl", "symm_mem", "gloo", "shm") and (backend in ("nccl", "symm_mem")) != (device == "cuda"):
+        raise UserError(f"--backend {backend} is for {'CPUs' if device == 'cuda' else 'GPUs'}, but the ranks would compute on {device}")
+
+
+def choose(backend: str, group: Group, *, max_bytes: int) -> tuple[Collectives, str]:
+    """The collectives of a group, and one sentence on the choice. Raises UserError where ``backend`` cannot work.
+
+    max_bytes: the largest message that will be sent.
+    """
+    from ladderize.runtime.collectives.shm import SharedMemory
+
+    check_backend(backend, group.size, group.device.type)
+    if group.size == 1:
+        return Collectives(), "one rank: no communication"
+    if backend == "none":
+        return NoCommunication(group.size), "none, as asked for: for timing only, results are wrong"
+    if group.device.type == "cuda":
+        return _on_gpu(backend, group)
+    found = SharedMemory.problem(hosts=group.gather(host_id()), cores=len(set().union(*group.gather(cores()))), max_bytes=max_bytes)
+    problem = next(filter(None, group.gather(found)), None)  # one answer for all ranks
+    if backend == "shm" or (backend == "auto" and problem is None):
+        if problem is not None:
+            raise UserError(f"--backend shm cannot be used: {problem}; --backend gloo can")
+        why = "as asked for" if backend == "shm" else "all ranks are on this host"
+        return SharedMemory(group, max_bytes=max_bytes), f"shm: {why}"
+    return Gloo(group.size), f"gloo: {'as asked for' if backend == 'gloo' else problem}"
+
+
+def _on_gpu(backend: str, group: Group) -> tuple[Collectives, str]:
+    problem = None
+    if len(set(group.gather(host_id()))) > 1:
+        problem = "the ranks are on several hosts"
+    elif not all(group.gather(_peers_reachable(group))):
+        problem = "not every GPU can read every other's memory"
+    if backend == "symm_mem" and problem:
+        raise UserError(f"--backend symm_mem cannot be used: {problem}; --backend nccl can")
+    if backend == "nccl" or problem:
+        return Nccl(group.size, group.device), f"nccl: {problem or 'as asked for'}"
+    try:
+        chosen, failure = SymmetricMemory(group.size, group.device), None
+    except RuntimeError as error:  # a container may not let processes share memory handles
+        chosen, failure = None, sentence(error)
+    failures = [failure for failure in group.gather(failure) if failure]
+    if failures and backend == "symm_mem":
+        raise UserError(f"--backend symm_mem cannot be used: {failures[0]}; --backend nccl can")
+    if chosen is None or failures:
+        return Nccl(group.size, group.device), f"nccl: symmetric memory cannot be had ({failures[0]})"
+    kernel = "multicast" if chosen.multicast else "one-shot"
+    return chosen, f"symm_mem: {kernel} up to {ONE_SHOT_BYTES // 1024} KiB, nccl above"
+
+
+def _peers_reachable(group: Group) -> bool:
+    own, count = group.device.index, torch.cuda.device_count()
+    return all(torch.cuda.can_device_access_peer(own, peer) for peer in range(min(count, group.size)) if peer != own)

@@ -1,0 +1,111 @@
+"""Which part of a Llama's tensors is one rank's.
+
+Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where there are more ranks than KV heads
+(DESIGN section 2; Megatron-LM, arXiv 1909.08053).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ladderize.convert.llama import head_dim, kv_head_count
+from ladderize.layout import DROPPED, Layout, LayoutError, check_split
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Indices ``start`` to ``stop`` of dimension ``dim`` of a checkpoint's tensor; ``dim`` None: all of it.
+
+    rows: the length to pad dimension 0 to with zeros, for a vocabulary that the ranks do not divide.
+    """
+
+    name: str
+    dim: int | None = None
+    start: int = 0
+    stop: int = 0
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama and of one rank's part of it. Every size is a count; ``tp_size`` processes share the model."""
+
+    vocab: int
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    tied: bool
+    tp_size: int
+    rank: int
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    replicate_vocab: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, tp_size: int, rank: int, replicate_vocab: bool = False) -> "Shape":
+        check_split(config, tp_size, name="--tp-size")
+        return cls(
+            config["vocab_size"], config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"],
+            config["num_attention_heads"], kv_head_count(config), head_dim(config), config.get("rms_norm_eps", 1e-6),
+            bool(config.get("tie_word_embeddings")), tp_size, rank, bool(config.get("attention_bias")), bool(config.get("mlp_bias")),
+            replicate_vocab or tp_size == 1,
+        )  # fmt: skip
+
+    @property
+    def own_heads(self) -> int:
+        return self.heads // self.tp_size
+
+    @property
+    def own_kv_heads(self) -> int:
+        return max(1, self.kv_heads // self.tp_size)
+
+    @property
+    def own_inner(self) -> int:
+        return self.inner // self.tp_size
+
+    @property
+    def own_vocab(self) -> int:
+        """Rows of the embedding and the LM head, padding included."""
+        return self.vocab if self.replicate_vocab else -(-self.vocab // self.tp_size)
+
+    @property
+    def vocab_start(self) -> int:
+        return 0 if self.replicate_vocab else self.rank * self.own_vocab
+
+    def query_rows(self) -> tuple[int, int]:
+        width = self.own_heads * self.head_dim
+        return self.rank * width, (self.rank + 1) * width
+
+    def kv_rows(self) -> tuple[int, int]:
+        first = self.rank * self.kv_heads // self.tp_size
+        return first * self.head_dim, (first + self.own_kv_heads) * self.head_dim
+
+    def inner_rows(self) -> tuple[int, int]:
+        return self.rank * self.own_inner, (self.rank + 1) * self.own_inner
+
+    def vocab_slice(self, name: str) -> Slice:
+        start = min(self.vocab_start, self.vocab)
+        return Slice(name, 0, start, min(self.vocab_start + self.own_vocab, self.vocab), rows=self.own_vocab)
+
+
+def check_tp_size(config: Mapping[str, Any], layout: Layout, tp_size: int, *, name: str = "--tp-size") -> None:
+    """Raise LayoutError unless ``tp_size`` processes can run this model with this layout."""
+    check_split(config, tp_size, name=name)
+    if layout.sync_tp_size is not None and layout.sync_tp_size % tp_size:
+        fitting = [n for n in range(1, layout.sync_tp_size + 1) if layout.sync_tp_size % n == 0]
+        raise LayoutError(
+            f"{name} {tp_size} does not divide the {layout.sync_tp_size} virtual ranks (sync_tp_size) that this layout's dropped sync "
+            f"points were made for; this model runs on {', '.join(map(str, fitting))}"
+        )
+
+
+def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> int:
+    """How many virtual ranks one process computes apart in ``layer``; 1 where nothing is dropped, since sums then do not care."""
+    if layout.attention_sync[layer] != DROPPED:
+        return 1
+    assert layout.sync_tp_size is not None
+    return layout.sync_tp_size // tp_size
