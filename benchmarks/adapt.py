@@ -1,11 +1,13 @@
-"""Tokens per second of `ladderize adapt` against transformers' Trainer, on the same model, data and precision, interleaved in one run.
+"""Tokens per second of `ladderize adapt` against transformers' Trainer, on the same model, data and precision,
+interleaved in one run.
 
     python benchmarks/adapt.py [--hidden 256] [--layers 4] [--rounds 7] [--device cuda] [--dtype bfloat16] [--out FILE]
 
-Two kinds of data. `full`: rows of `--seq-len` token ids, so that nobody pads; what differs is the loop. `chat`: short conversations,
-loss on the assistant's turns: the Trainer pads to the longest of a batch, ladderize packs (and, for comparison, does not). A round times
-a few optimizer steps of each variant; tokens are real ones, padding is not counted. Packed rows hold several examples: there the tokens
-per step are made alike. Before anything is timed, the loss of the same rows is compared: the same work is measured.
+Two kinds of data. `full`: rows of `--seq-len` token ids, so that nobody pads; what differs is the loop. `chat`: short
+conversations, loss on the assistant's turns: the Trainer pads to the longest of a batch, ladderize packs (and, for
+comparison, does not). A round times a few optimizer steps of each variant; tokens are real ones, padding is not
+counted. Packed rows hold several examples: there the tokens per step are made alike. Before anything is timed, the loss
+of the same rows is compared: the same work is measured.
 """
 
 import argparse
@@ -44,17 +46,24 @@ STEPS, LR = 4, 1e-4
 def make_model(folder: Path, args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=args.vocab, hidden_size=args.hidden, intermediate_size=args.hidden * 11 // 4, num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64, num_key_value_heads=args.hidden // 64, max_position_embeddings=args.seq_len, bos_token_id=1,
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 11 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=args.hidden // 64,
+        max_position_embeddings=args.seq_len,
+        bos_token_id=1,
         eos_token_id=2,
-    )  # fmt: skip
+    )
     LlamaForCausalLM(config).save_pretrained(folder / "dense")
     for name, recipe in LAYOUTS.items():
         convert_checkpoint(str(folder / "dense"), folder / name, recipe, verify=False)
 
 
 def make_data(folder: Path, args: argparse.Namespace) -> None:
-    """Random ids; a conversation is 2 to 6 turns whose lengths are spread as those of real ones are: many short ones, a few long."""
+    """Random ids; a conversation is 2 to 6 turns whose lengths are spread as those of real ones are: many short ones, a
+    few long."""
     rng = random.Random(0)
     np.save(folder / "full.npy", np.random.default_rng(0).integers(3, args.vocab, (4096, args.seq_len)))
     with (folder / "chat.jsonl").open("w") as file:
@@ -70,17 +79,30 @@ def make_data(folder: Path, args: argparse.Namespace) -> None:
 class Ours:
     """`ladderize adapt`, step by step."""
 
-    def __init__(self, model: Path, data: Path, work: Path, args: argparse.Namespace, *, rows: int, micro: int, packing: bool) -> None:
+    def __init__(
+        self, model: Path, data: Path, work: Path, args: argparse.Namespace, *, rows: int, micro: int, packing: bool
+    ) -> None:
         ranks = Ranks(0, 1, torch.device(args.device))
         options = RetrainOptions(
-            data=tuple(parse_specs([str(data)])), train="all", heldout=1, seq_len=args.seq_len, packing=packing, budget=Budget(steps=10**6),
-            batch_size=rows, micro_batch_size=micro, lr=LR, schedule="constant", warmup_steps=0, dtype=args.dtype, device=args.device,
-        )  # fmt: skip
+            data=tuple(parse_specs([str(data)])),
+            train="all",
+            heldout=1,
+            seq_len=args.seq_len,
+            packing=packing,
+            budget=Budget(steps=10**6),
+            batch_size=rows,
+            micro_batch_size=micro,
+            lr=LR,
+            schedule="constant",
+            warmup_steps=0,
+            dtype=args.dtype,
+            device=args.device,
+        )
         task = open_task(str(model), options, ranks, None)
         self.stream, heldout = open_stream(task.checkpoint, options, task.how)
         self.trainer = prepare(
             task, ranks, self.stream, heldout, TrainingFolder(work, {}), Console(), Trackers((), work, {}, ranks)
-        )  # fmt: skip
+        )
 
     def steps(self, count: int) -> tuple[int, float, float]:
         """Tokens, seconds, and the last loss."""
@@ -92,7 +114,8 @@ class Ours:
 
 
 class Clock(TrainerCallback):
-    """From the first step's begin to the last one's end, what lies between (fetching the next batch) included, as in ours."""
+    """From the first step's begin to the last one's end, what lies between (fetching the next batch) included, as in
+    ours."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.begin, self.end, self.losses = device, None, 0.0, []
@@ -112,7 +135,8 @@ class Clock(TrainerCallback):
 
 
 class Theirs:
-    """transformers' Trainer with its own loop; every round is a `train()` of a few steps that goes on with the model."""
+    """transformers' Trainer with its own loop; every round is a `train()` of a few steps that goes on with the
+    model."""
 
     def __init__(self, model: Path, examples, work: Path, args: argparse.Namespace, *, rows: int, micro: int) -> None:
         self.model = ladderize.load(model, dtype="float32").to(args.device).train()
@@ -122,11 +146,24 @@ class Theirs:
         examples = [self.examples[(self.taken + i) % len(self.examples)] for i in range(count * self.rows)]
         self.taken += len(examples)
         settings = TrainingArguments(
-            output_dir=str(self.work), max_steps=count, per_device_train_batch_size=self.micro, learning_rate=LR, weight_decay=0.0,
-            lr_scheduler_type="constant", gradient_accumulation_steps=self.rows // self.micro, bf16=self.args.dtype == "bfloat16",
-            use_cpu=self.args.device == "cpu", report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, adam_beta2=0.95,
-            optim="adamw_torch_fused", dataloader_num_workers=0, train_sampling_strategy="sequential",
-        )  # fmt: skip
+            output_dir=str(self.work),
+            max_steps=count,
+            per_device_train_batch_size=self.micro,
+            learning_rate=LR,
+            weight_decay=0.0,
+            lr_scheduler_type="constant",
+            gradient_accumulation_steps=self.rows // self.micro,
+            bf16=self.args.dtype == "bfloat16",
+            use_cpu=self.args.device == "cpu",
+            report_to=[],
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            adam_beta2=0.95,
+            optim="adamw_torch_fused",
+            dataloader_num_workers=0,
+            train_sampling_strategy="sequential",
+        )
         clock = Clock(torch.device(self.args.device))
         trainer = Trainer(model=self.model, args=settings, train_dataset=examples, data_collator=pad, callbacks=[clock])
         trainer.remove_callback(PrinterCallback)
@@ -164,7 +201,8 @@ def read_examples(stream, count: int):
 
 
 def same_loss(ours: Ours, theirs: Theirs) -> float:
-    """Relative difference of the loss of the same examples under the two models as they are; and neither trains on them."""
+    """Relative difference of the loss of the same examples under the two models as they are; and neither trains on
+    them."""
     state = ours.stream.state()
     rows = ours.stream.take(4)
     ours.stream.load(state)
@@ -179,7 +217,9 @@ def same_loss(ours: Ours, theirs: Theirs) -> float:
             labels[1:] = row.targets[:-1]
             scored = int((labels != IGNORED).sum())
             with torch.autocast(theirs.args.device, torch.bfloat16, enabled=theirs.args.dtype == "bfloat16"):
-                loss = theirs.model(ids, position_ids=positions, use_cache=False, labels=torch.from_numpy(labels)[None].to(ids.device)).loss
+                loss = theirs.model(
+                    ids, position_ids=positions, use_cache=False, labels=torch.from_numpy(labels)[None].to(ids.device)
+                ).loss
             total, count = total + float(loss) * scored, count + scored
     return abs(own - total / count) / abs(own)
 
@@ -206,18 +246,34 @@ def main() -> None:
             model, many = folder / layout, args.rows * 6
             variants = {
                 ("full", "ladderize"): Ours(
-                    model, folder / "full.npy", folder / f"{layout}-1", args, rows=args.rows, micro=args.rows, packing=True
+                    model,
+                    folder / "full.npy",
+                    folder / f"{layout}-1",
+                    args,
+                    rows=args.rows,
+                    micro=args.rows,
+                    packing=True,
                 ),
                 ("chat", "ladderize"): Ours(
-                    model, folder / "chat.jsonl", folder / f"{layout}-2", args, rows=args.rows, micro=args.rows, packing=True
+                    model,
+                    folder / "chat.jsonl",
+                    folder / f"{layout}-2",
+                    args,
+                    rows=args.rows,
+                    micro=args.rows,
+                    packing=True,
                 ),
                 ("chat", "unpacked"): Ours(
                     model, folder / "chat.jsonl", folder / f"{layout}-3", args, rows=many, micro=many, packing=False
                 ),
             }
             full, chat = variants["full", "ladderize"], variants["chat", "unpacked"]
-            variants["full", "Trainer"] = Theirs(model, read_examples(full.stream, 256), folder, args, rows=args.rows, micro=args.rows)
-            variants["chat", "Trainer"] = Theirs(model, read_examples(chat.stream, 1024), folder, args, rows=many, micro=many)
+            variants["full", "Trainer"] = Theirs(
+                model, read_examples(full.stream, 256), folder, args, rows=args.rows, micro=args.rows
+            )
+            variants["chat", "Trainer"] = Theirs(
+                model, read_examples(chat.stream, 1024), folder, args, rows=many, micro=many
+            )
             differences = {
                 "full": same_loss(full, variants["full", "Trainer"]),
                 "chat": same_loss(variants["chat", "ladderize"], variants["chat", "Trainer"]),

@@ -36,8 +36,12 @@ elif variant.startswith("from_pretrained"):
 else:
     from ladderize.convert.pipeline import convert_checkpoint
     from ladderize.convert.recipe import Recipe
-    recipe = {"to bfloat16": Recipe(ladder="all", dtype="bfloat16"), "re-shard": Recipe(ladder="all", max_shard_size="500MB")}
-    convert_checkpoint(source, out, recipe.get(variant, Recipe(ladder="all")), copy=variant == "copy", verify="verified" in variant)
+    recipes = {
+        "to bfloat16": Recipe(ladder="all", dtype="bfloat16"),
+        "re-shard": Recipe(ladder="all", max_shard_size="500MB"),
+    }
+    recipe = recipes.get(variant, Recipe(ladder="all"))
+    convert_checkpoint(source, out, recipe, copy=variant == "copy", verify="verified" in variant)
 if variant == "cp -r" or variant.startswith("from_pretrained"):
     for name in sorted(os.listdir(out)):
         descriptor = os.open(os.path.join(out, name), os.O_RDONLY)
@@ -60,9 +64,13 @@ def make_source(folder: Path, gigabytes: float) -> Path:
     per_layer = 4 * (4 * hidden * hidden + 3 * hidden * inner)
     layers = max(1, round((gigabytes * 1e9 - 8 * vocab * hidden) / per_layer))
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=16,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
         num_key_value_heads=16,
-    )  # fmt: skip
+    )
     torch.set_default_dtype(torch.float32)
     model = LlamaForCausalLM(config)
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
@@ -110,9 +118,15 @@ def main() -> None:
         print(f"source: {size / 1e9:.2f} GB in {len(shards)} shards, the largest {shard / 1e9:.2f} GB", flush=True)
         samples: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
         for repeat in range(args.repeat):
-            for variant in random.Random(repeat).sample(VARIANTS, len(VARIANTS)):  # none always runs after the same other
+            for variant in random.Random(repeat).sample(
+                VARIANTS, len(VARIANTS)
+            ):  # none always runs after the same other
                 samples[variant].append(run(variant, source, work))
-                print(f"  {repeat + 1}/{args.repeat} {variant}: {samples[variant][-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
+                print(
+                    f"  {repeat + 1}/{args.repeat} {variant}: {samples[variant][-1]['seconds']:.2f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
     median = {variant: statistics.median(s["seconds"] for s in runs) for variant, runs in samples.items()}
     peak = {variant: max(s["peak_rss_bytes"] for s in runs) for variant, runs in samples.items()}
     children = {variant: max(s["peak_rss_children_bytes"] for s in runs) for variant, runs in samples.items()}
@@ -125,9 +139,15 @@ def main() -> None:
         )
     if args.out:
         record = {
-            "schema_version": 1, "when": time.strftime("%Y-%m-%d"), "machine": platform.platform(), "cpu_count": os.cpu_count(),
-            "python": platform.python_version(), "source_bytes": size, "largest_shard_bytes": shard, "samples": samples,
-        }  # fmt: skip
+            "schema_version": 1,
+            "when": time.strftime("%Y-%m-%d"),
+            "machine": platform.platform(),
+            "cpu_count": os.cpu_count(),
+            "python": platform.python_version(),
+            "source_bytes": size,
+            "largest_shard_bytes": shard,
+            "samples": samples,
+        }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -1,11 +1,12 @@
-"""Decoding on two cores: ladderize's runtime, transformers' generate, and transformers' own TP, with the same weights, interleaved.
+"""Decoding on two cores: ladderize's runtime, transformers' generate, and transformers' own TP, with the same weights,
+interleaved.
 
     python benchmarks/decode_cpu.py [--out benchmarks/results/decode_cpu.json]
 
-A bfloat16 Llama of 197M parameters (benchmarks/shapes/200m.json), batch 1. Every contestant is a group of processes that sleep
-until it is their turn. Also measured, with both ranks at work as in decoding: the rate of a bfloat16 matrix-vector product over
-weights that fit no cache, with F.linear and with the packed product that the runtime uses. Bytes of weights per rank over that
-rate is the time that no implementation on such products can beat.
+A bfloat16 Llama of 197M parameters (benchmarks/shapes/200m.json), batch 1. Every contestant is a group of processes
+that sleep until it is their turn. Also measured, with both ranks at work as in decoding: the rate of a bfloat16
+matrix-vector product over weights that fit no cache, with F.linear and with the packed product that the runtime uses.
+Bytes of weights per rank over that rate is the time that no implementation on such products can beat.
 """
 
 import argparse
@@ -36,7 +37,9 @@ def in_group(rank: int, store: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1")
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1"
+    )
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 
@@ -61,7 +64,11 @@ def runtime(folder: str, rank: int, store: str, backend: str):
             begin = time.perf_counter()
             made = generator.decode_n_tokens(tokens, draws, Sampling())
             seconds = time.perf_counter() - begin
-        return {"ms": seconds / (NEW - 1) * 1e3, "ids": [int(tokens), *made[0].tolist()], "bytes": generator.model.weights.nbytes}
+        return {
+            "ms": seconds / (NEW - 1) * 1e3,
+            "ids": [int(tokens), *made[0].tolist()],
+            "bytes": generator.model.weights.nbytes,
+        }
 
     return step
 
@@ -85,7 +92,9 @@ def hugging_face(folder: str, rank: int, store: str, tp: bool):
             times = []
             for new in (1, NEW):  # the difference is decoding alone
                 begin = time.perf_counter()
-                out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, **options)
+                out = model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, **options
+                )
                 times.append(time.perf_counter() - begin)
         return {"ms": (times[1] - times[0]) / (NEW - 1) * 1e3, "ids": out[0, PROMPT:].tolist()}
 
@@ -129,7 +138,9 @@ def main() -> None:
 
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        config = transformers.LlamaConfig(**json.loads(SHAPE.read_text()), bos_token_id=1, eos_token_id=None, pad_token_id=0)
+        config = transformers.LlamaConfig(
+            **json.loads(SHAPE.read_text()), bos_token_id=1, eos_token_id=None, pad_token_id=0
+        )
         torch.manual_seed(0)
         transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
         contestants = {
@@ -165,19 +176,33 @@ def main() -> None:
     ours = medians["ladderize TP2 shm"]
     weights = samples["ladderize TP2 shm"][0]["bytes"]
     equal = samples["ladderize TP2 shm"][0]["ids"]
-    print(f"medians of {args.rounds} interleaved rounds, {NEW - 1} tokens each; {weights / 1e6:.0f} MB of weights per rank")
+    print(
+        f"medians of {args.rounds} interleaved rounds, {NEW - 1} tokens each; {weights / 1e6:.0f} MB of weights per"
+        " rank"
+    )
     for name, value in medians.items():
         scale = weights / samples[name][0]["bytes"] if name.startswith("limit") else 1.0
-        same = "" if "ids" not in samples[name][0] else f", {same_prefix(samples[name][0]['ids'], equal)} equal greedy tokens"
+        same = (
+            ""
+            if "ids" not in samples[name][0]
+            else f", {same_prefix(samples[name][0]['ids'], equal)} equal greedy tokens"
+        )
         print(f"{name:40}{value * scale:8.2f} ms per token{value * scale / ours:8.2f} of ladderize's{same}")
     if args.out:
         record = {
-            "schema_version": 1, "processor": platform.processor() or platform.machine(), "torch": torch.__version__,
-            "transformers": transformers.__version__, "python": platform.python_version(), "shape": json.loads(SHAPE.read_text()),
-            "prompt": PROMPT, "new_tokens": NEW, "weight_bytes_per_rank": weights, "medians_ms": medians,
+            "schema_version": 1,
+            "processor": platform.processor() or platform.machine(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "shape": json.loads(SHAPE.read_text()),
+            "prompt": PROMPT,
+            "new_tokens": NEW,
+            "weight_bytes_per_rank": weights,
+            "medians_ms": medians,
             "samples_ms": {name: [sample["ms"] for sample in values] for name, values in samples.items()},
             "limit_bytes": {name: values[0]["bytes"] for name, values in samples.items() if name.startswith("limit")},
-        }  # fmt: skip
+        }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

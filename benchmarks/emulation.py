@@ -1,4 +1,5 @@
-"""Does emulation tell the truth? The real slow link's own measured all-reduce time as --link, and the speed-ups side by side.
+"""Does emulation tell the truth? The real slow link's own measured all-reduce time as --link, and the speed-ups side by
+side.
 
     python benchmarks/emulation.py benchmarks/results/slow_link.json [--out FILE]
 
@@ -30,31 +31,58 @@ def main() -> None:
     emulated = run_bench(
         *plan(
             BenchArguments(
-                random_weights=str(SHAPES / "slow_link.json"), dtype="float32", emulate_tp=2, link=f"{max(alpha, 0):.1f},{beta:.6f}",
-                prompt_len=options["prompt_len"], output_len=options["output_len"], replicate_vocab=True, repeat=9, threads=1,
+                random_weights=str(SHAPES / "slow_link.json"),
+                dtype="float32",
+                emulate_tp=2,
+                link=f"{max(alpha, 0):.1f},{beta:.6f}",
+                prompt_len=options["prompt_len"],
+                output_len=options["output_len"],
+                replicate_vocab=True,
+                repeat=9,
+                threads=1,
             )
         ),
         Console(),
-    )  # fmt: skip
-    print(f"link fitted to the measured all-reduces: {alpha:.0f} us + bytes / {beta:.4f} GB/s; prefill of {options['prompt_len']} tokens")
+    )
+    print(
+        f"link fitted to the measured all-reduces: {alpha:.0f} us + bytes / {beta:.4f} GB/s; prefill of"
+        f" {options['prompt_len']} tokens"
+    )
     rows = []
     for real, made in zip(measured["rows"], emulated["rows"], strict=True):
         ratio = made["speedup_prefill"] / real["speedup_prefill"]
-        rows.append({"layout": real["model"], "measured": real["speedup_prefill"], "emulated": made["speedup_prefill"], "ratio": ratio})
+        rows.append(
+            {
+                "layout": real["model"],
+                "measured": real["speedup_prefill"],
+                "emulated": made["speedup_prefill"],
+                "ratio": ratio,
+            }
+        )
         told = [f"{row['prefill_ms']:6.1f} ms {row['speedup_prefill']:.3f}x" for row in (real, made)]
         print(f"{real['model']:12} measured {told[0]}   emulated {told[1]}   ratio {ratio:.3f}")
     arguments = BenchArguments(
-        random_weights=str(SHAPES / "200m.json"), layout="dense,ladder,spd+ladder", emulate_tp=8, link="200,1", repeat=15, threads=1
+        random_weights=str(SHAPES / "200m.json"),
+        layout="dense,ladder,spd+ladder",
+        emulate_tp=8,
+        link="200,1",
+        repeat=15,
+        threads=1,
     )
     hiding = run_bench(*plan(arguments), Console())
     for row in hiding["rows"]:
         for phase in ("prefill", "decode"):
             found = row["communication"][phase]
             if found["hidden_share"] is not None:
-                hid = f"{found['hidden_ms']:.2f} ms of the {found['hideable_ms']:.2f} that can be hidden ({found['hidden_share']:.1%})"
+                hid = (
+                    f"{found['hidden_ms']:.2f} ms of the {found['hideable_ms']:.2f} that can be hidden"
+                    f" ({found['hidden_share']:.1%})"
+                )
                 print(f"{row['model']:12} --emulate-tp 8 --link 200,1, {phase}: hid {hid}")
     if args.out:
-        args.out.write_text(json.dumps({"schema_version": 1, "fitted": rows, "emulated": emulated, "hiding": hiding}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"schema_version": 1, "fitted": rows, "emulated": emulated, "hiding": hiding}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

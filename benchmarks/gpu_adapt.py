@@ -1,10 +1,11 @@
-"""`ladderize adapt` on a GPU: does it compute what the CPU does, what does it take, and is the memory what was announced?
+"""`ladderize adapt` on a GPU: does it compute what the CPU does, what does it take, and is the memory what was
+announced?
 
     python benchmarks/gpu_adapt.py [--layers 4] [--steps 8] [--out FILE]
 
-A random checkpoint with the 8B shape and few layers: full retraining and LoRA in bfloat16, with a dense teacher, with and without
-gradient checkpointing; tokens per second, and peak memory beside the announced one. Before that, steps of a small model in float32 on
-the GPU and on the CPU: correctness first.
+A random checkpoint with the 8B shape and few layers: full retraining and LoRA in bfloat16, with a dense teacher, with
+and without gradient checkpointing; tokens per second, and peak memory beside the announced one. Before that, steps of a
+small model in float32 on the GPU and on the CPU: correctness first.
 """
 
 import argparse
@@ -35,7 +36,13 @@ from ladderize.runtime.bench.environment import environment
 from ladderize.runtime.launch import Group
 from ladderize.runtime.spec import read_shape
 
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+}
 RECIPES = {"ladder": Recipe(ladder="all"), "spd": Recipe(spd="all", sync_tp_size=8)}
 
 
@@ -48,9 +55,14 @@ def make(folder: Path, config: dict, dtype: torch.dtype, device: torch.device, r
 
 def options_for(folder: Path, device: str, **more) -> RetrainOptions:
     return RetrainOptions(
-        data=tuple(parse_specs([str(folder / "ids.npy")])), distill_from=str(folder / "dense"), objective=Objective(0.5), device=device,
-        heldout=2, warmup_steps=0, **more,
-    )  # fmt: skip
+        data=tuple(parse_specs([str(folder / "ids.npy")])),
+        distill_from=str(folder / "dense"),
+        objective=Objective(0.5),
+        device=device,
+        heldout=2,
+        warmup_steps=0,
+        **more,
+    )
 
 
 def agrees_with_the_cpu(folder: Path, device: str) -> dict[str, float]:
@@ -62,7 +74,16 @@ def agrees_with_the_cpu(folder: Path, device: str) -> dict[str, float]:
         losses = []
         for number, where in enumerate(("cpu", device)):
             out = folder / f"{method}-{number}"
-            options = options_for(folder, where, method=method, budget=Budget(steps=6), batch_size=8, seq_len=256, lr=1e-3, dtype="float32")
+            options = options_for(
+                folder,
+                where,
+                method=method,
+                budget=Budget(steps=6),
+                batch_size=8,
+                seq_len=256,
+                lr=1e-3,
+                dtype="float32",
+            )
             retrain(str(folder / "ladder"), str(out), options, console=Console(True), verify=False)
             losses.append(read_metrics(out / "metrics.jsonl", "loss"))
         worst[method] = max(abs(a / b - 1) for a, b in zip(*losses, strict=True))
@@ -73,7 +94,15 @@ def measure(folder: Path, model: str, device: torch.device, steps: int, **more) 
     """Tokens per second (median of steps, two of warm-up not counted) and memory of steps of one configuration."""
     ranks = Ranks(0, 1, device)
     options = options_for(
-        folder, device.type, budget=Budget(steps=1000), seq_len=2048, batch_size=4, micro_batch_size=2, lr=1e-5, train="converted", **more
+        folder,
+        device.type,
+        budget=Budget(steps=1000),
+        seq_len=2048,
+        batch_size=4,
+        micro_batch_size=2,
+        lr=1e-5,
+        train="converted",
+        **more,
     )
     task = open_task(str(folder / model), options, ranks, None)
     if device.type == "cuda":
@@ -88,9 +117,12 @@ def measure(folder: Path, model: str, device: torch.device, steps: int, **more) 
         seconds = time.perf_counter() - begin
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     return {
-        "tokens_per_s": statistics.median(samples), "samples": samples, "save_seconds": seconds, "peak_memory_bytes": peak,
+        "tokens_per_s": statistics.median(samples),
+        "samples": samples,
+        "save_seconds": seconds,
+        "peak_memory_bytes": peak,
         "announced_memory_bytes": task.demand(1).total,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -108,7 +140,9 @@ def main() -> None:
         (folder / "small").mkdir()
         worst = agrees_with_the_cpu(folder / "small", args.device)
         print(
-            "largest relative difference of a loss to the CPU:", ", ".join(f"{key} {value:.1e}" for key, value in worst.items()), flush=True
+            "largest relative difference of a loss to the CPU:",
+            ", ".join(f"{key} {value:.1e}" for key, value in worst.items()),
+            flush=True,
         )
         assert max(worst.values()) < 1e-2, "the GPU computes something else"
         config = {**read_shape(args.shape), "num_hidden_layers": args.layers, "max_position_embeddings": 2048}
@@ -124,12 +158,19 @@ def main() -> None:
             results[label] = found = measure(folder / "large", model, device, args.steps, **more)
             peak = f"{found['peak_memory_bytes'] / 1e9:7.2f} GB" if found["peak_memory_bytes"] else "      -"
             announced = found["announced_memory_bytes"] / 1e9
-            print(f"{label:30} {found['tokens_per_s']:10,.0f} tokens/s  peak {peak}, announced {announced:7.2f} GB", flush=True)
+            print(
+                f"{label:30} {found['tokens_per_s']:10,.0f} tokens/s  peak {peak}, announced {announced:7.2f} GB",
+                flush=True,
+            )
     if args.out:
         record = {
-            "schema_version": 1, "environment": environment(Group(0, 1, device), args.device), "layers": args.layers, "shape": args.shape,
-            "relative_loss_difference_to_cpu": worst, "results": results,
-        }  # fmt: skip
+            "schema_version": 1,
+            "environment": environment(Group(0, 1, device), args.device),
+            "layers": args.layers,
+            "shape": args.shape,
+            "relative_loss_difference_to_cpu": worst,
+            "results": results,
+        }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

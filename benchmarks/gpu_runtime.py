@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_runtime.py [--out FILE] [--model 8b --shard 70b]
 
-The delay of the emulated all-reduces is set, for each batch size, so that dense against no-communication decodes as published
-by the authors of Ladder Residual for TP8 with NVLink (ladder_70b_nvlink_phases.csv: 1024 + 512 tokens, fp16, H100). What is then
-compared is the share of the exposed communication that each layout recovers, (dense - layout) / (dense - no communication).
+The delay of the emulated all-reduces is set, for each batch size, so that dense against no-communication decodes as
+published by the authors of Ladder Residual for TP8 with NVLink (ladder_70b_nvlink_phases.csv: 1024 + 512 tokens, fp16,
+H100). What is then compared is the share of the exposed communication that each layout recovers, (dense - layout) /
+(dense - no communication).
 """
 
 import argparse
@@ -54,7 +55,12 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=65)
     args = parser.parse_args()
-    record = {"schema_version": 1, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "published_decode_s": PUBLISHED}
+    record = {
+        "schema_version": 1,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "published_decode_s": PUBLISHED,
+    }
     lines = []
 
     def save() -> None:
@@ -65,18 +71,23 @@ def main() -> None:
     rate = bandwidth()
     for compiled in (False, True):
         whole = bench(
-            random_weights=args.model, layout="dense,ladder,spd+ladder", sync_tp_size=8, prompt_len=128, output_len=args.output_len,
-            repeat=5, compile=compiled,
-        )  # fmt: skip
+            random_weights=args.model,
+            layout="dense,ladder,spd+ladder",
+            sync_tp_size=8,
+            prompt_len=128,
+            output_len=args.output_len,
+            repeat=5,
+            compile=compiled,
+        )
         record["whole_compiled" if compiled else "whole"] = whole
         save()
         dense, ladder, both = whole["rows"]
         limit = dense["weight_bytes"] / rate * 1e3
         lines.append(
-            f"{args.model} bf16, TP1, batch 1{', compiled' if compiled else ''}: {dense['decode_ms_per_token']:.3f} ms per token, "
-            f"{limit / dense['decode_ms_per_token']:.1%} of the bandwidth limit ({rate / 1e12:.2f} TB/s); ladder "
-            f"{ladder['decode_ms_per_token'] / dense['decode_ms_per_token']:.4f}x of dense, spd 8 + ladder "
-            f"{both['decode_ms_per_token'] / dense['decode_ms_per_token']:.4f}x"
+            f"{args.model} bf16, TP1, batch 1{', compiled' if compiled else ''}: {dense['decode_ms_per_token']:.3f} ms"
+            f" per token, {limit / dense['decode_ms_per_token']:.1%} of the bandwidth limit ({rate / 1e12:.2f} TB/s);"
+            f" ladder {ladder['decode_ms_per_token'] / dense['decode_ms_per_token']:.4f}x of dense, spd 8 + ladder"
+            f" {both['decode_ms_per_token'] / dense['decode_ms_per_token']:.4f}x"
         )
     for batch, (dense_s, ladder_s, free_s) in PUBLISHED.items():
         common = {
@@ -84,7 +95,9 @@ def main() -> None:
             "output_len": args.output_len, "replicate_vocab": True, "compile": True,
         }  # fmt: skip
         guess = 0.025
-        first = bench(layout="dense", link=f"{guess * 1e3},1e6", repeat=2, **common)["rows"][0]["communication"]["decode"]
+        first = bench(layout="dense", link=f"{guess * 1e3},1e6", repeat=2, **common)["rows"][0]["communication"][
+            "decode"
+        ]
         wanted = first["no_communication_ms"] * (dense_s / free_s - 1)
         delay = max(0.0, guess + (wanted - first["exposed_ms"]) / first["all_reduces"])
         document = bench(layout="dense,ladder,spd,spd+ladder", link=f"{delay * 1e3:.3f},1e6", repeat=3, **common)
@@ -93,12 +106,16 @@ def main() -> None:
         dense = document["rows"][0]
         free = dense["communication"]["decode"]["no_communication_ms"]
         exposed = dense["decode_ms_per_token"] - free
-        shares = {row["model"]: (dense["decode_ms_per_token"] - row["decode_ms_per_token"]) / exposed for row in document["rows"][1:]}
+        shares = {
+            row["model"]: (dense["decode_ms_per_token"] - row["decode_ms_per_token"]) / exposed
+            for row in document["rows"][1:]
+        }
         lines.append(
-            f"{args.shard} shard, emulated TP8, batch {batch}, {delay * 1e3:.1f} us: dense {dense['decode_ms_per_token']:.3f} ms, without "
-            f"communication {free:.3f}; recovered: " + ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+            f"{args.shard} shard, emulated TP8, batch {batch}, {delay * 1e3:.1f} us: dense"
+            f" {dense['decode_ms_per_token']:.3f} ms, without communication {free:.3f}; recovered: "
+            + ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
             + f" (ladder published: {(dense_s - ladder_s) / (dense_s - free_s):.2f})"
-        )  # fmt: skip
+        )
     record["summary"] = lines
     print("\n".join(lines))
     save()

@@ -1,9 +1,10 @@
-"""Sync-Point Drop on a GPU: does an 8B model's recipe fit 24 GB, what does it take, and does the GPU compute what the CPU does?
+"""Sync-Point Drop on a GPU: does an 8B model's recipe fit 24 GB, what does it take, and does the GPU compute what the
+CPU does?
 
     python benchmarks/gpu_spd.py [--layers 4] [--windows 24] [--out FILE]
 
-A random checkpoint with the 8B shape and few layers (all that is done scales with them): sensitivity, grouping and distillation of every
-block in bfloat16, each with its peak memory and time, and what 32 layers would take.
+A random checkpoint with the 8B shape and few layers (all that is done scales with them): sensitivity, grouping and
+distillation of every block in bfloat16, each with its peak memory and time, and what 32 layers would take.
 """
 
 import argparse
@@ -58,12 +59,20 @@ def measured(name: str, call, results: dict, device: torch.device):
 
 def agrees_with_the_cpu(folder: Path, device: torch.device) -> float:
     """The largest relative difference of a sensitivity table in float32 between the two devices."""
-    config = {**known_shapes()["1b"], "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
+    config = {
+        **known_shapes()["1b"],
+        "num_hidden_layers": 3,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "vocab_size": 1024,
+    }
     config |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 16}
     checkpoint = open_checkpoint(random_checkpoint(folder, config, torch.float32, device))
     ids = torch.randint(0, 1024, (4, 64), generator=torch.Generator().manual_seed(1))
     layouts = column_layouts("spd", 3, RANKS)
-    cpu, gpu = (Suffixes(Blocks(checkpoint, torch.float32, where), layouts)(ids) for where in (torch.device("cpu"), device))
+    cpu, gpu = (
+        Suffixes(Blocks(checkpoint, torch.float32, where), layouts)(ids) for where in (torch.device("cpu"), device)
+    )
     return float(np.abs(cpu - gpu).max() / np.abs(cpu).max())
 
 
@@ -81,35 +90,56 @@ def main() -> None:
     layers = range(args.layers)
     with tempfile.TemporaryDirectory() as folder:
         difference = agrees_with_the_cpu(Path(folder) / "small", device)
-        print(f"sensitivity table in float32, {device} against the CPU: {difference:.1e} (must be below 1e-4)", flush=True)
+        print(
+            f"sensitivity table in float32, {device} against the CPU: {difference:.1e} (must be below 1e-4)", flush=True
+        )
         assert difference < 1e-4
         checkpoint = open_checkpoint(random_checkpoint(Path(folder) / "large", config, torch.bfloat16, device))
         blocks = Blocks(checkpoint, torch.bfloat16, device)
-        ids = torch.randint(0, config["vocab_size"], (args.windows + 4, args.tokens), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            0, config["vocab_size"], (args.windows + 4, args.tokens), generator=torch.Generator().manual_seed(0)
+        )
         windows = Windows(ids[: args.windows], ids[args.windows :])
         sweep(blocks, ids[:2], results)
         head_map = None
         if importlib.util.find_spec("scipy") is not None:
-            head_map = measured("head grouping", lambda: group_heads(blocks, layers, RANKS, windows.train.numpy()), results, device)
+            head_map = measured(
+                "head grouping", lambda: group_heads(blocks, layers, RANKS, windows.train.numpy()), results, device
+            )
         every = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS)
         work = BlockFolder(Path(folder) / "work", {})
         student = Student(every, tuple(layers), blocks.weights)
         options = DistillOptions(epochs=1, patience=1)
-        measured("distillation, 1 epoch", lambda: distill(blocks, student, windows, options, work, Console(), about={}), results, device)
+        measured(
+            "distillation, 1 epoch",
+            lambda: distill(blocks, student, windows, options, work, Console(), about={}),
+            results,
+            device,
+        )
         results["losses"] = [[work.report(layer)[key] for key in ("loss_before", "loss_after")] for layer in layers]
         assert all(after <= before < float("inf") for before, after in results["losses"])
     per_layer = results["sensitivity, 2 windows"]["seconds"] / (args.layers + args.layers * (args.layers + 1) / 2)
-    more_layers = (32 - args.layers) * (436e6 + 2 * args.tokens * config["hidden_size"] * 2)  # weights, and states of 2 windows
+    more_layers = (32 - args.layers) * (
+        436e6 + 2 * args.tokens * config["hidden_size"] * 2
+    )  # weights, and states of 2 windows
     results["projected to 32 layers of the 8b shape, 128 windows"] = {
         "sensitivity_seconds": sweep_seconds(per_layer, 32, 128, 2),
         "sensitivity_peak_memory_bytes": results["sensitivity, 2 windows"]["peak_memory_bytes"] + more_layers,
-        "distillation_10_epochs_seconds": results["distillation, 1 epoch"]["seconds"] * 32 / args.layers * 10 * 128 / args.windows,
+        "distillation_10_epochs_seconds": (
+            results["distillation, 1 epoch"]["seconds"] * 32 / args.layers * 10 * 128 / args.windows
+        ),
     }
     print(json.dumps(results["projected to 32 layers of the 8b shape, 128 windows"], indent=1))
     if args.out:
         surroundings = environment(Group(0, 1, device), args.device)
-        said = {"arguments": {key: str(value) for key, value in vars(args).items()}, "heads_grouped": head_map is not None}
-        args.out.write_text(json.dumps({"schema_version": 1, "environment": surroundings, **said, **results}, indent=1, default=str) + "\n")
+        said = {
+            "arguments": {key: str(value) for key, value in vars(args).items()},
+            "heads_grouped": head_map is not None,
+        }
+        args.out.write_text(
+            json.dumps({"schema_version": 1, "environment": surroundings, **said, **results}, indent=1, default=str)
+            + "\n"
+        )
 
 
 def sweep(blocks: Blocks, ids: torch.Tensor, results: dict) -> None:

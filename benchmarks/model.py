@@ -24,9 +24,27 @@ from ladderize.convert.remote_code.configuration_ladderized_llama import Ladderi
 from ladderize.layout import Layout
 
 SHAPES = {
-    "small": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "small": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
 }
 
 
@@ -68,7 +86,13 @@ def check(shape: str, device: str, dtype: torch.dtype) -> dict[str, float]:
     for name, layout in layouts(2).items():
         model, weights = build(shape, layout, 2, device, dtype)
         reference, _ = build(
-            shape, layout, 2, device, torch.float32, {k: w.float() for k, w in weights.items()}, attn_implementation="eager"
+            shape,
+            layout,
+            2,
+            device,
+            torch.float32,
+            {k: w.float() for k, w in weights.items()},
+            attn_implementation="eager",
         )
         for module in reference.modules():
             if isinstance(module, torch.nn.Linear):
@@ -87,7 +111,8 @@ def synchronize(device: str) -> None:
 
 
 def timed(model, ids, repeat: int, device: str) -> float:
-    """Milliseconds of one forward pass without a cache; of a single token it reads every weight once, as decoding does."""
+    """Milliseconds of one forward pass without a cache; of a single token it reads every weight once, as decoding
+    does."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(repeat):
@@ -122,20 +147,33 @@ def main() -> None:
                 value = timed(model, ids, repeat, args.device)
                 if round_ >= 2:  # two rounds of warm-up are not counted
                     samples[phase][name].append(value)
-    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
+    device = (
+        torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or platform.machine()
+    )
     print(f"{args.shape}, {args.dtype}, {args.device} ({device}), prompt {args.prompt_len}, median of {args.rounds}")
     print(f"{'layout':16}{'rel. error':>12}{'prefill ms':>12}{'vs dense':>10}{'decode ms':>12}{'vs dense':>10}")
-    medians = {phase: {name: statistics.median(values) for name, values in by_name.items()} for phase, by_name in samples.items()}
+    medians = {
+        phase: {name: statistics.median(values) for name, values in by_name.items()}
+        for phase, by_name in samples.items()
+    }
     for name in models:
         prefill, decode = (medians[phase][name] for phase in phases)
         base_prefill, base_decode = (medians[phase]["dense"] for phase in phases)
-        print(f"{name:16}{errors[name]:>12.2g}{prefill:>12.2f}{prefill / base_prefill:>9.3f}x{decode:>12.2f}{decode / base_decode:>9.3f}x")
+        print(
+            f"{name:16}{errors[name]:>12.2g}{prefill:>12.2f}{prefill / base_prefill:>9.3f}x"
+            f"{decode:>12.2f}{decode / base_decode:>9.3f}x"
+        )
     if args.out:
         record = {
-            "schema_version": 1, "device": device, "torch": torch.__version__, "transformers": transformers.__version__,
-            "python": platform.python_version(), "options": {k: str(v) for k, v in vars(args).items()}, "relative_error": errors,
+            "schema_version": 1,
+            "device": device,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "options": {k: str(v) for k, v in vars(args).items()},
+            "relative_error": errors,
             "samples": samples,
-        }  # fmt: skip
+        }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

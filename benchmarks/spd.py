@@ -1,12 +1,13 @@
 """Sync-Point Drop measured: the trained fixtures as tables, and the paper's ablation of head grouping as a picture.
 
-    python benchmarks/spd.py table MODEL --data FILE --heldout FILE [--ranks 4,2] [--samples N] [--out FILE]
-    python benchmarks/spd.py train FOLDER --data FILE             # a small MHA model, whose heads may go to any rank
-    python benchmarks/spd.py ablation MODEL --data FILE --heldout FILE [--ranks 4] [--seeds 3] [--out FILE] [--plot STEM]
+python benchmarks/spd.py table MODEL --data FILE --heldout FILE [--ranks 4,2] [--samples N] [--out FILE] python
+benchmarks/spd.py train FOLDER --data FILE             # a small MHA model, whose heads may go to any rank python
+benchmarks/spd.py ablation MODEL --data FILE --heldout FILE [--ranks 4] [--seeds 3] [--out FILE] [--plot STEM]
 
-``table`` runs `ladderize spd` on all blocks and scores the checkpoint on data that nothing was chosen or trained by. ``ablation``
-compares zero-shot, distillation alone, and distillation after head grouping by the paper's criterion and by ours, at 25, 50, 75 and
-100 % of blocks. Every block is distilled alone, so each is trained once per grouping and seed, and each fraction is put together.
+``table`` runs `ladderize spd` on all blocks and scores the checkpoint on data that nothing was chosen or trained by.
+``ablation`` compares zero-shot, distillation alone, and distillation after head grouping by the paper's criterion and
+by ours, at 25, 50, 75 and 100 % of blocks. Every block is distilled alone, so each is trained once per grouping and
+seed, and each fraction is put together.
 """
 
 import argparse
@@ -34,9 +35,17 @@ from ladderize.workflows.spd import SpdOptions, permuted, run_spd
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 MHA = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def table(args: argparse.Namespace) -> dict:
@@ -46,9 +55,13 @@ def table(args: argparse.Namespace) -> dict:
         with tempfile.TemporaryDirectory() as folder:
             distillation = DistillOptions(epochs=args.epochs)
             options = SpdOptions(
-                sync_tp_size=ranks, spd_fraction=1.0, distill_all=True,
-                training=BlockwiseOptions(data=args.data, samples=args.samples, seq_len=args.seq_len, distill=distillation),
-            )  # fmt: skip
+                sync_tp_size=ranks,
+                spd_fraction=1.0,
+                distill_all=True,
+                training=BlockwiseOptions(
+                    data=args.data, samples=args.samples, seq_len=args.seq_len, distill=distillation
+                ),
+            )
             begin = time.perf_counter()
             document = run_spd(args.model, f"{folder}/out", options, console=Console())
             seconds = time.perf_counter() - begin
@@ -60,14 +73,25 @@ def table(args: argparse.Namespace) -> dict:
             )
             dense, distilled = (model["ladderize"]["perplexity"] for model in scores["models"])
             zero = heldout_perplexity(
-                args, Layout.from_layers(document_layers(document), spd=range(document_layers(document)), sync_tp_size=ranks)
+                args,
+                Layout.from_layers(document_layers(document), spd=range(document_layers(document)), sync_tp_size=ranks),
             )
-            rows.append({
-                "sync_tp_size": ranks, "dense": dense["perplexity"], "zero_shot": zero, "distilled": distilled["perplexity"],
-                "stderr": distilled["stderr"], "seconds": seconds, "spd": document,
-            })  # fmt: skip
-            print(f"{ranks} virtual ranks: dense {dense['perplexity']:.3f}, zero-shot {zero:.3f}, grouped and distilled "
-                  f"{distilled['perplexity']:.3f} +- {distilled['stderr']:.3f} in {seconds:.0f} s", flush=True)  # fmt: skip
+            rows.append(
+                {
+                    "sync_tp_size": ranks,
+                    "dense": dense["perplexity"],
+                    "zero_shot": zero,
+                    "distilled": distilled["perplexity"],
+                    "stderr": distilled["stderr"],
+                    "seconds": seconds,
+                    "spd": document,
+                }
+            )
+            print(
+                f"{ranks} virtual ranks: dense {dense['perplexity']:.3f}, zero-shot {zero:.3f}, grouped and distilled "
+                f"{distilled['perplexity']:.3f} +- {distilled['stderr']:.3f} in {seconds:.0f} s",
+                flush=True,
+            )
     return {"rows": rows}
 
 
@@ -121,23 +145,41 @@ def ablation(args: argparse.Namespace) -> dict:
     layers = range(count)
     every = Layout.from_layers(count, spd=layers, sync_tp_size=ranks)
     heldout = torch.from_numpy(read_windows(checkpoint, args.heldout, seq_len=None, samples=None, seed=0))
-    dense = perplexity(window_nlls(blocks, lambda i: blocks.layer(i, Layout.dense(count)), heldout, batch_size=16), heldout)
+    dense = perplexity(
+        window_nlls(blocks, lambda i: blocks.layer(i, Layout.dense(count)), heldout, batch_size=16), heldout
+    )
     rows: list[dict] = []
     for seed in range(args.seeds):
-        options = BlockwiseOptions(data=args.data, samples=args.samples, distill=DistillOptions(epochs=args.epochs, seed=seed))
+        options = BlockwiseOptions(
+            data=args.data, samples=args.samples, distill=DistillOptions(epochs=args.epochs, seed=seed)
+        )
         windows = training_windows(checkpoint, options)
         calibration = windows.train[:128].numpy()
         asked = SensitivityOptions(args.data, "spd", ranks, seed=seed)
         measured = measure_sensitivity(args.model, asked, windows=calibration, console=Console())
         ascending = sorted(measured["blocks"], key=lambda entry: entry["sensitivity"])
-        chosen = {fraction: [entry["block"] for entry in ascending[: round(fraction * count)]] for fraction in FRACTIONS}
+        chosen = {
+            fraction: [entry["block"] for entry in ascending[: round(fraction * count)]] for fraction in FRACTIONS
+        }
         for criterion in ("none", "paper", "error"):
-            head_map = None if criterion == "none" else group_heads(blocks, layers, ranks, calibration, criterion=criterion, seed=seed)
+            head_map = (
+                None
+                if criterion == "none"
+                else group_heads(blocks, layers, ranks, calibration, criterion=criterion, seed=seed)
+            )
             untrained = {layer: permuted(blocks, layer, head_map) for layer in layers}
             with tempfile.TemporaryDirectory() as folder:
                 work = BlockFolder(Path(folder) / "work", {})
                 begin = time.perf_counter()
-                distill(blocks, Student(every, tuple(layers), untrained.__getitem__), windows, options.distill, work, Console(), about={})
+                distill(
+                    blocks,
+                    Student(every, tuple(layers), untrained.__getitem__),
+                    windows,
+                    options.distill,
+                    work,
+                    Console(),
+                    about={},
+                )
                 seconds = time.perf_counter() - begin
                 trained = {layer: loaded(work, layer, blocks) for layer in layers}
                 reports = [work.report(layer) for layer in layers]
@@ -150,16 +192,34 @@ def ablation(args: argparse.Namespace) -> dict:
                         heldout,
                         batch_size=16,
                     )
-                    rows.append({
-                        "seed": seed, "grouping": criterion, "distilled": distilled, "fraction": fraction, "dropped": dropped,
-                        "perplexity": perplexity(nlls, heldout),
-                    })  # fmt: skip
-            print(f"seed {seed}, grouping {criterion}: " + ", ".join(
-                f"{row['fraction']:.0%} {'distilled' if row['distilled'] else 'zero-shot'} {row['perplexity']:.3f}"
-                for row in rows if row["seed"] == seed and row["grouping"] == criterion
-            ) + f" ({seconds:.0f} s)", flush=True)  # fmt: skip
+                    rows.append(
+                        {
+                            "seed": seed,
+                            "grouping": criterion,
+                            "distilled": distilled,
+                            "fraction": fraction,
+                            "dropped": dropped,
+                            "perplexity": perplexity(nlls, heldout),
+                        }
+                    )
+            print(
+                f"seed {seed}, grouping {criterion}: "
+                + ", ".join(
+                    f"{row['fraction']:.0%} {'distilled' if row['distilled'] else 'zero-shot'} {row['perplexity']:.3f}"
+                    for row in rows
+                    if row["seed"] == seed and row["grouping"] == criterion
+                )
+                + f" ({seconds:.0f} s)",
+                flush=True,
+            )
             rows[-1]["blocks"] = [{key: value for key, value in report.items() if key != "curve"} for report in reports]
-    document = {"dense": dense, "sync_tp_size": ranks, "config": dict(blocks.config), "samples": len(windows.train), "rows": rows}
+    document = {
+        "dense": dense,
+        "sync_tp_size": ranks,
+        "config": dict(blocks.config),
+        "samples": len(windows.train),
+        "rows": rows,
+    }
     if args.plot:
         draw(document, args.plot)
     return document
@@ -185,7 +245,11 @@ def draw(document: dict, stem: Path) -> None:
         for key in keys:
             name, colour, marker = LINES[key]
             values = [
-                [row["perplexity"] for row in document["rows"] if (row["grouping"], row["distilled"], row["fraction"]) == (*key, fraction)]
+                [
+                    row["perplexity"]
+                    for row in document["rows"]
+                    if (row["grouping"], row["distilled"], row["fraction"]) == (*key, fraction)
+                ]
                 for fraction in FRACTIONS
             ]
             means = [statistics.mean(part) for part in values]
@@ -238,7 +302,10 @@ def main() -> None:
         surroundings = environment(Group(0, 1, torch.device("cpu")), "cpu")
         said = {key: str(value) for key, value in vars(args).items() if value is not None}
         args.out.write_text(
-            json.dumps({"schema_version": 1, "arguments": said, "environment": surroundings, **document}, indent=1, default=str) + "\n"
+            json.dumps(
+                {"schema_version": 1, "arguments": said, "environment": surroundings, **document}, indent=1, default=str
+            )
+            + "\n"
         )
 
 

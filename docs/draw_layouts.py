@@ -1,4 +1,5 @@
-"""Draw docs/layouts.png and .svg: what each layout does with the two sync points of a layer, as a timeline of two ranks.
+"""Draw docs/layouts.png and .svg: what each layout does with the two sync points of a layer, as a timeline of two
+ranks.
 
 python docs/draw_layouts.py        # needs matplotlib (pip install 'ladderize[plots]')
 """
@@ -16,7 +17,8 @@ ATTENTION, MLP, ALL_REDUCE = 1.0, 1.7, 1.3
 
 
 def schedule(layers, *, ladder=False, spd=False):
-    """(compute boxes, all-reduces, total time): (start, length, label) and (start, end, from when the rank waits for it)."""
+    """(compute boxes, all-reduces, total time): (start, length, label) and (start, end, from when the rank waits for
+    it)."""
     compute, reduces = [], []
     now, pending_end = 0.0, 0.0
     for layer in range(layers):
@@ -43,7 +45,11 @@ def schedule(layers, *, ladder=False, spd=False):
 def draw(axis, title, caption, boxes):
     compute, reduces, total = boxes
     for start, length, label in compute:
-        axis.add_patch(FancyBboxPatch((start + 0.04, 1.0), length - 0.08, 0.8, boxstyle="round,pad=0,rounding_size=0.08", color=COMPUTE))
+        axis.add_patch(
+            FancyBboxPatch(
+                (start + 0.04, 1.0), length - 0.08, 0.8, boxstyle="round,pad=0,rounding_size=0.08", color=COMPUTE
+            )
+        )
         axis.text(start + length / 2, 1.4, label, ha="center", va="center", color="white", fontsize=9)
     for start, end, waited_from in reduces:
         axis.add_patch(Rectangle((start + 0.04, 0.1), end - start - 0.08, 0.6, color=EXPOSED))

@@ -1,7 +1,8 @@
-"""The layers of a checkpoint one by one, in any mode of their sync points: what sensitivity and distillation compute with.
+"""The layers of a checkpoint one by one, in any mode of their sync points: what sensitivity and distillation compute
+with.
 
-A whole model need not fit in memory: ``Blocks`` reads one layer's weights at a time, and makes of them the very class that every
-converted checkpoint carries, so that nothing here has its own notion of what a layout computes.
+A whole model need not fit in memory: ``Blocks`` reads one layer's weights at a time, and makes of them the very class
+that every converted checkpoint carries, so that nothing here has its own notion of what a layout computes.
 """
 
 import contextlib
@@ -26,8 +27,8 @@ from ladderize.modeling import load_tokenizer
 # Of the logits so many numbers are held at once, in float32: a vocabulary of 128,000 makes a gigabyte of 2048 tokens.
 LOGITS_AT_ONCE = 1 << 26
 
-# Between two layers: the complete residual stream, or, where the MLP sync point before is overlapped, (complete, visible), visible
-# being the stream without that MLP's output. [batch, tokens, hidden] each.
+# Between two layers: the complete residual stream, or, where the MLP sync point before is overlapped, (complete,
+# visible), visible being the stream without that MLP's output. [batch, tokens, hidden] each.
 State = Tensor | tuple[Tensor, Tensor]
 
 
@@ -55,8 +56,11 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
     return FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
 
 
-def read_windows(checkpoint: Checkpoint, file: str, *, seq_len: int | None, samples: int | None, seed: int) -> np.ndarray:
-    """``samples`` full windows (None: all there are) of a data file, in an order drawn with ``seed``: int64 [samples, seq_len].
+def read_windows(
+    checkpoint: Checkpoint, file: str, *, seq_len: int | None, samples: int | None, seed: int
+) -> np.ndarray:
+    """``samples`` full windows (None: all there are) of a data file, in an order drawn with ``seed``: int64 [samples,
+    seq_len].
 
     Text goes through the checkpoint's own tokenizer. Raises UserError for data that are too few, or another model's.
     """
@@ -98,7 +102,9 @@ class Blocks:
             for name in names:
                 file = self.checkpoint.tensors[name].file
                 if file not in files:
-                    files[file] = stack.enter_context(safe_open(self.checkpoint.folder / file, framework="pt", device="cpu"))
+                    files[file] = stack.enter_context(
+                        safe_open(self.checkpoint.folder / file, framework="pt", device="cpu")
+                    )
                 yield files[file].get_tensor(name).to(self.device, self.dtype)
 
     def weights(self, layer: int) -> dict[str, Tensor]:
@@ -119,7 +125,11 @@ class Blocks:
     def model_config(self, layout: Layout) -> Any:
         from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
 
-        said = {key: value for key, value in self.config.items() if key not in ("auto_map", "architectures", "ladder_layers")}
+        said = {
+            key: value
+            for key, value in self.config.items()
+            if key not in ("auto_map", "architectures", "ladder_layers")
+        }
         config = LadderizedLlamaConfig.from_dict({**said, "model_type": "ladderized_llama", **layout.to_config()})
         config._attn_implementation = "sdpa"
         return config
@@ -133,7 +143,12 @@ class Blocks:
         complete = state[0] if isinstance(state, tuple) else state
         tokens = complete.shape[1]
         positions = torch.arange(tokens, device=self.device)[None]
-        return cast(State, layer(state, attention_mask=None, position_ids=positions, position_embeddings=self.position_embeddings(tokens)))
+        return cast(
+            State,
+            layer(
+                state, attention_mask=None, position_ids=positions, position_embeddings=self.position_embeddings(tokens)
+            ),
+        )
 
     def position_embeddings(self, tokens: int) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions 0 .. tokens - 1: [1, tokens, head_dim] each."""
@@ -167,7 +182,9 @@ class Blocks:
     def ends_differ(self, other: "Blocks") -> bool:
         """Whether what surrounds the layers, embedding, final norm and LM head, has other values in ``other``."""
         names = [name for name in self.checkpoint.tensors if not name.startswith("model.layers.")]
-        return any(not torch.equal(own, theirs) for own, theirs in zip(self.read(names), other.read(names), strict=True))
+        return any(
+            not torch.equal(own, theirs) for own, theirs in zip(self.read(names), other.read(names), strict=True)
+        )
 
     def _end(self, name: str) -> Tensor:
         """Embedding, final norm and LM head, read once and kept."""
@@ -177,10 +194,15 @@ class Blocks:
 
 
 def window_nlls(
-    blocks: Blocks, layer_at: Callable[[int], torch.nn.Module], windows: Tensor, *, batch_size: int,
+    blocks: Blocks,
+    layer_at: Callable[[int], torch.nn.Module],
+    windows: Tensor,
+    *,
+    batch_size: int,
     advance: Callable[[int], None] = lambda n: None,
-) -> Tensor:  # fmt: skip
-    """Summed negative log-likelihood of each window, layer by layer with one layer in memory at a time: float64 [windows] in nats.
+) -> Tensor:
+    """Summed negative log-likelihood of each window, layer by layer with one layer in memory at a time: float64
+    [windows] in nats.
 
     windows: [windows, tokens]. ``layer_at(i)`` makes layer i. Like ``eval.perplexity.window_nlls`` of the whole model.
     """

@@ -56,7 +56,14 @@ class Console:
     def progress(self, description: str, total: int, *, is_bytes: bool = False) -> Iterator["Any"]:
         """A progress bar with an ETA on stderr; yields ``advance(n, detail="")``. Silent when stderr is no terminal."""
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
         from rich.table import Column
 
         # on a narrow terminal the bar and the detail give way, not the count and the time
@@ -64,16 +71,23 @@ class Console:
         count = DownloadColumn() if is_bytes else MofNCompleteColumn(table_column=fixed)
         remaining = TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True))
         bar = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=20), count, remaining, TextColumn("{task.fields[detail]}"),
-            console=RichConsole(stderr=True), disable=not (sys.stderr.isatty() and is_main_rank()), transient=True,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            count,
+            remaining,
+            TextColumn("{task.fields[detail]}"),
+            console=RichConsole(stderr=True),
+            disable=not (sys.stderr.isatty() and is_main_rank()),
+            transient=True,
+        )
         with bar:
             task = bar.add_task(description, total=total, detail="")
             yield lambda steps=1, detail="": bar.update(task, advance=steps, detail=detail)
 
     @contextlib.contextmanager
     def contained(self) -> Iterator[None]:
-        """Around a library that prints: its stdout goes to stderr, and its progress bars nowhere if stderr is no terminal."""
+        """Around a library that prints: its stdout goes to stderr, and its progress bars nowhere if stderr is no
+        terminal."""
         stderr = sys.stderr if sys.stderr.isatty() and is_main_rank() else io.StringIO()
         with contextlib.redirect_stdout(stderr), contextlib.redirect_stderr(stderr):
             yield
@@ -101,7 +115,8 @@ def with_schema(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(value: Mapping[str, Any]) -> str:
-    """A result document as strict JSON: arrays' scalars become numbers, NaN and infinity null, anything else its text."""
+    """A result document as strict JSON: arrays' scalars become numbers, NaN and infinity null, anything else its
+    text."""
 
     def plain(item: Any) -> Any:
         if isinstance(item, Mapping):

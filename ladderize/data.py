@@ -1,7 +1,8 @@
 """Text, jsonl or token ids -> windows of token ids. The one place that decides about BOS, joins and the last window.
 
-* A ``.txt`` file is one document; each line of a ``.jsonl`` file is one (its ``input_ids`` if it has them, since text need not
-  survive being decoded and encoded; else its ``text``); each row of a 2-D array of ids is one; a 1-D array is one.
+* A ``.txt`` file is one document; each line of a ``.jsonl`` file is one (its ``input_ids`` if it has them, since text
+  need not survive being decoded and encoded; else its ``text``); each row of a 2-D array of ids is one; a 1-D array is
+  one.
 * Text is tokenised document by document with the tokenizer's own special tokens, so a Llama's documents begin with BOS.
   Ids are taken as they are: nothing is added.
 * Documents are joined in order to one stream, with nothing between them.
@@ -34,7 +35,8 @@ def split_name(spec: str) -> tuple[Path, str | None]:
 
 
 def check_data_file(spec: str) -> None:
-    """Raise UserError unless ``spec`` names a file that ``read_documents`` can read; cheap, for use before long work."""
+    """Raise UserError unless ``spec`` names a file that ``read_documents`` can read; cheap, for use before long
+    work."""
     path, key = split_name(spec)
     if not path.is_file():
         raise UserError(f"{path} does not exist or is no file")
@@ -49,7 +51,9 @@ def needs_tokenizer(spec: str) -> bool:
     return split_name(spec)[0].suffix in (".txt", ".jsonl")
 
 
-def read_documents(spec: str, tokenizer: "PreTrainedTokenizerBase | None", *, vocab_size: int | None = None) -> list[np.ndarray]:
+def read_documents(
+    spec: str, tokenizer: "PreTrainedTokenizerBase | None", *, vocab_size: int | None = None
+) -> list[np.ndarray]:
     """The documents of a file as 1-D int64 arrays of token ids; raises UserError for what cannot be read."""
     path, key = split_name(spec)
     if path.suffix in (".npy", ".npz"):
@@ -61,7 +65,8 @@ def read_documents(spec: str, tokenizer: "PreTrainedTokenizerBase | None", *, vo
     highest = max(int(document.max(initial=0)) for document in documents)
     if vocab_size is not None and highest >= vocab_size:
         raise UserError(
-            f"{path} holds the token id {highest}, but the model's vocabulary ends at {vocab_size - 1}; was it another tokenizer's?"
+            f"{path} holds the token id {highest}, but the model's vocabulary ends at {vocab_size - 1}; was it another"
+            " tokenizer's?"
         )
     return documents
 
@@ -72,7 +77,9 @@ def _read_lines(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Iter
         if not isinstance(document, str):
             yield document
         elif tokenizer is None:
-            raise UserError(f"{place} is text, but the model has no tokenizer; give token ids (input_ids, .npy or .npz) instead")
+            raise UserError(
+                f"{place} is text, but the model has no tokenizer; give token ids (input_ids, .npy or .npz) instead"
+            )
         else:
             yield np.asarray(tokenizer(document, verbose=False)["input_ids"], dtype=np.int64)
 
@@ -106,7 +113,8 @@ def _read_texts(path: Path) -> Iterator[tuple[str, str | np.ndarray]]:
 
 
 def as_ids(value: Any) -> np.ndarray:
-    """A list of token ids as int64; raises ValueError, which says what is wrong, for anything else than integers from 0 to 2**31 - 1."""
+    """A list of token ids as int64; raises ValueError, which says what is wrong, for anything else than integers from 0
+    to 2**31 - 1."""
     try:
         array = np.asarray(value)
     except (ValueError, OverflowError):
@@ -140,8 +148,8 @@ def _read_ids(path: Path, key: str | None) -> list[np.ndarray]:
 
 
 def open_ids(path: Path, key: str | None = None) -> np.ndarray:
-    """The array of token ids in a ``.npy`` file, not read but mapped, or in a ``.npz`` archive: integers in one or two dimensions, each
-    from 0 to 2**31 - 1. Raises UserError for what is none."""
+    """The array of token ids in a ``.npy`` file, not read but mapped, or in a ``.npz`` archive: integers in one or two
+    dimensions, each from 0 to 2**31 - 1. Raises UserError for what is none."""
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as archive:
@@ -151,7 +159,9 @@ def open_ids(path: Path, key: str | None = None) -> np.ndarray:
     except (ValueError, OSError, EOFError):
         raise UserError(f"{path} is no NumPy array of numbers (arrays of Python objects are never unpickled)") from None
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-        raise UserError(f"{path}: expected token ids, that is integers in one or two dimensions, not {array.dtype} in {array.ndim}")
+        raise UserError(
+            f"{path}: expected token ids, that is integers in one or two dimensions, not {array.dtype} in {array.ndim}"
+        )
     if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
         raise UserError(f"{path} holds a negative or an impossibly large token id")
     return array
@@ -166,18 +176,25 @@ def default_seq_len(documents: list[np.ndarray], spec: str, max_positions: int) 
 
 
 def windows(documents: list[np.ndarray], seq_len: int) -> list[np.ndarray]:
-    """Cut the joined documents into consecutive windows of ``seq_len`` ids; the last may be shorter (2 ids at least)."""
+    """Cut the joined documents into consecutive windows of ``seq_len`` ids; the last may be shorter (2 ids at
+    least)."""
     stream = np.concatenate(documents)
     cut = [stream[start : start + seq_len] for start in range(0, len(stream), seq_len)]
     if len(cut[-1]) < 2:
         cut.pop()
     if not cut:
-        raise UserError("the data gives no window of two tokens, and the first of a window cannot be scored; give more, or longer windows")
+        raise UserError(
+            "the data gives no window of two tokens, and the first of a window cannot be scored; give more, or longer"
+            " windows"
+        )
     return cut
 
 
-def sample_windows(documents: list[np.ndarray], seq_len: int, samples: int | None, seed: int, *, spec: str) -> np.ndarray:
-    """``samples`` (None: all) different full windows of ``seq_len`` ids, in an order drawn with ``seed``: int64 [samples, seq_len].
+def sample_windows(
+    documents: list[np.ndarray], seq_len: int, samples: int | None, seed: int, *, spec: str
+) -> np.ndarray:
+    """``samples`` (None: all) different full windows of ``seq_len`` ids, in an order drawn with ``seed``: int64
+    [samples, seq_len].
 
     Raises UserError where the data give fewer; spec: the file, for the message.
     """
@@ -185,8 +202,8 @@ def sample_windows(documents: list[np.ndarray], seq_len: int, samples: int | Non
     count = len(stream) // seq_len
     if count < (samples or 1):
         raise UserError(
-            f"{spec} gives {count} windows of {seq_len} tokens, and {samples or 1} are asked for; give more data, or lower --samples or "
-            "--seq-len"
+            f"{spec} gives {count} windows of {seq_len} tokens, and {samples or 1} are asked for; give more data, or"
+            " lower --samples or --seq-len"
         )
     drawn = np.random.default_rng(seed).permutation(count)[:samples]
     return stream[: count * seq_len].reshape(count, seq_len)[drawn]

@@ -4,7 +4,8 @@ A layer has two sync points, after attention and after the MLP, where the partia
 
 * ``blocking``: all-reduce, wait, go on (the dense Llama);
 * ``overlapped``: the next sub-module computes while the all-reduce runs (Ladder Residual, arXiv 2501.06589);
-* ``dropped``: no all-reduce; each rank carries its partial into the next sync point (Sync-Point Drop, arXiv 2502.20727).
+* ``dropped``: no all-reduce; each rank carries its partial into the next sync point (Sync-Point Drop, arXiv
+  2502.20727).
 
 A layout is nothing but the list of these modes, plus the number of virtual ranks that dropped ones were made for.
 """
@@ -45,7 +46,9 @@ def _parse_range(part: str, num_layers: int, option: str) -> range:
         try:
             number = int(value)
         except ValueError:
-            raise RangeSyntaxError(f"{option}: {part!r} is not a range of layers; write for example 16:32, :8, -16:, 5 or all") from None
+            raise RangeSyntaxError(
+                f"{option}: {part!r} is not a range of layers; write for example 16:32, :8, -16:, 5 or all"
+            ) from None
         return number + num_layers if number < 0 else number
 
     if part == "all":
@@ -62,14 +65,17 @@ def _parse_range(part: str, num_layers: int, option: str) -> range:
     if both_given and start >= stop:
         raise RangeSyntaxError(f"{option}: {part} is {what}")  # for every model
     if not 0 <= start < num_layers or stop > num_layers:
-        raise LayoutError(f"{option}: {part} is out of range for a model of {num_layers} layers (0 to {num_layers - 1})")
+        raise LayoutError(
+            f"{option}: {part} is out of range for a model of {num_layers} layers (0 to {num_layers - 1})"
+        )
     if start >= stop:
         raise LayoutError(f"{option}: {part} is {what} in a model of {num_layers} layers")
     return range(start, stop)
 
 
 def format_ranges(layers: Iterable[int]) -> str:
-    """The shortest text that ``parse_ranges`` reads back: ``[4, 8, 9, 10]`` -> ``4,8:11``. Of an empty list: ``none``, for people."""
+    """The shortest text that ``parse_ranges`` reads back: ``[4, 8, 9, 10]`` -> ``4,8:11``. Of an empty list: ``none``,
+    for people."""
     parts: list[list[int]] = []
     for layer in sorted(layers):
         if parts and parts[-1][1] == layer:
@@ -93,7 +99,8 @@ class Layout:
     def __post_init__(self) -> None:
         if len(self.attention_sync) != len(self.mlp_sync) or not self.mlp_sync:
             raise LayoutError(
-                f"attention_sync has {len(self.attention_sync)} entries and mlp_sync {len(self.mlp_sync)}; both need one per layer"
+                f"attention_sync has {len(self.attention_sync)} entries and mlp_sync {len(self.mlp_sync)}; both need"
+                " one per layer"
             )
         for key, modes, allowed in (
             ("attention_sync", self.attention_sync, ATTENTION_MODES),
@@ -104,13 +111,17 @@ class Layout:
                     why = "; q, k, v and the caches would differ by rank" if mode == DROPPED else ""
                     raise LayoutError(f"{key}[{layer}] is {mode!r}, but must be one of {', '.join(allowed)}{why}")
         if self.mlp_sync[-1] != BLOCKING:
-            raise LayoutError("the last layer's MLP sync point must be blocking: no sub-module follows that could hide it")
+            raise LayoutError(
+                "the last layer's MLP sync point must be blocking: no sub-module follows that could hide it"
+            )
         if self.sync_tp_size is not None and (type(self.sync_tp_size) is not int or self.sync_tp_size < 1):
             raise LayoutError(f"sync_tp_size is {self.sync_tp_size!r}, but must be a positive integer")
         if self.spd_layers and self.sync_tp_size is None:
             raise LayoutError("dropped sync points need sync_tp_size, the number of virtual ranks (--sync-tp-size N)")
         if self.sync_tp_size is not None and not self.spd_layers:
-            raise LayoutError("sync_tp_size (--sync-tp-size) has no effect where no sync point is dropped; leave it out")
+            raise LayoutError(
+                "sync_tp_size (--sync-tp-size) has no effect where no sync point is dropped; leave it out"
+            )
 
     # ---- making one ----
 
@@ -128,13 +139,16 @@ class Layout:
         layer drops its attention sync; one that is both drops its attention sync and overlaps the entering MLP sync.
         """
         ladder_set, spd_set = set(ladder), set(spd)
-        attention = (DROPPED if i in spd_set else OVERLAPPED if i in ladder_set else BLOCKING for i in range(num_layers))
+        attention = (
+            DROPPED if i in spd_set else OVERLAPPED if i in ladder_set else BLOCKING for i in range(num_layers)
+        )
         mlp = (OVERLAPPED if i + 1 in ladder_set else BLOCKING for i in range(num_layers))
         return cls(tuple(attention), tuple(mlp), sync_tp_size)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Layout":
-        """Read the layout of a config.json: ladderized, the authors' ``llamaLadder``, or dense where nothing is said."""
+        """Read the layout of a config.json: ladderized, the authors' ``llamaLadder``, or dense where nothing is
+        said."""
         num_layers = config["num_hidden_layers"]
         if config.get("model_type") == "llamaLadder":
             return cls.from_layers(num_layers, ladder=_authors_ladder_layers(config.get("ladder_layers"), num_layers))
@@ -214,7 +228,12 @@ class Layout:
     def table(self) -> list[dict[str, Any]]:
         """One row for each layer: its name, the mode entering it, and its two sync points."""
         return [
-            {"layer": i, "kind": self.layer_name(i), "attention_sync": self.attention_sync[i], "mlp_sync": self.mlp_sync[i]}
+            {
+                "layer": i,
+                "kind": self.layer_name(i),
+                "attention_sync": self.attention_sync[i],
+                "mlp_sync": self.mlp_sync[i],
+            }
             for i in range(self.num_layers)
         ]
 

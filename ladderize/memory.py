@@ -6,9 +6,18 @@ from types import TracebackType
 import torch
 
 STATUS, CLEAR, MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
-MAPS, LIBRARIES = Path("/proc/self/maps"), ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
+MAPS, LIBRARIES = (
+    Path("/proc/self/maps"),
+    (
+        "/usr/lib/x86_64-linux-gnu",
+        "/usr/lib/aarch64-linux-gnu",
+        "/usr/lib64",
+        "/usr/lib",
+    ),
+)
 CGROUP = Path("/sys/fs/cgroup")
-CGROUPS = (  # of versions 2 and 1: limit, usage, and a table that says how much of the usage is page cache that can be dropped
+# of versions 2 and 1: limit, usage, and a table that says how much of the usage is page cache that can be dropped
+CGROUPS = (
     (CGROUP / "memory.max", CGROUP / "memory.current", CGROUP / "memory.stat"),
     (CGROUP / "memory/memory.limit_in_bytes", CGROUP / "memory/memory.usage_in_bytes", CGROUP / "memory/memory.stat"),
 )
@@ -37,8 +46,12 @@ class PeakMemory:
                 self.before = None
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        peak = torch.cuda.max_memory_allocated() if self.on_gpu else resident("VmHWM") if self.before is not None else None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        peak = (
+            torch.cuda.max_memory_allocated() if self.on_gpu else resident("VmHWM") if self.before is not None else None
+        )
         if peak is not None and self.before is not None:
             self.rise = max(0, peak - self.before)
 
@@ -52,12 +65,14 @@ def resident(key: str) -> int | None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most memory that this process has held so far: of the device's allocator on a GPU, else of its resident set."""
+    """The most memory that this process has held so far: of the device's allocator on a GPU, else of its resident
+    set."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """What can still be taken: free memory of a GPU; else of this machine, or of the control group that we live in if that is less."""
+    """What can still be taken: free memory of a GPU; else of this machine, or of the control group that we live in if
+    that is less."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     found = []
@@ -78,7 +93,8 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def tcmalloc_advice() -> str | None:
-    """How to train faster on this CPU: glibc returns large blocks to the system, and every page that comes back costs a fault.
+    """How to train faster on this CPU: glibc returns large blocks to the system, and every page that comes back costs a
+    fault.
 
     None where tcmalloc (or jemalloc) is loaded already, or the system is no Linux.
     """
@@ -87,4 +103,7 @@ def tcmalloc_advice() -> str | None:
     found = sorted(path for folder in LIBRARIES for path in Path(folder).glob("libtcmalloc_minimal.so*"))
     if found:
         return f"training on a CPU is faster with tcmalloc, which is here: run with LD_PRELOAD={found[0]}"
-    return "training on a CPU is faster with tcmalloc (Debian, Ubuntu: apt install libtcmalloc-minimal4), preloaded with LD_PRELOAD"
+    return (
+        "training on a CPU is faster with tcmalloc (Debian, Ubuntu: apt install libtcmalloc-minimal4), preloaded with"
+        " LD_PRELOAD"
+    )

@@ -1,4 +1,5 @@
-"""The one way to open a model, ``load``, and a tokenizer, ``load_tokenizer``; ``register`` makes the class known to transformers.
+"""The one way to open a model, ``load``, and a tokenizer, ``load_tokenizer``; ``register`` makes the class known to
+transformers.
 
 Nothing happens at import.
 """
@@ -43,9 +44,9 @@ def load(
 ) -> "PreTrainedModel":
     """Open a causal language model, ladderized or not, in eval mode.
 
-    model: a folder or a hub id. dtype: "auto" (as stored) or a torch dtype's name. device: such as "cuda:1"; None leaves it to
-    ``kwargs`` (``device_map``) or the CPU. ``trust_remote_code`` is for other models: a ladderized checkpoint always runs this
-    package's code, never the copy in its folder.
+    model: a folder or a hub id. dtype: "auto" (as stored) or a torch dtype's name. device: such as "cuda:1"; None
+    leaves it to ``kwargs`` (``device_map``) or the CPU. ``trust_remote_code`` is for other models: a ladderized
+    checkpoint always runs this package's code, never the copy in its folder.
     """
     from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -55,7 +56,9 @@ def load(
         trust_remote_code = False
     if device is not None:
         kwargs["device_map"] = {"": device}
-    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, **kwargs).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, **kwargs
+    ).eval()
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":

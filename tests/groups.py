@@ -44,7 +44,8 @@ def make_generator(folder, group, collectives, batch, columns, *, pack=True, rep
 
 
 def run_models(group, items, backend, replicate_vocab=False):
-    """items: name -> (folder, ids, prompts, steps). Logits of ids, logits of the last step of decoding them, greedy tokens, counts."""
+    """items: name -> (folder, ids, prompts, steps). Logits of ids, logits of the last step of decoding them, greedy
+    tokens, counts."""
     collectives, chosen = choose(backend, group, max_bytes=MAX_BYTES)
     results = {}
     with torch.inference_mode():
@@ -61,9 +62,15 @@ def run_models(group, items, backend, replicate_vocab=False):
                 for row, more in zip(rows, made, strict=True):
                     row += more
             results[name] = {
-                "logits": logits.float().numpy(), "last": last.float().numpy(), "tokens": rows, "backend": chosen,
-                "all_reduces": passes, "started": counting.started, "waited": counting.waited, "in_flight": counting.most_in_flight,
-            }  # fmt: skip
+                "logits": logits.float().numpy(),
+                "last": last.float().numpy(),
+                "tokens": rows,
+                "backend": chosen,
+                "all_reduces": passes,
+                "started": counting.started,
+                "waited": counting.waited,
+                "in_flight": counting.most_in_flight,
+            }
             same = group.gather(rows)
             assert all(other == rows for other in same), "ranks chose different tokens"
     collectives.close()
@@ -83,7 +90,8 @@ def sampled(group, folder, prompts, sampling, steps, backend="auto"):
 
 
 def reduce_randomly(group, backend, rounds, seed):
-    """Sums of fresh random messages of changing shapes, several in flight; every rank knows all inputs, so each checks itself."""
+    """Sums of fresh random messages of changing shapes, several in flight; every rank knows all inputs, so each checks
+    itself."""
     collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
     numbers = torch.Generator().manual_seed(seed)
     worst = 0.0
@@ -97,7 +105,9 @@ def reduce_randomly(group, backend, rounds, seed):
         for inputs, handle in pending:
             expected = inputs.float().sum(0)
             tolerance = 1e-5 if inputs.dtype == torch.float32 else 0.02
-            worst = max(worst, float((handle.wait().float() - expected).abs().max() / (expected.abs().max() + 1)) / tolerance)
+            worst = max(
+                worst, float((handle.wait().float() - expected).abs().max() / (expected.abs().max() + 1)) / tolerance
+            )
         own = torch.full((2, 3), float(group.rank))
         gathered = collectives.all_gather(own)
         assert torch.equal(gathered[0], torch.arange(group.size).repeat_interleave(3).float())
@@ -155,4 +165,10 @@ def fail(group, rank):
 
 
 def values(group, factor):
-    return [group.rank * factor, group.size, group.gather(group.rank), group.broadcast(group.rank + 5), torch.get_num_threads()]
+    return [
+        group.rank * factor,
+        group.size,
+        group.gather(group.rank),
+        group.broadcast(group.rank + 5),
+        torch.get_num_threads(),
+    ]

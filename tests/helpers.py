@@ -69,7 +69,9 @@ def make_model(name: str, *, seed: int | None = None, **extra: object) -> Ladder
     return model
 
 
-def save_llama(folder: Path, *, shards: int = 1, dtype: torch.dtype = torch.float32, seed: int = 0, **extra: object) -> Path:
+def save_llama(
+    folder: Path, *, shards: int = 1, dtype: torch.dtype = torch.float32, seed: int = 0, **extra: object
+) -> Path:
     """Write a plain random Llama with transformers."""
     model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **extra}))
     randomise(model, seed)
@@ -132,14 +134,30 @@ def last_error(outcome: Outcome) -> str:
     return one_sentence(outcome._replace(stderr=last))
 
 
-def run_ranks(*arguments: object, ranks: int = 2, timeout: int = 200, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``ladderize`` under torchrun on this machine. After ``timeout`` the launcher is asked to end, and with it its ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "ladderize"]
+def run_ranks(
+    *arguments: object, ranks: int = 2, timeout: int = 200, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """``ladderize`` under torchrun on this machine. After ``timeout`` the launcher is asked to end, and with it its
+    ranks."""
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "ladderize",
+    ]
     command = [*launcher, *map(str, arguments)]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
-    )  # fmt: skip
+    )
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """The oracle: a Llama with sync points, written line by line after DESIGN section 2, for reading and not for speed.
 
-Every rank is computed apart, with its own slices of the weights, in fp32 or fp64, without cache, without any code of the
-package. It understands batches padded on the left through ``attention_mask``.
+Every rank is computed apart, with its own slices of the weights, in fp32 or fp64, without cache, without any code of
+the package. It understands batches padded on the left through ``attention_mask``.
 """
 
 import torch
@@ -26,7 +26,8 @@ def part(tensor, dim, rank, ranks):
 
 
 class Oracle:
-    """``Oracle(state_dict, config)(input_ids)`` -> logits and the complete streams entering each layer, then the normed end."""
+    """``Oracle(state_dict, config)(input_ids)`` -> logits and the complete streams entering each layer, then the normed
+    end."""
 
     def __init__(self, weights, config, ranks=None):
         self.weights = {name: weight.detach() for name, weight in weights.items()}
@@ -77,7 +78,9 @@ class Oracle:
         for layer in range(config.num_hidden_layers):
             streams.append(residual if pending is None else residual + pending[0] + pending[1])
             for name, mode in (("attention", config.attention_sync[layer]), ("mlp", config.mlp_sync[layer])):
-                norm = self.get(layer, ("input_layernorm" if name == "attention" else "post_attention_layernorm") + ".weight")
+                norm = self.get(
+                    layer, ("input_layernorm" if name == "attention" else "post_attention_layernorm") + ".weight"
+                )
                 bias = self.get(layer, "self_attn.o_proj.bias" if name == "attention" else "mlp.down_proj.bias")
                 bias = nothing if bias is None else bias
                 partial = []

@@ -1,4 +1,5 @@
-"""The training data: what rows become, in which order they come, and that a resumed stream goes on exactly where it was."""
+"""The training data: what rows become, in which order they come, and that a resumed stream goes on exactly where it
+was."""
 
 import json
 import threading
@@ -25,8 +26,8 @@ VOCAB = 527
 BOS, EOS = 0, 1
 
 PLAIN = (
-    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{%"
+    " endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 MARKED = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
@@ -34,13 +35,17 @@ MARKED = (
 )
 # as Qwen3's does: what an assistant thought stays only in the last turn
 REWRITING = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('THOUGHT')[-1] }}"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}{{"
+    " m.content.split('THOUGHT')[-1] }}{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt"
+    " %}<assistant>{% endif %}"
 )
 TURNS = [
-    {"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi there "},
-    {"role": "user", "content": "and?"}, {"role": "assistant", "content": "bye"},
-]  # fmt: skip
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "hi there "},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": "bye"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +149,23 @@ def test_text_gets_bos_and_eos_unless_it_is_a_passage(tokenizer):
 
 def test_only_the_completion_is_scored(tokenizer):
     example = one(tokenizer, {"prompt": "the cat", "completion": " sat"})
-    assert example.ids.tolist() == [*tokenizer("the cat")["input_ids"], *tokenizer(" sat", add_special_tokens=False)["input_ids"], EOS]
+    assert example.ids.tolist() == [
+        *tokenizer("the cat")["input_ids"],
+        *tokenizer(" sat", add_special_tokens=False)["input_ids"],
+        EOS,
+    ]
     assert scored_text(tokenizer, example) == [" sat</s>"]
     # tokens that grow together across the border: the prompt stays what it is when the model is asked
-    assert tokenizer(" th" + "e")["input_ids"] != [*tokenizer(" th")["input_ids"], *tokenizer("e", add_special_tokens=False)["input_ids"]]
+    assert tokenizer(" th" + "e")["input_ids"] != [
+        *tokenizer(" th")["input_ids"],
+        *tokenizer("e", add_special_tokens=False)["input_ids"],
+    ]
     joined = one(tokenizer, {"prompt": " th", "completion": "e"})
-    assert joined.ids.tolist() == [*tokenizer(" th")["input_ids"], *tokenizer("e", add_special_tokens=False)["input_ids"], EOS]
+    assert joined.ids.tolist() == [
+        *tokenizer(" th")["input_ids"],
+        *tokenizer("e", add_special_tokens=False)["input_ids"],
+        EOS,
+    ]
     assert scored_text(tokenizer, joined) == ["e</s>"]
 
 
@@ -162,7 +178,9 @@ def test_only_the_assistant_is_scored(chat, template):
     assert example.ids.tolist().count(BOS) == 1
     assert scored_text(tokenizer, example) == ["hi there </s>", "bye</s>"]
     names = {"user": "human", "assistant": "gpt", "system": "system"}
-    sharegpt = one(tokenizer, {"conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in TURNS]})
+    sharegpt = one(
+        tokenizer, {"conversations": [{"from": names[turn["role"]], "value": turn["content"]} for turn in TURNS]}
+    )
     assert plain_example(sharegpt) == plain_example(example)
 
 
@@ -172,7 +190,8 @@ def plain_example(example):
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "by markers"])
 def test_offsets_without_spaces(tokenizer, template):
-    """Llama 3's tokenizer leaves the spaces out of its offsets: a turn that ends or begins in one is still scored as a whole."""
+    """Llama 3's tokenizer leaves the spaces out of its offsets: a turn that ends or begins in one is still scored as a
+    whole."""
     fresh = load_tokenizer(DEMO)
     fresh.chat_template = template
     backend = fresh.backend_tokenizer
@@ -193,7 +212,9 @@ def test_conversations_that_cannot_be_used(chat, tokenizer):
     turns = [TURNS[1], {"role": "assistant", "content": "aTHOUGHTb"}, *TURNS[3:]]
     with pytest.raises(UserError, match="turn 2: the chat template rewrites earlier turns.*{% generation %}"):
         encode(chat(REWRITING), {"messages": turns})
-    assert scored_text(tokenizer, one(tokenizer, {"messages": turns[:2]})) == ["aTHOUGHTb"]  # a single turn shows where it is
+    assert scored_text(tokenizer, one(tokenizer, {"messages": turns[:2]})) == [
+        "aTHOUGHTb"
+    ]  # a single turn shows where it is
     refusing = "{{ raise_exception('roles must alternate') }}"
     assert "refuses the conversation (roles must alternate)" in str(encode(chat(refusing), {"messages": TURNS}).problem)
     assert "no token that the loss could score" in str(encode(chat(PLAIN), {"messages": TURNS[:2]}).problem)
@@ -202,9 +223,14 @@ def test_conversations_that_cannot_be_used(chat, tokenizer):
 def test_long_rows_are_cut(tokenizer):
     encoded = encode(None, {"input_ids": list(range(2, 11))}, seq_len=4)
     assert [(example.ids.tolist(), example.where) for example in encoded.examples] == [
-        ([2, 3, 4, 5], "there, piece 1"), ([6, 7, 8, 9], "there, piece 2"),
-    ]  # fmt: skip  # the 10 alone has nothing to predict
-    assert [len(example.ids) for example in encode(None, {"input_ids": list(range(2, 12))}, seq_len=4).examples] == [4, 4, 2]
+        ([2, 3, 4, 5], "there, piece 1"),
+        ([6, 7, 8, 9], "there, piece 2"),
+    ]  # the 10 alone has nothing to predict
+    assert [len(example.ids) for example in encode(None, {"input_ids": list(range(2, 12))}, seq_len=4).examples] == [
+        4,
+        4,
+        2,
+    ]
     masked = encode(None, {"input_ids": [2, 3, 4, 5], "loss_mask": [0, 0, 0, 1]}, seq_len=2)
     assert ([example.ids.tolist() for example in masked.examples], masked.dropped) == ([[4, 5]], 1)
 
@@ -223,16 +249,27 @@ def test_long_completions_are_cut_off(chat):
     assert scored_text(tokenizer, encoded.examples[0])[-1] == "bye"
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"other": 1}, "has other; a row needs input_ids, messages"), ({"text": None}, "has nothing"), ([1], "not an object"),
-    ({"text": 5}, "its text is no string"), ({"prompt": "a", "completion": 1}, "its completion is no string"),
-    ({"prompt": "a"}, "has prompt; a row needs"), ({"input_ids": [1, "2"]}, "no list of integers"), ({"input_ids": [-1, 2]}, "negative"),
-    ({"input_ids": [4]}, "gives 1 tokens"), ({"input_ids": []}, "gives 0 tokens"),
-    ({"input_ids": [4, 5], "loss_mask": [1]}, "loss_mask is no list of 0 and 1"),
-    ({"input_ids": [4, 5], "loss_mask": [1, 2]}, "loss_mask is no list"), ({"input_ids": [4, 5], "loss_mask": [1, 0]}, "no token that"),
-    ({"messages": []}, "no list of turns"), ({"messages": [{"role": "user"}]}, "turn 1 of its messages has no role and content"),
-    ({"conversations": [{"from": "bing", "value": "x"}]}, "from 'bing'; known are human"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"other": 1}, "has other; a row needs input_ids, messages"),
+        ({"text": None}, "has nothing"),
+        ([1], "not an object"),
+        ({"text": 5}, "its text is no string"),
+        ({"prompt": "a", "completion": 1}, "its completion is no string"),
+        ({"prompt": "a"}, "has prompt; a row needs"),
+        ({"input_ids": [1, "2"]}, "no list of integers"),
+        ({"input_ids": [-1, 2]}, "negative"),
+        ({"input_ids": [4]}, "gives 1 tokens"),
+        ({"input_ids": []}, "gives 0 tokens"),
+        ({"input_ids": [4, 5], "loss_mask": [1]}, "loss_mask is no list of 0 and 1"),
+        ({"input_ids": [4, 5], "loss_mask": [1, 2]}, "loss_mask is no list"),
+        ({"input_ids": [4, 5], "loss_mask": [1, 0]}, "no token that"),
+        ({"messages": []}, "no list of turns"),
+        ({"messages": [{"role": "user"}]}, "turn 1 of its messages has no role and content"),
+        ({"conversations": [{"from": "bing", "value": "x"}]}, "from 'bing'; known are human"),
+    ],
+)
 def test_bad_rows(values, message):
     problem = encode(None, values).problem
     assert isinstance(problem, BadRow)
@@ -262,13 +299,23 @@ def test_specs():
     assert parse_specs(["hub:o/n:train"])[0].hub == ("o/n", None, "train")
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    (["a.csv"], "--data a.csv: neither a file that ends in"), (["a.jsonl=x"], "no positive number: 'x'"), (["a.jsonl=0"], "no positive"),
-    (["a.jsonl=-1", "b.jsonl=1"], "no positive"), (["a.jsonl=inf"], "no positive"), (["a.jsonl=2"], "has no effect on a single source"),
-    (["a.jsonl=2", "b.jsonl"], "--data b.jsonl has no weight, but others"), (["a.jsonl", "hub:o/n:train"], "n:train is streamed.*weight"),
-    (["hub:n:train"], "is written hub:OWNER/NAME"), (["hub:o/n"], "is written"), (["hub:o/n:"], "is written"),
-    (["hub:o/n:train[:1%]"], "a stream cannot be cut"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["a.csv"], "--data a.csv: neither a file that ends in"),
+        (["a.jsonl=x"], "no positive number: 'x'"),
+        (["a.jsonl=0"], "no positive"),
+        (["a.jsonl=-1", "b.jsonl=1"], "no positive"),
+        (["a.jsonl=inf"], "no positive"),
+        (["a.jsonl=2"], "has no effect on a single source"),
+        (["a.jsonl=2", "b.jsonl"], "--data b.jsonl has no weight, but others"),
+        (["a.jsonl", "hub:o/n:train"], "n:train is streamed.*weight"),
+        (["hub:n:train"], "is written hub:OWNER/NAME"),
+        (["hub:o/n"], "is written"),
+        (["hub:o/n:"], "is written"),
+        (["hub:o/n:train[:1%]"], "a stream cannot be cut"),
+    ],
+)
 def test_bad_specs(given, message):
     with pytest.raises(UsageError, match=message):
         parse_specs(given)
@@ -281,8 +328,12 @@ def test_globs(tmp_path, tokenizer):
     (spec,) = parse_specs([f"{tmp_path}/*.jsonl"])
     rows = open_rows(spec)
     assert [rows.read(number).where.rpartition("/")[2] for number in range(len(rows))] == [
-        "a.jsonl, line 1", "a.jsonl, line 2", "a.jsonl, line 3", "b.jsonl, line 1", "b.jsonl, line 2",
-    ]  # fmt: skip
+        "a.jsonl, line 1",
+        "a.jsonl, line 2",
+        "a.jsonl, line 3",
+        "b.jsonl, line 1",
+        "b.jsonl, line 2",
+    ]
     for given, message in (("*.parquet", "no file matches"), ("*", "end in .jsonl, .txt; give one")):
         with pytest.raises(UserError, match=message):
             open_rows(*parse_specs([f"{tmp_path}/{given}"]))
@@ -295,7 +346,9 @@ def test_bad_lines_are_named_or_skipped_and_counted(tmp_path, tokenizer):
     lines = [good, "", "{", good, '{"other": 1}', '{"text": ""}', good, '"x"', good]
     (tmp_path / "a.jsonl").write_bytes("\r\n".join(lines).encode() + b'\n{"text": "\xff"}\n')
     name = str(tmp_path / "a.jsonl")
-    with pytest.raises(UserError, match=r"a\.jsonl, line 3: is no JSON; mend it, or leave such rows out with --skip-bad-rows"):
+    with pytest.raises(
+        UserError, match=r"a\.jsonl, line 3: is no JSON; mend it, or leave such rows out with --skip-bad-rows"
+    ):
         stream(name, tokenizer)
     # the empty text of line 6 is seen only when it is tokenised
     with Stream(parse_specs([name]), Encodes(tokenizer), options(heldout=0, skip_bad_rows=True)) as opened:
@@ -311,7 +364,9 @@ def test_bad_lines_are_named_or_skipped_and_counted(tmp_path, tokenizer):
     assert (len(origins(fixed)), bad.count) == (4, 5)
     write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [3]}] * 3)
     with stream(str(tmp_path / "b.jsonl"), None, heldout=0, skip_bad_rows=True) as opened:
-        with pytest.raises(UserError, match="gives no example to train on .3 bad rows, .*b.jsonl, line [123]: gives 1 tokens"):
+        with pytest.raises(
+            UserError, match="gives no example to train on .3 bad rows, .*b.jsonl, line [123]: gives 1 tokens"
+        ):
             next(opened)
     with pytest.raises(UserError, match=r"b\.jsonl, line [123]: gives 1 tokens, .*; mend it, or leave"):
         stream(str(tmp_path / "b.jsonl"), None)
@@ -375,7 +430,9 @@ def test_a_text_in_passages(tmp_path, ends):
     assert len(passages) > 3
     assert all(PASSAGE_BYTES * 0.2 < len(passage.encode()) <= PASSAGE_BYTES * 1.25 for passage in passages)
     assert all(passage.endswith(ends) for passage in passages)
-    assert rows.read(1).where.endswith(f"a.txt, bytes {len(passages[0].encode())} to {len((passages[0] + passages[1]).encode()) - 1}")
+    assert rows.read(1).where.endswith(
+        f"a.txt, bytes {len(passages[0].encode())} to {len((passages[0] + passages[1]).encode()) - 1}"
+    )
     (tmp_path / "a.txt").write_bytes(b"abc\xff")
     with pytest.raises(UserError, match="not UTF-8"):
         TextRows(tmp_path / "a.txt")
@@ -440,7 +497,9 @@ def make_data(kind, folder: Path, monkeypatch):
             part.to_parquet(folder / f"{number}.parquet")
         original = datasets.load_dataset
         files = [str(folder / f"{number}.parquet") for number in range(3)]
-        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **given: original("parquet", data_files=files, **given))
+        monkeypatch.setattr(
+            datasets, "load_dataset", lambda *_, **given: original("parquet", data_files=files, **given)
+        )
         return ["hub:o/n:train"]
     monkeypatch.setattr(datasets, "load_dataset", from_generator(25) if kind == "generated" else from_shards(25))
     if kind == "streamed weighted":
@@ -476,7 +535,9 @@ def test_resumed_at_every_row(kind, tmp_path, tokenizer, monkeypatch, small_chun
             assert plain([next(other)]) == reference[position : position + 1]
             assert other.counts == counts[position]
             again = json.loads(json.dumps(other.state()))
-            assert STREAMED[0] in kind or kind in STREAMED or again == states[position + 1]  # datasets counts batches differently then
+            assert (
+                STREAMED[0] in kind or kind in STREAMED or again == states[position + 1]
+            )  # datasets counts batches differently then
             other.load(again)  # resumed again right away
             assert plain([next(other)]) == reference[position + 1 : position + 2]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ladderize-data")]
@@ -527,7 +588,8 @@ def test_weights_are_shares_of_tokens(streamed, tmp_path, tokenizer, monkeypatch
 
 
 def test_the_order_does_not_depend_on_the_number_of_ranks(tmp_path, tokenizer, small_chunks):
-    """And one may go on with another number: 4 steps on one rank, 4 on two, 4 on three, each rank with a stream of its own."""
+    """And one may go on with another number: 4 steps on one rank, 4 on two, 4 on three, each rank with a stream of its
+    own."""
     data = texts(tmp_path / "a.jsonl", 30)
     with stream(data, tokenizer) as opened:
         steps = [sorted(plain(opened.take(7))) for _ in range(12)]
@@ -565,14 +627,17 @@ def test_what_is_held_out(tmp_path, tokenizer, monkeypatch):
     with pytest.raises(UserError, match="has 1000 rows, and --heldout 1000 would leave none"):
         stream(data, None, heldout=1000)
     single = write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [2, 3]}])
-    with pytest.raises(UserError, match="a single row, of which nothing can be held out; give --eval-data FILE, or --heldout 0"):
+    with pytest.raises(
+        UserError, match="a single row, of which nothing can be held out; give --eval-data FILE, or --heldout 0"
+    ):
         stream(single, None)
     assert plain([next(stream(single, None, heldout=0))])[0][0] == [2, 3]
     monkeypatch.setattr(datasets, "load_dataset", from_shards(100))
     with stream("hub:o/n:train", tokenizer) as opened:
-        assert [where.split(" ")[-1] for where in sorted(origins(opened.heldout_rows), key=lambda where: int(where.split(" ")[-1]))] == [
-            str(number) for number in range(1, 65)
-        ]
+        assert [
+            where.split(" ")[-1]
+            for where in sorted(origins(opened.heldout_rows), key=lambda where: int(where.split(" ")[-1]))
+        ] == [str(number) for number in range(1, 65)]
     monkeypatch.setattr(datasets, "load_dataset", from_shards(50))
     with pytest.raises(UserError, match="holds 50 rows, and --heldout 64 leaves none"):
         stream("hub:o/n:train", tokenizer)
@@ -589,7 +654,8 @@ def test_less_than_a_batch(tmp_path, tokenizer, small_chunks):
     with stream(data, tokenizer, min_rows=count + 1) as opened:
         for _ in range(2):  # it says so as often as it is asked
             with pytest.raises(
-                UserError, match=f"gives only {count} rows of 64 tokens an epoch, fewer than --batch-size {count + 1}; give more"
+                UserError,
+                match=f"gives only {count} rows of 64 tokens an epoch, fewer than --batch-size {count + 1}; give more",
             ):
                 opened.take(count + 1)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ladderize-data")]
@@ -615,7 +681,9 @@ def test_the_hub_that_cannot_be_read(monkeypatch, tokenizer):
         raise ConnectionError("Couldn't reach 'o/n' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(UserError, match="--data hub:o/n:train cannot be opened .Couldn't reach 'o/n' on the Hub.; check its name"):
+    with pytest.raises(
+        UserError, match="--data hub:o/n:train cannot be opened .Couldn't reach 'o/n' on the Hub.; check its name"
+    ):
         stream("hub:o/n:train", tokenizer)
 
     def breaks(shards):
@@ -642,14 +710,23 @@ def test_the_hub_that_cannot_be_read(monkeypatch, tokenizer):
 
 def test_counts_and_identity(tmp_path, chat, monkeypatch):
     tokenizer = chat(PLAIN)
-    rows = [{"messages": TURNS}, {"prompt": "the cat " * 40, "completion": "sat"}, {"prompt": "a", "completion": " cat" * 60}]
+    rows = [
+        {"messages": TURNS},
+        {"prompt": "the cat " * 40, "completion": "sat"},
+        {"prompt": "a", "completion": " cat" * 60},
+    ]
     data = write_jsonl(tmp_path / "a.jsonl", rows)
     with stream(data, tokenizer, heldout=0, seq_len=50) as opened:
         taken = opened.take(1)
         counts = opened.counts
         identity = opened.identity()
     lengths = sorted(map(len, plain_ids(fixed_rows(parse_specs([data]), tokenizer, options(seq_len=50)))))
-    assert (counts["examples"], counts["truncated_examples"], counts["dropped_examples"], counts["epochs"]) == (2, 2, 1, 1.0)
+    assert (counts["examples"], counts["truncated_examples"], counts["dropped_examples"], counts["epochs"]) == (
+        2,
+        2,
+        1,
+        1.0,
+    )
     assert counts["padding_share"] == pytest.approx(1 - sum(lengths) / (50 * len(lengths)))
     assert len(taken) == 1
     assert json.loads(json.dumps(identity)) == identity
@@ -679,7 +756,11 @@ def test_a_batch_for_people(tmp_path, chat):
     assert "... 100 tokens left out ..." in text
     lines = text.splitlines()
     assert lines[2] == f"row 1: {len(packed[0])} tokens, {sum(packed[0].targets != -100)} scored, 3 examples"
-    assert [line.split(": ")[0].rpartition("/")[2] for line in lines[3::2]] == ["a.jsonl, line 3", "a.jsonl, line 1", "a.jsonl, line 2"]
+    assert [line.split(": ")[0].rpartition("/")[2] for line in lines[3::2]] == [
+        "a.jsonl, line 3",
+        "a.jsonl, line 1",
+        "a.jsonl, line 2",
+    ]
     (row,) = document(packed, tokenizer)
     assert json.loads(json.dumps(row)) == row
     assert [part["tokens"] for part in row["examples"]] == [part.stop - part.start for part in segments(packed[0])]
@@ -690,6 +771,10 @@ def test_a_batch_for_people(tmp_path, chat):
 
 
 def test_a_batch_without_a_tokenizer(tmp_path):
-    rows = fixed_rows(parse_specs([write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}])]), None, options())
+    rows = fixed_rows(
+        parse_specs([write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}])]),
+        None,
+        options(),
+    )
     assert show(rows, None).splitlines()[-1].strip() == "5[[ 6]] 7"
     assert document(rows, None)[0]["examples"][0]["text"] is None

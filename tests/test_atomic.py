@@ -190,7 +190,8 @@ def test_system_errors_while_writing(llama, tmp_path, monkeypatch, failure):
 
 
 def test_a_full_disk(tmp_path):
-    """A real one: a tmpfs of 300 kB, which a copy of the weights does not fit, and one that the plan thinks is big enough."""
+    """A real one: a tmpfs of 300 kB, which a copy of the weights does not fit, and one that the plan thinks is big
+    enough."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(disk)], capture_output=True)
@@ -212,13 +213,18 @@ def test_a_full_disk(tmp_path):
 
 
 def test_an_interrupt_from_the_keyboard(llama, tmp_path):
-    script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from ladderize.convert import pipeline\n"
+    script = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from ladderize.convert import"
+        " pipeline\n"
+    )
     script += "def stop(*a, **k): print('now', flush=True); import time; time.sleep(60)\n"
     script += "pipeline.verify_output = stop\nfrom ladderize.cli import main\nmain()"
     child = subprocess.Popen(
         [sys.executable, "-c", script, "convert", str(llama), str(tmp_path / "out"), "--ladder", "2:"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert child.stdout is not None
     assert child.stdout.readline() == "now\n"
     child.send_signal(signal.SIGINT)

@@ -74,22 +74,37 @@ DAMAGE = {
     "heads": (lambda s: edit_json(s / "config.json", num_key_value_heads=3), "cannot share 3 key-value heads"),
     "not a Llama": (lambda s: edit_json(s / "config.json", model_type="mistral"), "this is a mistral, not a Llama"),
     "no model type": (lambda s: edit_json(s / "config.json", model_type=None), "model without model_type"),
-    "quantised": (lambda s: edit_json(s / "config.json", quantization_config={"quant_method": "gptq"}), "quantised with gptq"),
-    "pickle only": (lambda s: (s / "model.safetensors").rename(s / "pytorch_model.bin"), "only pickle weights.*save_pretrained"),
+    "quantised": (
+        lambda s: edit_json(s / "config.json", quantization_config={"quant_method": "gptq"}),
+        "quantised with gptq",
+    ),
+    "pickle only": (
+        lambda s: (s / "model.safetensors").rename(s / "pytorch_model.bin"),
+        "only pickle weights.*save_pretrained",
+    ),
     "no weights": (lambda s: (s / "model.safetensors").unlink(), "holds neither"),
-    "truncated": (lambda s: (s / "model.safetensors").write_bytes((s / "model.safetensors").read_bytes()[:-9]), "is truncated"),
+    "truncated": (
+        lambda s: (s / "model.safetensors").write_bytes((s / "model.safetensors").read_bytes()[:-9]),
+        "is truncated",
+    ),
     "eight bytes": (lambda s: (s / "model.safetensors").write_bytes(b"\xff" * 8), "truncated or no safetensors"),
     "empty file": (lambda s: (s / "model.safetensors").write_bytes(b""), "truncated or no safetensors"),
-    "trailing bytes": (lambda s: (s / "model.safetensors").open("ab").write(b"more"), "4 bytes that its header does not account for"),
+    "trailing bytes": (
+        lambda s: (s / "model.safetensors").open("ab").write(b"more"),
+        "4 bytes that its header does not account for",
+    ),
     "header lies": (lambda s: rewrite_header(s / "model.safetensors", lie), "lies about its size"),
     "header overlaps": (lambda s: rewrite_header(s / "model.safetensors", overlap), "header that lies"),
     "negative shape": (lambda s: rewrite_header(s / "model.safetensors", negative), "negative or fractional"),
     "unknown dtype": (lambda s: rewrite_header(s / "model.safetensors", unknown_dtype), "unknown dtype Q7"),
     "tensor missing": (lambda s: change_tensors(s, **{Q: None}), f"{Q} is missing"),
-    "tensor misshapen": (lambda s: change_tensors(s, **{Q: torch.zeros(31, 32)}), r"shape \[31, 32\], but config.json asks for \[32, 32\]"),
+    "tensor misshapen": (
+        lambda s: change_tensors(s, **{Q: torch.zeros(31, 32)}),
+        r"shape \[31, 32\], but config.json asks for \[32, 32\]",
+    ),
     "tensor too many": (lambda s: change_tensors(s, extra=torch.zeros(3)), "no tensor of a Llama"),
     "integer tensor": (lambda s: change_tensors(s, **{Q: torch.zeros(32, 32, dtype=torch.int8)}), "stored as I8"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -102,11 +117,16 @@ def test_damaged_source(llama, tmp_path, name):
     assert listing(tmp_path) == ["src"]
 
 
-@pytest.mark.parametrize(("entry", "message"), [
-    ("../secret.safetensors", "only plain .safetensors names"), ("/etc/passwd", "only plain .safetensors names"),
-    ("sub/model.safetensors", "only plain .safetensors names"), ("nowhere.safetensors", "which is not there"),
-    ("model-00001-of-00003.safetensors", "but it is not"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("../secret.safetensors", "only plain .safetensors names"),
+        ("/etc/passwd", "only plain .safetensors names"),
+        ("sub/model.safetensors", "only plain .safetensors names"),
+        ("nowhere.safetensors", "which is not there"),
+        ("model-00001-of-00003.safetensors", "but it is not"),
+    ],
+)
 def test_index_that_leads_astray(tmp_path, entry, message):
     source = save_llama(tmp_path / "src", shards=3)
     (tmp_path / "secret.safetensors").write_bytes(b"x")
@@ -119,17 +139,31 @@ def test_index_that_leads_astray(tmp_path, entry, message):
     assert "out" not in listing(tmp_path)
 
 
-@pytest.mark.parametrize(("options", "code", "message"), [
-    (["--ladder", "2:9"], 1, "out of range for a model of 4 layers"), (["--ladder", "-5:"], 1, "out of range"),
-    (["--ladder", "3:1"], 2, "is reversed"), (["--ladder", "2:2"], 2, "is empty"), (["--ladder", ""], 2, "an empty range"),
-    (["--ladder", "0:4:2"], 2, "has a step"), (["--ladder", "two"], 2, "is not a range"),
-    (["--spd", "all", "--sync-tp-size", "3"], 1, "3 does not divide the 8 attention heads; this model takes 1, 2, 4, 8"),
-    (["--spd", "all"], 2, "needs --sync-tp-size"), (["--sync-tp-size", "4"], 2, "no effect without --spd"),
-    (["--ladder", "2:", "--sync-tp-size", "4"], 2, "no effect without --spd"),
-    (["--dense", "--ladder", "2:"], 2, "does not go with"), (["--ladder", "2:", "--dtype", "int8"], 2, "int8 is not one of"),
-    (["--ladder", "2:", "--max-shard-size", "big"], 2, "is no size"), ([], 1, "nothing to convert"),
-    (["--ladder", "2:", "--revision", "main"], 1, "has no revisions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--ladder", "2:9"], 1, "out of range for a model of 4 layers"),
+        (["--ladder", "-5:"], 1, "out of range"),
+        (["--ladder", "3:1"], 2, "is reversed"),
+        (["--ladder", "2:2"], 2, "is empty"),
+        (["--ladder", ""], 2, "an empty range"),
+        (["--ladder", "0:4:2"], 2, "has a step"),
+        (["--ladder", "two"], 2, "is not a range"),
+        (
+            ["--spd", "all", "--sync-tp-size", "3"],
+            1,
+            "3 does not divide the 8 attention heads; this model takes 1, 2, 4, 8",
+        ),
+        (["--spd", "all"], 2, "needs --sync-tp-size"),
+        (["--sync-tp-size", "4"], 2, "no effect without --spd"),
+        (["--ladder", "2:", "--sync-tp-size", "4"], 2, "no effect without --spd"),
+        (["--dense", "--ladder", "2:"], 2, "does not go with"),
+        (["--ladder", "2:", "--dtype", "int8"], 2, "int8 is not one of"),
+        (["--ladder", "2:", "--max-shard-size", "big"], 2, "is no size"),
+        ([], 1, "nothing to convert"),
+        (["--ladder", "2:", "--revision", "main"], 1, "has no revisions"),
+    ],
+)
 def test_wrong_options(llama, tmp_path, options, code, message):
     outcome = invoke("convert", llama, tmp_path / "out", *options)
     assert (outcome.code, message in one_sentence(outcome)) == (code, True), outcome.stderr
@@ -144,13 +178,25 @@ def test_options_unknown_to_typer(llama, tmp_path):
     assert invoke("convert", llama, tmp_path / "out", "--spd", "all", "--sync-tp-size", "0").code == 2
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("lader: 2:4", "unknown key 'lader'; did you mean ladder?"), ("zzz: 1", "known keys are"), ("ladder: 2.5", "write ranges"),
-    ("ladder: 3:1", "is reversed"), ("", "holds no recipe"), ("- 1", "holds no recipe"), ("ladder: [", "not valid YAML"),
-    ("ladder: 1\nladder: 2", "the key 'ladder' stands twice"), ("sync_tp_size: 4", "no effect without"),
-    ("spd: all\nsync_tp_size: '4'", "must be a positive integer"), ("dense: 1", "must be a bool"), ("ladder: true", "write ranges"),
-    ("ladder: 2:9", "out of range"), ("!!python/object/apply:os.system ['true']", "not valid YAML"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lader: 2:4", "unknown key 'lader'; did you mean ladder?"),
+        ("zzz: 1", "known keys are"),
+        ("ladder: 2.5", "write ranges"),
+        ("ladder: 3:1", "is reversed"),
+        ("", "holds no recipe"),
+        ("- 1", "holds no recipe"),
+        ("ladder: [", "not valid YAML"),
+        ("ladder: 1\nladder: 2", "the key 'ladder' stands twice"),
+        ("sync_tp_size: 4", "no effect without"),
+        ("spd: all\nsync_tp_size: '4'", "must be a positive integer"),
+        ("dense: 1", "must be a bool"),
+        ("ladder: true", "write ranges"),
+        ("ladder: 2:9", "out of range"),
+        ("!!python/object/apply:os.system ['true']", "not valid YAML"),
+    ],
+)
 def test_wrong_recipes(llama, tmp_path, text, message):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text)
@@ -188,11 +234,15 @@ def test_wrong_targets(llama, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("years of work")
     cases = [
-        (llama, [], "is the source or lies inside it"), (llama / "out", [], "lies inside it"),
-        (tmp_path, ["--overwrite"], "contains the source"), (tmp_path / "full", [], "is not empty"),
-        (tmp_path / "file", [], "is a file"), (tmp_path / "file" / "out", [], "not a writable folder"),
-        (tmp_path / "full", ["--overwrite"], "is not a checkpoint"), (Path("/proc/ladderize"), ["--dtype", "float16"], "only 0 B are free"),
-    ]  # fmt: skip
+        (llama, [], "is the source or lies inside it"),
+        (llama / "out", [], "lies inside it"),
+        (tmp_path, ["--overwrite"], "contains the source"),
+        (tmp_path / "full", [], "is not empty"),
+        (tmp_path / "file", [], "is a file"),
+        (tmp_path / "file" / "out", [], "not a writable folder"),
+        (tmp_path / "full", ["--overwrite"], "is not a checkpoint"),
+        (Path("/proc/ladderize"), ["--dtype", "float16"], "only 0 B are free"),
+    ]
     for out, options, message in cases:
         outcome = convert(llama, out, "--ladder", "2:", *options)
         assert outcome.code == 1

@@ -57,18 +57,22 @@ def test_the_table_is_the_published_one():
     path = REFERENCE / "all_reduce_latency.csv"
     if not path.is_file():
         pytest.skip("../shared/reference is not here")
-    published = [line.split(",") for line in path.read_text().splitlines() if line and not line.startswith(("#", "path"))]
+    published = [
+        line.split(",") for line in path.read_text().splitlines() if line and not line.startswith(("#", "path"))
+    ]
     ours = {(link.name, ranks): (link.alpha_us, link.beta_gb_s) for ranks, link in known_links()}
     assert ours == {(row[0], int(row[1])): (float(row[2]), float(row[3]) if row[3] else None) for row in published}
 
 
 def test_emulated_messages_take_turns(monkeypatch):
-    """A clock that stands still: two messages started together end one after the other, and nothing returns before its time."""
+    """A clock that stands still: two messages started together end one after the other, and nothing returns before its
+    time."""
     now = [100.0]
     slept = []
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(
-        "ladderize.runtime.collectives.emulated.sleep_until", lambda deadline: (slept.append(deadline), now.__setitem__(0, deadline))
+        "ladderize.runtime.collectives.emulated.sleep_until",
+        lambda deadline: (slept.append(deadline), now.__setitem__(0, deadline)),
     )
     link = Link("test", 1e6, 1e-9 * 4)  # a second, and a second for each 4 bytes
     emulated = Emulated(4, link)
@@ -106,7 +110,12 @@ def test_recording_keeps_what_happened():
     recording.all_reduce(torch.zeros(2))
     handle.wait()
     assert [record["bytes"] for record in recording.records] == [16, 8]
-    assert recording.records[0]["started"] < recording.records[1]["start"] < recording.records[1]["end"] <= recording.records[0]["wait"]
+    assert (
+        recording.records[0]["started"]
+        < recording.records[1]["start"]
+        < recording.records[1]["end"]
+        <= recording.records[0]["wait"]
+    )
 
 
 # ---- proof of overlap ----
@@ -129,7 +138,10 @@ def test_cpu_overlap_of_a_hand_made_trace():
 def test_gpu_overlap_of_a_hand_made_trace():
     kernel = {"cat": "kernel"}
     events = [span("gemm", 0, 1000, **kernel), span("gemm", 500, 1500, **kernel), span("softmax", 3500, 100, **kernel)]
-    events += [span("ncclDevKernel_AllReduce", 1000, 3000, **kernel), span("at::cuda::spin_kernel", 9000, 1000, **kernel)]
+    events += [
+        span("ncclDevKernel_AllReduce", 1000, 3000, **kernel),
+        span("at::cuda::spin_kernel", 9000, 1000, **kernel),
+    ]
     events += [span("cpu thing", 0, 9999)]
     overlap = gpu_overlap(events)
     assert overlap.in_flight_ms == pytest.approx(4)
@@ -152,7 +164,18 @@ class Late(Emulated):
 
 
 def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatch):
-    arguments = ["bench", "--random-weights", shape, "--layout", "dense,ladder", "--emulate-tp", 4, "--link", "300,1", *QUICK]
+    arguments = [
+        "bench",
+        "--random-weights",
+        shape,
+        "--layout",
+        "dense,ladder",
+        "--emulate-tp",
+        4,
+        "--link",
+        "300,1",
+        *QUICK,
+    ]
     outcome = invoke(*arguments, "--profile", tmp_path / "traces", "--json")
     assert outcome.code == 0, outcome.stderr
     dense, ladder = json.loads(outcome.stdout)["rows"]
@@ -173,13 +196,36 @@ def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatc
 
 
 def test_two_real_ranks_on_checkpoints(tmp_path):
-    for name, arguments in (("ladder", ["--ladder", "all"]), ("both", ["--ladder", "all", "--spd", "all", "--sync-tp-size", 4])):
+    for name, arguments in (
+        ("ladder", ["--ladder", "all"]),
+        ("both", ["--ladder", "all", "--spd", "all", "--sync-tp-size", 4]),
+    ):
         assert invoke("convert", MODEL, tmp_path / name, "--no-verify", *arguments).code == 0
     out = tmp_path / "bench.json"
     outcome = run_cli(
-        "bench", MODEL, tmp_path / "ladder", tmp_path / "both", "--tp-size", 2, "--batch-size", "1,2", "--baselines", "parallel,no-comm",
-        "--prompt-len", 8, "--output-len", 4, "--repeat", 2, "--warmup", 1, "--out", out, "--plot", tmp_path / "picture",
-    )  # fmt: skip
+        "bench",
+        MODEL,
+        tmp_path / "ladder",
+        tmp_path / "both",
+        "--tp-size",
+        2,
+        "--batch-size",
+        "1,2",
+        "--baselines",
+        "parallel,no-comm",
+        "--prompt-len",
+        8,
+        "--output-len",
+        4,
+        "--repeat",
+        2,
+        "--warmup",
+        1,
+        "--out",
+        out,
+        "--plot",
+        tmp_path / "picture",
+    )
     assert outcome.returncode == 0, outcome.stderr
     assert "both" in outcome.stdout
     document = json.loads(out.read_text())
@@ -212,7 +258,10 @@ def test_a_wrong_model_is_not_timed(tmp_path, monkeypatch):
 
     def wrong(specs, device):
         noise = np.random.default_rng(0).normal(scale=0.01, size=(200, SHAPE["vocab_size"]))
-        return {name: gate.Reference(r.ids, r.prompt, r.logits + noise[: len(r.logits)]) for name, r in right(specs, device).items()}
+        return {
+            name: gate.Reference(r.ids, r.prompt, r.logits + noise[: len(r.logits)])
+            for name, r in right(specs, device).items()
+        }
 
     arguments = ["bench", tmp_path / "m", *QUICK]
     assert invoke(*arguments).code == 0
@@ -277,7 +326,11 @@ def test_random_weights_emulated_with_compile_off_and_more_virtual_ranks(tmp_pat
         ([MODEL, MODEL], 2, "a model is named twice"),
         ([MODEL, "--link", "1,1"], 2, "--emulate-tp and --link go together"),
         ([MODEL, "--emulate-tp", 2, "--link", "1,1", "--tp-size", 2], 2, "leave --tp-size out"),
-        ([MODEL, "--emulate-tp", 2, "--link", "1,1", "--backend", "gloo"], 2, "--backend has no effect with --emulate-tp"),
+        (
+            [MODEL, "--emulate-tp", 2, "--link", "1,1", "--backend", "gloo"],
+            2,
+            "--backend has no effect with --emulate-tp",
+        ),
         ([MODEL, "--emulate-tp", 3, "--link", "1,1"], 1, "--emulate-tp 3 does not divide"),
         ([MODEL, "--batch-size", "1,x"], 2, "--batch-size '1,x' is not a comma-separated list"),
         ([MODEL, "--baselines", "magic"], 2, "--baselines magic is not one of"),
@@ -295,11 +348,23 @@ def test_random_weights_emulated_with_compile_off_and_more_virtual_ranks(tmp_pat
         (["--random-weights", "8b", "--layout", "ladder,domino"], 2, "--layout domino is not one of"),
         (["--random-weights", "8b", "--layout", "ladder=30:40"], 1, "out of range for a model of 32 layers"),
         (["--random-weights", "8b", "--layout", "dense", "--sync-tp-size", 8], 2, "--sync-tp-size has no effect"),
-        (["--random-weights", "8b", "--layout", "spd", "--sync-tp-size", 6, "--emulate-tp", 8, "--link", "1,1"], 1, "6"),
-        (["--random-weights", "8b", "--emulate-tp", 16, "--link", "nccl_two_nodes_ib_ndr"], 1, "known up to 512 bytes only"),
-        (["--random-weights", "8b", "--layout", "ladder", "--baselines", "parallel"], 1, "needs a dense model in the first place"),
+        (
+            ["--random-weights", "8b", "--layout", "spd", "--sync-tp-size", 6, "--emulate-tp", 8, "--link", "1,1"],
+            1,
+            "6",
+        ),
+        (
+            ["--random-weights", "8b", "--emulate-tp", 16, "--link", "nccl_two_nodes_ib_ndr"],
+            1,
+            "known up to 512 bytes only",
+        ),
+        (
+            ["--random-weights", "8b", "--layout", "ladder", "--baselines", "parallel"],
+            1,
+            "needs a dense model in the first place",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments(arguments, code, message):
     outcome = invoke("bench", *arguments)
     assert message in one_sentence(outcome)
@@ -316,7 +381,9 @@ def test_named_layouts():
 
 
 def test_the_default_layouts(shape):
-    specs, options = plan(BenchArguments(random_weights=str(shape), emulate_tp=2, link="1,1", batch_size="1,4", prompt_len=8))
+    specs, options = plan(
+        BenchArguments(random_weights=str(shape), emulate_tp=2, link="1,1", batch_size="1,4", prompt_len=8)
+    )
     assert [spec.name for spec in specs] == ["dense", "ladder", "spd", "spd+ladder"]
     assert options.batch_sizes == (1, 4)
     assert options.ranks == 2

@@ -30,14 +30,20 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def fingerprint(folder: Path) -> dict[str, str]:
     """Every file below a folder with its hash: to show that a source was not touched."""
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_weights_are_linked_and_verified(tmp_path, shards):
     source = save_llama(tmp_path / "src", shards=shards)
     before = fingerprint(source)
-    outcome = invoke("convert", source, tmp_path / "out", "--ladder", "2:", "--spd", "1", "--sync-tp-size", "2", "--json")
+    outcome = invoke(
+        "convert", source, tmp_path / "out", "--ladder", "2:", "--spd", "1", "--sync-tp-size", "2", "--json"
+    )
     assert outcome.code == 0, outcome.stderr
     report = json.loads(outcome.stdout)
     assert report["verified"]["forward"] == "finite"
@@ -54,7 +60,9 @@ def test_weights_are_linked_and_verified(tmp_path, shards):
     assert config["sync_tp_size"] == 2
     source_config = json.loads((source / "config.json").read_text())
     ours = {"model_type", "architectures", "auto_map", "attention_sync", "mlp_sync", "sync_tp_size"}
-    assert {k: v for k, v in config.items() if k not in ours} == {k: v for k, v in source_config.items() if k not in ours}
+    assert {k: v for k, v in config.items() if k not in ours} == {
+        k: v for k, v in source_config.items() if k not in ours
+    }
 
 
 def test_copy_shares_no_bytes_with_the_source(llama, tmp_path):
@@ -92,7 +100,9 @@ def test_dtype(tmp_path, dtype, shards):
 
 
 def test_dtype_that_is_there_already_links(llama, tmp_path):
-    assert convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype="float32"), verify=False)["weights"] == {"linked": 1}
+    assert convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype="float32"), verify=False)[
+        "weights"
+    ] == {"linked": 1}
 
 
 def test_values_too_large_for_the_dtype(llama, tmp_path):
@@ -107,7 +117,9 @@ def test_values_too_large_for_the_dtype(llama, tmp_path):
 @pytest.mark.parametrize(("size", "dtype"), [("20kB", None), ("30KB", "bfloat16"), ("1GB", None), ("1", None)])
 def test_max_shard_size(tmp_path, size, dtype):
     source = save_llama(tmp_path / "src", shards=2)
-    report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="2:", dtype=dtype, max_shard_size=size), verify=False)
+    report = convert_checkpoint(
+        source, tmp_path / "out", Recipe(ladder="2:", dtype=dtype, max_shard_size=size), verify=False
+    )
     expected, found = all_tensors(source), all_tensors(tmp_path / "out")
     assert set(found) == set(expected)
     for name, tensor in expected.items():
@@ -133,27 +145,49 @@ def test_mixed_dtypes_stay_aligned(llama, tmp_path):
     report = convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", max_shard_size="1GB"), verify=False)
     assert "float16 and float32" in report["remarks"][0]
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
 
 
-@pytest.mark.parametrize("extra", [
-    {}, BIASES, {"tie_word_embeddings": True}, {"head_dim": 16}, {"num_key_value_heads": 8},
-    {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                         "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        BIASES,
+        {"tie_word_embeddings": True},
+        {"head_dim": 16},
+        {"num_key_value_heads": 8},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ],
+)
 def test_llama_configs(tmp_path, extra):
     """Llama 1 to 3.2: the converted model of a dense layout-free source computes what the oracle says."""
     source = save_llama(tmp_path / "src", **extra)
     report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="1:", spd="0,2", sync_tp_size=4))
     assert report["verified"]["forward"] == "finite"
-    with safe_open(source / "model.safetensors", "pt") as a, safe_open(tmp_path / "out" / "model.safetensors", "pt") as b:
+    with (
+        safe_open(source / "model.safetensors", "pt") as a,
+        safe_open(tmp_path / "out" / "model.safetensors", "pt") as b,
+    ):
         assert set(a.keys()) == set(b.keys())
     if "rope_parameters" in extra:
         return
     model = load(tmp_path / "out")
     ids = random_ids(1, 6)
     with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, Oracle(model.state_dict(), model.config)(ids)[0], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(
+            model(ids).logits, Oracle(model.state_dict(), model.config)(ids)[0], rtol=1e-4, atol=2e-5
+        )
 
 
 def test_a_config_in_the_style_of_transformers_4(llama, tmp_path):
@@ -207,13 +241,20 @@ def test_another_layout_and_back_to_dense(llama, tmp_path):
 
 def test_what_is_carried_over(llama, tmp_path):
     carried = {
-        "tokenizer.json": b"{}", "chat_template.jinja": b"{{ messages }}", "LICENSE": b"terms\r\n", "notes/data.txt": b"\x00\xff",
+        "tokenizer.json": b"{}",
+        "chat_template.jinja": b"{{ messages }}",
+        "LICENSE": b"terms\r\n",
+        "notes/data.txt": b"\x00\xff",
         "USE_POLICY.md": b"policy",
-    }  # fmt: skip
+    }
     left = {
-        "pytorch_model.bin": b"pickle", "original/params.json": b"{}", "model.gguf": b"x", "custom.py": b"raise SystemExit",
-        "consolidated.safetensors": b"x", ".cache/x": b"x",
-    }  # fmt: skip
+        "pytorch_model.bin": b"pickle",
+        "original/params.json": b"{}",
+        "model.gguf": b"x",
+        "custom.py": b"raise SystemExit",
+        "consolidated.safetensors": b"x",
+        ".cache/x": b"x",
+    }
     for name, content in {**carried, **left}.items():
         (llama / name).parent.mkdir(exist_ok=True)
         (llama / name).write_bytes(content)
@@ -230,9 +271,15 @@ def test_what_is_carried_over(llama, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == content
         assert not (tmp_path / "out" / name).samefile(llama / name)  # editing the output must not edit the source
     assert set(listing(tmp_path / "out")) == {
-        *(name.split("/")[0] for name in carried), "model.safetensors", "config.json", "generation_config.json", "README.md",
-        "ladderize.yaml", "configuration_ladderized_llama.py", "modeling_ladderized_llama.py",
-    }  # fmt: skip
+        *(name.split("/")[0] for name in carried),
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "README.md",
+        "ladderize.yaml",
+        "configuration_ladderized_llama.py",
+        "modeling_ladderized_llama.py",
+    }
 
 
 def test_a_link_out_of_the_folder_is_not_followed(llama, tmp_path):
@@ -244,7 +291,9 @@ def test_a_link_out_of_the_folder_is_not_followed(llama, tmp_path):
 
 
 def test_the_card(llama, tmp_path):
-    (llama / "README.md").write_text("---\nlicense: llama3\nbase_model: meta/Base\ntags:\n- chat\n---\n# Original\n\nbody\n")
+    (llama / "README.md").write_text(
+        "---\nlicense: llama3\nbase_model: meta/Base\ntags:\n- chat\n---\n# Original\n\nbody\n"
+    )
     convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
     front, body = split_front_matter((tmp_path / "out" / "README.md").read_text())
     assert front == {
@@ -258,7 +307,8 @@ def test_the_card(llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "card", ["", "no front matter", "---\n: : broken\n  - [\n---\nbody", "---\n- a list\n---\nbody", "---\nunclosed: 1\n"]
+    "card",
+    ["", "no front matter", "---\n: : broken\n  - [\n---\nbody", "---\n- a list\n---\nbody", "---\nunclosed: 1\n"],
 )
 def test_a_broken_card_breaks_nothing(llama, tmp_path, card):
     (llama / "README.md").write_text(card)
@@ -268,22 +318,33 @@ def test_a_broken_card_breaks_nothing(llama, tmp_path, card):
 
 
 def test_the_record_is_a_recipe(llama, tmp_path):
-    convert_checkpoint(llama, tmp_path / "a", Recipe(ladder="1:", spd="0", sync_tp_size=2, dtype="bfloat16"), verify=False)
+    convert_checkpoint(
+        llama, tmp_path / "a", Recipe(ladder="1:", spd="0", sync_tp_size=2, dtype="bfloat16"), verify=False
+    )
     record = yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())
-    assert record["source"]["files"]["config.json"]["sha256"] == hashlib.sha256((llama / "config.json").read_bytes()).hexdigest()
+    assert (
+        record["source"]["files"]["config.json"]["sha256"]
+        == hashlib.sha256((llama / "config.json").read_bytes()).hexdigest()
+    )
     outcome = invoke("convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
     assert outcome.code == 0, outcome.stderr
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-@pytest.mark.parametrize(("text", "recipe"), [
-    ("ladder: 16:32", Recipe(ladder="16:32")),  # YAML 1.1 reads 992 here
-    ("ladder: 1:30\nspd: 4\nsync_tp_size: 8", Recipe(ladder="1:30", spd="4", sync_tp_size=8)),
-    ("spd: [4, '8:12', 010]\nsync_tp_size: 2", Recipe(spd="4,8:12,10", sync_tp_size=2)),
-    ("ladder: '-16:'\nmax_shard_size: 5GB\ndtype: float16", Recipe(ladder="-16:", max_shard_size="5GB", dtype="float16")),
-    ("dense: true", Recipe(dense=True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "recipe"),
+    [
+        ("ladder: 16:32", Recipe(ladder="16:32")),  # YAML 1.1 reads 992 here
+        ("ladder: 1:30\nspd: 4\nsync_tp_size: 8", Recipe(ladder="1:30", spd="4", sync_tp_size=8)),
+        ("spd: [4, '8:12', 010]\nsync_tp_size: 2", Recipe(spd="4,8:12,10", sync_tp_size=2)),
+        (
+            "ladder: '-16:'\nmax_shard_size: 5GB\ndtype: float16",
+            Recipe(ladder="-16:", max_shard_size="5GB", dtype="float16"),
+        ),
+        ("dense: true", Recipe(dense=True)),
+    ],
+)
 def test_recipes(tmp_path, text, recipe):
     (tmp_path / "r.yaml").write_text(text)
     assert read_recipe(tmp_path / "r.yaml") == recipe
@@ -362,11 +423,16 @@ def test_stories_after_a_round_trip_to_dense(tmp_path):
     model, tokenizer = load(tmp_path / "dense"), AutoTokenizer.from_pretrained(tmp_path / "dense")
     output = model.generate(torch.tensor([[1]]), max_new_tokens=40, do_sample=False)
     text = tokenizer.decode(output[0], skip_special_tokens=True)
-    assert text.startswith("Once upon a time, there was a little girl named Lily. She loved to play outside in the park.")
+    assert text.startswith(
+        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+    )
 
 
 def test_the_card_survives_norwegian_windows_and_nonsense(llama, tmp_path):
-    original = b"\xef\xbb\xbf---\r\nlanguage:\r\n- no\r\nlicense: mit\r\ndate: 2001-13-45\r\nscore: 0.5\r\n---\r\nbody \xe9\r\n"
+    original = (
+        b"\xef\xbb\xbf---\r\nlanguage:\r\n- no\r\nlicense: mit\r\ndate: 2001-13-45\r\nscore: 0.5\r\n---\r\nbody"
+        b" \xe9\r\n"
+    )
     (llama / "README.md").write_bytes(original)
     convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
     assert (tmp_path / "out" / "README.source.md").read_bytes() == original
@@ -384,13 +450,26 @@ def test_a_card_that_its_owner_rewrote_is_a_source_card(llama, tmp_path):
 
 
 def test_nothing_foreign_hides_deeper_down(llama, tmp_path):
-    for name in ("sub/.git/config", "sub/__pycache__/x.pyc", "evil.so", "a.PY", "x.BIN", "pytorch_model.bin.index.json", "sub/notes.txt"):
+    for name in (
+        "sub/.git/config",
+        "sub/__pycache__/x.pyc",
+        "evil.so",
+        "a.PY",
+        "x.BIN",
+        "pytorch_model.bin.index.json",
+        "sub/notes.txt",
+    ):
         (llama / name).parent.mkdir(parents=True, exist_ok=True)
         (llama / name).write_bytes(b"x")
     report = convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
     assert report["not_carried_over"] == [
-        "a.PY", "evil.so", "pytorch_model.bin.index.json", "sub/.git/", "sub/__pycache__/", "x.BIN",
-    ]  # fmt: skip
+        "a.PY",
+        "evil.so",
+        "pytorch_model.bin.index.json",
+        "sub/.git/",
+        "sub/__pycache__/",
+        "x.BIN",
+    ]
     assert listing(tmp_path / "out" / "sub") == ["notes.txt"]
 
 
@@ -405,9 +484,14 @@ def test_an_unsaid_layout_is_recorded(llama, tmp_path, recipe):
         assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
 
 
-@pytest.mark.parametrize(("recipe", "message"), [
-    (Recipe(ladder="9"), "out of range"), (Recipe(spd="all", sync_tp_size=3), "does not divide"), (Recipe(), "nothing to convert"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (Recipe(ladder="9"), "out of range"),
+        (Recipe(spd="all", sync_tp_size=3), "does not divide"),
+        (Recipe(), "nothing to convert"),
+    ],
+)
 def test_no_weights_are_downloaded_for_a_conversion_that_cannot_be(llama, tmp_path, monkeypatch, recipe, message):
     def snapshot(repo, revision, **patterns):
         assert patterns == {"allow_patterns": ["*.json"]}, "weights were fetched"

@@ -165,7 +165,9 @@ def test_goes_on_in_batches_of_another_size_and_to_more_samples(model, unfinishe
     rows = ids_of(whole)
     written = []
     append = CorpusFile.write
-    monkeypatch.setattr(CorpusFile, "write", lambda self, rows, texts: (written.append(len(rows)), append(self, rows, texts)))
+    monkeypatch.setattr(
+        CorpusFile, "write", lambda self, rows, texts: (written.append(len(rows)), append(self, rows, texts))
+    )
     more = ids_of(write(model, out, 13, batch=5))
     assert written == [2, 3]  # 8 and 9, then 10 to 12: nothing is made twice
     assert more[:10] == rows
@@ -175,7 +177,10 @@ def test_goes_on_in_batches_of_another_size_and_to_more_samples(model, unfinishe
 def test_work_of_another_run_is_not_gone_on_with(model, unfinished):
     out, _ = unfinished
     message = failure(command(model, out, seed=1, temperature=0.5))
-    assert "of a run with another seed and temperature; delete it and self.jsonl.part.json, or choose another --out" in message
+    assert (
+        "of a run with another seed and temperature; delete it and self.jsonl.part.json, or choose another --out"
+        in message
+    )
     assert "another ignore_eos;" in failure([*command(model, out), "--ignore-eos"])
     assert "holds 8 samples already" in failure(command(model, out, 7))
     out.with_name(out.name + ".part.json").unlink()
@@ -201,7 +206,9 @@ def test_kill_9_at_any_moment(model, tmp_path):
     out, samples = tmp_path / "self.jsonl", 120
     part = tmp_path / "self.jsonl.part"
     arguments = [sys.executable, "-m", "ladderize", *map(str, command(model, out, samples))]
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     deadline = time.monotonic() + 60
     while not (part.exists() and part.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -250,7 +257,10 @@ def test_a_finished_file_is_replaced_only_if_asked_for(model, tmp_path):
         (["--from-bos", "--num-samples", 3, "--out", "x.txt"], "--out x.txt must end in .jsonl"),
         (["--from-bos", "--num-samples", 3, "--out", "x.jsonl", "-p", ""], "leave --prompt out"),
         (["--from-bos", "--num-samples", 3, "--out", "x.jsonl", "--chat"], "leave --chat out"),
-        (["--from-bos", "--num-samples", 3, "--out", "x.jsonl", "--temperature", 0], "would give the same text every time"),
+        (
+            ["--from-bos", "--num-samples", 3, "--out", "x.jsonl", "--temperature", 0],
+            "would give the same text every time",
+        ),
     ],
 )
 def test_bad_usage(arguments, message):

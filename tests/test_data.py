@@ -60,11 +60,17 @@ def test_split_name():
     assert split_name("a:b/c.txt") == (split_name("a:b/c.txt")[0], None)
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.txt", b"", "no tokens at all"), ("a.txt", b"\xff\xfe", "not UTF-8"),
-    ("a.jsonl", b"{}\n", 'line 1: not a JSON object with "input_ids" or a "text"'),
-    ("a.jsonl", b'{"text": "x"}\n{"text": 1}', "line 2"), ("a.npy", b"junk", "no NumPy array"), ("a.npz", b"junk", "no NumPy array"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "no tokens at all"),
+        ("a.txt", b"\xff\xfe", "not UTF-8"),
+        ("a.jsonl", b"{}\n", 'line 1: not a JSON object with "input_ids" or a "text"'),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 1}', "line 2"),
+        ("a.npy", b"junk", "no NumPy array"),
+        ("a.npz", b"junk", "no NumPy array"),
+    ],
+)
 def test_unreadable_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
@@ -73,10 +79,14 @@ def test_unreadable_files(tmp_path, name, content, message):
 
 def test_unusable_arrays(tmp_path):
     cases = [
-        (np.zeros(3), "expected token ids"), (np.zeros((1, 1, 1), int), "expected token ids"), (np.array([-1, 2]), "negative"),
+        (np.zeros(3), "expected token ids"),
+        (np.zeros((1, 1, 1), int), "expected token ids"),
+        (np.array([-1, 2]), "negative"),
         (np.array([2**63], dtype=np.uint64), "impossibly large"),
-        (np.array([{}], dtype=object), "never unpickled"), (np.zeros(0, int), "no tokens"), (np.array([5, 9]), "token id 9.*ends at 8"),
-    ]  # fmt: skip
+        (np.array([{}], dtype=object), "never unpickled"),
+        (np.zeros(0, int), "no tokens"),
+        (np.array([5, 9]), "token id 9.*ends at 8"),
+    ]
     for array, message in cases:
         np.save(tmp_path / "a.npy", array, allow_pickle=True)
         with pytest.raises(UserError, match=message):
@@ -116,7 +126,9 @@ def test_ids_of_a_line_are_preferred_to_its_text(tmp_path):
         read_documents(str(tmp_path / "ids.jsonl"), None, vocab_size=7)
 
 
-@pytest.mark.parametrize("ids", ["5", [1.0], ["a"], [True], [[1]], [[1], [2, 3]], [1, None], {"a": 1}, [-1], [2**31], [2**70]])
+@pytest.mark.parametrize(
+    "ids", ["5", [1.0], ["a"], [True], [[1]], [[1], [2, 3]], [1, None], {"a": 1}, [-1], [2**31], [2**70]]
+)
 def test_ids_that_are_none(tmp_path, ids):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + json.dumps({"input_ids": ids, "text": "y"}))
     with pytest.raises(UserError, match=r"a.jsonl, line 2: its input_ids (are no list of integers|hold a negative or)"):

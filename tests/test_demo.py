@@ -51,17 +51,29 @@ def test_bundled_model_is_small():
 
 
 def test_the_quick_demo_of_the_wheel(tmp_path):
-    """The wheel, in a fresh venv that borrows this environment's libraries: its demo runs, from elsewhere, and says what it should."""
+    """The wheel, in a fresh venv that borrows this environment's libraries: its demo runs, from elsewhere, and says
+    what it should."""
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     venv.create(tmp_path / "venv", with_pip=False)
     binaries = tmp_path / "venv" / "bin"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    install = [sys.executable, "-m", "pip", "--python", binaries / "python", "install", "-q", "--no-deps", "--no-index", wheel]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        binaries / "python",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        wheel,
+    ]
     subprocess.run(install, check=True, capture_output=True, env=environment)
-    # Plain path lines come after the venv's own folder, and no .pth in the borrowed folders is processed, so that an editable
-    # install of ladderize there stays out of sight.
+    # Plain path lines come after the venv's own folder, and no .pth in the borrowed folders is processed, so that an
+    # editable install of ladderize there stays out of sight.
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (site / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
     where = [binaries / "python", "-c", "import ladderize; print(ladderize.__file__)"]
@@ -73,9 +85,12 @@ def test_the_quick_demo_of_the_wheel(tmp_path):
     document = json.loads(demo.stdout)
     models = document["models"]
     assert [model["ladderize"]["layout"] for model in models] == [
-        "8 layers: dense", "8 layers: ladder 0:8", "8 layers: spd 0:8 (sync_tp_size 4)", "8 layers: spd 0:8 (sync_tp_size 4)",
+        "8 layers: dense",
         "8 layers: ladder 0:8",
-    ]  # fmt: skip
+        "8 layers: spd 0:8 (sync_tp_size 4)",
+        "8 layers: spd 0:8 (sync_tp_size 4)",
+        "8 layers: ladder 0:8",
+    ]
     dense, ladder, spd, distilled, retrained = (model["ladderize"]["perplexity"]["perplexity"] for model in models)
     assert dense < 0.8 * min(ladder, spd)
     assert dense < distilled < 0.9 * spd

@@ -9,7 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ladderize.adapt.blockwise import run as blockwise
-from ladderize.adapt.blockwise.distill import BlockTrainer, DistillOptions, Student, _schedule, needs_pair, teacher_pass, trainable_layers
+from ladderize.adapt.blockwise.distill import (
+    BlockTrainer,
+    DistillOptions,
+    Student,
+    _schedule,
+    needs_pair,
+    teacher_pass,
+    trainable_layers,
+)
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.hidden_states import StateStore
 from ladderize.blocks import Blocks, open_checkpoint
@@ -21,7 +29,13 @@ from tests.helpers import BIASES, SHAPE, invoke, last_error, listing, one_senten
 LAYERS = SHAPE["num_hidden_layers"]
 DEVICE = torch.device("cpu")
 # name -> (ladder, spd)
-KINDS = {"spd": ("", "all"), "ladder": ("all", ""), "some ladder": ("2:", ""), "both": ("all", "all"), "mixed": ("2", "0,3")}
+KINDS = {
+    "spd": ("", "all"),
+    "ladder": ("all", ""),
+    "some ladder": ("2:", ""),
+    "both": ("all", "all"),
+    "mixed": ("2", "0,3"),
+}
 
 
 def layout_of(name):
@@ -46,7 +60,8 @@ def streams(blocks, layout, ids):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("extra", [{}, BIASES], ids=["plain", "biases"])
 def test_the_loss_is_that_of_whole_models(tmp_path, name, extra):
-    """Block i alone converted, in a whole model: what leaves it differs from the dense stream by what the trainer calls its loss."""
+    """Block i alone converted, in a whole model: what leaves it differs from the dense stream by what the trainer calls
+    its loss."""
     blocks = blocks_of(save_llama(tmp_path / "m", seed=int(torch.randint(1 << 30, ())), **extra))
     ids = torch.randint(3, SHAPE["vocab_size"], (5, 12))
     layout = layout_of(name)
@@ -60,14 +75,18 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name, extra):
         if index not in layers:
             continue
         alone = Layout.from_layers(
-            LAYERS, ladder=[index] if index in layout.ladder_layers else [], spd=[index] if index in layout.spd_layers else [],
+            LAYERS,
+            ladder=[index] if index in layout.ladder_layers else [],
+            spd=[index] if index in layout.spd_layers else [],
             sync_tp_size=layout.sync_tp_size if index in layout.spd_layers else None,
-        )  # fmt: skip
+        )
         expected = (streams(blocks, alone, ids)[index + 1] - dense[index + 1]).square().mean()
         trainer = BlockTrainer(blocks, student, index, before, after, 3, DistillOptions(lr=1.0, batch_size=2))
         with torch.no_grad():
             assert float(trainer.loss(torch.arange(5))) == pytest.approx(float(expected), rel=1e-4)
-            assert trainer.own_part() == pytest.approx(float((dense[index + 1] - dense[index])[3:].square().mean()), rel=1e-4)
+            assert trainer.own_part() == pytest.approx(
+                float((dense[index + 1] - dense[index])[3:].square().mean()), rel=1e-4
+            )
         assert expected > 1e-4
     assert passed == list(range(max(layers) + 1))
 
@@ -83,7 +102,10 @@ def test_which_layers_can_be_trained():
 @pytest.mark.parametrize("pairs", [False, True])
 def test_states_on_disk_are_those_in_memory(tmp_path, pairs):
     shape, rows = (7, 3, 5), torch.tensor([6, 0, 2])
-    stores = [StateStore(shape, torch.bfloat16, pairs, max_memory=limit, path=tmp_path / f"s{limit}") for limit in (1 << 20, 0)]
+    stores = [
+        StateStore(shape, torch.bfloat16, pairs, max_memory=limit, path=tmp_path / f"s{limit}")
+        for limit in (1 << 20, 0)
+    ]
     assert len(listing(tmp_path)) == 1 + pairs
     for first in (0, 4):
         part = torch.randn(min(4, 7 - first), 3, 5, dtype=torch.bfloat16)
@@ -126,9 +148,33 @@ def pair(tmp_path):
 
 def adapt(pair, out, *options, method="blocks", data="ids.npy"):
     dense, model = pair
-    arguments = ["--method", method, "--distill-from", dense, "--data", dense.parent / data, "--no-verify", "--threads", 1]
+    arguments = [
+        "--method",
+        method,
+        "--distill-from",
+        dense,
+        "--data",
+        dense.parent / data,
+        "--no-verify",
+        "--threads",
+        1,
+    ]
     return invoke(
-        "adapt", model, out, *arguments, "--epochs", 3, "--batch-size", 4, "--lr", 1e-3, "--samples", 64, "--heldout", 8, *options
+        "adapt",
+        model,
+        out,
+        *arguments,
+        "--epochs",
+        3,
+        "--batch-size",
+        4,
+        "--lr",
+        1e-3,
+        "--samples",
+        64,
+        "--heldout",
+        8,
+        *options,
     )
 
 
@@ -140,14 +186,22 @@ def test_every_block_gets_better(pair, tmp_path):
     for block in document["blocks"]:
         assert block["loss_after"] < 0.8 * block["loss_before"]
         assert block["loss_after"] == pytest.approx(min(value for _, value in block["curve"]), rel=1e-5)
-    assert list(document["heldout_perplexity"]) == ["dense", "before", "distilled"]  # of noise; test_spd.py has a trained model's
+    assert list(document["heldout_perplexity"]) == [
+        "dense",
+        "before",
+        "distilled",
+    ]  # of noise; test_spd.py has a trained model's
     # the output: the same layout, block 0 and the ends untouched, the others the ones that were measured
     before, after = (load_file(folder / "model.safetensors") for folder in (pair[1], tmp_path / "out"))
     changed = {name.split(".")[2] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"1", "2", "3"}
     assert list(before) == list(after)
     scored = invoke("eval", tmp_path / "out", "--perplexity", pair[0].parent / "ids.npy", "--json")
-    assert json.loads(scored.stdout)["models"][0]["ladderize"]["layout"] == document["layout"] == "4 layers: spd 1:4 (sync_tp_size 4)"
+    assert (
+        json.loads(scored.stdout)["models"][0]["ladderize"]["layout"]
+        == document["layout"]
+        == "4 layers: spd 1:4 (sync_tp_size 4)"
+    )
     assert "distillation.json" in listing(tmp_path / "out")
     assert "out.ladderize-work" not in listing(tmp_path)
     assert "distillation:" in (tmp_path / "out" / "ladderize.yaml").read_text()
@@ -158,7 +212,8 @@ def test_the_held_out_perplexity_is_that_of_eval(pair, tmp_path):
     """The number in the table is the number of the checkpoint: the same windows through `ladderize eval`."""
     document = json.loads(adapt(pair, tmp_path / "out", "--json").stdout)
     windows = blockwise.training_windows(
-        open_checkpoint(str(pair[0])), blockwise.BlockwiseOptions(str(pair[0].parent / "ids.npy"), samples=64, heldout=8)
+        open_checkpoint(str(pair[0])),
+        blockwise.BlockwiseOptions(str(pair[0].parent / "ids.npy"), samples=64, heldout=8),
     )
     np.save(tmp_path / "heldout.npy", windows.heldout.numpy())
     assert not set(map(tuple, windows.heldout.tolist())) & set(map(tuple, windows.train.tolist()))
@@ -185,7 +240,9 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
     assert again.code == 0
     assert "blocks 1:3 are done already" in again.stderr
     assert trained == [1, 2, 3]
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "whole" / "model.safetensors"
+    ).read_bytes()
     assert "out.ladderize-work" not in listing(tmp_path)
 
 
@@ -193,13 +250,39 @@ def test_two_processes_train_the_same_weights(pair, tmp_path):
     assert adapt(pair, tmp_path / "one").code == 0
     dense, model = pair
     result = run_ranks(
-        "adapt", model, tmp_path / "two", "--method", "blocks", "--distill-from", dense, "--data", dense.parent / "ids.npy", "--no-verify",
-        "--threads", 1, "--epochs", 3, "--batch-size", 4, "--lr", 1e-3, "--samples", 64, "--heldout", 8, "--device", "cpu", "--json",
-        "--max-memory", "1B",
-    )  # fmt: skip
+        "adapt",
+        model,
+        tmp_path / "two",
+        "--method",
+        "blocks",
+        "--distill-from",
+        dense,
+        "--data",
+        dense.parent / "ids.npy",
+        "--no-verify",
+        "--threads",
+        1,
+        "--epochs",
+        3,
+        "--batch-size",
+        4,
+        "--lr",
+        1e-3,
+        "--samples",
+        64,
+        "--heldout",
+        8,
+        "--device",
+        "cpu",
+        "--json",
+        "--max-memory",
+        "1B",
+    )
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)["blocks"]) == 3
-    assert (tmp_path / "two" / "model.safetensors").read_bytes() == (tmp_path / "one" / "model.safetensors").read_bytes()
+    assert (tmp_path / "two" / "model.safetensors").read_bytes() == (
+        tmp_path / "one" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_ladder_blocks_are_distilled_too(pair, tmp_path):
@@ -227,7 +310,9 @@ def test_training_that_does_not_help_changes_nothing(pair, tmp_path):
 def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatch):
     loss = BlockTrainer.loss
     monkeypatch.setattr(
-        BlockTrainer, "loss", lambda self, rows: loss(self, rows) * (torch.nan if self.index == 2 and torch.is_grad_enabled() else 1)
+        BlockTrainer,
+        "loss",
+        lambda self, rows: loss(self, rows) * (torch.nan if self.index == 2 and torch.is_grad_enabled() else 1),
     )
     outcome = adapt(pair, tmp_path / "out")
     assert "block 2: the loss is NaN or infinite after 0 steps" in last_error(outcome)
@@ -320,7 +405,9 @@ def test_blocks_trained_otherwise_are_trained_anew(pair, tmp_path, monkeypatch):
     assert adapt(pair, tmp_path / "out").code == 1
     monkeypatch.undo()
     trained, save = [], BlockFolder.save
-    monkeypatch.setattr(BlockFolder, "save", lambda self, layer, *rest: trained.append(layer) or save(self, layer, *rest))
+    monkeypatch.setattr(
+        BlockFolder, "save", lambda self, layer, *rest: trained.append(layer) or save(self, layer, *rest)
+    )
     (tmp_path / "out.ladderize-work" / "block-00002.safetensors").write_bytes(b"cut off")
     assert "blocks 1,3 are done already" in adapt(pair, tmp_path / "out").stderr
     assert trained == [2]
@@ -353,7 +440,8 @@ def test_a_full_disk_is_one_sentence(pair, tmp_path, monkeypatch):
 
 
 def test_the_dense_row_is_the_teachers(pair, tmp_path):
-    """A student that was retrained whole has other ends; the dense row still is the dense model's, and the difference is said."""
+    """A student that was retrained whole has other ends; the dense row still is the dense model's, and the difference
+    is said."""
     dense, model = pair
     path = model / "model.safetensors"
     tensors = load_file(path)
@@ -363,8 +451,13 @@ def test_the_dense_row_is_the_teachers(pair, tmp_path):
     shown = adapt(pair, tmp_path / "out", "--json")
     assert "has another embedding, final norm or LM head" in shown.stderr
     rows = json.loads(shown.stdout)["heldout_perplexity"]
-    np.save(tmp_path / "heldout.npy", blockwise.training_windows(
-        open_checkpoint(str(dense)), blockwise.BlockwiseOptions(str(tmp_path / "ids.npy"), samples=64, heldout=8)
-    ).heldout.numpy())  # fmt: skip
+    np.save(
+        tmp_path / "heldout.npy",
+        blockwise.training_windows(
+            open_checkpoint(str(dense)), blockwise.BlockwiseOptions(str(tmp_path / "ids.npy"), samples=64, heldout=8)
+        ).heldout.numpy(),
+    )
     scored = json.loads(invoke("eval", dense, "--perplexity", tmp_path / "heldout.npy", "--json").stdout)
-    assert rows["dense"]["perplexity"] == pytest.approx(scored["models"][0]["ladderize"]["perplexity"]["perplexity"], rel=1e-5)
+    assert rows["dense"]["perplexity"] == pytest.approx(
+        scored["models"][0]["ladderize"]["perplexity"]["perplexity"], rel=1e-5
+    )

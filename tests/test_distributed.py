@@ -1,4 +1,5 @@
-"""Groups of ranks: values come back, one failure ends all of them with one sentence, nothing stays behind. And their collectives."""
+"""Groups of ranks: values come back, one failure ends all of them with one sentence, nothing stays behind. And their
+collectives."""
 
 import os
 import time
@@ -23,7 +24,13 @@ def segments():
 
 def test_values_come_back_from_rank_0():
     assert distributed.run(values, 3, tp_size=1, device="cpu", threads=1) == [0, 1, [0], 5, 1]
-    assert distributed.run(values, 3, tp_size=2, device="cpu") == [0, 2, [0, 1], 5, max(1, len(distributed.cores()) // 2)]
+    assert distributed.run(values, 3, tp_size=2, device="cpu") == [
+        0,
+        2,
+        [0, 1],
+        5,
+        max(1, len(distributed.cores()) // 2),
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -68,12 +75,19 @@ def test_a_long_message_is_not_summed_before_it_has_left():
 
 
 def test_more_than_two_ranks_sum_over_gloo():
-    assert distributed.run(reduce_randomly, "gloo", 10, int(torch.randint(1 << 30, ())), tp_size=3, device="cpu", threads=1) <= 1
+    assert (
+        distributed.run(
+            reduce_randomly, "gloo", 10, int(torch.randint(1 << 30, ())), tp_size=3, device="cpu", threads=1
+        )
+        <= 1
+    )
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_handle_is_waited_for_once(backend):
-    assert distributed.run(wait_twice, backend, tp_size=2, device="cpu") == "this all-reduce has been waited for already"
+    assert (
+        distributed.run(wait_twice, backend, tp_size=2, device="cpu") == "this all-reduce has been waited for already"
+    )
 
 
 def test_a_message_over_the_announced_size_is_an_error():

@@ -25,7 +25,8 @@ from tests.oracle import Oracle
 
 @pytest.fixture(scope="module", autouse=True)
 def tasks_indexed_once():
-    """lm-eval reads thousands of YAML files for every task manager, five seconds long; those of one folder are the same here."""
+    """lm-eval reads thousands of YAML files for every task manager, five seconds long; those of one folder are the same
+    here."""
     import lm_eval.evaluator
     import lm_eval.tasks
 
@@ -64,11 +65,18 @@ def test_the_standard_error_covers_the_truth():
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/fixtures is not here")
-@pytest.mark.parametrize(("recipe", "expected"), [
-    (None, "3.622"), (Recipe(ladder="-1:"), "4.176"), (Recipe(ladder="-3:"), "5.761"), (Recipe(ladder="all"), "13.40"),
-    (Recipe(spd="all", sync_tp_size=2), "5.829"), (Recipe(spd="all", sync_tp_size=4), "8.05"),
-    (Recipe(spd="all", sync_tp_size=4, ladder="all"), "15.17"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (None, "3.622"),
+        (Recipe(ladder="-1:"), "4.176"),
+        (Recipe(ladder="-3:"), "5.761"),
+        (Recipe(ladder="all"), "13.40"),
+        (Recipe(spd="all", sync_tp_size=2), "5.829"),
+        (Recipe(spd="all", sync_tp_size=4), "8.05"),
+        (Recipe(spd="all", sync_tp_size=4, ladder="all"), "15.17"),
+    ],
+)
 def test_published_perplexities(tmp_path, recipe, expected):
     """DESIGN section 8, to the digits that it gives."""
     model = STORIES
@@ -89,11 +97,30 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def test_eval_of_two_models(pair, tmp_path):
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents(40, test=True, seed=2)))
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in documents(40, test=True, seed=2))
+    )
     outcome = invoke(
-        "eval", *pair, "--tasks", "demo_agreement,demo_arithmetic", "--include-path", TASKS, "--limit", "20", "--batch-size", "16",
-        "--perplexity", tmp_path / "text.jsonl", "--seq-len", "64", "--dtype", "float32", "--out", tmp_path / "r.json", "--json",
-    )  # fmt: skip
+        "eval",
+        *pair,
+        "--tasks",
+        "demo_agreement,demo_arithmetic",
+        "--include-path",
+        TASKS,
+        "--limit",
+        "20",
+        "--batch-size",
+        "16",
+        "--perplexity",
+        tmp_path / "text.jsonl",
+        "--seq-len",
+        "64",
+        "--dtype",
+        "float32",
+        "--out",
+        tmp_path / "r.json",
+        "--json",
+    )
     assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     assert json.loads((tmp_path / "r.json").read_text()) == document
@@ -118,15 +145,32 @@ def test_the_same_as_lm_eval_by_itself(pair):
 
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
     expected = simple_evaluate(
-        model="hf", model_args={"pretrained": str(pair[0]), "dtype": "float32"}, tasks=["demo_agreement", "demo_copying"],
-        task_manager=manager, limit=24, batch_size=8, device="cpu",
-    )["results"]  # fmt: skip
+        model="hf",
+        model_args={"pretrained": str(pair[0]), "dtype": "float32"},
+        tasks=["demo_agreement", "demo_copying"],
+        task_manager=manager,
+        limit=24,
+        batch_size=8,
+        device="cpu",
+    )["results"]
     outcome = invoke(
-        "eval", pair[0], "--tasks", "demo_agreement,demo_copying", "--include-path", TASKS, "--limit", "24", "--dtype", "float32", "--json"
+        "eval",
+        pair[0],
+        "--tasks",
+        "demo_agreement,demo_copying",
+        "--include-path",
+        TASKS,
+        "--limit",
+        "24",
+        "--dtype",
+        "float32",
+        "--json",
     )
     found = json.loads(outcome.stdout)["models"][0]["results"]
     for task, values in expected.items():
-        assert {k: v for k, v in found[task].items() if "stderr" not in k} == {k: v for k, v in values.items() if "stderr" not in k}
+        assert {k: v for k, v in found[task].items() if "stderr" not in k} == {
+            k: v for k, v in values.items() if "stderr" not in k
+        }
 
 
 def test_results_are_saved_after_every_task(pair, tmp_path, monkeypatch):
@@ -140,7 +184,16 @@ def test_results_are_saved_after_every_task(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "run_task", second_fails)
     failed = one_sentence(
         invoke(
-            "eval", pair[0], "--tasks", "demo_agreement,demo_copying", "--include-path", TASKS, "--limit", "8", "--out", tmp_path / "r.json"
+            "eval",
+            pair[0],
+            "--tasks",
+            "demo_agreement,demo_copying",
+            "--include-path",
+            TASKS,
+            "--limit",
+            "8",
+            "--out",
+            tmp_path / "r.json",
         )
     )
     assert "RuntimeError: out of memory, say (run again with --debug" in failed
@@ -176,15 +229,21 @@ def task_without_data(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("options", "code", "message"), [
-    ([], 2, "nothing to evaluate"), (["--limit", "3", "--perplexity", "x.txt"], 2, "--limit has no effect without --tasks"),
-    (["--tasks", "demo_agrement", "--include-path", TASKS], 1, "near names: demo_agreement"),
-    (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
-    (["--tasks", "a", "--seq-len", "9"], 2, "--seq-len has no effect"), (["--tasks", "a", "--include-path", "/no/dir"], 1, "is no folder"),
-    (["--perplexity", "/no/file.txt"], 1, "does not exist"), (["--tasks", "a", "--dtype", "int4"], 2, "is not one of"),
-    (["--tasks", "a", "--revision", "x"], 1, "has no revisions"),
-    (["--tasks", "demo_copying", "--include-path", TASKS, "--apply-chat-template"], 1, "has no chat template"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ([], 2, "nothing to evaluate"),
+        (["--limit", "3", "--perplexity", "x.txt"], 2, "--limit has no effect without --tasks"),
+        (["--tasks", "demo_agrement", "--include-path", TASKS], 1, "near names: demo_agreement"),
+        (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
+        (["--tasks", "a", "--seq-len", "9"], 2, "--seq-len has no effect"),
+        (["--tasks", "a", "--include-path", "/no/dir"], 1, "is no folder"),
+        (["--perplexity", "/no/file.txt"], 1, "does not exist"),
+        (["--tasks", "a", "--dtype", "int4"], 2, "is not one of"),
+        (["--tasks", "a", "--revision", "x"], 1, "has no revisions"),
+        (["--tasks", "demo_copying", "--include-path", TASKS, "--apply-chat-template"], 1, "has no chat template"),
+    ],
+)
 def test_bad_options(options, code, message):
     outcome = invoke("eval", MODEL, *options)
     assert outcome.code == code
@@ -202,8 +261,12 @@ def test_found_before_any_work(tmp_path, monkeypatch):
         (tmp_path / "no" / "r.json", "does not exist"),
         (Path("/proc/r.json"), "cannot be written"),
     ):
-        assert message in one_sentence(invoke("eval", MODEL, "--tasks", "demo_copying", "--include-path", TASKS, "--out", out))
-    assert "does not exist" in one_sentence(invoke("eval", MODEL, "/no/model", "--tasks", "demo_copying", "--include-path", TASKS))
+        assert message in one_sentence(
+            invoke("eval", MODEL, "--tasks", "demo_copying", "--include-path", TASKS, "--out", out)
+        )
+    assert "does not exist" in one_sentence(
+        invoke("eval", MODEL, "/no/model", "--tasks", "demo_copying", "--include-path", TASKS)
+    )
     assert "config.json" in one_sentence(invoke("eval", tmp_path, "--tasks", "demo_copying", "--include-path", TASKS))
 
 
@@ -212,7 +275,9 @@ def test_fewshot_that_a_task_forbids(tmp_path):
     with (tmp_path / "tasks" / "agreement.yaml").open("a") as file:
         file.write("num_fewshot: 0\n")
     options = ("--include-path", tmp_path / "tasks", "--num-fewshot", "2")
-    assert "has no effect on demo_agreement" in one_sentence(invoke("eval", MODEL, "--tasks", "demo_agreement", *options))
+    assert "has no effect on demo_agreement" in one_sentence(
+        invoke("eval", MODEL, "--tasks", "demo_agreement", *options)
+    )
     document = json.loads(invoke("eval", MODEL, "--tasks", "demo_copying", *options, "--limit", "4", "--json").stdout)
     assert document["models"][0]["n-shot"] == {"demo_copying": 2}
 

@@ -75,7 +75,9 @@ def test_sampling_is_reproducible_and_the_same_across_tp_sizes(tmp_path):
     one, again = (distributed.run(sampled, *arguments, tp_size=1, device="cpu", threads=1) for _ in range(2))
     two = distributed.run(sampled, *arguments, tp_size=2, device="cpu")
     assert one == again == two
-    other = distributed.run(sampled, *arguments[:2], Sampling(1.0, 40, 0.95, seed=8), 20, tp_size=1, device="cpu", threads=1)
+    other = distributed.run(
+        sampled, *arguments[:2], Sampling(1.0, 40, 0.95, seed=8), 20, tp_size=1, device="cpu", threads=1
+    )
     assert other != one
 
 
@@ -131,7 +133,19 @@ def test_generate_streams_the_models_text(stories):
 
 def test_two_ranks_and_a_batch_and_json(stories):
     outcome = run_cli(
-        "generate", stories, "-p", "Once upon", "-p", "", "--tp-size", 2, "--max-new-tokens", 12, "--dtype", "float32", "--json"
+        "generate",
+        stories,
+        "-p",
+        "Once upon",
+        "-p",
+        "",
+        "--tp-size",
+        2,
+        "--max-new-tokens",
+        12,
+        "--dtype",
+        "float32",
+        "--json",
     )
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(outcome.stdout)
@@ -139,7 +153,9 @@ def test_two_ranks_and_a_batch_and_json(stories):
     assert document["tp_size"] == 2
     assert document["backend"].startswith("shm")
     alone = json.loads(
-        invoke("generate", stories, "-p", "Once upon", "-p", "", "--max-new-tokens", 12, "--dtype", "float32", "--json").stdout
+        invoke(
+            "generate", stories, "-p", "Once upon", "-p", "", "--max-new-tokens", 12, "--dtype", "float32", "--json"
+        ).stdout
     )
     assert [t["new_ids"] for t in document["texts"]] == [t["new_ids"] for t in alone["texts"]]
     assert document["texts"][1]["text"].startswith(GREEDY[:20])
@@ -147,11 +163,32 @@ def test_two_ranks_and_a_batch_and_json(stories):
 
 
 def test_joins_a_group_that_torchrun_started(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "ladderize", "generate", MODEL,
-               "-p", "the cat", "--tp-size", "2", "--max-new-tokens", "6", "--dtype", "float32", "--json"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "ladderize",
+        "generate",
+        MODEL,
+        "-p",
+        "the cat",
+        "--tp-size",
+        "2",
+        "--max-new-tokens",
+        "6",
+        "--dtype",
+        "float32",
+        "--json",
+    ]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert outcome.returncode == 0, outcome.stderr
-    alone = json.loads(invoke("generate", MODEL, "-p", "the cat", "--max-new-tokens", 6, "--dtype", "float32", "--json").stdout)
+    alone = json.loads(
+        invoke("generate", MODEL, "-p", "the cat", "--max-new-tokens", 6, "--dtype", "float32", "--json").stdout
+    )
     assert json.loads(outcome.stdout)["texts"][0]["new_ids"] == alone["texts"][0]["new_ids"]  # one document: rank 0's
 
 
@@ -165,7 +202,19 @@ def children(pid):
 
 
 def test_kill_9_of_one_rank_ends_the_command_within_10_seconds():
-    command = [sys.executable, "-m", "ladderize", "generate", MODEL, "-p", "the cat", "--tp-size", "2", "--max-new-tokens", "100"]
+    command = [
+        sys.executable,
+        "-m",
+        "ladderize",
+        "generate",
+        MODEL,
+        "-p",
+        "the cat",
+        "--tp-size",
+        "2",
+        "--max-new-tokens",
+        "100",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while len(ranks := children(process.pid)) < 2 and time.monotonic() < deadline:
@@ -182,7 +231,19 @@ def test_kill_9_of_one_rank_ends_the_command_within_10_seconds():
 
 
 def test_ranks_end_when_their_parent_is_killed():
-    command = [sys.executable, "-m", "ladderize", "generate", MODEL, "-p", "the cat", "--tp-size", "2", "--max-new-tokens", "100"]
+    command = [
+        sys.executable,
+        "-m",
+        "ladderize",
+        "generate",
+        MODEL,
+        "-p",
+        "the cat",
+        "--tp-size",
+        "2",
+        "--max-new-tokens",
+        "100",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while len(ranks := children(process.pid)) < 2 and time.monotonic() < deadline:
@@ -228,7 +289,9 @@ def test_bad_arguments(arguments, code, message):
 def test_bad_checkpoints(tmp_path, llama, monkeypatch):
     def failure(folder, *arguments):
         # nothing below may start a process: whatever is wrong is known before
-        monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", lambda self: pytest.fail("a process was started"))
+        monkeypatch.setattr(
+            "multiprocessing.context.SpawnProcess.start", lambda self: pytest.fail("a process was started")
+        )
         return one_sentence(invoke("generate", folder, "-p", "x", "--tp-size", 2, *arguments))
 
     assert "does not exist" in failure(tmp_path / "nowhere")

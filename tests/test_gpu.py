@@ -94,11 +94,15 @@ def test_compiled_sub_modules_on_a_gpu(tmp_path):
     generator.graphs = True
     with torch.inference_mode():
         generator.read(ids[:, :-1].cuda())
-        torch.testing.assert_close(generator.decode_one_token(ids[:, -1].cuda()).cpu(), exact[:, -1], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            generator.decode_one_token(ids[:, -1].cuda()).cpu(), exact[:, -1], rtol=1e-3, atol=1e-3
+        )
 
 
 def test_an_emulated_all_reduce_takes_its_time_and_runs_under_compute(tmp_path):
-    make_model("ladder all", hidden_size=1024, intermediate_size=4096, max_position_embeddings=128).save_pretrained(tmp_path / "m")
+    make_model("ladder all", hidden_size=1024, intermediate_size=4096, max_position_embeddings=128).save_pretrained(
+        tmp_path / "m"
+    )
     group = gpu_group()
     collectives = emulate(2, Link("test", 500.0, None), group.device)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -79,9 +79,12 @@ def test_match_is_the_best_assignment(heads, kv_heads, ranks):
     found = match(units, groups, values)
     got = sum(values[flat.index(members), rank] for rank, members in enumerate(found))
     legal = [
-        order for order in itertools.permutations(range(ranks))
-        if all(len({order[g] // width for g in range(f * width, (f + 1) * width)}) == 1 for f in range(len(units.families)))
-    ]  # fmt: skip
+        order
+        for order in itertools.permutations(range(ranks))
+        if all(
+            len({order[g] // width for g in range(f * width, (f + 1) * width)}) == 1 for f in range(len(units.families))
+        )
+    ]
     assert len(legal) < 1000
     assert got == pytest.approx(max(sum(values[g, rank] for g, rank in enumerate(order)) for order in legal))
     check_order(units.order(found), heads, kv_heads)
@@ -122,12 +125,18 @@ def test_the_probe_computes_what_permuted_layers_compute(tmp_path, name):
         states = [blocks.embed(torch.randint(3, SHAPE["vocab_size"], (1, 20))) for _ in range(3)]
         distance, probe = _observe(blocks, blocks.layer(1, dropped, weights), states, units, seed=0)
         assert np.allclose(distance, distance.T)
-        for assignment in (units.identity(), papers_assignment(probe, units, distance), descend(probe, units, units.identity())):
+        for assignment in (
+            units.identity(),
+            papers_assignment(probe, units, distance),
+            descend(probe, units, units.identity()),
+        ):
             order = units.order(assignment)
             check_order(order, heads, kv_heads)
             permuted = blocks.layer(1, dropped, permute_heads(weights, order, heads, kv_heads))
             dense = blocks.layer(1, Layout.dense(layers), weights)
-            errors = [(blocks.run(permuted, state) - blocks.run(dense, state)).square().mean().item() for state in states]
+            errors = [
+                (blocks.run(permuted, state) - blocks.run(dense, state)).square().mean().item() for state in states
+            ]
             assert probe.error(assignment) == pytest.approx(sum(errors) / 3, rel=1e-4)  # all 60 tokens are drawn
 
 
@@ -142,7 +151,9 @@ def test_distances_are_between_attention_maps(tmp_path):
         layer.self_attn.config._attn_implementation = "eager"
         mask = torch.full((1, 1, 12, 12), -torch.inf).triu(1)
         maps = [
-            layer.self_attn(layer.input_layernorm(s), attention_mask=mask, position_embeddings=blocks.position_embeddings(12))[1][0]
+            layer.self_attn(
+                layer.input_layernorm(s), attention_mask=mask, position_embeddings=blocks.position_embeddings(12)
+            )[1][0]
             for s in states
         ]
     expected = np.zeros((4, 4))
@@ -181,11 +192,15 @@ def test_the_head_map_of_a_model(tmp_path, criterion):
     dense = Layout.dense(layers)
 
     def layer_at(layout):
-        return lambda i: blocks.layer(i, layout, permute_heads(blocks.weights(i), found.orders.get(i, tuple(range(8))), 8, 8))
+        return lambda i: blocks.layer(
+            i, layout, permute_heads(blocks.weights(i), found.orders.get(i, tuple(range(8))), 8, 8)
+        )
 
     ids = torch.from_numpy(windows)
     plain = window_nlls(blocks, lambda i: blocks.layer(i, dense), ids, batch_size=6)
-    assert torch.allclose(window_nlls(blocks, layer_at(dense), ids, batch_size=6), plain, rtol=1e-6)  # a no-op for the dense function
+    assert torch.allclose(
+        window_nlls(blocks, layer_at(dense), ids, batch_size=6), plain, rtol=1e-6
+    )  # a no-op for the dense function
     moved = window_nlls(blocks, layer_at(dropped), ids, batch_size=6)
     unmoved = window_nlls(blocks, lambda i: blocks.layer(i, dropped), ids, batch_size=6)
     assert found.permuted_layers

@@ -64,8 +64,16 @@ def test_permute_heads_by_hand():
     """2 KV groups of 2 heads, head_dim 2, hidden 3: every number says which old row or column it was."""
     rows = lambda count: torch.arange(count)[:, None].repeat(1, 3)  # noqa: E731
     layer = {f"self_attn.{name}_proj.weight": rows(count) for name, count in (("q", 8), ("k", 4), ("v", 4))}
-    layer |= {"self_attn.q_proj.bias": torch.arange(8), "self_attn.k_proj.bias": torch.arange(4), "self_attn.o_proj.bias": torch.arange(3)}
-    layer |= {"self_attn.o_proj.weight": rows(8).T.contiguous(), "mlp.up_proj.weight": rows(8), "input_layernorm.weight": torch.arange(3)}
+    layer |= {
+        "self_attn.q_proj.bias": torch.arange(8),
+        "self_attn.k_proj.bias": torch.arange(4),
+        "self_attn.o_proj.bias": torch.arange(3),
+    }
+    layer |= {
+        "self_attn.o_proj.weight": rows(8).T.contiguous(),
+        "mlp.up_proj.weight": rows(8),
+        "input_layernorm.weight": torch.arange(3),
+    }
     new = permute_heads(layer, (3, 2, 0, 1), 4, 2)
     queries, keys = [6, 7, 4, 5, 0, 1, 2, 3], [2, 3, 0, 1]
     assert new["self_attn.q_proj.weight"][:, 1].tolist() == new["self_attn.q_proj.bias"].tolist() == queries
@@ -76,19 +84,32 @@ def test_permute_heads_by_hand():
         assert new[name] is layer[name]
 
 
-@pytest.mark.parametrize(("order", "kv_heads", "expected"), [
-    ((3, 2, 0, 1), 2, (1, 0)), ((3, 2, 0, 1), 4, (3, 2, 0, 1)), ((3, 2, 0, 1), 1, (0,)), (SWAPPED, 4, (1, 0, 2, 3)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("order", "kv_heads", "expected"),
+    [
+        ((3, 2, 0, 1), 2, (1, 0)),
+        ((3, 2, 0, 1), 4, (3, 2, 0, 1)),
+        ((3, 2, 0, 1), 1, (0,)),
+        (SWAPPED, 4, (1, 0, 2, 3)),
+    ],
+)
 def test_kv_order(order, kv_heads, expected):
     assert kv_order(order, kv_heads) == expected
     check_order(order, len(order), kv_heads)
 
 
-@pytest.mark.parametrize(("order", "message"), [
-    ((0, 1, 2, 2), "no permutation of the heads 0 to 3"), ((0, 1, 2), "no permutation"), ((0, 1, 2, 3, 4), "no permutation"),
-    ((1, 2, 3, 4), "no permutation"), ((-1, 0, 1, 2), "no permutation"), ((), "no permutation"),
-    ((0, 2, 1, 3), "tears KV groups apart: positions 0 to 1 hold the heads 0, 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ((0, 1, 2, 2), "no permutation of the heads 0 to 3"),
+        ((0, 1, 2), "no permutation"),
+        ((0, 1, 2, 3, 4), "no permutation"),
+        ((1, 2, 3, 4), "no permutation"),
+        ((-1, 0, 1, 2), "no permutation"),
+        ((), "no permutation"),
+        ((0, 2, 1, 3), "tears KV groups apart: positions 0 to 1 hold the heads 0, 2"),
+    ],
+)
 def test_orders_that_are_none(order, message):
     for attempt in (lambda: check_order(order, 4, 2), lambda: permute_heads({}, order, 4, 2)):
         with pytest.raises(UserError, match=message):
@@ -100,9 +121,12 @@ def test_orders_that_are_none(order, message):
 
 @pytest.mark.parametrize("chunk", [128, 4 << 20])
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("extra", [{}, BIASES, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}, {"head_dim": 16}], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{}, BIASES, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}, {"head_dim": 16}], ids=str
+)
 def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards, chunk):
-    """MHA, GQA, MQA, with biases: the tensors are those of permute_heads, and logits differ by the order of a sum only."""
+    """MHA, GQA, MQA, with biases: the tensors are those of permute_heads, and logits differ by the order of a sum
+    only."""
     monkeypatch.setattr(weights, "CHUNK", chunk)  # many chunks to a head and to o_proj, and one
     source, kv_heads = save_llama(tmp_path / "src", shards=shards, **extra), extra.get("num_key_value_heads", KV_HEADS)
     head_map = map_for(source, range(4), kv_heads=kv_heads)
@@ -141,7 +165,10 @@ def test_the_command_line_counts_both(tmp_path):
     options = ("--spd", "1:3", "--sync-tp-size", "4", "--head-map", path, "--no-verify")
     dry, done = (invoke("convert", source, tmp_path / "out", *options, *more) for more in (["--dry-run"], []))
     report = json.loads(invoke("convert", source, tmp_path / "out2", *options, "--dry-run", "--json").stdout)
-    rewritten, kept = len(report["weight_files_rewritten"]), len(report["weight_files"]) - len(report["weight_files_rewritten"])
+    rewritten, kept = (
+        len(report["weight_files_rewritten"]),
+        len(report["weight_files"]) - len(report["weight_files_rewritten"]),
+    )
     assert rewritten
     assert kept
     assert f"{rewritten} to be rewritten and {kept} to be taken over as they are" in dry.stdout
@@ -172,7 +199,9 @@ def test_spd_with_a_map_is_spd_of_permuted_weights(tmp_path, extra):
     assert not torch.allclose(result, before, rtol=1e-3, atol=1e-3)  # where syncs are dropped, the order matters
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", "20kB"), ("float16", None), (None, "20kB"), ("bfloat16", "1GB")])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("bfloat16", "20kB"), ("float16", None), (None, "20kB"), ("bfloat16", "1GB")]
+)
 def test_with_another_dtype_and_other_shards(tmp_path, dtype, size):
     source = save_llama(tmp_path / "src", shards=2, **BIASES)
     head_map = map_for(source)
@@ -197,11 +226,15 @@ def test_the_record_makes_it_again(llama, tmp_path):
     head_map = map_for(llama, [1, 2])
     head_map.report[1] = {"cost": 0.25}
     path = save_map(head_map, tmp_path / "map.json")
-    outcome = invoke("convert", llama, tmp_path / "a", "--spd", "1:3", "--sync-tp-size", "4", "--head-map", path, "--no-verify")
+    outcome = invoke(
+        "convert", llama, tmp_path / "a", "--spd", "1:3", "--sync-tp-size", "4", "--head-map", path, "--no-verify"
+    )
     assert outcome.code == 0, outcome.stderr
     path.unlink()
     assert yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())["recipe"]["head_map"] == "head_map.json"
-    assert read_head_map(tmp_path / "a" / "head_map.json") == HeadMap(4, head_map.orders, head_map.fingerprint, {1: {"cost": 0.25}, 2: {}})
+    assert read_head_map(tmp_path / "a" / "head_map.json") == HeadMap(
+        4, head_map.orders, head_map.fingerprint, {1: {"cost": 0.25}, 2: {}}
+    )
     outcome = invoke("convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
     assert outcome.code == 0, outcome.stderr
     for name in ("config.json", "model.safetensors", "head_map.json"):
@@ -209,7 +242,9 @@ def test_the_record_makes_it_again(llama, tmp_path):
     card = (tmp_path / "b" / "README.md").read_text()
     assert "The attention heads of layers 1:3 are in another order" in card
     # the output is another model than the one that the map is for: it is not permuted twice
-    outcome = invoke("convert", tmp_path / "a", tmp_path / "c", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
+    outcome = invoke(
+        "convert", tmp_path / "a", tmp_path / "c", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify"
+    )
     assert "computed for another model" in one_sentence(outcome)
 
 
@@ -225,22 +260,33 @@ def test_nothing_dropped_takes_any_map(llama, tmp_path, options):
 # ---- refused maps ----
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"fingerprint": "0" * 64}, "the head map was computed for another model"),
-    ({"sync_tp_size": 2}, "is for sync_tp_size 2, but the layout has 4"),
-    ({"layers": [{"layer": 4, "heads": list(range(8))}]}, "names layer 4, but the model has 4 layers"),
-    ({"layers": [{"layer": -1, "heads": list(range(8))}]}, "names layer -1"),
-    ({"layers": [{"layer": 1, "heads": [0] * 8}]}, "does not fit layer 1: its order is no permutation of the heads 0 to 7"),
-    ({"layers": [{"layer": 1, "heads": [0, 2, 1, 3, 4, 5, 6, 7]}]}, "tears KV groups apart"),
-    ({"layers": [{"layer": 1, "heads": list(range(8))}] * 2}, "layer 1 stands there twice"),
-    ({"layers": [{"layer": True, "heads": list(range(8))}]}, "a layer is True"), ({"layers": [{"heads": []}]}, "a layer is None"),
-    ({"layers": [{"layer": 1, "heads": [*range(7), True]}]}, "heads of layer 1 must be a list of integers"),
-    ({"layers": [{"layer": 1, "heads": "01234567"}]}, "must be a list of integers"), ({"layers": [{"layer": 1}]}, "must be a list"),
-    ({"layers": {"1": []}}, "layers must be a list of objects"), ({"layers": [[]]}, "layers must be a list of objects"),
-    ({"layers": None}, "layers must be a list"), ({"sync_tp_size": True}, "sync_tp_size is True"),
-    ({"sync_tp_size": 0}, "sync_tp_size is 0"),
-    ({"fingerprint": 5}, "fingerprint is 5"), ({"fingerprint": ""}, "fingerprint is ''"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fingerprint": "0" * 64}, "the head map was computed for another model"),
+        ({"sync_tp_size": 2}, "is for sync_tp_size 2, but the layout has 4"),
+        ({"layers": [{"layer": 4, "heads": list(range(8))}]}, "names layer 4, but the model has 4 layers"),
+        ({"layers": [{"layer": -1, "heads": list(range(8))}]}, "names layer -1"),
+        (
+            {"layers": [{"layer": 1, "heads": [0] * 8}]},
+            "does not fit layer 1: its order is no permutation of the heads 0 to 7",
+        ),
+        ({"layers": [{"layer": 1, "heads": [0, 2, 1, 3, 4, 5, 6, 7]}]}, "tears KV groups apart"),
+        ({"layers": [{"layer": 1, "heads": list(range(8))}] * 2}, "layer 1 stands there twice"),
+        ({"layers": [{"layer": True, "heads": list(range(8))}]}, "a layer is True"),
+        ({"layers": [{"heads": []}]}, "a layer is None"),
+        ({"layers": [{"layer": 1, "heads": [*range(7), True]}]}, "heads of layer 1 must be a list of integers"),
+        ({"layers": [{"layer": 1, "heads": "01234567"}]}, "must be a list of integers"),
+        ({"layers": [{"layer": 1}]}, "must be a list"),
+        ({"layers": {"1": []}}, "layers must be a list of objects"),
+        ({"layers": [[]]}, "layers must be a list of objects"),
+        ({"layers": None}, "layers must be a list"),
+        ({"sync_tp_size": True}, "sync_tp_size is True"),
+        ({"sync_tp_size": 0}, "sync_tp_size is 0"),
+        ({"fingerprint": 5}, "fingerprint is 5"),
+        ({"fingerprint": ""}, "fingerprint is ''"),
+    ],
+)
 def test_head_maps_that_do_not_fit(llama, tmp_path, changes, message):
     path = save_map(map_for(llama), tmp_path / "map.json", **changes)
     outcome = invoke("convert", llama, tmp_path / "out", "--spd", "all", "--sync-tp-size", "4", "--head-map", path)
@@ -248,10 +294,18 @@ def test_head_maps_that_do_not_fit(llama, tmp_path, changes, message):
     assert listing(tmp_path) == ["map.json", "src"]
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("{", "is not valid JSON"), ("[]", "holds a list"), ("{}", "has schema_version None"), ('{"schema_version": 2}', "schema_version 2"),
-    ('{"schema_version": true}', "schema_version True"), ('{"schema_version": NaN}', "holds NaN"), ("\x00\xff", "is not valid JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "holds a list"),
+        ("{}", "has schema_version None"),
+        ('{"schema_version": 2}', "schema_version 2"),
+        ('{"schema_version": true}', "schema_version True"),
+        ('{"schema_version": NaN}', "holds NaN"),
+        ("\x00\xff", "is not valid JSON"),
+    ],
+)
 def test_files_that_are_no_head_map(llama, tmp_path, text, message):
     (tmp_path / "map.json").write_text(text)
     outcome = invoke("convert", llama, tmp_path / "out", "--ladder", "all", "--head-map", tmp_path / "map.json")
@@ -278,7 +332,11 @@ def test_the_config_belongs_to_the_fingerprint(llama):
     """The same weights with another rope are another function; how a config says the same thing does not matter."""
     mine = fingerprint(read_checkpoint(llama))
     found = {mine}
-    for changes in ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"num_key_value_heads": 2}, {"rms_norm_eps": 1e-3}):
+    for changes in (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"num_key_value_heads": 2},
+        {"rms_norm_eps": 1e-3},
+    ):
         before = (llama / "config.json").read_text()
         edit_json(llama / "config.json", **changes)
         found.add(fingerprint(read_checkpoint(llama)))
@@ -292,7 +350,9 @@ def test_fingerprints(tmp_path):
     """The same model in other shards and another layout has the same one; another value, dtype or seed has another."""
     mine = lambda folder: fingerprint(read_checkpoint(folder))  # noqa: E731
     source = save_llama(tmp_path / "src")
-    convert_checkpoint(source, tmp_path / "sharded", Recipe(spd="all", sync_tp_size=2, max_shard_size="20kB"), verify=False)
+    convert_checkpoint(
+        source, tmp_path / "sharded", Recipe(spd="all", sync_tp_size=2, max_shard_size="20kB"), verify=False
+    )
     assert mine(tmp_path / "sharded") == mine(source)
     convert_checkpoint(source, tmp_path / "half", Recipe(ladder="all", dtype="bfloat16"), verify=False)
     assert mine(tmp_path / "half") != mine(source)
@@ -312,15 +372,28 @@ def trained(folder: Path, names: list[str], dtype: torch.dtype, **shapes: tuple[
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "trained.safetensors")
     found = read_header(folder, "trained.safetensors")
-    return {name: TensorInfo(name, str(folder / info.file), info.dtype, info.shape, info.start, info.stop) for name, info in found.items()}
+    return {
+        name: TensorInfo(name, str(folder / info.file), info.dtype, info.shape, info.start, info.stop)
+        for name, info in found.items()
+    }
 
 
-O1, Q2, DOWN = "model.layers.1.self_attn.o_proj.weight", "model.layers.2.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
+O1, Q2, DOWN = (
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.2.self_attn.q_proj.weight",
+    "model.layers.1.mlp.down_proj.weight",
+)
 
 
-@pytest.mark.parametrize(("stored", "dtype"), [
-    (torch.float32, None), (torch.bfloat16, None), (torch.float16, "bfloat16"), (torch.float32, "bfloat16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float16, "bfloat16"),
+        (torch.float32, "bfloat16"),
+    ],
+)
 def test_replacements(tmp_path, stored, dtype):
     """They keep their own order of heads, take the dtype of what they replace, and only their files are rewritten."""
     source = save_llama(tmp_path / "src", shards=4, dtype=torch.bfloat16 if dtype is None else torch.float32)
@@ -328,15 +401,25 @@ def test_replacements(tmp_path, stored, dtype):
     head_map = map_for(source, [1])
     extra = {"eval.json": "{}\n", "generation_config.json": '{"mine": 1}'}
     report = convert_checkpoint(
-        source, tmp_path / "out", Recipe(spd="1:3", sync_tp_size=4, dtype=dtype), replace=replace, head_map=head_map,
-        record={"distillation": {"blocks": [1]}}, extra_files=extra, verify=stored == torch.float32 and dtype is None,
-    )  # fmt: skip
+        source,
+        tmp_path / "out",
+        Recipe(spd="1:3", sync_tp_size=4, dtype=dtype),
+        replace=replace,
+        head_map=head_map,
+        record={"distillation": {"blocks": [1]}},
+        extra_files=extra,
+        verify=stored == torch.float32 and dtype is None,
+    )
     values = load_file(tmp_path / "adapted" / "trained.safetensors")
     found, old = all_tensors(tmp_path / "out"), all_tensors(source)
     for name, tensor in (permuted(old, head_map) | values).items():
         assert torch.equal(found[name], tensor.to(getattr(torch, dtype) if dtype else old[name].dtype)), name
     if dtype is None:
-        files = {tensor.file for name, tensor in read_checkpoint(source).tensors.items() if name == DOWN or "layers.1.self_attn" in name}
+        files = {
+            tensor.file
+            for name, tensor in read_checkpoint(source).tensors.items()
+            if name == DOWN or "layers.1.self_attn" in name
+        }
         assert set(report["weight_files_rewritten"]) == files != set(report["weight_files"])
     assert report["replaced_tensors"] == sorted([O1, DOWN])
     record = yaml.safe_load((tmp_path / "out" / "ladderize.yaml").read_text())
@@ -370,7 +453,9 @@ def test_a_replacement_too_large_for_the_stored_dtype(tmp_path):
         convert_checkpoint(source, tmp_path / "out", SPD, replace=replace)
 
 
-@pytest.mark.parametrize("name", ["../x.json", "a/b.json", "config.json", "x.txt", ".x.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["../x.json", "a/b.json", "config.json", "x.txt", ".x.json", "model.safetensors.index.json"]
+)
 def test_extra_files_have_plain_names(llama, tmp_path, name):
     with pytest.raises(ValueError, match="is no plain name"):
         convert_checkpoint(llama, tmp_path / "out", SPD, extra_files={name: "{}"})

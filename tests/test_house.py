@@ -34,7 +34,9 @@ def imports_of(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found |= {f"{node.module}.{alias.name}" if node.module == "ladderize" else node.module for alias in node.names}
+            found |= {
+                f"{node.module}.{alias.name}" if node.module == "ladderize" else node.module for alias in node.names
+            }
     return {name.removeprefix("ladderize.") for name in found if name.startswith("ladderize.")} - {"__version__"}
 
 
@@ -63,7 +65,10 @@ def test_every_module_has_a_rule():
 
 
 def test_help_is_instant_and_imports_no_torch():
-    code = "import sys; sys.argv = ['ladderize', '--help']\nfrom ladderize.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+    code = (
+        "import sys; sys.argv = ['ladderize', '--help']\nfrom ladderize.cli import main\ntry: main()\nexcept"
+        " SystemExit: pass\n"
+    )
     code += "assert not {'torch', 'transformers', 'lm_eval', 'numpy'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
@@ -77,7 +82,17 @@ def test_version_and_module_entry_point():
 
 def test_the_runtime_needs_neither_lm_eval_nor_datasets(tmp_path):
     """A GPU machine without them runs generate and bench; matplotlib and peft are not needed either."""
-    arguments = ["ladderize", "bench", str(PACKAGE / "demo" / "model"), "--prompt-len", "4", "--output-len", "3", "--repeat", "1"]
+    arguments = [
+        "ladderize",
+        "bench",
+        str(PACKAGE / "demo" / "model"),
+        "--prompt-len",
+        "4",
+        "--output-len",
+        "3",
+        "--repeat",
+        "1",
+    ]
     arguments += ["--no-check", "--out", str(tmp_path / "bench.json")]
     script = (
         "import sys\n"

@@ -10,10 +10,18 @@ from tests.helpers import LAYOUTS, make_layout
 @pytest.mark.parametrize(
     ("text", "layers"),
     [
-        ("2:5", [2, 3, 4]), (":3", [0, 1, 2]), ("-3:", [5, 6, 7]), ("5", [5]), ("-1", [7]), ("all", list(range(8))),
-        ("4,6:8", [4, 6, 7]), (" 1 , 0:2 ", [0, 1]), (":", list(range(8))), (":-6", [0, 1]),
+        ("2:5", [2, 3, 4]),
+        (":3", [0, 1, 2]),
+        ("-3:", [5, 6, 7]),
+        ("5", [5]),
+        ("-1", [7]),
+        ("all", list(range(8))),
+        ("4,6:8", [4, 6, 7]),
+        (" 1 , 0:2 ", [0, 1]),
+        (":", list(range(8))),
+        (":-6", [0, 1]),
     ],
-)  # fmt: skip
+)
 def test_ranges(text, layers):
     assert parse_ranges(text, 8) == layers
     assert parse_ranges(format_ranges(layers), 8) == layers
@@ -91,13 +99,18 @@ def test_fitting_rank_counts(ranks):
 @pytest.mark.parametrize(
     ("ranks", "config", "message"),
     [
-        (3, {}, "8 attention heads"), (16, {}, "8 attention heads"), (4, {"intermediate_size": 50}, "intermediate size 50"),
-        (4, {"num_attention_heads": 12, "num_key_value_heads": 6}, "6 key-value heads"), (0, {}, "at least 1"),
+        (3, {}, "8 attention heads"),
+        (16, {}, "8 attention heads"),
+        (4, {"intermediate_size": 50}, "intermediate size 50"),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 6}, "6 key-value heads"),
+        (0, {}, "at least 1"),
     ],
-)  # fmt: skip
+)
 def test_rank_counts_that_do_not_fit(ranks, config, message):
     with pytest.raises(LayoutError, match=message):
-        check_split({"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 48, **config}, ranks, name="n")
+        check_split(
+            {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 48, **config}, ranks, name="n"
+        )
 
 
 def test_layout_imports_no_torch():

@@ -43,7 +43,10 @@ def test_a_file_that_shrinks_meanwhile(llama):
     path = llama / "model.safetensors"
     path.write_bytes(path.read_bytes()[:2000])
     last = max(checkpoint.tensors.values(), key=lambda tensor: tensor.start).name
-    with CheckpointReader(checkpoint, torch.float32, CPU) as reader, pytest.raises(UserError, match="became shorter while it was read"):
+    with (
+        CheckpointReader(checkpoint, torch.float32, CPU) as reader,
+        pytest.raises(UserError, match="became shorter while it was read"),
+    ):
         reader.read(Slice(last))
 
 
@@ -88,7 +91,8 @@ def test_models_that_share_files_share_weights(tmp_path, llama):
         assert invoke("convert", llama, tmp_path / name, "--no-verify", *arguments).code == 0
     cache = WeightCache(CPU, pack=True)
     dense, ladder, spd = (
-        cache.get(checkpoint_spec(str(path), tp_size=2), 2, 0)[1] for path in (llama, tmp_path / "ladder", tmp_path / "spd")
+        cache.get(checkpoint_spec(str(path), tp_size=2), 2, 0)[1]
+        for path in (llama, tmp_path / "ladder", tmp_path / "spd")
     )
     assert ladder is dense
     assert spd is dense  # one virtual rank for each of 2 ranks: the same slices
@@ -130,7 +134,9 @@ def test_random_weights_and_bundled_shapes():
 def test_odd_source_files(tmp_path):
     """Tensors of different dtypes in one file, none of them where a reader that trusts order would look."""
     model = make_model("dense")
-    state = {key: value.to(torch.float16) if "mlp" in key else value.clone() for key, value in model.state_dict().items()}
+    state = {
+        key: value.to(torch.float16) if "mlp" in key else value.clone() for key, value in model.state_dict().items()
+    }
     model.save_pretrained(tmp_path / "m")
     save_file(dict(reversed(state.items())), tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
     with CheckpointReader(read_checkpoint(tmp_path / "m"), torch.float32, CPU) as reader:

@@ -1,4 +1,5 @@
-"""Converted checkpoints in the hands of others: plain transformers, save_pretrained, device maps, transformers' own TP."""
+"""Converted checkpoints in the hands of others: plain transformers, save_pretrained, device maps, transformers' own
+TP."""
 
 import json
 import os
@@ -40,7 +41,14 @@ print(json.dumps(logits.tolist()))
 
 def as_a_stranger(path, ids, cache, save_to=None):
     """Logits of a checkpoint in a process that cannot import ladderize."""
-    command = [sys.executable, "-c", STRANGER, str(path), json.dumps(ids.tolist()), *([str(save_to)] if save_to else [])]
+    command = [
+        sys.executable,
+        "-c",
+        STRANGER,
+        str(path),
+        json.dumps(ids.tolist()),
+        *([str(save_to)] if save_to else []),
+    ]
     environment = {**os.environ, "HF_MODULES_CACHE": str(cache)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, cwd=cache.parent)
     assert result.returncode == 0, result.stderr
@@ -57,7 +65,9 @@ def test_without_ladderize_and_saved_again(converted, tmp_path):
     ids = random_ids(2, 7)
     model = load(converted)
     expected, _ = Oracle(model.state_dict(), model.config)(ids)
-    torch.testing.assert_close(as_a_stranger(converted, ids, tmp_path / "modules", tmp_path / "saved"), expected, **TIGHT)
+    torch.testing.assert_close(
+        as_a_stranger(converted, ids, tmp_path / "modules", tmp_path / "saved"), expected, **TIGHT
+    )
     assert {"configuration_ladderized_llama.py", "modeling_ladderized_llama.py"} <= set(listing(tmp_path / "saved"))
     torch.testing.assert_close(as_a_stranger(tmp_path / "saved", ids, tmp_path / "modules2"), expected, **TIGHT)
 
@@ -92,7 +102,10 @@ def test_a_strangers_code_is_never_run_unasked(converted):
 
 
 def test_register_is_explicit_and_repeatable(converted):
-    code = "import sys, ladderize; from transformers import AutoConfig; AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=False)"
+    code = (
+        "import sys, ladderize; from transformers import AutoConfig; AutoConfig.from_pretrained(sys.argv[1],"
+        " trust_remote_code=False)"
+    )
     unregistered = subprocess.run([sys.executable, "-c", code, str(converted)], capture_output=True, text=True)
     assert "trust_remote_code" in unregistered.stderr
     register()
@@ -100,10 +113,16 @@ def test_register_is_explicit_and_repeatable(converted):
     assert AutoConfig.from_pretrained(converted).sync_tp_size == 4
 
 
-@pytest.mark.parametrize("changes", [
-    {"attention_sync": ["blocking"]}, {"mlp_sync": ["blocking", "blocking", "blocking", "overlapped"]}, {"sync_tp_size": 3},
-    {"sync_tp_size": None}, {"attention_sync": ["lazy"] * 4},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_sync": ["blocking"]},
+        {"mlp_sync": ["blocking", "blocking", "blocking", "overlapped"]},
+        {"sync_tp_size": 3},
+        {"sync_tp_size": None},
+        {"attention_sync": ["lazy"] * 4},
+    ],
+)
 def test_an_impossible_layout_does_not_load(converted, changes):
     config = json.loads((converted / "config.json").read_text())
     (converted / "config.json").write_text(json.dumps(config | changes))
@@ -116,7 +135,9 @@ def test_disk_and_cpu_offload(name, tmp_path):
     """Offloaded weights are on the meta device between calls: slicing them would give NaN."""
     ladder, spd, ranks, extra = LAYOUTS[name]
     source = save_llama(tmp_path / "src", **extra)
-    convert_checkpoint(source, tmp_path / "out", Recipe(ladder=ladder or None, spd=spd, sync_tp_size=ranks), verify=False)
+    convert_checkpoint(
+        source, tmp_path / "out", Recipe(ladder=ladder or None, spd=spd, sync_tp_size=ranks), verify=False
+    )
     ids = random_ids(2, 6)
     model = load(tmp_path / "out")
     expected, _ = Oracle(model.state_dict(), model.config)(ids)
@@ -131,7 +152,9 @@ def test_disk_and_cpu_offload(name, tmp_path):
 def test_device_map_auto(converted):
     ids = random_ids(1, 5)
     with torch.no_grad():
-        torch.testing.assert_close(load(converted, device_map="auto")(ids).logits.cpu(), load(converted)(ids).logits, **TIGHT)
+        torch.testing.assert_close(
+            load(converted, device_map="auto")(ids).logits.cpu(), load(converted)(ids).logits, **TIGHT
+        )
 
 
 def test_tied_embeddings_stay_tied(tmp_path):
@@ -165,7 +188,16 @@ dist.destroy_process_group()
 
 
 def under_torchrun(script, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        *map(str, arguments),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
 
 

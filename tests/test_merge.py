@@ -114,7 +114,9 @@ def test_options_that_fit_no_model(values, message):
 
 
 def test_options_that_do_not_fit_this_model():
-    with pytest.raises(UserError, match="--lora-rank 17 is more than k_proj has itself.*at most 16, or leave k_proj out"):
+    with pytest.raises(
+        UserError, match="--lora-rank 17 is more than k_proj has itself.*at most 16, or leave k_proj out"
+    ):
         lora_config(SHAPE, [0], LoraOptions(rank=17))
     assert lora_config(SHAPE, [0], LoraOptions(rank=17, targets=("q_proj",))).lora_alpha == 34
     for layers in ([], [4], [-1]):
@@ -146,9 +148,14 @@ def test_names_from_a_wrapped_models_own_state_are_taken_too(pair, tmp_path):
     state = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
     assert all(".default." in name for name in state)
     write_adapter(
-        tmp_path / "new", model.peft_config["default"], state, base=open_checkpoint(str(base)), base_name="some/model", document={},
+        tmp_path / "new",
+        model.peft_config["default"],
+        state,
+        base=open_checkpoint(str(base)),
+        base_name="some/model",
+        document={},
         extra_files={"chat_template.jinja": "x"},
-    )  # fmt: skip
+    )
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "new", adapter))
     assert ours.keys() == theirs.keys()
     assert "base_model: some/model" in (tmp_path / "new" / "README.md").read_text()
@@ -193,7 +200,10 @@ def test_lora_trains_and_merges(name, tmp_path):
     document = json.loads(outcome.stdout)
     assert len(document["merged_tensors"]) == 4 * 7
     assert document["max_abs_logit_difference"] < 1e-4 * document["max_abs_logit"]
-    assert open_checkpoint(str(tmp_path / "out")).config["attention_sync"] == open_checkpoint(str(base)).config["attention_sync"]
+    assert (
+        open_checkpoint(str(tmp_path / "out")).config["attention_sync"]
+        == open_checkpoint(str(base)).config["attention_sync"]
+    )
     assert listing(tmp_path) == ["adapter", "base", "out"]
 
 
@@ -250,9 +260,14 @@ def test_files_without_adapted_tensors_are_linked(tmp_path):
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_patterns_of_rank_and_alpha(pair, tmp_path, use_rslora):
     config = LoraConfig(
-        task_type="CAUSAL_LM", r=4, lora_alpha=3, target_modules=["q_proj", "o_proj", "up_proj"], use_rslora=use_rslora,
-        rank_pattern={"q_proj": 2, "layers.1.mlp.up_proj": 6}, alpha_pattern={"o_proj": 9, r"model\.layers\.[23]\.mlp\.up_proj": 5},
-    )  # fmt: skip
+        task_type="CAUSAL_LM",
+        r=4,
+        lora_alpha=3,
+        target_modules=["q_proj", "o_proj", "up_proj"],
+        use_rslora=use_rslora,
+        rank_pattern={"q_proj": 2, "layers.1.mlp.up_proj": 6},
+        alpha_pattern={"o_proj": 9, r"model\.layers\.[23]\.mlp\.up_proj": 5},
+    )
     adapt(pair[0], tmp_path / "patterns", config)
     merge_adapter(tmp_path / "patterns", tmp_path / "out", verify=False)
     ids = random_ids(2, 9)
@@ -297,9 +312,15 @@ def set_config(**changes):
 
 
 DAMAGE = {
-    "no config": (lambda a: (a / "adapter_config.json").unlink(), "holds no adapter_config.json; it is no PEFT adapter"),
+    "no config": (
+        lambda a: (a / "adapter_config.json").unlink(),
+        "holds no adapter_config.json; it is no PEFT adapter",
+    ),
     "no tensors": (lambda a: (a / "adapter_model.safetensors").unlink(), "the adapter is incomplete"),
-    "pickle": (lambda a: (a / "adapter_model.safetensors").rename(a / "adapter_model.bin"), "pickle only .*not read here"),
+    "pickle": (
+        lambda a: (a / "adapter_model.safetensors").rename(a / "adapter_model.bin"),
+        "pickle only .*not read here",
+    ),
     "truncated": (lambda a: os.truncate(a / "adapter_model.safetensors", 4000), "is truncated"),
     "no file": (shutil.rmtree, "is not a folder"),
     "other method": (set_config(peft_type="IA3"), "peft_type is 'IA3'; only LORA"),
@@ -317,14 +338,20 @@ DAMAGE = {
     "pattern": (set_config(rank_pattern={"(": 3}), "should map patterns"),
     "no pattern": (set_config(alpha_pattern=[3]), "should map patterns"),
     "other rank": (set_config(r=5), "lora_A of .* has shape"),
-    "fewer targets": (set_config(target_modules=["q_proj"]), "does not ask for .*, which adapter_model.safetensors holds"),
-    "shape": (lambda a: edit_tensors(a, o_proj=lambda t: t[:, 1:].clone()), r"of model.layers.1.self_attn.o_proj has shape \[4, 31\]"),
+    "fewer targets": (
+        set_config(target_modules=["q_proj"]),
+        "does not ask for .*, which adapter_model.safetensors holds",
+    ),
+    "shape": (
+        lambda a: edit_tensors(a, o_proj=lambda t: t[:, 1:].clone()),
+        r"of model.layers.1.self_attn.o_proj has shape \[4, 31\]",
+    ),
     "integers": (lambda a: edit_tensors(a, o_proj=lambda t: t.int()), "should be a matrix of floats"),
     "NaN": (lambda a: edit_tensors(a, o_proj=lambda t: t * torch.nan), "holds NaN or infinity; train it again"),
     "half": (lambda a: edit_tensors(a, o_proj=lambda t: None), "of model.layers.1.self_attn.o_proj is missing"),
     "document": (lambda a: edit_json(a / "adaptation.json", base={"model": 3}), "does not say in `base`"),
     "old document": (lambda a: edit_json(a / "adaptation.json", schema_version=0), "has schema_version 0"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -339,7 +366,9 @@ def test_a_damaged_adapter(pair, tmp_path, name):
 def test_lora_elsewhere_is_refused(pair, tmp_path):
     path = pair[1] / "adapter_model.safetensors"
     save_file(load_file(path) | {"base_model.model.lm_head.lora_A.weight": torch.zeros(2, 32)}, path)
-    assert "holds base_model.model.lm_head.lora_A.weight, which is not LoRA on" in one_sentence(ladderize_merge(pair[1], tmp_path / "out"))
+    assert "holds base_model.model.lm_head.lora_A.weight, which is not LoRA on" in one_sentence(
+        ladderize_merge(pair[1], tmp_path / "out")
+    )
 
 
 def test_other_bases_are_refused(pair, tmp_path):
@@ -350,9 +379,13 @@ def test_other_bases_are_refused(pair, tmp_path):
     wide = save_base(tmp_path / "wide", "spd all 4", intermediate_size=64)
     before = listing(tmp_path)
     for model, message in {
-        other: "has other weights than the checkpoint", layout: "was trained on the layout 4 layers: spd 0:4", dense: "is dense",
-        wide: "has other weights", tmp_path / "nothing": "does not exist", adapter: "is a PEFT adapter",
-    }.items():  # fmt: skip
+        other: "has other weights than the checkpoint",
+        layout: "was trained on the layout 4 layers: spd 0:4",
+        dense: "is dense",
+        wide: "has other weights",
+        tmp_path / "nothing": "does not exist",
+        adapter: "is a PEFT adapter",
+    }.items():
         assert message in one_sentence(ladderize_merge(adapter, tmp_path / "out", "--base", model))
     (adapter / "adaptation.json").unlink()
     outcome = ladderize_merge(adapter, tmp_path / "out", "--base", wide)
@@ -410,7 +443,9 @@ def test_any_other_change_writes_nothing(pair, tmp_path, monkeypatch):
         return check(adapter, base, folder, console)
 
     monkeypatch.setattr(merge, "check_merged", after_damage)
-    assert "model.layers.2.input_layernorm.weight is not what it should be" in one_sentence(ladderize_merge(pair[1], tmp_path / "out"))
+    assert "model.layers.2.input_layernorm.weight is not what it should be" in one_sentence(
+        ladderize_merge(pair[1], tmp_path / "out")
+    )
     assert listing(tmp_path) == ["adapter", "base"]
 
 
@@ -444,10 +479,16 @@ def test_too_small_a_disk_is_found_beforehand(pair, tmp_path, monkeypatch):
 
 def test_tensors_of_every_kind_are_written(tmp_path):
     tensors = {
-        "step": torch.tensor(7), "odd": torch.arange(5, dtype=torch.uint8), "moments": torch.randn(3, 4, 5).transpose(0, 2),
-        "half": torch.randn(6, 2).bfloat16()[::2], "parameter": torch.nn.Parameter(torch.randn(3)), "empty": torch.zeros(0, 4),
-        "flags": torch.tensor([True, False]), "wide": torch.randn(2, dtype=torch.float64), "scalar": torch.tensor(2.5, dtype=torch.float16),
-    }  # fmt: skip
+        "step": torch.tensor(7),
+        "odd": torch.arange(5, dtype=torch.uint8),
+        "moments": torch.randn(3, 4, 5).transpose(0, 2),
+        "half": torch.randn(6, 2).bfloat16()[::2],
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False]),
+        "wide": torch.randn(2, dtype=torch.float64),
+        "scalar": torch.tensor(2.5, dtype=torch.float16),
+    }
     path, asked = tmp_path / "x.safetensors", []
 
     def produce(name):
@@ -482,11 +523,15 @@ def test_a_file_that_cannot_be_written_is_not_left(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="x.safetensors cannot be written .no space left on device.; nothing was left there"):
+    with pytest.raises(
+        UserError, match="x.safetensors cannot be written .no space left on device.; nothing was left there"
+    ):
         write_tensors(path, infos_of(tensors), tensors.__getitem__)
     assert listing(tmp_path) == []
 
 
 def test_targets_are_all_projections_of_a_layer():
-    assert {*TARGETS} == {name.split(".")[-1] for name, module in make_model("dense").named_modules() if "_proj" in name}
+    assert {*TARGETS} == {
+        name.split(".")[-1] for name, module in make_model("dense").named_modules() if "_proj" in name
+    }
     assert {"spd all 4", "same layer", "spd with biases"} <= {*LAYOUTS}

@@ -117,7 +117,9 @@ def test_beam_search(name):
 def test_static_cache(name):
     model = make_model(name)
     prompt = random_ids(2, 5)
-    static = model.generate(prompt, max_new_tokens=6, do_sample=False, cache_implementation="static", disable_compile=True)
+    static = model.generate(
+        prompt, max_new_tokens=6, do_sample=False, cache_implementation="static", disable_compile=True
+    )
     assert torch.equal(static, model.generate(prompt, max_new_tokens=6, do_sample=False))
 
 

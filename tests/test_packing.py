@@ -36,11 +36,15 @@ def test_a_batch_by_hand():
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4]]
     assert batch["targets"].tolist() == [[50, 51, 52, X, X, 61, X], [70, X, X, X, X, X, X]]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
-    assert find_packed_sequence_indices(batch["position_ids"]).tolist() == [[0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]]
+    assert find_packed_sequence_indices(batch["position_ids"]).tolist() == [
+        [0, 0, 0, 0, 1, 1, 1],
+        [0, 0, 1, 1, 1, 1, 1],
+    ]
 
 
 def test_the_attention_mask_by_hand():
-    """What transformers makes of the positions of a row with C and B: nobody sees another example, or what comes later."""
+    """What transformers makes of the positions of a row with C and B: nobody sees another example, or what comes
+    later."""
     row = collate([join([C, B])])
     model = make_model("dense", attn_implementation="sdpa")
     mask = create_causal_mask(
@@ -90,7 +94,8 @@ def test_unpacked():
 
 
 def test_best_fit_decreasing():
-    """Into the fullest row with room, not the first: 6 and 5 begin rows of 10; 4 goes beside 6, 3 beside 5, and 2 beside those."""
+    """Into the fullest row with room, not the first: 6 and 5 begin rows of 10; 4 goes beside 6, 3 beside 5, and 2
+    beside those."""
     rows = pack([example(range(length), where=str(length)) for length in (2, 3, 4, 5, 6)], 10)
     assert [row.where for row in rows] == [("6", "4"), ("5", "3", "2")]
     rows = pack([example(range(length), where=str(length)) for length in (7, 6, 3)], 10)
@@ -100,12 +105,15 @@ def test_best_fit_decreasing():
 def test_packing_loses_nothing_and_little_room():
     generator = np.random.default_rng(0)
     examples = [
-        example(generator.integers(0, 97, length), where=str(number)) for number, length in enumerate(generator.integers(2, 64, 3000))
+        example(generator.integers(0, 97, length), where=str(number))
+        for number, length in enumerate(generator.integers(2, 64, 3000))
     ]
     rows = pack(examples, 64)
     assert [row.ids.tolist() for row in pack(examples, 64)] == [row.ids.tolist() for row in rows]
     by_name = {item.where: item.ids.tolist() for item in examples}
-    seen = [(where, row.ids[part].tolist()) for row in rows for where, part in zip(row.where, segments(row), strict=True)]
+    seen = [
+        (where, row.ids[part].tolist()) for row in rows for where, part in zip(row.where, segments(row), strict=True)
+    ]
     assert len(seen) == len(by_name)
     assert dict(seen) == by_name
     assert all(len(row) <= 64 for row in rows)

@@ -123,7 +123,9 @@ def test_dropout_is_drawn_once_for_all_ranks():
     base = nn.Linear(64, 32, bias=False)
     with torch.no_grad():
         base.weight.copy_(base.weight[:8].repeat(4, 1))
-    holder = get_peft_model(nn.ModuleDict({"up_proj": base}), LoraConfig(r=4, target_modules=["up_proj"], lora_dropout=0.5)).train()
+    holder = get_peft_model(
+        nn.ModuleDict({"up_proj": base}), LoraConfig(r=4, target_modules=["up_proj"], lora_dropout=0.5)
+    ).train()
     layer = holder.base_model.model["up_proj"]
     with torch.no_grad():
         layer.lora_B["default"].weight.copy_(torch.randn(8, 4).repeat(4, 1))
@@ -147,8 +149,8 @@ def test_the_slow_way_is_announced_once(caplog):
     finally:
         root.removeHandler(caplog.handler)
     assert [record.message for record in caplog.records if "virtual rank" in record.message] == [
-        "Linear: weight or adapter cannot be sliced by virtual rank; calling the whole module once for each rank instead "
-        "(the same result, slower)"
+        "Linear: weight or adapter cannot be sliced by virtual rank; calling the whole module once for each rank"
+        " instead (the same result, slower)"
     ]
 
 

@@ -1,4 +1,5 @@
-"""`ladderize adapt --method full | lora`: the losses, a step against a plain loop, resuming, ranks, and what goes wrong."""
+"""`ladderize adapt --method full | lora`: the losses, a step against a plain loop, resuming, ranks, and what goes
+wrong."""
 
 import json
 import math
@@ -43,7 +44,9 @@ def place(tmp_path_factory):
     """A dense model, the same with every layer ladder and dropped, and data."""
     folder = tmp_path_factory.mktemp("retrain")
     save_llama(folder / "dense")
-    convert_checkpoint(str(folder / "dense"), folder / "both", Recipe(ladder="all", spd="all", sync_tp_size=4), verify=False)
+    convert_checkpoint(
+        str(folder / "dense"), folder / "both", Recipe(ladder="all", spd="all", sync_tp_size=4), verify=False
+    )
     convert_checkpoint(str(folder / "dense"), folder / "upper", Recipe(ladder="2:"), verify=False)
     ids = np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (ROWS, LENGTH))
     np.save(folder / "ids.npy", ids)
@@ -53,9 +56,27 @@ def place(tmp_path_factory):
 
 def arguments(place, *more, model="both", steps=6):
     return [
-        "adapt", place / model, "--data", place / "ids.npy", "--eval-data", place / "eval.npy", "--max-steps", steps, "--batch-size", 4,
-        "--seq-len", 2 * LENGTH, "--lr", "3e-3", "--threads", 1, "--no-verify", "--device", "cpu", *more,
-    ]  # fmt: skip
+        "adapt",
+        place / model,
+        "--data",
+        place / "ids.npy",
+        "--eval-data",
+        place / "eval.npy",
+        "--max-steps",
+        steps,
+        "--batch-size",
+        4,
+        "--seq-len",
+        2 * LENGTH,
+        "--lr",
+        "3e-3",
+        "--threads",
+        1,
+        "--no-verify",
+        "--device",
+        "cpu",
+        *more,
+    ]
 
 
 def adapt(place, out, *more, **kwargs):
@@ -111,7 +132,12 @@ def test_schedules():
     assert Budget(tokens=100).share(3, 25) == 0.25
     assert Budget(steps=10).share(3, 25) == 0.3
     assert Budget(tokens=100).about_steps(30) == 4
-    assert [parse_count(text, option="x") for text in ("3B", "20M", "1.5k", "7")] == [3_000_000_000, 20_000_000, 1500, 7]
+    assert [parse_count(text, option="x") for text in ("3B", "20M", "1.5k", "7")] == [
+        3_000_000_000,
+        20_000_000,
+        1500,
+        7,
+    ]
     for text in ("", "3 tokens", "-3", "0", "1e9"):
         with pytest.raises(UserError, match="no count"):
             parse_count(text, option="--max-tokens")
@@ -121,18 +147,42 @@ def test_schedules():
 
 
 def test_training_is_a_plain_loop(place, tmp_path):
-    """Examples one by one through the whole transformers model, AdamW, the mean over the step's tokens: the same weights."""
+    """Examples one by one through the whole transformers model, AdamW, the mean over the step's tokens: the same
+    weights."""
     weight, rate = 0.6, 2e-3
     document = succeed(
-        place, tmp_path / "out", "--distill-from", place / "dense", "--distill-weight", weight, "--lr", rate, "--schedule", "constant",
-        "--warmup-steps", 0, "--weight-decay", 0.1, "--max-gradient", 0.5, "--micro-batch-size", 2, "--write", "last", "--train", "all",
+        place,
+        tmp_path / "out",
+        "--distill-from",
+        place / "dense",
+        "--distill-weight",
+        weight,
+        "--lr",
+        rate,
+        "--schedule",
+        "constant",
+        "--warmup-steps",
+        0,
+        "--weight-decay",
+        0.1,
+        "--max-gradient",
+        0.5,
+        "--micro-batch-size",
+        2,
+        "--write",
+        "last",
+        "--train",
+        "all",
         steps=3,
-    )  # fmt: skip
+    )
     checkpoint = open_checkpoint(str(place / "both"))
     options = retraining.RetrainOptions(
-        data=tuple(retraining_specs(place / "ids.npy")), eval_data=tuple(retraining_specs(place / "eval.npy")), batch_size=4,
-        seq_len=2 * LENGTH, budget=Budget(steps=3),
-    )  # fmt: skip
+        data=tuple(retraining_specs(place / "ids.npy")),
+        eval_data=tuple(retraining_specs(place / "eval.npy")),
+        batch_size=4,
+        seq_len=2 * LENGTH,
+        budget=Budget(steps=3),
+    )
     stream, _ = retraining.open_stream(checkpoint, options, options.resolve(checkpoint.config, 1))
     model, dense = ladderize.load(place / "both").train(), ladderize.load(place / "dense")
     names = dict(model.named_parameters())
@@ -191,7 +241,9 @@ def test_only_what_is_named_is_trained(place, tmp_path):
 def test_student_and_teacher_share_what_is_frozen(place):
     student_checkpoint, dense = open_checkpoint(str(place / "upper")), open_checkpoint(str(place / "dense"))
     layout, setup = Layout.from_config(student_checkpoint.config), ModelSetup(CPU.device, torch.bfloat16)
-    student = build_student(student_checkpoint, layout, setup, trained=trained_tensors(student_checkpoint.tensors, [2, 3], False))
+    student = build_student(
+        student_checkpoint, layout, setup, trained=trained_tensors(student_checkpoint.tensors, [2, 3], False)
+    )
     teacher = build_teacher(dense, setup, student)
     own, theirs = dict(student.model.named_parameters()), dict(teacher.model.named_parameters())
     assert own.keys() == theirs.keys()
@@ -220,7 +272,9 @@ def test_how_a_step_is_cut_does_not_matter(place, tmp_path, more):
 
 
 def test_bfloat16_and_no_packing(place, tmp_path):
-    document = succeed(place, tmp_path / "out", "--dtype", "bfloat16", "--no-packing", "--distill-from", place / "dense", steps=12)
+    document = succeed(
+        place, tmp_path / "out", "--dtype", "bfloat16", "--no-packing", "--distill-from", place / "dense", steps=12
+    )
     assert document["dtype"] == "bfloat16"
     assert document["heldout_perplexity"]["after"] < document["heldout_perplexity"]["before"]
     assert document["tokens"] == 12 * 4 * LENGTH
@@ -237,7 +291,9 @@ def test_token_budget_and_document(place, tmp_path):
     rows = 4 * 2 * LENGTH  # two examples fill a row
     assert document["tokens"] == math.ceil(500 / rows) * rows
     assert document["scored_tokens"] == document["tokens"] // LENGTH * (LENGTH - 1)
-    assert document["heldout_perplexity"]["after"] == pytest.approx(perplexity(tmp_path / "tokens", place / "eval.npy"), rel=1e-4)
+    assert document["heldout_perplexity"]["after"] == pytest.approx(
+        perplexity(tmp_path / "tokens", place / "eval.npy"), rel=1e-4
+    )
     card = (tmp_path / "tokens" / "README.md").read_text()
     assert "retrained" in card.lower()
     assert f"{document['tokens']:,} tokens" in card
@@ -255,15 +311,28 @@ def perplexity(folder, data):
 
 def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     """SIGKILL at a random moment; the same command then makes the same steps."""
-    more = ["--method", "lora", "--lora-rank", 2, "--lora-dropout", 0.2, "--save-every", 2, "--distill-from", place / "dense"]
+    more = [
+        "--method",
+        "lora",
+        "--lora-rank",
+        2,
+        "--lora-dropout",
+        0.2,
+        "--save-every",
+        2,
+        "--distill-from",
+        place / "dense",
+    ]
     succeed(place, tmp_path / "whole", *more, steps=30)
     command = [argument for argument in arguments(place, *more, steps=30) if argument != "--no-verify"]
     work = tmp_path / "out.ladderize-work"
     kill = random.randint(3, 25)
     process = subprocess.Popen(
-        [sys.executable, "-m", "ladderize", *map(str, [*command[:2], tmp_path / "out", *command[2:]])], cwd=ROOT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-m", "ladderize", *map(str, [*command[:2], tmp_path / "out", *command[2:]])],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         metrics = work / "metrics.jsonl"
@@ -297,7 +366,9 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
         patch.setattr(Engine, "step", step)
         outcome = adapt(place, tmp_path / "out")
     assert outcome.code == 1
-    assert "stopped by a signal after step 4, which is saved" in last_error(outcome)  # the flag is looked at when a step begins
+    assert "stopped by a signal after step 4, which is saved" in last_error(
+        outcome
+    )  # the flag is looked at when a step begins
     assert not (tmp_path / "out").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     other = adapt(place, tmp_path / "out", "--weight-decay", "0.5")
@@ -329,7 +400,9 @@ def test_what_a_killed_run_left_before_its_first_state_is_no_harm(place, tmp_pat
     succeed(place, tmp_path / "whole")
     work.mkdir()
     (work / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
-    assert "no folder of unfinished work" in last_error(adapt(place, tmp_path / "out"))  # without run.json it is somebody's
+    assert "no folder of unfinished work" in last_error(
+        adapt(place, tmp_path / "out")
+    )  # without run.json it is somebody's
     (work / "run.json").write_text("")
     (work / "step-00000002.part").mkdir()
     assert adapt(place, tmp_path / "out").code == 0
@@ -374,7 +447,9 @@ def test_a_tied_head_that_the_file_has_twice(place, tmp_path):
     path = tmp_path / "both" / "model.safetensors"
     tensors = load_file(path)
     path.unlink()
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path, metadata={"format": "pt"})
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path, metadata={"format": "pt"}
+    )
     command = arguments(place, "--train", "all", steps=2)
     command[1] = tmp_path / "both"
     outcome = invoke(*command[:2], tmp_path / "out", *command[2:])
@@ -448,7 +523,9 @@ def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):
 
         patch.setattr(Engine, "losses", losses)
         assert "killed" in adapt(place, tmp_path / "two", *more, steps=4).stderr
-    outcome = launched(place, tmp_path / "two", *more, "--micro-batch-size", 1, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    outcome = launched(
+        place, tmp_path / "two", *more, "--micro-batch-size", 1, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2"
+    )
     assert outcome.returncode == 0, outcome.stderr[-2000:]
     assert "going on after step 2" in outcome.stderr
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
@@ -463,7 +540,11 @@ def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):
 def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monkeypatch):
     def losses(self, batch, original=Engine.losses):
         sums = original(self, batch)
-        return sums * math.nan if self.student.training and (tmp_path / "out.ladderize-work" / "step-00000002").is_dir() else sums
+        return (
+            sums * math.nan
+            if self.student.training and (tmp_path / "out.ladderize-work" / "step-00000002").is_dir()
+            else sums
+        )
 
     succeed(place, tmp_path / "whole", "--save-every", 1)
     with monkeypatch.context() as patch:
@@ -532,11 +613,15 @@ def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
         (["--attention", "magic"], 2, "--attention magic is not one of"),
         (["--attention", "flash_attention_2"], 1, "needs the package flash-attn"),
         (["--attention", "flex_attention"], 1, "--attention flex_attention needs a GPU"),
-        (["--log-dir", "x", "--log-with", "trackio"], 2, "--log-dir has no effect without --log-with tensorboard or wandb"),
+        (
+            ["--log-dir", "x", "--log-with", "trackio"],
+            2,
+            "--log-dir has no effect without --log-with tensorboard or wandb",
+        ),
         (["--log-with", ","], 2, "--log-with names no tracker"),
         (["--min-lr", "0.1", "--schedule", "constant"], 2, "--min-lr has no effect with --schedule constant"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments(place, tmp_path, more, code, expected):
     more = [str(place / "upper") if argument == "OTHER" else argument for argument in more]
     outcome = adapt(place, tmp_path / "out", *more)
@@ -588,8 +673,12 @@ def test_trained_parameters_have_names_that_files_give_them(place):
 
     checkpoint = open_checkpoint(str(place / "both"))
     layout = Layout.from_config(checkpoint.config)
-    student = build_student(checkpoint, layout, ModelSetup(CPU.device), trained=trained_tensors(checkpoint.tensors, [1], False))
-    assert {name for name, _ in trained_parameters(student)} == {name for name in checkpoint.tensors if name.startswith("model.layers.1.")}
+    student = build_student(
+        checkpoint, layout, ModelSetup(CPU.device), trained=trained_tensors(checkpoint.tensors, [1], False)
+    )
+    assert {name for name, _ in trained_parameters(student)} == {
+        name for name in checkpoint.tensors if name.startswith("model.layers.1.")
+    }
     config = lora_config(checkpoint.config, [1], LoraOptions(rank=2, targets=("o_proj",)))
     lora = build_student(checkpoint, layout, ModelSetup(CPU.device), lora=config, seed=3)
     prefix = "base_model.model.model.layers.1.self_attn.o_proj."

@@ -1,4 +1,5 @@
-"""The tensor-parallel Llama against the oracle and the Hugging Face model: every layout, ranks, backends, dtypes, batches."""
+"""The tensor-parallel Llama against the oracle and the Hugging Face model: every layout, ranks, backends, dtypes,
+batches."""
 
 import pytest
 import torch
@@ -42,7 +43,9 @@ def results(cases):
     def of(tp_size, backend):
         if (tp_size, backend) not in done:
             items = {
-                name: case["item"] for name, case in cases.items() if case["model"].config.sync_tp_size in (None, 2, 4, 8) or tp_size == 1
+                name: case["item"]
+                for name, case in cases.items()
+                if case["model"].config.sync_tp_size in (None, 2, 4, 8) or tp_size == 1
             }
             done[tp_size, backend] = distributed.run(run_models, items, backend, tp_size=tp_size, device="cpu")
         return done[tp_size, backend]
@@ -66,7 +69,9 @@ def test_float32_tokens_equal_transformers(cases, results, name, tp_size, backen
     case, result = cases[f"{name} float32"], results(tp_size, backend)[f"{name} float32"]
     for prompt, tokens in zip(case["item"][2], result["tokens"], strict=True):
         with torch.no_grad():
-            expected = case["model"].generate(torch.tensor([prompt]), max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
+            expected = case["model"].generate(
+                torch.tensor([prompt]), max_new_tokens=STEPS, do_sample=False, pad_token_id=0
+            )
         assert tokens == expected[0, len(prompt) :].tolist()
 
 
@@ -117,7 +122,8 @@ def test_compiled_sub_modules(tmp_path):
 
 
 def test_the_step_that_cuda_graphs_capture(tmp_path):
-    """Positions and padding from buffers, a fixed number of columns in view: the same logits as the step that knows them."""
+    """Positions and padding from buffers, a fixed number of columns in view: the same logits as the step that knows
+    them."""
     make_model("mixed", max_position_embeddings=128).save_pretrained(tmp_path / "m")
     group = distributed.Group(0, 1, torch.device("cpu"))
     known, fixed = (make_generator(tmp_path / "m", group, Collectives(), 2, 24) for _ in range(2))
@@ -147,7 +153,13 @@ def test_a_batch_of_another_size_than_the_cache(tmp_path):
 @pytest.mark.parametrize(
     "rope",
     [
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
         {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     ],
@@ -159,5 +171,7 @@ def test_rope_scaling_and_tied_embeddings(tmp_path, rope):
     ids = random_ids(2, 40)
     with torch.no_grad():
         expected = model(ids).logits
-    (result,) = distributed.run(run_models, {"m": (tmp_path / "m", ids, [[3], [5, 7]], 2)}, "auto", tp_size=1, device="cpu").values()
+    (result,) = distributed.run(
+        run_models, {"m": (tmp_path / "m", ids, [[3], [5, 7]], 2)}, "auto", tp_size=1, device="cpu"
+    ).values()
     torch.testing.assert_close(torch.from_numpy(result["logits"]), expected, rtol=1e-4, atol=1e-4)

@@ -17,16 +17,27 @@ VALUES = (0.04, 0.3, -0.02, 12.0)  # the layers of the small model
 
 def document(source=None, values=VALUES, **changes):
     """A sensitivity.json as ``ladderize sensitivity`` writes it."""
-    kinds = ["in-sensitive" if value <= 0.05 else "sensitive" if value <= 10 else "extremely sensitive" for value in values]
+    kinds = [
+        "in-sensitive" if value <= 0.05 else "sensitive" if value <= 10 else "extremely sensitive" for value in values
+    ]
     blocks = [
         {"block": i, "sensitivity": value, "low": value - 0.01, "high": value + 0.01, "class": kind}
         for i, (value, kind) in enumerate(zip(values, kinds, strict=True))
     ]
     return {
-        "model": "src", "fingerprint": fingerprint(read_checkpoint(source)) if source else "f", "parameters": 1, "mode": "spd",
-        "sync_tp_size": 4, "complete": True, "tau1": 0.05, "tau2": 10.0, "data": {"name": "text", "samples": 8},
-        "perplexity": [None] * (len(values) + 1), "blocks": blocks, "nll": [[]],
-    } | changes  # fmt: skip
+        "model": "src",
+        "fingerprint": fingerprint(read_checkpoint(source)) if source else "f",
+        "parameters": 1,
+        "mode": "spd",
+        "sync_tp_size": 4,
+        "complete": True,
+        "tau1": 0.05,
+        "tau2": 10.0,
+        "data": {"name": "text", "samples": 8},
+        "perplexity": [None] * (len(values) + 1),
+        "blocks": blocks,
+        "nll": [[]],
+    } | changes
 
 
 @pytest.fixture
@@ -43,22 +54,36 @@ def chosen(tmp_path, values, **how):
 # ---- the rules ----
 
 
-@pytest.mark.parametrize(("values", "fraction", "layers"), [
-    (VALUES, 0.5, [0, 2]), (VALUES, 1, [0, 1, 2, 3]), (VALUES, 1.0, [0, 1, 2, 3]), (VALUES, 0.75, [0, 1, 2]),
-    (VALUES, 0.01, [2]),  # at least one
-    ((1, 1, 1, 1), 0.5, [0, 1]), ((2, 1, 2, 1, 2), 0.6, [0, 1, 3]),  # of equals the lower
-    ((3, 2, 1, 0, 9), 0.3, [2, 3]),  # round(1.5) is 2
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "fraction", "layers"),
+    [
+        (VALUES, 0.5, [0, 2]),
+        (VALUES, 1, [0, 1, 2, 3]),
+        (VALUES, 1.0, [0, 1, 2, 3]),
+        (VALUES, 0.75, [0, 1, 2]),
+        (VALUES, 0.01, [2]),  # at least one
+        ((1, 1, 1, 1), 0.5, [0, 1]),
+        ((2, 1, 2, 1, 2), 0.6, [0, 1, 3]),  # of equals the lower
+        ((3, 2, 1, 0, 9), 0.3, [2, 3]),  # round(1.5) is 2
+    ],
+)
 def test_by_fraction(tmp_path, values, fraction, layers):
     assert chosen(tmp_path, values, fraction=fraction).layers == layers
 
 
-@pytest.mark.parametrize(("values", "most", "layers"), [
-    (VALUES, 0.04, [0, 2]), (VALUES, 0.039, [2]), (VALUES, 0.35, [0, 1, 2]), (VALUES, 1e9, [0, 1, 2, 3]),
-    (VALUES, 1e-9, [2]),  # below 0 costs nothing
-    ((-5.0, 1.0, 1.0), 1.0, [0, 1]),  # and pays for nothing either
-    ((0.25, 0.25, 0.25), 0.5, [0, 1]), ((0.5, 0.6, 0.1), 0.15, [2]),  # the longest prefix
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "most", "layers"),
+    [
+        (VALUES, 0.04, [0, 2]),
+        (VALUES, 0.039, [2]),
+        (VALUES, 0.35, [0, 1, 2]),
+        (VALUES, 1e9, [0, 1, 2, 3]),
+        (VALUES, 1e-9, [2]),  # below 0 costs nothing
+        ((-5.0, 1.0, 1.0), 1.0, [0, 1]),  # and pays for nothing either
+        ((0.25, 0.25, 0.25), 0.5, [0, 1]),
+        ((0.5, 0.6, 0.1), 0.15, [2]),  # the longest prefix
+    ],
+)
 def test_by_budget(tmp_path, values, most, layers):
     assert chosen(tmp_path, values, max_increase=most).layers == layers
 
@@ -67,13 +92,17 @@ def test_by_class_and_what_is_said(tmp_path):
     selection = chosen(tmp_path, VALUES)
     assert selection.layers == [0, 2]
     assert [(row["block"], row["dropped"], row["why"]) for row in selection.rows] == [
-        (0, True, "at most tau1 = 0.05"), (1, False, "above tau1 = 0.05"),
-        (2, True, "at most tau1 = 0.05"), (3, False, "above tau1 = 0.05"),
-    ]  # fmt: skip
+        (0, True, "at most tau1 = 0.05"),
+        (1, False, "above tau1 = 0.05"),
+        (2, True, "at most tau1 = 0.05"),
+        (3, False, "above tau1 = 0.05"),
+    ]
     assert selection.to_dict()["estimated_ppl_increase"] == pytest.approx(0.02)
     budget = chosen(tmp_path, VALUES, max_increase=0.1)
     assert [row["why"] for row in budget.rows] == ["sum 0.04", "sum 0.34", "sum 0", "sum 12.34"]
-    assert [row["why"] for row in chosen(tmp_path, VALUES, fraction=0.5).rows] == [f"number {i} of 4" for i in (2, 3, 1, 4)]
+    assert [row["why"] for row in chosen(tmp_path, VALUES, fraction=0.5).rows] == [
+        f"number {i} of 4" for i in (2, 3, 1, 4)
+    ]
 
 
 @pytest.mark.parametrize("how", [{}, {"max_increase": 0.1}])
@@ -85,12 +114,20 @@ def test_nothing_selected_names_the_smallest(tmp_path, how):
 # ---- conversions ----
 
 
-@pytest.mark.parametrize(("options", "spd"), [
-    ([], "0,2"), (["--spd-fraction", "0.75"], "0:3"), (["--max-ppl-increase", "0.35"], "0:3"), (["--sync-tp-size", "4"], "0,2"),
-    (["--ladder", "2:", "--dtype", "bfloat16"], "0,2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "spd"),
+    [
+        ([], "0,2"),
+        (["--spd-fraction", "0.75"], "0:3"),
+        (["--max-ppl-increase", "0.35"], "0:3"),
+        (["--sync-tp-size", "4"], "0,2"),
+        (["--ladder", "2:", "--dtype", "bfloat16"], "0,2"),
+    ],
+)
 def test_convert(llama, tmp_path, measured, options, spd):
-    outcome = invoke("convert", llama, tmp_path / "a", "--spd", "auto", "--sensitivity", measured, *options, "--no-verify", "--json")
+    outcome = invoke(
+        "convert", llama, tmp_path / "a", "--spd", "auto", "--sensitivity", measured, *options, "--no-verify", "--json"
+    )
     assert outcome.code == 0, outcome.stderr
     report, record = json.loads(outcome.stdout), yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())
     assert (record["recipe"]["spd"], record["recipe"]["sync_tp_size"]) == (spd, 4)
@@ -100,7 +137,9 @@ def test_convert(llama, tmp_path, measured, options, spd):
     assert record["spd_selection"] == report["spd_selection"]
     assert record["spd_selection"]["sensitivity"]["data"] == {"name": "text", "samples": 8}
     measured.unlink()
-    again = invoke("convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify", "--json")
+    again = invoke(
+        "convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify", "--json"
+    )
     assert again.code == 0, again.stderr
     assert json.loads(again.stdout)["spd_selection"] is None
     for name in ("config.json", "model.safetensors"):
@@ -109,7 +148,9 @@ def test_convert(llama, tmp_path, measured, options, spd):
 
 @pytest.mark.parametrize("more", [["--dry-run"], ["--no-verify"]])
 def test_the_table(llama, tmp_path, measured, more):
-    outcome = invoke("convert", llama, tmp_path / "out", "--spd", "auto", "--sensitivity", measured, "--no-verify", *more)
+    outcome = invoke(
+        "convert", llama, tmp_path / "out", "--spd", "auto", "--sensitivity", measured, "--no-verify", *more
+    )
     assert outcome.code == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
     assert lines[0].split() == ["block", "sensitivity", "class", "dropped", "why"]
@@ -124,8 +165,12 @@ def test_a_recipe_names_the_file_from_where_it_lies(llama, tmp_path, measured):
     (tmp_path / "recipes").mkdir()
     recipe = tmp_path / "recipes" / "r.yaml"
     recipe.write_text("spd: auto\nsensitivity: ../s.json\nspd_fraction: 1\n")
-    assert read_recipe(recipe) == Recipe(spd="auto", sensitivity=str(tmp_path / "recipes" / ".." / "s.json"), spd_fraction=1)
-    assert convert_checkpoint(llama, tmp_path / "out", read_recipe(recipe), dry_run=True)["layout"].endswith("spd 0:4 (sync_tp_size 4)")
+    assert read_recipe(recipe) == Recipe(
+        spd="auto", sensitivity=str(tmp_path / "recipes" / ".." / "s.json"), spd_fraction=1
+    )
+    assert convert_checkpoint(llama, tmp_path / "out", read_recipe(recipe), dry_run=True)["layout"].endswith(
+        "spd 0:4 (sync_tp_size 4)"
+    )
 
 
 # ---- refused ----
@@ -133,27 +178,45 @@ def test_a_recipe_names_the_file_from_where_it_lies(llama, tmp_path, measured):
 AUTO = ["--spd", "auto", "--sensitivity", "s.json"]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--spd", "auto"], "--spd auto needs --sensitivity FILE"), (["--spd", "auto", "--sync-tp-size", "4"], "needs --sensitivity"),
-    (["--spd", "all", "--sync-tp-size", "4", "--sensitivity", "s.json"], "--sensitivity has no effect without --spd auto"),
-    (["--ladder", "all", "--spd-fraction", "0.5"], "--spd-fraction has no effect without --spd auto"),
-    (["--ladder", "all", "--max-ppl-increase", "0.5"], "--max-ppl-increase has no effect without --spd auto"),
-    ([*AUTO, "--spd-fraction", "0.5", "--max-ppl-increase", "1"], "give one of them"),
-    *(([*AUTO, "--spd-fraction", value], "--spd-fraction must be a number above 0") for value in ("0", "-1", "1.01", "nan", "inf")),
-    *(([*AUTO, "--max-ppl-increase", value], "--max-ppl-increase must be a number above 0") for value in ("0", "-1", "nan", "inf")),
-    ([*AUTO, "--dense"], "does not go with"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--spd", "auto"], "--spd auto needs --sensitivity FILE"),
+        (["--spd", "auto", "--sync-tp-size", "4"], "needs --sensitivity"),
+        (
+            ["--spd", "all", "--sync-tp-size", "4", "--sensitivity", "s.json"],
+            "--sensitivity has no effect without --spd auto",
+        ),
+        (["--ladder", "all", "--spd-fraction", "0.5"], "--spd-fraction has no effect without --spd auto"),
+        (["--ladder", "all", "--max-ppl-increase", "0.5"], "--max-ppl-increase has no effect without --spd auto"),
+        ([*AUTO, "--spd-fraction", "0.5", "--max-ppl-increase", "1"], "give one of them"),
+        *(
+            ([*AUTO, "--spd-fraction", value], "--spd-fraction must be a number above 0")
+            for value in ("0", "-1", "1.01", "nan", "inf")
+        ),
+        *(
+            ([*AUTO, "--max-ppl-increase", value], "--max-ppl-increase must be a number above 0")
+            for value in ("0", "-1", "nan", "inf")
+        ),
+        ([*AUTO, "--dense"], "does not go with"),
+    ],
+)
 def test_options_that_argv_decides(llama, tmp_path, options, message):
     outcome = invoke("convert", llama, tmp_path / "out", "--no-verify", *options)
     assert (outcome.code, message in one_sentence(outcome)) == (2, True), outcome.stderr
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("spd: auto", "needs --sensitivity"), ("spd: auto\nsensitivity: 5", "sensitivity is 5, but must be a str"),
-    ("spd: auto\nsensitivity: s.json\nspd_fraction: '0.5'", "must be a number above 0 and at most 1, not '0.5'"),
-    ("spd: auto\nsensitivity: s.json\nmax_ppl_increase: true", "must be a number above 0, not True"),
-    ("spd: auto\nsensitivity: nowhere.json", "no such file"), ("spd: 'auto,2'\nsync_tp_size: 4", "'auto' is not a range"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("spd: auto", "needs --sensitivity"),
+        ("spd: auto\nsensitivity: 5", "sensitivity is 5, but must be a str"),
+        ("spd: auto\nsensitivity: s.json\nspd_fraction: '0.5'", "must be a number above 0 and at most 1, not '0.5'"),
+        ("spd: auto\nsensitivity: s.json\nmax_ppl_increase: true", "must be a number above 0, not True"),
+        ("spd: auto\nsensitivity: nowhere.json", "no such file"),
+        ("spd: 'auto,2'\nsync_tp_size: 4", "'auto' is not a range"),
+    ],
+)
 def test_wrong_recipes(llama, tmp_path, measured, text, message):
     (tmp_path / "r.yaml").write_text(text)
     outcome = invoke("convert", llama, tmp_path / "out", "--recipe", tmp_path / "r.yaml", "--no-verify")
@@ -165,21 +228,38 @@ def block(**changes):
     return {"blocks": [good[0], good[1] | changes, *good[2:]]}
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"complete": False}, "is not complete; run `ladderize sensitivity` again"), ({"complete": None}, "is not complete"),
-    ({"complete": 1}, "is not complete"), ({"complete": False, "blocks": []}, "is not complete"),
-    ({"mode": "ladder"}, "measures the sensitivity to ladder"), ({"mode": "each-ladder"}, "measures the sensitivity to ladder"),
-    ({"mode": "sweep"}, "mode is 'sweep'"), ({"mode": []}, "mode is []"), ({"schema_version": 7}, "has schema_version 7"),
-    ({"fingerprint": "0" * 64}, "was measured on another model"), ({"fingerprint": None}, "fingerprint is None"),
-    ({"sync_tp_size": None}, "sync_tp_size is None"), ({"sync_tp_size": True}, "sync_tp_size is True"),
-    ({"sync_tp_size": 3}, "3 does not divide the 8 attention heads"),
-    ({"tau1": None}, "tau1 is None"), ({"blocks": None}, "blocks must be a list"), ({"blocks": [1, 2, 3, 4]}, "blocks must be a list"),
-    ({"blocks": document()["blocks"][:3]}, "has 3 blocks, but the model has 4 layers"), ({"blocks": []}, "has 0 blocks"),
-    (block(block=2), "block 1 is called 2"), (block(block=True), "block 1 is called True"),
-    (block(sensitivity=None), "sensitivity of block 1 is None"), (block(sensitivity="0.1"), "sensitivity of block 1 is '0.1'"),
-    (block(sensitivity=False), "sensitivity of block 1 is False"), (block(sensitivity=10**400), "which is no number"),
-    (block(**{"class": "tame"}), "class of block 1 is 'tame'"), (block(**{"class": []}), "class of block 1 is []"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"complete": False}, "is not complete; run `ladderize sensitivity` again"),
+        ({"complete": None}, "is not complete"),
+        ({"complete": 1}, "is not complete"),
+        ({"complete": False, "blocks": []}, "is not complete"),
+        ({"mode": "ladder"}, "measures the sensitivity to ladder"),
+        ({"mode": "each-ladder"}, "measures the sensitivity to ladder"),
+        ({"mode": "sweep"}, "mode is 'sweep'"),
+        ({"mode": []}, "mode is []"),
+        ({"schema_version": 7}, "has schema_version 7"),
+        ({"fingerprint": "0" * 64}, "was measured on another model"),
+        ({"fingerprint": None}, "fingerprint is None"),
+        ({"sync_tp_size": None}, "sync_tp_size is None"),
+        ({"sync_tp_size": True}, "sync_tp_size is True"),
+        ({"sync_tp_size": 3}, "3 does not divide the 8 attention heads"),
+        ({"tau1": None}, "tau1 is None"),
+        ({"blocks": None}, "blocks must be a list"),
+        ({"blocks": [1, 2, 3, 4]}, "blocks must be a list"),
+        ({"blocks": document()["blocks"][:3]}, "has 3 blocks, but the model has 4 layers"),
+        ({"blocks": []}, "has 0 blocks"),
+        (block(block=2), "block 1 is called 2"),
+        (block(block=True), "block 1 is called True"),
+        (block(sensitivity=None), "sensitivity of block 1 is None"),
+        (block(sensitivity="0.1"), "sensitivity of block 1 is '0.1'"),
+        (block(sensitivity=False), "sensitivity of block 1 is False"),
+        (block(sensitivity=10**400), "which is no number"),
+        (block(**{"class": "tame"}), "class of block 1 is 'tame'"),
+        (block(**{"class": []}), "class of block 1 is []"),
+    ],
+)
 def test_files_that_do_not_fit(llama, tmp_path, changes, message):
     (tmp_path / "s.json").write_text(json.dumps({"schema_version": 1} | document(llama) | changes))
     outcome = invoke("convert", llama, tmp_path / "out", "--spd", "auto", "--sensitivity", tmp_path / "s.json")
@@ -187,9 +267,15 @@ def test_files_that_do_not_fit(llama, tmp_path, changes, message):
     assert listing(tmp_path) == ["s.json", "src"]
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("{", "is not valid JSON"), ("[]", "holds a list"), ("", "is not valid JSON"), ('{"a": Infinity}', "holds Infinity"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "holds a list"),
+        ("", "is not valid JSON"),
+        ('{"a": Infinity}', "holds Infinity"),
+    ],
+)
 def test_files_that_are_none(tmp_path, text, message):
     (tmp_path / "s.json").write_text(text)
     with pytest.raises(UserError, match=message):
@@ -203,7 +289,9 @@ def test_infinity_by_overflow(llama, tmp_path, measured):
 
 
 def test_another_sync_tp_size(llama, tmp_path, measured):
-    outcome = invoke("convert", llama, tmp_path / "out", "--spd", "auto", "--sensitivity", measured, "--sync-tp-size", "2")
+    outcome = invoke(
+        "convert", llama, tmp_path / "out", "--spd", "auto", "--sensitivity", measured, "--sync-tp-size", "2"
+    )
     assert "was measured with sync_tp_size 4, so it says nothing about --sync-tp-size 2" in one_sentence(outcome)
     assert outcome.code == 1
 

@@ -10,7 +10,14 @@ import torch
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.eval import perplexity, sensitivity
-from ladderize.eval.sensitivity import SensitivityOptions, Suffixes, classify, column_layouts, measure_sensitivity, summarise
+from ladderize.eval.sensitivity import (
+    SensitivityOptions,
+    Suffixes,
+    classify,
+    column_layouts,
+    measure_sensitivity,
+    summarise,
+)
 from tests.helpers import BIASES, SHAPE, edit_json, invoke, last_error, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
@@ -49,7 +56,9 @@ def test_against_whole_models(tmp_path, ids, mode, extra):
     ppl = np.exp(table.sum(0) / (12 * 15))
     np.testing.assert_allclose(document["perplexity"], ppl, rtol=1e-5)
     expected = [ppl[i] - ppl[LAYERS if mode.startswith("each") else i + 1] for i in range(LAYERS)]
-    np.testing.assert_allclose([entry["sensitivity"] for entry in document["blocks"]], expected, rtol=1e-4, atol=1e-4 * ppl.max())
+    np.testing.assert_allclose(
+        [entry["sensitivity"] for entry in document["blocks"]], expected, rtol=1e-4, atol=1e-4 * ppl.max()
+    )
     assert len({round(value, 9) for value in document["perplexity"]}) == LAYERS + 1  # every column is another model
 
 
@@ -66,12 +75,17 @@ def test_the_cached_prefix_changes_nothing_and_is_cheap(llama, ids, mode, monkey
     blocks = Blocks(open_checkpoint(str(llama)), torch.float32, torch.device("cpu"))
     windows = torch.from_numpy(np.load(ids))
     layouts = column_layouts(mode, LAYERS, RANKS[mode])
-    uncached = [window_nlls(blocks, lambda i, layout=layout: blocks.layer(i, layout), windows, batch_size=12) for layout in layouts]
+    uncached = [
+        window_nlls(blocks, lambda i, layout=layout: blocks.layer(i, layout), windows, batch_size=12)
+        for layout in layouts
+    ]
     suffixes, calls = Suffixes(blocks, layouts), []
     run = blocks.run
     monkeypatch.setattr(blocks, "run", lambda layer, state: calls.append(layer) or run(layer, state))
     np.testing.assert_allclose(suffixes(windows), torch.stack(uncached, 1).numpy(), rtol=1e-6)
-    assert len(calls) == LAYERS + LAYERS * (LAYERS + 1) // 2  # one pass and half of L forwards, where L + 1 would take L (L + 1)
+    assert (
+        len(calls) == LAYERS + LAYERS * (LAYERS + 1) // 2
+    )  # one pass and half of L forwards, where L + 1 would take L (L + 1)
 
 
 def test_a_killed_run_goes_on(llama, ids, monkeypatch):
@@ -90,7 +104,9 @@ def test_a_killed_run_goes_on(llama, ids, monkeypatch):
     assert len(saved[0]["nll"]) == 4
     scored = []
     forward = Suffixes.__call__
-    monkeypatch.setattr(Suffixes, "__call__", lambda self, windows: scored.append(len(windows)) or forward(self, windows))
+    monkeypatch.setattr(
+        Suffixes, "__call__", lambda self, windows: scored.append(len(windows)) or forward(self, windows)
+    )
     assert measure_sensitivity(str(llama), options, console=sensitivity.Console(), previous=saved[0]) == whole
     assert scored == [4, 4]
 
@@ -112,8 +128,12 @@ def test_intervals_come_from_windows():
 
 def test_classes_and_their_thresholds():
     assert [classify(s, 0.05, 10.0) for s in (-1.0, 0.05, 0.051, 10.0, 10.1)] == [
-        "in-sensitive", "in-sensitive", "sensitive", "sensitive", "extremely sensitive",
-    ]  # fmt: skip
+        "in-sensitive",
+        "in-sensitive",
+        "sensitive",
+        "sensitive",
+        "extremely sensitive",
+    ]
     table = np.ones((2, 3))
     assert summarise(table, 10, SensitivityOptions(""), 29 * 10**9)["tau1"] == 0.05
     assert summarise(table, 10, SensitivityOptions(""), 30 * 10**9)["tau1"] == 0.02
@@ -133,7 +153,12 @@ def test_the_command(llama, ids, tmp_path):
     assert document["data"]["samples"] == 12
     printed = invoke(*command, "--json")  # the same command reads what is there
     assert json.loads(printed.stdout) == document
-    others = {"--seed": (5, "data"), "--mode": ("each", "mode"), "--dtype": ("bfloat16", "dtype"), "--seq-len": (8, "data")}
+    others = {
+        "--seed": (5, "data"),
+        "--mode": ("each", "mode"),
+        "--dtype": ("bfloat16", "dtype"),
+        "--seq-len": (8, "data"),
+    }
     for option, (value, what) in others.items():
         assert f"holds a measurement with another {what}" in one_sentence(invoke(*command, option, value))
     assert json.loads(out.read_text()) == document
@@ -182,7 +207,18 @@ def test_data_that_tokenises_to_nothing_and_a_model_of_nan(llama, ids, tmp_path)
 
 def test_a_converted_model_has_no_sensitivity(llama, ids, tmp_path):
     assert invoke("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify").code == 0
-    outcome = invoke("sensitivity", tmp_path / "ladder", "--data", ids, "--out", tmp_path / "s.json", "--mode", "ladder", "--samples", 4)
+    outcome = invoke(
+        "sensitivity",
+        tmp_path / "ladder",
+        "--data",
+        ids,
+        "--out",
+        tmp_path / "s.json",
+        "--mode",
+        "ladder",
+        "--samples",
+        4,
+    )
     assert "is not dense" in one_sentence(outcome)
 
 
@@ -195,7 +231,9 @@ def test_the_figures_of_the_design(stories, tmp_path):
     assert [ladder[4], ladder[2], ladder[0]] == pytest.approx([4.176, 5.761, 13.40], abs=1e-3)
 
 
-@pytest.mark.parametrize("rows", [None, [[1.0] * 4], [[1.0] * 5] * 13, [["1"] * 5], [[1.0, None, 1.0, 1.0, 1.0]], {"a": 1}])
+@pytest.mark.parametrize(
+    "rows", [None, [[1.0] * 4], [[1.0] * 5] * 13, [["1"] * 5], [[1.0, None, 1.0, 1.0, 1.0]], {"a": 1}]
+)
 def test_a_table_that_is_none_is_not_gone_on_from(llama, ids, tmp_path, rows):
     out = tmp_path / "s.json"
     command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--samples", 12, "--out", out]

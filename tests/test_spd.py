@@ -25,8 +25,23 @@ def text(tmp_path_factory):
 
 
 def run(out, text, *options):
-    arguments = ["--sync-tp-size", 4, "--data", text, "--seq-len", 64, "--samples", 48, "--heldout", 16, "--calibration-samples", 16]
-    return invoke("spd", MODEL, out, *arguments, "--epochs", 2, "--no-verify", "--threads", 1, "--spd-fraction", 0.875, *options)
+    arguments = [
+        "--sync-tp-size",
+        4,
+        "--data",
+        text,
+        "--seq-len",
+        64,
+        "--samples",
+        48,
+        "--heldout",
+        16,
+        "--calibration-samples",
+        16,
+    ]
+    return invoke(
+        "spd", MODEL, out, *arguments, "--epochs", 2, "--no-verify", "--threads", 1, "--spd-fraction", 0.875, *options
+    )
 
 
 def test_the_story(tmp_path, text):
@@ -79,7 +94,9 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
     monkeypatch.setattr(spd, "group_heads", lambda *a, **k: pytest.fail("the heads were grouped already"))
     monkeypatch.setattr(spd.BlockFolder, "save", lambda *a: pytest.fail("the blocks were trained already"))
     assert run(tmp_path / "out", text).code == 0
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "whole" / "model.safetensors"
+    ).read_bytes()
     assert listing(tmp_path) == ["out", "whole"]
 
 
@@ -92,7 +109,9 @@ def test_classes_decide_what_a_block_gets(tmp_path, text):
     assert all(row["grouping"] is row["distillation"] is None for row in alone["blocks"])
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (MODEL / "model.safetensors").read_bytes()
     every = document("d", "--distill-all", "--tau1", 100, "--tau2", 200)
-    assert all((row["grouping"] is not None) == (row["distillation"] is not None) == row["dropped"] for row in every["blocks"])
+    assert all(
+        (row["grouping"] is not None) == (row["distillation"] is not None) == row["dropped"] for row in every["blocks"]
+    )
     papers = document("b", "--head-grouping", "paper", "--tau1", -100, "--tau2", -100)
     assert [row["grouping"]["criterion"] for row in papers["blocks"] if row["dropped"]] == ["paper"] * 7
     sensitive = document("c", "--head-grouping", "paper", "--tau1", -100)
@@ -116,14 +135,29 @@ def test_classes_decide_what_a_block_gets(tmp_path, text):
 def test_what_is_refused(tmp_path, text, options, code, message):
     (tmp_path / "empty.txt").write_text("")
     arguments = ["--sync-tp-size", 4, "--data", text, "--seq-len", 64]
-    outcome = invoke("spd", MODEL, tmp_path / "out", *arguments, *(option.replace("{tmp}", str(tmp_path)) for option in options))
+    outcome = invoke(
+        "spd", MODEL, tmp_path / "out", *arguments, *(option.replace("{tmp}", str(tmp_path)) for option in options)
+    )
     assert outcome.code == code
     assert message in outcome.stderr
     assert listing(tmp_path) == ["empty.txt"]
 
 
 def test_a_budget_takes_the_least_sensitive(tmp_path, text):
-    arguments = ["--sync-tp-size", 2, "--data", text, "--seq-len", 64, "--calibration-samples", 8, "--tau1", 9, "--no-verify", "--json"]
+    arguments = [
+        "--sync-tp-size",
+        2,
+        "--data",
+        text,
+        "--seq-len",
+        64,
+        "--calibration-samples",
+        8,
+        "--tau1",
+        9,
+        "--no-verify",
+        "--json",
+    ]
     rows = json.loads(invoke("spd", MODEL, tmp_path / "out", *arguments, "--max-ppl-increase", 0.1).stdout)["blocks"]
     dropped = [row["sensitivity"] for row in rows if row["dropped"]]
     kept = [row["sensitivity"] for row in rows if not row["dropped"]]
@@ -133,18 +167,23 @@ def test_a_budget_takes_the_least_sensitive(tmp_path, text):
 
 def test_only_a_dense_model_has_syncs_to_drop(tmp_path, text):
     assert invoke("convert", MODEL, tmp_path / "ladder", "--ladder", "4:", "--no-verify").code == 0
-    assert "is not dense" in one_sentence(invoke("spd", tmp_path / "ladder", tmp_path / "out", "--sync-tp-size", 2, "--data", text))
+    assert "is not dense" in one_sentence(
+        invoke("spd", tmp_path / "ladder", tmp_path / "out", "--sync-tp-size", 2, "--data", text)
+    )
 
 
 def test_other_options_keep_what_they_do_not_touch(tmp_path, text, monkeypatch):
-    """A run that stops for its options keeps its measurement for the next one, and trains anew what was trained otherwise."""
+    """A run that stops for its options keeps its measurement for the next one, and trains anew what was trained
+    otherwise."""
     monkeypatch.setattr(spd, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
     assert run(tmp_path / "out", text).code == 1
     monkeypatch.undo()
     scored, trained = [], []
     measure, train = Suffixes.__call__, spd.BlockFolder.save
     monkeypatch.setattr(Suffixes, "__call__", lambda self, ids: scored.append(ids) or measure(self, ids))
-    monkeypatch.setattr(spd.BlockFolder, "save", lambda self, layer, *a: trained.append(layer) or train(self, layer, *a))
+    monkeypatch.setattr(
+        spd.BlockFolder, "save", lambda self, layer, *a: trained.append(layer) or train(self, layer, *a)
+    )
     assert run(tmp_path / "out", text, "--spd-fraction", 1, "--lr", 1e-3, "--tau1", 0.1).code == 0
     assert not scored
     rows = json.loads((tmp_path / "out" / "spd.json").read_text())["blocks"]

@@ -11,7 +11,8 @@ import torch
 
 from ladderize.console import silent_stdout
 
-# One rank measures, or trains its last block, while the others wait: as long as that takes. The launcher ends them if one fails.
+# One rank measures, or trains its last block, while the others wait: as long as that takes. The launcher ends them if
+# one fails.
 TIMEOUT = timedelta(days=30)
 
 

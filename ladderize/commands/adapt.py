@@ -33,98 +33,173 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def adapt(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A converted checkpoint folder or hub id; it is never touched.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A converted checkpoint folder or hub id; it is never touched.")
+    ],
     data: Annotated[
         list[str],
         typer.Option(
             "--data",
             metavar="FILE[=WEIGHT]",
-            help="jsonl, parquet, txt, npy, npz:array, a glob of one kind, or hub:OWNER/NAME[:CONFIG]:SPLIT; several are mixed.",
+            help=(
+                "jsonl, parquet, txt, npy, npz:array, a glob of one kind, or hub:OWNER/NAME[:CONFIG]:SPLIT; several are"
+                " mixed."
+            ),
         ),
     ],
-    out: Annotated[str | None, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")] = None,
+    out: Annotated[
+        str | None, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")
+    ] = None,
     method: Annotated[
-        str, typer.Option(help="full: all weights of the layers; lora: adapters; blocks: every block alone learns to answer as DENSE's.")
+        str,
+        typer.Option(
+            help=(
+                "full: all weights of the layers; lora: adapters; blocks: every block alone learns to answer as"
+                " DENSE's."
+            )
+        ),
     ] = FULL,
     distill_from: Annotated[
         str | None,
-        typer.Option("--distill-from", "--teacher", metavar="DENSE", help="Learn its predictions, too: what MODEL was converted from."),
+        typer.Option(
+            "--distill-from",
+            "--teacher",
+            metavar="DENSE",
+            help="Learn its predictions, too: what MODEL was converted from.",
+        ),
     ] = None,
     train: Annotated[
         str | None,
         typer.Option(
-            metavar="LAYERS", help="converted, all (full: embedding and LM head too), or ranges such as 16:32,40.  [default: converted]"
+            metavar="LAYERS",
+            help="converted, all (full: embedding and LM head too), or ranges such as 16:32,40.  [default: converted]",
         ),
     ] = None,
-    max_tokens: Annotated[str | None, typer.Option(metavar="COUNT", help="Train on so many tokens, such as 20M or 3B.")] = None,
+    max_tokens: Annotated[
+        str | None, typer.Option(metavar="COUNT", help="Train on so many tokens, such as 20M or 3B.")
+    ] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Train for so many steps instead.")] = None,
     preset: Annotated[
-        str | None, typer.Option(help="ladder-paper: learning rate 5e-6, 200 warm-up steps, cosine, 3B tokens, where not said otherwise.")
+        str | None,
+        typer.Option(
+            help="ladder-paper: learning rate 5e-6, 200 warm-up steps, cosine, 3B tokens, where not said otherwise."
+        ),
     ] = None,
     seq_len: SeqLen = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Rows of a step, over all processes.  [default: 2048 to 65536 tokens, a 2000th of --max-tokens; blocks: 2048]"
+            min=1,
+            help=(
+                "Rows of a step, over all processes.  [default: 2048 to 65536 tokens, a 2000th of --max-tokens; blocks:"
+                " 2048]"
+            ),
         ),
     ] = None,
     micro_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Rows at once on one device; decides memory, not the result.  [default: 8192 tokens]")
+        int | None,
+        typer.Option(min=1, help="Rows at once on one device; decides memory, not the result.  [default: 8192 tokens]"),
     ] = None,
     lr: Annotated[
         float | None,
-        typer.Option("--lr", help="Peak learning rate.  [default: at width 4096 full 2e-5, lora 1e-4, blocks 5e-5; times 4096/width]"),
+        typer.Option(
+            "--lr",
+            help="Peak learning rate.  [default: at width 4096 full 2e-5, lora 1e-4, blocks 5e-5; times 4096/width]",
+        ),
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="cosine, wsd or constant.  [default: cosine]")] = None,
-    warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps of rising learning rate.  [default: 5 %, at most 200]")] = None,
-    min_lr: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Where the rate ends, as part of the peak.  [default: 0]")] = None,
+    warmup_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps of rising learning rate.  [default: 5 %, at most 200]")
+    ] = None,
+    min_lr: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Where the rate ends, as part of the peak.  [default: 0]")
+    ] = None,
     weight_decay: Annotated[float | None, typer.Option(min=0.0, help="AdamW's, of matrices.  [default: 0]")] = None,
     max_gradient: Annotated[float | None, typer.Option(help="Clip the gradient's norm.  [default: 1]")] = None,
     distill_weight: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Of the teacher's predictions; the rest is the text's.  [default: 1]")
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Of the teacher's predictions; the rest is the text's.  [default: 1]"),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of teacher and student in the divergence.  [default: 1]")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of teacher and student in the divergence.  [default: 1]")
+    ] = None,
     lora_rank: Annotated[int | None, typer.Option(min=1, help="lora: of the adapters.  [default: 16]")] = None,
-    lora_alpha: Annotated[float | None, typer.Option(help="lora: adapters are scaled by alpha / rank.  [default: twice the rank]")] = None,
-    lora_dropout: Annotated[float | None, typer.Option(min=0.0, max=0.99, help="lora: of what enters them.  [default: 0]")] = None,
-    lora_targets: Annotated[str | None, typer.Option(metavar="A,B", help="lora: projections.  [default: all seven of a layer]")] = None,
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="lora: adapters are scaled by alpha / rank.  [default: twice the rank]")
+    ] = None,
+    lora_dropout: Annotated[
+        float | None, typer.Option(min=0.0, max=0.99, help="lora: of what enters them.  [default: 0]")
+    ] = None,
+    lora_targets: Annotated[
+        str | None, typer.Option(metavar="A,B", help="lora: projections.  [default: all seven of a layer]")
+    ] = None,
     eval_data: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="To validate on.  [default: rows of --data that are set aside]")
+        list[str] | None,
+        typer.Option(metavar="FILE", help="To validate on.  [default: rows of --data that are set aside]"),
     ] = None,
     heldout: Annotated[
-        int | None, typer.Option(min=0, help="Rows of each --data to set aside.  [default: a hundredth, up to 256; blocks: a tenth, 64]")
+        int | None,
+        typer.Option(
+            min=0, help="Rows of each --data to set aside.  [default: a hundredth, up to 256; blocks: a tenth, 64]"
+        ),
     ] = None,
-    eval_every: Annotated[int | None, typer.Option(min=1, help="Steps.  [default: a tenth of all, at most 500]")] = None,
-    save_every: Annotated[int | None, typer.Option(min=1, help="Steps.  [default: a tenth of all, at most 500]")] = None,
-    keep: Annotated[int | None, typer.Option(min=1, help="So many last states on disk, and the best one's weights.  [default: 2]")] = None,
-    write: Annotated[str | None, typer.Option(help="best (by held-out perplexity) or last: what becomes OUT.  [default: best]")] = None,
-    resume: Annotated[str | None, typer.Option(help="auto: go on from unfinished work; no: begin anew.  [default: auto]")] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps.  [default: a tenth of all, at most 500]")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps.  [default: a tenth of all, at most 500]")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="So many last states on disk, and the best one's weights.  [default: 2]")
+    ] = None,
+    write: Annotated[
+        str | None, typer.Option(help="best (by held-out perplexity) or last: what becomes OUT.  [default: best]")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="auto: go on from unfinished work; no: begin anew.  [default: auto]")
+    ] = None,
     no_packing: Annotated[bool, typer.Option("--no-packing", help="One example a row, padded.")] = False,
-    skip_bad_rows: Annotated[bool, typer.Option("--skip-bad-rows", help="Leave out rows that cannot be read, and count them.")] = False,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Leave out rows that cannot be read, and count them.")
+    ] = False,
     show_data: Annotated[bool, typer.Option("--show-data", help="Print the first batch, decoded, and stop.")] = False,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Compute activations twice instead of keeping them.")
     ] = False,
-    attention: Annotated[str | None, typer.Option(help="sdpa, eager, flash_attention_2 or flex_attention.  [default: sdpa]")] = None,
-    log_with: Annotated[str | None, typer.Option(metavar="A,B", help="tensorboard, wandb, trackio, beside metrics.jsonl.")] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="sdpa, eager, flash_attention_2 or flex_attention.  [default: sdpa]")
+    ] = None,
+    log_with: Annotated[
+        str | None, typer.Option(metavar="A,B", help="tensorboard, wandb, trackio, beside metrics.jsonl.")
+    ] = None,
     log_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Of --log-with.  [default: OUT-logs]")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="blocks: windows.  [default: what the data give, up to 1024]")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="blocks: windows.  [default: what the data give, up to 1024]")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="blocks: at most so many.  [default: 10]")] = None,
-    patience: Annotated[int | None, typer.Option(min=1, help="blocks: epochs without a better held-out loss.  [default: 2]")] = None,
+    patience: Annotated[
+        int | None, typer.Option(min=1, help="blocks: epochs without a better held-out loss.  [default: 2]")
+    ] = None,
     max_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="blocks: teacher states beyond this, of each process, lie on disk.  [default: 8GB]")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="blocks: teacher states beyond this, of each process, lie on disk.  [default: 8GB]"
+        ),
     ] = None,
     seed: TrainingSeed = 0,
     dtype: ComputeDtype = "auto",
     device: Device = None,
     threads: Threads = None,
     work_dir: WorkDir = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint (lora: an adapter).")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint (lora: an adapter).")
+    ] = False,
     no_verify: NoVerify = False,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Win back accuracy: retrain a converted checkpoint, whole or block by block, on text and on the dense model's answers."""
+    """Win back accuracy: retrain a converted checkpoint, whole or block by block, on text and on the dense model's
+    answers."""
     given = {key: value for key, value in locals().items() if value is not None and value is not False}
     check_method(method, given)
     console = Console(as_json)
@@ -135,18 +210,40 @@ def adapt(
             raise UsageError("--method blocks needs --distill-from DENSE, the checkpoint that MODEL was converted from")
         assert out is not None
         options = blockwise_options(
-            data[0], samples, heldout, seq_len, train if train != "converted" else None, epochs or 10, patience or 2, lr, batch_size,
-            max_memory or "8GB", seed, dtype, device, threads, work_dir,
-        )  # fmt: skip
+            data[0],
+            samples,
+            heldout,
+            seq_len,
+            train if train != "converted" else None,
+            epochs or 10,
+            patience or 2,
+            lr,
+            batch_size,
+            max_memory or "8GB",
+            seed,
+            dtype,
+            device,
+            threads,
+            work_dir,
+        )
         from ladderize.adapt.blockwise.run import adapt_blocks, block_rows, perplexity_rows
 
         document = adapt_blocks(
-            model, out, distill_from, options, console=console, overwrite=overwrite, verify=not no_verify, revision=revision
-        )  # fmt: skip
+            model,
+            out,
+            distill_from,
+            options,
+            console=console,
+            overwrite=overwrite,
+            verify=not no_verify,
+            revision=revision,
+        )
         if is_main_rank():
             console.document(document)
             console.result(table(block_rows(document["blocks"]), right=["block"]) + "\n")
-            console.result(table(perplexity_rows(document["heldout_perplexity"]), right=["perplexity", "stderr", "difference"]))
+            console.result(
+                table(perplexity_rows(document["heldout_perplexity"]), right=["perplexity", "stderr", "difference"])
+            )
             console.result(f"wrote {out}")
         return
     defaults = dict(PRESETS.get(preset or "", {}))
@@ -164,21 +261,41 @@ def adapt(
     assert out is not None
     document = retrain(
         model, out, retrain_options, console=console, overwrite=overwrite, verify=not no_verify, revision=revision
-    )  # fmt: skip
+    )
     if is_main_rank():
         console.document(document)
         console.result(summary(document))
-        console.result(f"wrote {out}" + (" (an adapter; `ladderize merge` makes a checkpoint of it)" if method == LORA else ""))
+        console.result(
+            f"wrote {out}" + (" (an adapter; `ladderize merge` makes a checkpoint of it)" if method == LORA else "")
+        )
 
 
 def check_method(method: str, given: Mapping[str, Any]) -> None:
-    """Raise UsageError for a method that is not known, and for options that have no effect on the one that is asked for."""
+    """Raise UsageError for a method that is not known, and for options that have no effect on the one that is asked
+    for."""
     if method not in (FULL, LORA, BLOCKS):
         raise UsageError(f"--method {method} is not one of full, lora, blocks")
     common = (
-        "model", "out", "data", "method", "distill_from", "train", "seq_len", "batch_size", "lr", "heldout", "seed", "dtype", "device",
-        "threads", "work_dir", "overwrite", "no_verify", "revision", "as_json",
-    )  # fmt: skip
+        "model",
+        "out",
+        "data",
+        "method",
+        "distill_from",
+        "train",
+        "seq_len",
+        "batch_size",
+        "lr",
+        "heldout",
+        "seed",
+        "dtype",
+        "device",
+        "threads",
+        "work_dir",
+        "overwrite",
+        "no_verify",
+        "revision",
+        "as_json",
+    )
     for key in given:
         owners = [owner for owner, keys in ONLY.items() if key in keys]
         if (owners and method not in owners) or (method == BLOCKS and not owners and key not in common):
@@ -186,7 +303,9 @@ def check_method(method: str, given: Mapping[str, Any]) -> None:
     if method == BLOCKS and len(given["data"]) > 1:
         raise UsageError("--method blocks reads one --data file")
     if method == LORA and given.get("no_verify"):
-        raise UsageError("--no-verify has no effect with --method lora: an adapter is no checkpoint that could be loaded alone")
+        raise UsageError(
+            "--no-verify has no effect with --method lora: an adapter is no checkpoint that could be loaded alone"
+        )
 
 
 def _retrain_options(given: Mapping[str, Any]) -> Any:
@@ -206,15 +325,18 @@ def _retrain_options(given: Mapping[str, Any]) -> Any:
     if steps is None and tokens is None and not given.get("show_data"):
         raise UsageError("say how long to train: --max-tokens, such as 20M, or --max-steps")
     for key, allowed in (
-        ("schedule", SCHEDULES), ("write", ("best", "last")), ("resume", ("auto", "no")),
+        ("schedule", SCHEDULES),
+        ("write", ("best", "last")),
+        ("resume", ("auto", "no")),
         ("attention", ("sdpa", "eager", "flash_attention_2", "flex_attention")),
-    ):  # fmt: skip
+    ):
         if key in given and given[key] not in allowed:
             raise UsageError(f"--{key} {given[key]} is not one of {', '.join(allowed)}")
     for key, most in (("lr", MAX_LR), ("temperature", 100.0), ("max_gradient", math.inf), ("lora_alpha", math.inf)):
         if key in given and not 0 < given[key] <= most:
             raise UsageError(
-                f"--{key.replace('_', '-')} must be above 0{f' and at most {most:g}' if most < math.inf else ''}, not {given[key]:g}"
+                f"--{key.replace('_', '-')} must be above 0{f' and at most {most:g}' if most < math.inf else ''}, not"
+                f" {given[key]:g}"
             )
     for key in ("distill_weight", "temperature"):
         if key in given and "distill_from" not in given:
@@ -243,15 +365,41 @@ def _retrain_options(given: Mapping[str, Any]) -> Any:
     if "targets" in lora:
         lora["targets"] = tuple(name.strip() for name in lora["targets"].split(",") if name.strip())
     same = (
-        "method", "train", "distill_from", "heldout", "seq_len", "skip_bad_rows", "batch_size", "micro_batch_size", "lr", "schedule",
-        "warmup_steps", "min_lr", "weight_decay", "max_gradient", "gradient_checkpointing", "attention", "eval_every", "save_every", "keep",
-        "write", "seed", "dtype", "work_dir", "log_dir",
-    )  # fmt: skip
+        "method",
+        "train",
+        "distill_from",
+        "heldout",
+        "seq_len",
+        "skip_bad_rows",
+        "batch_size",
+        "micro_batch_size",
+        "lr",
+        "schedule",
+        "warmup_steps",
+        "min_lr",
+        "weight_decay",
+        "max_gradient",
+        "gradient_checkpointing",
+        "attention",
+        "eval_every",
+        "save_every",
+        "keep",
+        "write",
+        "seed",
+        "dtype",
+        "work_dir",
+        "log_dir",
+    )
     weight = given.get("distill_weight", 1.0) if "distill_from" in given else 0.0
     return RetrainOptions(
-        data=tuple(parse_specs(given["data"])), eval_data=tuple(parse_specs(given.get("eval_data") or [], "--eval-data")),
-        objective=Objective(weight, given.get("temperature", 1.0)), lora=LoraOptions(**lora), packing=not given.get("no_packing"),
-        budget=Budget(tokens, steps), resume=given.get("resume") != "no", device=device,
+        data=tuple(parse_specs(given["data"])),
+        eval_data=tuple(parse_specs(given.get("eval_data") or [], "--eval-data")),
+        objective=Objective(weight, given.get("temperature", 1.0)),
+        lora=LoraOptions(**lora),
+        packing=not given.get("no_packing"),
+        budget=Budget(tokens, steps),
+        resume=given.get("resume") != "no",
+        device=device,
         log_with=trackers,
         **{key: given[key] for key in same if key in given},
-    )  # fmt: skip
+    )

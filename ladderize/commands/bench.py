@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
-from ladderize.commands.options import MAX_SEED, AsJson, Backend, Compile, Device, ReplicateVocab, Revision, Threads, _runtime_options
+from ladderize.commands.options import (
+    MAX_SEED,
+    AsJson,
+    Backend,
+    Compile,
+    Device,
+    ReplicateVocab,
+    Revision,
+    Threads,
+    _runtime_options,
+)
 from ladderize.console import Console, UserError, is_main_rank
 
 DEFAULT_LAYOUTS = "dense,ladder,spd,spd+ladder"
@@ -13,46 +23,72 @@ DEFAULT_LAYOUTS = "dense,ladder,spd,spd+ladder"
 
 def bench(
     models: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Checkpoints; the first is what others are compared with.")
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="Checkpoints; the first is what others are compared with."),
     ] = None,
     random_weights: Annotated[
-        str | None, typer.Option(metavar="CONFIG", help="A shape instead of checkpoints: 1b, 3b, 8b, 70b, 405b or a config.json.")
+        str | None,
+        typer.Option(metavar="CONFIG", help="A shape instead of checkpoints: 1b, 3b, 8b, 70b, 405b or a config.json."),
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help=f"With --random-weights: names, or name=RANGE of layers.  [default: {DEFAULT_LAYOUTS}]"),
+        typer.Option(
+            metavar="A,B", help=f"With --random-weights: names, or name=RANGE of layers.  [default: {DEFAULT_LAYOUTS}]"
+        ),
     ] = None,
-    num_layers: Annotated[int | None, typer.Option(min=1, help="With --random-weights: so many layers instead of the config's.")] = None,
+    num_layers: Annotated[
+        int | None, typer.Option(min=1, help="With --random-weights: so many layers instead of the config's.")
+    ] = None,
     sync_tp_size: Annotated[
-        int | None, typer.Option(min=1, help="With --random-weights: virtual ranks of spd.  [default: as many as ranks]")
+        int | None,
+        typer.Option(min=1, help="With --random-weights: virtual ranks of spd.  [default: as many as ranks]"),
     ] = None,
-    tp_size: Annotated[int, typer.Option(min=1, help="Processes to split the model over; under torchrun, as many as it started.")] = 1,
+    tp_size: Annotated[
+        int, typer.Option(min=1, help="Processes to split the model over; under torchrun, as many as it started.")
+    ] = 1,
     emulate_tp: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="One process computes rank 0's part of N, and --link stands for the others.")
+        int | None,
+        typer.Option(
+            metavar="N", min=2, help="One process computes rank 0's part of N, and --link stands for the others."
+        ),
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(metavar="LINK", help="ALPHA_US,BETA_GB_S: an all-reduce takes alpha + bytes/beta; or a published link's name."),
+        typer.Option(
+            metavar="LINK",
+            help="ALPHA_US,BETA_GB_S: an all-reduce takes alpha + bytes/beta; or a published link's name.",
+        ),
     ] = None,
     batch_size: Annotated[str, typer.Option(metavar="A,B", help="Batch sizes, comma-separated.")] = "1",
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens to make; the first belongs to the prefill.")] = 33,
-    dtype: Annotated[str, typer.Option(help="auto (as stored; bfloat16 for random weights), float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto (as stored; bfloat16 for random weights), float32, bfloat16 or float16.")
+    ] = "auto",
     backend: Backend = "auto",
     warmup: Annotated[int, typer.Option(min=1, help="Rounds that are not counted.")] = 2,
     repeat: Annotated[int, typer.Option(min=1, help="Rounds that are; medians are reported.")] = 7,
-    baselines: Annotated[str, typer.Option(metavar="A,B", help="Of the first model: parallel (one all-reduce a layer), no-comm.")] = "",
+    baselines: Annotated[
+        str, typer.Option(metavar="A,B", help="Of the first model: parallel (one all-reduce a layer), no-comm.")
+    ] = "",
     profile: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write Chrome traces here, and fail if a layout that overlaps shows no overlap.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write Chrome traces here, and fail if a layout that overlaps shows no overlap."
+        ),
     ] = None,
-    no_check: Annotated[bool, typer.Option("--no-check", help="Time checkpoints unchecked, without the fp32 reference.")] = False,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Time checkpoints unchecked, without the fp32 reference.")
+    ] = False,
     replicate_vocab: ReplicateVocab = False,
     compile_: Compile = False,
     device: Device = None,
     threads: Threads = None,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of prompts and of the order of variants.")] = 0,
     plot: Annotated[Path | None, typer.Option(metavar="STEM", help="Draw STEM.png and STEM.svg.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything, raw samples too, as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write everything, raw samples too, as JSON.")
+    ] = None,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
@@ -61,11 +97,31 @@ def bench(
 
     device = _runtime_options(device, backend, dtype, threads, emulate_tp or tp_size)
     arguments = BenchArguments(
-        models=tuple(models or ()), random_weights=random_weights, layout=layout, num_layers=num_layers, sync_tp_size=sync_tp_size,
-        tp_size=tp_size, emulate_tp=emulate_tp, link=link, batch_size=batch_size, prompt_len=prompt_len, output_len=output_len, dtype=dtype,
-        backend=backend, warmup=warmup, repeat=repeat, baselines=baselines, profile=profile, check=not no_check, compile=compile_,
-        replicate_vocab=replicate_vocab, device=device, threads=threads, seed=seed, revision=revision,
-    )  # fmt: skip
+        models=tuple(models or ()),
+        random_weights=random_weights,
+        layout=layout,
+        num_layers=num_layers,
+        sync_tp_size=sync_tp_size,
+        tp_size=tp_size,
+        emulate_tp=emulate_tp,
+        link=link,
+        batch_size=batch_size,
+        prompt_len=prompt_len,
+        output_len=output_len,
+        dtype=dtype,
+        backend=backend,
+        warmup=warmup,
+        repeat=repeat,
+        baselines=baselines,
+        profile=profile,
+        check=not no_check,
+        compile=compile_,
+        replicate_vocab=replicate_vocab,
+        device=device,
+        threads=threads,
+        seed=seed,
+        revision=revision,
+    )
     from ladderize.files.documents import check_writable, write_json
 
     if out is not None:
@@ -92,4 +148,7 @@ def bench(
 
             console.note(f"drew {' and '.join(map(str, draw(document, plot)))}")
     if failed := unproven(document):
-        raise UserError(f"nothing overlapped in the trace of {' and '.join(failed)}, although the layout overlaps: its row is no result")
+        raise UserError(
+            f"nothing overlapped in the trace of {' and '.join(failed)}, although the layout overlaps: its row is no"
+            " result"
+        )

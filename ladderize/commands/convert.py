@@ -14,29 +14,49 @@ def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder or a hub id; it is never touched.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
     ladder: Annotated[
-        str | None, typer.Option(metavar="RANGES", help=f"Layers whose all-reduces are overlapped (Ladder Residual); {RANGES}.")
+        str | None,
+        typer.Option(metavar="RANGES", help=f"Layers whose all-reduces are overlapped (Ladder Residual); {RANGES}."),
     ] = None,
     spd: Annotated[
         str | None,
-        typer.Option(metavar="RANGES", help="Layers whose attention all-reduce is dropped (Sync-Point Drop), or auto, by --sensitivity."),
+        typer.Option(
+            metavar="RANGES",
+            help="Layers whose attention all-reduce is dropped (Sync-Point Drop), or auto, by --sensitivity.",
+        ),
     ] = None,
-    sync_tp_size: Annotated[int | None, typer.Option(min=1, help="Virtual ranks that --spd is made for; a property of the model.")] = None,
+    sync_tp_size: Annotated[
+        int | None, typer.Option(min=1, help="Virtual ranks that --spd is made for; a property of the model.")
+    ] = None,
     sensitivity: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="For --spd auto: what `ladderize sensitivity` wrote; alone, drops its in-sensitive blocks."),
+        typer.Option(
+            metavar="FILE",
+            help="For --spd auto: what `ladderize sensitivity` wrote; alone, drops its in-sensitive blocks.",
+        ),
     ] = None,
     spd_fraction: Annotated[
-        float | None, typer.Option(metavar="F", help="For --spd auto: drop this part of all layers, above 0 and at most 1.")
+        float | None,
+        typer.Option(metavar="F", help="For --spd auto: drop this part of all layers, above 0 and at most 1."),
     ] = None,
     max_ppl_increase: Annotated[
-        float | None, typer.Option(metavar="X", help="For --spd auto: drop as long as the summed sensitivities are at most X perplexity.")
+        float | None,
+        typer.Option(
+            metavar="X", help="For --spd auto: drop as long as the summed sensitivities are at most X perplexity."
+        ),
     ] = None,
-    head_map: Annotated[str | None, typer.Option(metavar="FILE", help="Store attention heads in the orders of this head_map.json.")] = None,
-    dense: Annotated[bool, typer.Option("--dense", help="Make every sync point blocking again: a plain Llama.")] = False,
+    head_map: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Store attention heads in the orders of this head_map.json.")
+    ] = None,
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Make every sync point blocking again: a plain Llama.")
+    ] = False,
     recipe: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML with these keys, or a ladderize.yaml, instead of the options.")
+        Path | None,
+        typer.Option(metavar="FILE", help="YAML with these keys, or a ladderize.yaml, instead of the options."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Store weights as float32, float16 or bfloat16.  [default: as in SRC]")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Store weights as float32, float16 or bfloat16.  [default: as in SRC]")
+    ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Write new weight files of at most this size, such as 5GB.")
     ] = None,
@@ -47,14 +67,23 @@ def convert(
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a Llama checkpoint to another layout of its sync points. Weights change only with --dtype, in order with --head-map."""
+    """Convert a Llama checkpoint to another layout of its sync points. Weights change only with --dtype, in order with
+    --head-map."""
     from ladderize.convert.pipeline import convert_checkpoint
     from ladderize.convert.recipe import Recipe, read_recipe
 
     given = {
-        "ladder": ladder, "spd": spd, "sync_tp_size": sync_tp_size, "dense": dense, "dtype": dtype, "max_shard_size": max_shard_size,
-        "head_map": head_map, "sensitivity": sensitivity, "spd_fraction": spd_fraction, "max_ppl_increase": max_ppl_increase,
-    }  # fmt: skip
+        "ladder": ladder,
+        "spd": spd,
+        "sync_tp_size": sync_tp_size,
+        "dense": dense,
+        "dtype": dtype,
+        "max_shard_size": max_shard_size,
+        "head_map": head_map,
+        "sensitivity": sensitivity,
+        "spd_fraction": spd_fraction,
+        "max_ppl_increase": max_ppl_increase,
+    }
     if recipe is not None and (clash := [key for key, value in given.items() if value not in (None, False)]):
         raise UsageError(f"--recipe and --{clash[0].replace('_', '-')} both say what to do; give one of them")
     console = Console(as_json)
@@ -63,7 +92,15 @@ def convert(
     what = read_recipe(recipe) if recipe is not None else Recipe(**given)  # type: ignore[arg-type]
     try:
         report = convert_checkpoint(
-            src, out, what, revision=revision, copy=copy, overwrite=overwrite, dry_run=dry_run, verify=not no_verify, console=console
+            src,
+            out,
+            what,
+            revision=revision,
+            copy=copy,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            verify=not no_verify,
+            console=console,
         )
     except RangeSyntaxError as error:
         if recipe is None:
@@ -73,16 +110,21 @@ def convert(
     for remark in report["remarks"]:
         console.note(f"Note: {remark}")
     if selection := report["spd_selection"]:
-        shown = [{**row, "sensitivity": f"{row['sensitivity']:.4g}", "dropped": row["dropped"] or ""} for row in selection["blocks"]]
+        shown = [
+            {**row, "sensitivity": f"{row['sensitivity']:.4g}", "dropped": row["dropped"] or ""}
+            for row in selection["blocks"]
+        ]
         console.result(table(shown, right=["block", "sensitivity"]) + f"\n\nselected {selection['rule']}")
         console.result(
-            f"estimate {selection['estimated_ppl_increase']:+.4g} perplexity, the sum over the dropped blocks: right to first order;\n"
-            f"         measure the true increase with `ladderize eval {src} {out} --perplexity FILE`\n"
+            f"estimate {selection['estimated_ppl_increase']:+.4g} perplexity, the sum over the dropped blocks: right to"
+            f" first order;\n         measure the true increase with `ladderize eval {src} {out} --perplexity FILE`\n"
         )
     if dry_run:
         console.result(table(report["layers"], right=["layer"]) + "\n")
     console.result(f"layout   {report['layout']}")
-    console.result(f"weights  {human_bytes(report['weight_bytes'])} in {len(report['weight_files'])} files, {_how(report)}")
+    console.result(
+        f"weights  {human_bytes(report['weight_bytes'])} in {len(report['weight_files'])} files, {_how(report)}"
+    )
     if report["permuted_layers"]:
         console.result(f"heads    in another order in layers {format_ranges(report['permuted_layers'])}")
     if dry_run:

@@ -15,12 +15,17 @@ from ladderize.console import Console, UsageError, table
 
 def evaluate(
     models: Annotated[
-        list[str], typer.Argument(metavar="MODEL...", help="Checkpoint folders or hub ids; the first is the one to compare with.")
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Checkpoint folders or hub ids; the first is the one to compare with."),
     ],
     tasks: Annotated[str, typer.Option(metavar="A,B", help="lm-eval tasks or groups, comma-separated.")] = "",
-    include_path: Annotated[str | None, typer.Option(metavar="DIR", help="A folder with lm-eval tasks of your own.")] = None,
+    include_path: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A folder with lm-eval tasks of your own.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Samples per task, for a quick look.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt.  [default: the task's own]")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples in the prompt.  [default: the task's own]")
+    ] = None,
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="Put prompts through the model's chat template.")
     ] = False,
@@ -30,15 +35,20 @@ def evaluate(
     revision: Revision = None,
     seed: Annotated[int, typer.Option(min=0, help="For sampling and few-shot examples.")] = 0,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code; not needed for ladderized ones.")
+        bool,
+        typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code; not needed for ladderized ones."),
     ] = False,
     perplexity: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array) to score.")
+        str | None,
+        typer.Option(metavar="FILE", help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array) to score."),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(min=2, help="Window of --perplexity.  [default: rows of ids, else 2048 or the model's limit]")
+        int | None,
+        typer.Option(min=2, help="Window of --perplexity.  [default: rows of ids, else 2048 or the model's limit]"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write results as JSON, anew after every task.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write results as JSON, anew after every task.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate models alike with lm-eval's tasks and by perplexity; print one table."""
@@ -64,10 +74,20 @@ def evaluate(
 
     console = Console(as_json)
     options = EvalOptions(
-        tasks=names, include_path=include_path, limit=limit, num_fewshot=num_fewshot, apply_chat_template=apply_chat_template,
-        batch_size=batch_size, dtype=dtype, device=device, revision=revision, seed=seed, trust_remote_code=trust_remote_code,
-        perplexity=perplexity, seq_len=seq_len,
-    )  # fmt: skip
+        tasks=names,
+        include_path=include_path,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        apply_chat_template=apply_chat_template,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+        perplexity=perplexity,
+        seq_len=seq_len,
+    )
     save = (lambda document: write_json(out, document)) if out is not None else (lambda document: None)
     document = evaluate_models(models, options, console=console, save=save)
     console.document(document)

@@ -25,27 +25,46 @@ DEFAULT_SAMPLES_AT_A_TIME = 64
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id, converted or not.")],
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue; several make one batch.")
+        list[str] | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue; several make one batch."),
     ] = None,
     from_bos: Annotated[
         bool,
-        typer.Option("--from-bos", help="Sample texts of the model itself into --out, for adapt; if killed, run it again."),
+        typer.Option(
+            "--from-bos", help="Sample texts of the model itself into --out, for adapt; if killed, run it again."
+        ),
     ] = False,
     num_samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="With --from-bos: so many texts.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="With --from-bos: a .jsonl of text and input_ids.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --from-bos: a .jsonl of text and input_ids.")
+    ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help=f"With --from-bos: texts at a time; the KV cache grows with it.  [default: {DEFAULT_SAMPLES_AT_A_TIME}]"),
+        typer.Option(
+            min=1,
+            help=(
+                f"With --from-bos: texts at a time; the KV cache grows with it.  [default: {DEFAULT_SAMPLES_AT_A_TIME}]"
+            ),
+        ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --from-bos: replace --out once the new one is whole.")] = False,
-    tp_size: Annotated[int, typer.Option(min=1, help="Processes to split the model over; under torchrun, as many as it started.")] = 1,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="With --from-bos: replace --out once the new one is whole.")
+    ] = False,
+    tp_size: Annotated[
+        int, typer.Option(min=1, help="Processes to split the model over; under torchrun, as many as it started.")
+    ] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens, or at an EOS token.")] = 128,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0: the likeliest token, always.  [default: 1 with --from-bos, else 0]")
+        float | None,
+        typer.Option(min=0.0, help="0: the likeliest token, always.  [default: 1 with --from-bos, else 0]"),
     ] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Sample among the fewest tokens of this probability.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the random draws: the same for every --tp-size.")] = 0,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Sample among the fewest tokens of this probability.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Of the random draws: the same for every --tp-size.")
+    ] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts through the model's chat template.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past EOS tokens.")] = False,
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
@@ -57,19 +76,24 @@ def generate(
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue text on ladderize's own tensor-parallel runtime, in any layout, or sample a corpus from the model itself."""
+    """Continue text on ladderize's own tensor-parallel runtime, in any layout, or sample a corpus from the model
+    itself."""
     given = {"--num-samples": num_samples, "--out": out, "--batch-size": batch_size, "--overwrite": overwrite or None}
     if from_bos:
         _check_from_bos(prompt, chat, num_samples, out, temperature)
     elif useless := [option for option, value in given.items() if value is not None]:
         raise UsageError(f"{useless[0]} has no effect without --from-bos")
     elif not prompt:
-        raise UsageError("there is nothing to continue: give --prompt TEXT, or --from-bos to sample texts of the model's own")
+        raise UsageError(
+            "there is nothing to continue: give --prompt TEXT, or --from-bos to sample texts of the model's own"
+        )
     temperature = float(from_bos) if temperature is None else temperature
     if not math.isfinite(temperature):
         raise UsageError(f"--temperature must be finite, not {temperature}")
     if temperature == 0 and (top_k is not None or top_p is not None):
-        raise UsageError(f"--{'top-k' if top_k is not None else 'top-p'} has no effect with --temperature 0; give a temperature")
+        raise UsageError(
+            f"--{'top-k' if top_k is not None else 'top-p'} has no effect with --temperature 0; give a temperature"
+        )
     if backend == "none":
         raise UsageError("--backend none sums nothing, so its text would be noise; it is for bench")
     device = _runtime_options(device, backend, dtype, threads, tp_size)
@@ -87,20 +111,31 @@ def generate(
     check_tp_size(tp_size, device)
     spec = checkpoint_spec(model, tp_size=tp_size, dtype=dtype, revision=revision)
     options = GenerateOptions(
-        tp_size=tp_size, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, chat=chat, backend=backend, device=device, threads=threads,
-        sampling=Sampling(temperature, top_k or 0, 1.0 if top_p is None else top_p, seed), replicate_vocab=replicate_vocab,
+        tp_size=tp_size,
+        max_new_tokens=max_new_tokens,
+        ignore_eos=ignore_eos,
+        chat=chat,
+        backend=backend,
+        device=device,
+        threads=threads,
+        sampling=Sampling(temperature, top_k or 0, 1.0 if top_p is None else top_p, seed),
+        replicate_vocab=replicate_vocab,
         compile=compile_,
-    )  # fmt: skip
+    )
     if out is None or num_samples is None:
         console.document(generate_text(spec, prompt or [], options, console))
         return
     from ladderize.runtime.texts.corpus import sample_corpus
 
     batch_size = batch_size or DEFAULT_SAMPLES_AT_A_TIME
-    console.document(sample_corpus(spec, out, num_samples, options, console, batch_size=batch_size, overwrite=overwrite))
+    console.document(
+        sample_corpus(spec, out, num_samples, options, console, batch_size=batch_size, overwrite=overwrite)
+    )
 
 
-def _check_from_bos(prompt: list[str] | None, chat: bool, num_samples: int | None, out: Path | None, temperature: float | None) -> None:
+def _check_from_bos(
+    prompt: list[str] | None, chat: bool, num_samples: int | None, out: Path | None, temperature: float | None
+) -> None:
     """Raise UsageError for what --from-bos lacks or cannot go with."""
     if prompt or chat:
         raise UsageError(f"--from-bos begins with the BOS token alone; leave {'--prompt' if prompt else '--chat'} out")
@@ -110,4 +145,6 @@ def _check_from_bos(prompt: list[str] | None, chat: bool, num_samples: int | Non
     if out.suffix != ".jsonl":
         raise UsageError(f"--out {out} must end in .jsonl, which tells --data and --perplexity how to read it")
     if temperature == 0:
-        raise UsageError("--temperature 0 with --from-bos would give the same text every time; give a temperature above 0")
+        raise UsageError(
+            "--temperature 0 with --from-bos would give the same text every time; give a temperature above 0"
+        )

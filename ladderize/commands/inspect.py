@@ -9,9 +9,12 @@ from ladderize.console import Console, table
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id (only its .json files are fetched).")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id (only its .json files are fetched).")
+    ],
     tp_size: Annotated[
-        int | None, typer.Option(min=2, help="Ranks to count bytes for.  [default: the layout's sync_tp_size, else up to 8]")
+        int | None,
+        typer.Option(min=2, help="Ranks to count bytes for.  [default: the layout's sync_tp_size, else up to 8]"),
     ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Print the table of all layers too.")] = False,
     revision: Revision = None,
@@ -29,8 +32,15 @@ def inspect(
     console.result(f"layout      {report['layout']}")
     console.result(f"parameters  {report['parameters']:,} stored as {report['dtype']}")
     console.result(f"\nper token, on each of {report['tp_size']} ranks:")
-    rows = [{"": name, "dense": report["dense"][key], "this layout": report["this"][key]} for name, key in (
-        ("blocking all-reduces", "blocking"), ("overlapped all-reduces", "overlapped"), ("dropped sync points", "dropped"),
-        ("bytes reduced", "reduced_bytes"), ("bytes sent (ring)", "sent_bytes"), ("of these, waited for", "exposed_sent_bytes"),
-    )]  # fmt: skip
+    rows = [
+        {"": name, "dense": report["dense"][key], "this layout": report["this"][key]}
+        for name, key in (
+            ("blocking all-reduces", "blocking"),
+            ("overlapped all-reduces", "overlapped"),
+            ("dropped sync points", "dropped"),
+            ("bytes reduced", "reduced_bytes"),
+            ("bytes sent (ring)", "sent_bytes"),
+            ("of these, waited for", "exposed_sent_bytes"),
+        )
+    ]
     console.result(table(rows, right=["dense", "this layout"]))

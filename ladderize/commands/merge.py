@@ -11,9 +11,12 @@ from ladderize.layout import format_ranges
 
 def merge(
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A LoRA adapter folder; it is never touched.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint folder to write; it appears whole or not at all.")],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="The checkpoint folder to write; it appears whole or not at all.")
+    ],
     base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The checkpoint that ADAPTER was trained on.  [default: as ADAPTER says]")
+        str | None,
+        typer.Option(metavar="MODEL", help="The checkpoint that ADAPTER was trained on.  [default: as ADAPTER says]"),
     ] = None,
     overwrite: Overwrite = False,
     no_verify: NoVerify = False,
@@ -28,12 +31,20 @@ def merge(
     from ladderize.adapt.lora.merge import merge_adapter
 
     console = Console(as_json)
-    report = merge_adapter(adapter, out, base=base, console=console, overwrite=overwrite, verify=not no_verify, revision=revision)
+    report = merge_adapter(
+        adapter, out, base=base, console=console, overwrite=overwrite, verify=not no_verify, revision=revision
+    )
     console.document(report)
     how = " and ".join(f"{count} {how}" for how, count in report["weights"].items())
-    console.result(f"merged   {len(report['merged_tensors'])} tensors in layers {format_ranges(report['layers'])} of {report['base']}")
+    console.result(
+        f"merged   {len(report['merged_tensors'])} tensors in layers {format_ranges(report['layers'])} of"
+        f" {report['base']}"
+    )
     console.result(f"layout   {report['layout']}")
     console.result(f"weights  {human_bytes(report['weight_bytes'])} in {len(report['weight_files'])} files, {how}")
     largest, apart, rounding = (report[f"max_abs_logit{of}"] for of in ("", "_difference", "_difference_of_rounding"))
-    console.result(f"logits   within {apart:.2g} of PEFT's, up to {largest:.3g} large; rounding the merged weights makes {rounding:.2g}")
+    console.result(
+        f"logits   within {apart:.2g} of PEFT's, up to {largest:.3g} large; rounding the merged weights makes"
+        f" {rounding:.2g}"
+    )
     console.result(f"wrote {report['out']}")

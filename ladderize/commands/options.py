@@ -1,7 +1,9 @@
 """Options and checks that several commands share."""
 
 import math
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -14,10 +16,29 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit, for a
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.  [default: cuda if there is one]")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of each process.  [default: cores / processes]")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint.")]
-NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not load the output in plain transformers before it appears.")]
-Data = Annotated[str, typer.Option("--data", metavar="FILE", help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).")]
-SeqLen = Annotated[int | None, typer.Option(min=2, help="Tokens of a window.  [default: rows of ids, else 2048 or the model's limit]")]
+NoVerify = Annotated[
+    bool, typer.Option("--no-verify", help="Do not load the output in plain transformers before it appears.")
+]
+Data = Annotated[
+    str, typer.Option("--data", metavar="FILE", help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).")
+]
+SeqLen = Annotated[
+    int | None, typer.Option(min=2, help="Tokens of a window.  [default: rows of ids, else 2048 or the model's limit]")
+]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto (as stored), float32, bfloat16 or float16.")]
+
+
+Options = TypeVar("Options")
+
+
+def options_from(kind: type[Options], given: Mapping[str, Any], *, prefix: str = "", **more: Any) -> Options:
+    """The dataclass of a command's options, field by field from what the command was given (``typer.Context.params``).
+
+    An option that is None was not said, so the dataclass's own default holds: no default is written down twice. prefix:
+    of the options' names, such as ``lora_``. more: fields that no option of the same name and type gives; they win.
+    """
+    names = [field.name for field in fields(kind) if field.name not in more]  # type: ignore[arg-type]
+    return kind(**{name: given[prefix + name] for name in names if given.get(prefix + name) is not None}, **more)
 
 
 def check_dtype(dtype: str) -> None:
@@ -48,14 +69,22 @@ def compute_options(device: str | None, dtype: str, threads: int | None) -> str:
 
 
 ReplicateVocab = Annotated[
-    bool, typer.Option("--replicate-vocab", help="Every rank holds the whole embedding and LM head, which need no all-reduce then.")
+    bool,
+    typer.Option(
+        "--replicate-vocab", help="Every rank holds the whole embedding and LM head, which need no all-reduce then."
+    ),
 ]
 
 
-Compile = Annotated[bool, typer.Option("--compile", help="Run what lies between two all-reduces through torch.compile.")]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Run what lies between two all-reduces through torch.compile.")
+]
 
 
-Backend = Annotated[str, typer.Option(help="auto, nccl, symm_mem, gloo, shm, or none (no communication: for timing, results are wrong).")]
+Backend = Annotated[
+    str,
+    typer.Option(help="auto, nccl, symm_mem, gloo, shm, or none (no communication: for timing, results are wrong)."),
+]
 
 
 def _runtime_options(device: str | None, backend: str, dtype: str, threads: int | None, ranks: int) -> str:

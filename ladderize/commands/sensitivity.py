@@ -23,16 +23,26 @@ from ladderize.console import Console, UsageError, UserError, table
 def sensitivity(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A dense checkpoint folder or hub id.")],
     data: Data,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Write sensitivity.json here, as it grows; the same command goes on from it.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="Write sensitivity.json here, as it grows; the same command goes on from it."
+        ),
+    ],
     sync_tp_size: Annotated[int | None, typer.Option(min=1, help="Virtual ranks to drop sync points for.")] = None,
     mode: Annotated[
-        str, typer.Option(help="spd or ladder: the paper's sweep from the last block; each or each-ladder: one block alone.")
+        str,
+        typer.Option(
+            help="spd or ladder: the paper's sweep from the last block; each or each-ladder: one block alone."
+        ),
     ] = "spd",
     samples: Annotated[int, typer.Option(min=1, help="Windows to score, drawn from the data.")] = 128,
     seq_len: SeqLen = None,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the windows that are drawn.")] = 0,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Windows at a time.  [default: 4096 tokens]")] = None,
-    tau1: Annotated[float | None, typer.Option(help="S up to here: in-sensitive.  [default: 0.05; 0.02 from 30B parameters]")] = None,
+    tau1: Annotated[
+        float | None, typer.Option(help="S up to here: in-sensitive.  [default: 0.05; 0.02 from 30B parameters]")
+    ] = None,
     tau2: Annotated[float, typer.Option(help="S above: extremely sensitive; between: sensitive.")] = 10.0,
     dtype: DtypeOption = "auto",
     device: Device = None,
@@ -49,7 +59,9 @@ def sensitivity(
         raise UsageError(f"--mode {mode} is not one of {', '.join(MODES)}")
     if (sync_tp_size is None) != mode.endswith("ladder"):
         drops = not mode.endswith("ladder")
-        raise UsageError(f"--mode {mode} {'needs --sync-tp-size N' if drops else 'drops nothing, so --sync-tp-size has no effect'}")
+        raise UsageError(
+            f"--mode {mode} {'needs --sync-tp-size N' if drops else 'drops nothing, so --sync-tp-size has no effect'}"
+        )
     check_taus(tau1, tau2)
     device = compute_options(device, dtype, threads)
     from ladderize.files.documents import check_writable, write_json
@@ -66,13 +78,27 @@ def sensitivity(
         check_plot(plot)
     console = Console(as_json)
     options = SensitivityOptions(
-        data=data, mode=mode, sync_tp_size=sync_tp_size, samples=samples, seq_len=seq_len, seed=seed, batch_size=batch_size, tau1=tau1,
-        tau2=tau2, dtype=dtype, device=device, revision=revision,
-    )  # fmt: skip
+        data=data,
+        mode=mode,
+        sync_tp_size=sync_tp_size,
+        samples=samples,
+        seq_len=seq_len,
+        seed=seed,
+        batch_size=batch_size,
+        tau1=tau1,
+        tau2=tau2,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+    )
     from ladderize.files.documents import read_json
 
-    previous = read_json(out, advice="name another file, or pass --overwrite") if out.exists() and not overwrite else None
-    document = measure_sensitivity(model, options, console=console, previous=previous, save=lambda value: write_json(out, value))
+    previous = (
+        read_json(out, advice="name another file, or pass --overwrite") if out.exists() and not overwrite else None
+    )
+    document = measure_sensitivity(
+        model, options, console=console, previous=previous, save=lambda value: write_json(out, value)
+    )
     console.document(document)
     console.result(table(list(rows_for_table(document)), right=["block", "S", "perplexity"]))
     console.result(f"dense perplexity {document['perplexity'][-1]:.4f}")

@@ -21,26 +21,51 @@ from ladderize.commands.options import (
 )
 from ladderize.console import Console, UsageError, is_main_rank, table
 
-Samples = Annotated[int | None, typer.Option(min=1, help="Windows to train on.  [default: what the data give, up to 1024]")]
-Heldout = Annotated[int | None, typer.Option(min=1, help="Other windows, for early stopping and the table.  [default: a tenth, up to 64]")]
+Samples = Annotated[
+    int | None, typer.Option(min=1, help="Windows to train on.  [default: what the data give, up to 1024]")
+]
+Heldout = Annotated[
+    int | None,
+    typer.Option(min=1, help="Other windows, for early stopping and the table.  [default: a tenth, up to 64]"),
+]
 Epochs = Annotated[int, typer.Option(min=1, help="At most; a block that gets no better for --patience epochs is done.")]
 Patience = Annotated[int, typer.Option(min=1, help="Epochs without a better held-out loss.")]
-LearningRate = Annotated[float | None, typer.Option("--lr", help="Peak learning rate.  [default: 5e-5 at width 4096, times 4096/width]")]
-StepWindows = Annotated[int | None, typer.Option("--batch-size", min=1, help="Windows per step.  [default: 2048 tokens]")]
+LearningRate = Annotated[
+    float | None, typer.Option("--lr", help="Peak learning rate.  [default: 5e-5 at width 4096, times 4096/width]")
+]
+StepWindows = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Windows per step.  [default: 2048 tokens]")
+]
 ComputeDtype = Annotated[
     str, typer.Option("--dtype", help="To compute in: auto (float32 if stored so, else bfloat16), float32 or bfloat16.")
 ]
 TrainingSeed = Annotated[int, typer.Option("--seed", min=0, max=MAX_SEED, help="Of the windows and their order.")]
 MAX_LR = 1e3
-MaxMemory = Annotated[str, typer.Option(metavar="SIZE", help="Teacher states beyond this, of each process, lie on disk.")]
-WorkDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Unfinished work.  [default: OUT.ladderize-work, gone when done]")]
+MaxMemory = Annotated[
+    str, typer.Option(metavar="SIZE", help="Teacher states beyond this, of each process, lie on disk.")
+]
+WorkDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Unfinished work.  [default: OUT.ladderize-work, gone when done]")
+]
 
 
 def blockwise_options(
-    data: str, samples: int | None, heldout: int | None, seq_len: int | None, layers: str | None, epochs: int, patience: int,
-    lr: float | None, batch_size: int | None, max_memory: str, seed: int, dtype: str, device: str | None, threads: int | None,
+    data: str,
+    samples: int | None,
+    heldout: int | None,
+    seq_len: int | None,
+    layers: str | None,
+    epochs: int,
+    patience: int,
+    lr: float | None,
+    batch_size: int | None,
+    max_memory: str,
+    seed: int,
+    dtype: str,
+    device: str | None,
+    threads: int | None,
     work_dir: Path | None,
-) -> Any:  # fmt: skip
+) -> Any:
     """The options of block-to-block distillation, checked."""
     if dtype == "float16":
         raise UsageError("--dtype float16 is too narrow to train in; take bfloat16 or float32")
@@ -56,26 +81,51 @@ def blockwise_options(
 
     set_threads(threads, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     return BlockwiseOptions(
-        data=data, samples=samples, heldout=heldout, seq_len=seq_len, layers=layers, dtype=dtype, device=device, work_dir=work_dir,
-        distill=DistillOptions(epochs=epochs, patience=patience, lr=lr, batch_size=batch_size, max_memory=size, seed=seed),
-    )  # fmt: skip
+        data=data,
+        samples=samples,
+        heldout=heldout,
+        seq_len=seq_len,
+        layers=layers,
+        dtype=dtype,
+        device=device,
+        work_dir=work_dir,
+        distill=DistillOptions(
+            epochs=epochs, patience=patience, lr=lr, batch_size=batch_size, max_memory=size, seed=seed
+        ),
+    )
 
 
 def spd(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A dense checkpoint folder or hub id; it is never touched.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A dense checkpoint folder or hub id; it is never touched.")
+    ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
     sync_tp_size: Annotated[int, typer.Option(min=2, help="Virtual ranks to drop sync points for; a property of OUT.")],
     data: Data,
-    spd_fraction: Annotated[float | None, typer.Option(help="Part of all blocks to drop, least sensitive first.  [default: 0.7]")] = None,
-    max_ppl_increase: Annotated[float | None, typer.Option(help="Drop while the summed sensitivities stay within this instead.")] = None,
-    calibration_samples: Annotated[int, typer.Option(min=1, help="Of the windows to train on, for sensitivity and grouping.")] = 128,
+    spd_fraction: Annotated[
+        float | None, typer.Option(help="Part of all blocks to drop, least sensitive first.  [default: 0.7]")
+    ] = None,
+    max_ppl_increase: Annotated[
+        float | None, typer.Option(help="Drop while the summed sensitivities stay within this instead.")
+    ] = None,
+    calibration_samples: Annotated[
+        int, typer.Option(min=1, help="Of the windows to train on, for sensitivity and grouping.")
+    ] = 128,
     tau1: Annotated[
-        float | None, typer.Option(help="S up to here: in-sensitive, dropped as it is.  [default: 0.05; 0.02 from 30B parameters]")
+        float | None,
+        typer.Option(help="S up to here: in-sensitive, dropped as it is.  [default: 0.05; 0.02 from 30B parameters]"),
     ] = None,
     tau2: Annotated[float, typer.Option(help="S above: extremely sensitive.")] = 10.0,
-    distill_all: Annotated[bool, typer.Option("--distill-all", help="Distil every dropped block, in-sensitive ones too.")] = False,
+    distill_all: Annotated[
+        bool, typer.Option("--distill-all", help="Distil every dropped block, in-sensitive ones too.")
+    ] = False,
     head_grouping: Annotated[
-        str, typer.Option(help="error: of every distilled block, by its error; paper: of extremely sensitive ones, by the paper; none.")
+        str,
+        typer.Option(
+            help=(
+                "error: of every distilled block, by its error; paper: of extremely sensitive ones, by the paper; none."
+            )
+        ),
     ] = "error",
     samples: Samples = None,
     heldout: Heldout = None,
@@ -102,17 +152,38 @@ def spd(
         raise UsageError(f"--head-grouping {head_grouping} is not one of error, paper, none")
     check_taus(tau1, tau2)
     options = blockwise_options(
-        data, samples, heldout, seq_len, None, epochs, patience, lr, batch_size, max_memory, seed, dtype, device, threads, work_dir
+        data,
+        samples,
+        heldout,
+        seq_len,
+        None,
+        epochs,
+        patience,
+        lr,
+        batch_size,
+        max_memory,
+        seed,
+        dtype,
+        device,
+        threads,
+        work_dir,
     )
     from ladderize.workflows.spd import SpdOptions, block_rows, perplexity_rows, run_spd
 
     console = Console(as_json)
     fraction = 0.7 if spd_fraction is None and max_ppl_increase is None else spd_fraction
     what = SpdOptions(
-        sync_tp_size=sync_tp_size, training=options, spd_fraction=fraction, max_ppl_increase=max_ppl_increase,
-        calibration_samples=calibration_samples, tau1=tau1, tau2=tau2, distill_all=distill_all, head_grouping=head_grouping,
+        sync_tp_size=sync_tp_size,
+        training=options,
+        spd_fraction=fraction,
+        max_ppl_increase=max_ppl_increase,
+        calibration_samples=calibration_samples,
+        tau1=tau1,
+        tau2=tau2,
+        distill_all=distill_all,
+        head_grouping=head_grouping,
         revision=revision,
-    )  # fmt: skip
+    )
     document = run_spd(model, out, what, console=console, overwrite=overwrite, verify=not no_verify)
     if not is_main_rank():
         return

@@ -27,13 +27,21 @@ def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
 
 
 def make_card(
-    name: str, source: str, source_card: str, layout: Layout, before: Layout, *,
-    hub_id: str | None, permuted: Sequence[int] = (), replaced: int = 0, note: str = "",
-) -> str:  # fmt: skip
+    name: str,
+    source: str,
+    source_card: str,
+    layout: Layout,
+    before: Layout,
+    *,
+    hub_id: str | None,
+    permuted: Sequence[int] = (),
+    replaced: int = 0,
+    note: str = "",
+) -> str:
     """The text of README.md.
 
-    hub_id: where the source came from, if from the hub. permuted: layers with another order of heads. replaced: how many tensors
-    have other values than the source's. note: a paragraph on how they came about.
+    hub_id: where the source came from, if from the hub. permuted: layers with another order of heads. replaced: how
+    many tensors have other values than the source's. note: a paragraph on how they came about.
     """
     front, _ = split_front_matter(source_card)
     tags = front.get("tags")
@@ -60,19 +68,32 @@ def _changes(permuted: Sequence[int], replaced: int) -> str:
     """What became of the weights; empty where they are the source's (apart from their dtype)."""
     said = []
     if permuted:
-        said.append(f"The attention heads of layers {format_ranges(permuted)} are in another order, which a dense model cannot tell.")
+        said.append(
+            f"The attention heads of layers {format_ranges(permuted)} are in another order, which a dense model cannot"
+            " tell."
+        )
     if replaced:
         said.append(f"{replaced} tensors have other values than the source's; `ladderize.yaml` names them.")
     return f"\n\n**Weights.** {' '.join(said)}" if said else ""
 
 
 def _body(
-    name: str, source: str, layout: Layout, before: Layout, permuted: Sequence[int], replaced: int, note: str, has_source_card: bool
+    name: str,
+    source: str,
+    layout: Layout,
+    before: Layout,
+    permuted: Sequence[int],
+    replaced: int,
+    note: str,
+    has_source_card: bool,
 ) -> str:
     changes = _changes(permuted, replaced) + (f"\n\n{note}" if note else "")
     blocking, overlapped, dropped = (layout.count(mode) for mode in ("blocking", "overlapped", "dropped"))
     original = "\n\nThe source's own card is in [README.source.md](README.source.md)." if has_source_card else ""
-    accuracy = ", and nothing here was retrained by it. Measure this checkpoint\nbeside its source (`ladderize eval`) and adapt it"
+    accuracy = (
+        ", and nothing here was retrained by it. Measure this checkpoint\nbeside its source (`ladderize eval`) and"
+        " adapt it"
+    )
     if replaced:
         accuracy = ". Measure this checkpoint beside its source (`ladderize eval`)"
     if layout.is_dense:

@@ -20,9 +20,24 @@ from ladderize.files.documents import read_json
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 DTYPE_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
-    "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8,
-}  # fmt: skip
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "C64": 8,
+}
 FINGERPRINT_BYTES = 4096  # of each tensor
 FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -82,7 +97,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a dict, without the NaN and Infinity that Python's JSON lets through."""
     path = folder / "config.json"
     if not path.is_file() and (folder / "adapter_config.json").is_file():
-        raise UserError(f"{folder} is a PEFT adapter; `ladderize merge {folder} OUT` makes a checkpoint of it and its base")
+        raise UserError(
+            f"{folder} is a PEFT adapter; `ladderize merge {folder} OUT` makes a checkpoint of it and its base"
+        )
     if not path.is_file():
         raise UserError(f"{folder} holds no config.json; it is not a Hugging Face checkpoint")
     return read_json(path)
@@ -101,14 +118,18 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
     for name in sorted(set(map(str, weight_map.values()))):
         check_plain_name(name, folder / INDEX)
         if not (folder / name).is_file():
-            raise UserError(f"{folder / INDEX} names {name}, which is not there; the checkpoint is incomplete, download it again")
+            raise UserError(
+                f"{folder / INDEX} names {name}, which is not there; the checkpoint is incomplete, download it again"
+            )
         for tensor in read_header(folder, name).values():
             if tensor.name in tensors:
                 raise UserError(f"{folder}: {tensor.name} is in both {tensors[tensor.name].file} and {name}")
             tensors[tensor.name] = tensor
     for tensor_name, name in weight_map.items():
         if tensor_name not in tensors or tensors[tensor_name].file != name:
-            raise UserError(f"{folder / INDEX} says that {tensor_name} is in {name}, but it is not; download both again")
+            raise UserError(
+                f"{folder / INDEX} says that {tensor_name} is in {name}, but it is not; download both again"
+            )
     return tensors
 
 
@@ -125,7 +146,9 @@ def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8 or length > MAX_HEADER_BYTES:
-            raise UserError(f"{path} is truncated or no safetensors file (header of {length} bytes in {size}); download it again")
+            raise UserError(
+                f"{path} is truncated or no safetensors file (header of {length} bytes in {size}); download it again"
+            )
         raw = file.read(length)
     try:
         header = json.loads(raw)
@@ -136,7 +159,9 @@ def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
     end = 8 + length
     for tensor in sorted(tensors, key=lambda t: (t.start, t.stop)):
         if tensor.start != end:
-            raise UserError(f"{path} has a header that lies: {tensor.name} does not begin where the tensor before it ends")
+            raise UserError(
+                f"{path} has a header that lies: {tensor.name} does not begin where the tensor before it ends"
+            )
         end = tensor.stop
     if end > size:
         raise UserError(f"{path} is truncated: its header promises {end} bytes, the file has {size}; download it again")
@@ -169,7 +194,11 @@ def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = {"rope_type": rope.pop("type", "default"), "rope_theta": config.get("rope_theta", 10000.0), **rope}
     heads = config["num_attention_heads"]
     return {
-        "heads": [heads, config.get("num_key_value_heads") or heads, config.get("head_dim") or config["hidden_size"] // heads],
+        "heads": [
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or config["hidden_size"] // heads,
+        ],
         "rope": {**rope, "rope_theta": float(rope["rope_theta"])},
         "norm": float(config.get("rms_norm_eps", 1e-6)),
         "activation": config.get("hidden_act", "silu"),
@@ -180,8 +209,8 @@ def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Which model this is, however it is sharded: a sha256 of names, dtypes, shapes and a few values of every tensor.
 
-    The values are those in the middle of each, which tells two fine-tunes of one shape apart without reading gigabytes. Of the config
-    counts what its dense function depends on; the layout does not.
+    The values are those in the middle of each, which tells two fine-tunes of one shape apart without reading gigabytes.
+    Of the config counts what its dense function depends on; the layout does not.
     """
     digest = hashlib.sha256(json.dumps(dense_function(checkpoint.config), sort_keys=True).encode())
     with ExitStack() as stack:
@@ -202,7 +231,9 @@ def _no_weights(folder: Path) -> UserError:
     pickles = sorted(path.name.removesuffix(".index.json") for path in folder.iterdir() if _is_pickle(path.name))
     if pickles:
         return UserError(f"{folder} has only pickle weights ({', '.join(pickles[:3])}); {advice}")
-    return UserError(f"{folder} holds neither {WEIGHTS} nor {INDEX}; if its source has only pickle weights (.bin), {advice}")
+    return UserError(
+        f"{folder} holds neither {WEIGHTS} nor {INDEX}; if its source has only pickle weights (.bin), {advice}"
+    )
 
 
 def _is_pickle(name: str) -> bool:
@@ -211,7 +242,15 @@ def _is_pickle(name: str) -> bool:
 
 def fetch_weights(repo: str, revision: str | None) -> Path:
     """The snapshot of a hub id with its weights, downloaded if need be; never pickle and other foreign weights."""
-    unwanted = ["original/*", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "consolidated*", *(f"*{suffix}" for suffix in PICKLES)]
+    unwanted = [
+        "original/*",
+        "*.gguf",
+        "*.h5",
+        "*.msgpack",
+        "*.onnx",
+        "consolidated*",
+        *(f"*{suffix}" for suffix in PICKLES),
+    ]
     return _snapshot(repo, revision, ignore_patterns=unwanted)
 
 
@@ -229,7 +268,9 @@ def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
             raise UserError(f"{source} is a local folder, which has no revisions; leave --revision out")
         return path.resolve(), True
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source):
-        raise UserError(f"{source} does not exist; name a checkpoint folder or a hub id such as meta-llama/Llama-3.2-1B")
+        raise UserError(
+            f"{source} does not exist; name a checkpoint folder or a hub id such as meta-llama/Llama-3.2-1B"
+        )
     return _snapshot(source, revision, allow_patterns=["*.json"]), False
 
 
@@ -242,4 +283,6 @@ def _snapshot(repo: str, revision: str | None, **patterns: Any) -> Path:
     except LocalEntryNotFoundError:
         raise UserError(f"{repo} is no local folder, is not in the cache, and the hub cannot be reached") from None
     except (HfHubHTTPError, ValueError, OSError) as error:
-        raise UserError(f"{repo} is no local folder and cannot be had from the hub: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"{repo} is no local folder and cannot be had from the hub: {str(error).splitlines()[0]}"
+        ) from None

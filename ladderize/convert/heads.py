@@ -1,7 +1,8 @@
-"""Attention heads in another order: exact for the dense function, and a choice of who works together where syncs are dropped.
+"""Attention heads in another order: exact for the dense function, and a choice of who works together where syncs are
+dropped.
 
-A *head order* of a layer is a permutation of its query heads: the head at new position p is the old head ``order[p]``. Whole
-KV groups move (the heads // kv_heads consecutive heads that share a KV head), in any order within each.
+A *head order* of a layer is a permutation of its query heads: the head at new position p is the old head ``order[p]``.
+Whole KV groups move (the heads // kv_heads consecutive heads that share a KV head), in any order within each.
 """
 
 import re
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
     import torch
 
 HEAD_MAP = "head_map.json"  # the copy in a checkpoint that was made with one
-MOVING = re.compile(r"self_attn\.(?:([qkv])_proj\.(?:weight|bias)|(o)_proj\.weight)")  # o's bias is added after heads are summed
+MOVING = re.compile(
+    r"self_attn\.(?:([qkv])_proj\.(?:weight|bias)|(o)_proj\.weight)"
+)  # o's bias is added after heads are summed
 
 
 class Move(NamedTuple):
-    """Equal blocks of a tensor's rows (axis 0) or columns (axis 1) change places: the one at position p was at ``order[p]``."""
+    """Equal blocks of a tensor's rows (axis 0) or columns (axis 1) change places: the one at position p was at
+    ``order[p]``."""
 
     order: tuple[int, ...]
     axis: int
@@ -57,10 +61,14 @@ def move_of(name: str, order: Sequence[int], kv_heads: int) -> Move | None:
     return Move(whole, 1 if match[2] else 0) if whole != tuple(range(len(whole))) else None
 
 
-def permute_heads(weights: Mapping[str, "torch.Tensor"], order: Sequence[int], heads: int, kv_heads: int) -> dict[str, "torch.Tensor"]:
-    """One layer's tensors with its heads in ``order``; what does not move is the same tensor. Raises UserError for a bad order.
+def permute_heads(
+    weights: Mapping[str, "torch.Tensor"], order: Sequence[int], heads: int, kv_heads: int
+) -> dict[str, "torch.Tensor"]:
+    """One layer's tensors with its heads in ``order``; what does not move is the same tensor. Raises UserError for a
+    bad order.
 
-    weights: by name within the layer, such as ``self_attn.q_proj.weight``; others than q, k, v and o may be among them or not.
+    weights: by name within the layer, such as ``self_attn.q_proj.weight``; others than q, k, v and o may be among them
+    or not.
     """
     import torch
 
@@ -95,16 +103,21 @@ class HeadMap:
         """Raise UserError unless every order fits a model with this config."""
         for layer, order in self.orders.items():
             if not 0 <= layer < config["num_hidden_layers"]:
-                raise UserError(f"the head map names layer {layer}, but the model has {config['num_hidden_layers']} layers")
+                raise UserError(
+                    f"the head map names layer {layer}, but the model has {config['num_hidden_layers']} layers"
+                )
             try:
                 check_order(order, config["num_attention_heads"], kv_head_count(config))
             except UserError as error:
                 raise UserError(f"the head map does not fit layer {layer}: {error}") from None
 
     def moves(self, config: Mapping[str, Any]) -> dict[str, Move]:
-        """Every tensor of a checkpoint that moves, by its full name. Biases are named whether the model has them or not."""
+        """Every tensor of a checkpoint that moves, by its full name. Biases are named whether the model has them or
+        not."""
         names = [f"self_attn.{projection}_proj.{kind}" for projection in "qkvo" for kind in ("weight", "bias")]
-        found = {(i, name): move_of(name, order, kv_head_count(config)) for i, order in self.orders.items() for name in names}
+        found = {
+            (i, name): move_of(name, order, kv_head_count(config)) for i, order in self.orders.items() for name in names
+        }
         return {f"model.layers.{i}.{name}": move for (i, name), move in found.items() if move is not None}
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,7 +127,8 @@ class HeadMap:
 
 
 def read_head_map(path: Path) -> HeadMap:
-    """Read a head_map.json. Raises UserError for a malformed one; whether it fits a model is for ``HeadMap.check`` to say."""
+    """Read a head_map.json. Raises UserError for a malformed one; whether it fits a model is for ``HeadMap.check`` to
+    say."""
     document = read_document(path, "head map")
     fingerprint, ranks, layers = (document.get(key) for key in ("fingerprint", "sync_tp_size", "layers"))
     if not isinstance(fingerprint, str) or not fingerprint:

@@ -15,8 +15,8 @@ def communication(layout: Layout, hidden_size: int, dtype_bytes: int, tp_size: i
     """All-reduces and bytes of one token on one of ``tp_size`` ranks.
 
     An all-reduce sums one hidden state (hidden_size * dtype_bytes); in a ring each rank sends 2 (N-1)/N times that.
-    ``exposed_sent_bytes``: those of blocking all-reduces, which nothing hides. The vocabulary's collectives are not counted:
-    they are the same for every layout.
+    ``exposed_sent_bytes``: those of blocking all-reduces, which nothing hides. The vocabulary's collectives are not
+    counted: they are the same for every layout.
     """
     message = hidden_size * dtype_bytes
     ring = 2 * (tp_size - 1) * message // tp_size
@@ -46,8 +46,14 @@ def inspect_checkpoint(model: str, *, revision: str | None = None, tp_size: int 
     if tp_size is not None:
         check_split(config, tp_size, name="--tp-size")
         if layout.sync_tp_size is not None and layout.sync_tp_size % tp_size:
-            raise UserError(f"--tp-size {tp_size} does not divide sync_tp_size {layout.sync_tp_size}, so no such group can run this layout")
-    dtype, parameters = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."), parameter_count(config)
+            raise UserError(
+                f"--tp-size {tp_size} does not divide sync_tp_size {layout.sync_tp_size}, so no such group can run this"
+                " layout"
+            )
+    dtype, parameters = (
+        str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+        parameter_count(config),
+    )
     if is_local:
         tensors = read_tensors(folder)
         dtype = FLOAT_DTYPES.get(tensors["model.norm.weight"].dtype, dtype) if "model.norm.weight" in tensors else dtype

@@ -20,12 +20,17 @@ def check_config(config: Mapping[str, Any]) -> None:
     model_type = config.get("model_type")
     if model_type not in SOURCE_TYPES:
         raise UserError(
-            f"this is a {model_type or 'model without model_type'}, not a Llama; model_type must be one of {', '.join(SOURCE_TYPES)}"
+            f"this is a {model_type or 'model without model_type'}, not a Llama; model_type must be one of"
+            f" {', '.join(SOURCE_TYPES)}"
         )
     quantisation = config.get("quantization_config") or config.get("compression_config")
     if quantisation:
-        method = quantisation.get("quant_method", "an unnamed method") if isinstance(quantisation, dict) else quantisation
-        raise UserError(f"this checkpoint is quantised with {method}; convert the unquantised model and quantise the result")
+        method = (
+            quantisation.get("quant_method", "an unnamed method") if isinstance(quantisation, dict) else quantisation
+        )
+        raise UserError(
+            f"this checkpoint is quantised with {method}; convert the unquantised model and quantise the result"
+        )
     for key in (*SIZES, "num_key_value_heads", "head_dim"):
         value = config.get(key)
         if value is None and key not in SIZES:
@@ -33,7 +38,9 @@ def check_config(config: Mapping[str, Any]) -> None:
         if type(value) is not int or not 1 <= value < LARGEST:
             raise UserError(f"config.json: {key} is {value!r}, but must be a positive integer below {LARGEST:,}")
     if config["num_hidden_layers"] > MOST_LAYERS:
-        raise UserError(f"config.json: num_hidden_layers is {config['num_hidden_layers']}; at most {MOST_LAYERS} are believed")
+        raise UserError(
+            f"config.json: num_hidden_layers is {config['num_hidden_layers']}; at most {MOST_LAYERS} are believed"
+        )
     for key, value in _numbers(config):
         if not math.isfinite(value):
             raise UserError(f"config.json: {key} is {value}, which is no number; repair the file")
@@ -95,21 +102,29 @@ def check_tensors(checkpoint: Checkpoint) -> list[str]:
     for name, shape in expected.items():
         if name not in found:
             raise UserError(
-                f"{checkpoint.folder}: the tensor {name} is missing; the checkpoint is incomplete or its config.json is another model's"
+                f"{checkpoint.folder}: the tensor {name} is missing; the checkpoint is incomplete or its config.json is"
+                " another model's"
             )
         if found[name].shape != shape:
-            raise UserError(f"{checkpoint.folder}: {name} has shape {list(found[name].shape)}, but config.json asks for {list(shape)}")
+            raise UserError(
+                f"{checkpoint.folder}: {name} has shape {list(found[name].shape)}, but config.json asks for"
+                f" {list(shape)}"
+            )
     for name, tensor in found.items():
         if name not in expected and not IGNORED.fullmatch(name) and optional.get(name) != tensor.shape:
             raise UserError(
-                f"{checkpoint.folder}: {tensor.file} holds {name} {list(tensor.shape)}, which is no tensor of a Llama with this config.json"
+                f"{checkpoint.folder}: {tensor.file} holds {name} {list(tensor.shape)}, which is no tensor of a Llama"
+                " with this config.json"
             )
         if tensor.dtype not in FLOAT_DTYPES:
             raise UserError(
-                f"{checkpoint.folder}: {name} is stored as {tensor.dtype}, so the checkpoint is quantised; convert the unquantised model"
+                f"{checkpoint.folder}: {name} is stored as {tensor.dtype}, so the checkpoint is quantised; convert the"
+                " unquantised model"
             )
     stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     stored = sorted({FLOAT_DTYPES[tensor.dtype] for tensor in found.values()})
     if stated and stored != [stated]:
-        return [f"config.json says {stated}, the weights are stored as {' and '.join(stored)}; both are kept as they are"]
+        return [
+            f"config.json says {stated}, the weights are stored as {' and '.join(stored)}; both are kept as they are"
+        ]
     return []

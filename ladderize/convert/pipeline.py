@@ -56,7 +56,10 @@ def full_recipe(plan: Plan) -> Recipe:
     if Layout.from_layers(plan.after.num_layers, ladder=ladder, spd=spd, sync_tp_size=ranks) != plan.after:
         return plan.recipe  # modes that no names compile to
     return dataclasses.replace(
-        plan.recipe, ladder=format_ranges(ladder) if ladder else None, spd=format_ranges(spd) if spd else None, sync_tp_size=ranks
+        plan.recipe,
+        ladder=format_ranges(ladder) if ladder else None,
+        spd=format_ranges(spd) if spd else None,
+        sync_tp_size=ranks,
     )
 
 
@@ -87,7 +90,8 @@ def make_record(plan: Plan) -> dict[str, Any]:
 
 
 def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None]) -> Counter[str]:
-    """Write the whole output into ``folder``; returns how many weight files were linked, reflinked, copied, rewritten."""
+    """Write the whole output into ``folder``; returns how many weight files were linked, reflinked, copied,
+    rewritten."""
     source, how = plan.source.folder, Counter[str]()
     for shard in plan.shards:
         if shard.rewritten:
@@ -116,15 +120,23 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
         shutil.copyfile(path, folder / "README.source.md")
         card = path.read_text(encoding="utf-8-sig", errors="replace")
     text = make_card(
-        plan.out.name, plan.source_name, card, plan.after, plan.before, hub_id=plan.hub_id, permuted=plan.permuted_layers,
-        replaced=len(plan.replaced), note=plan.note,
-    )  # fmt: skip
+        plan.out.name,
+        plan.source_name,
+        card,
+        plan.after,
+        plan.before,
+        hub_id=plan.hub_id,
+        permuted=plan.permuted_layers,
+        replaced=len(plan.replaced),
+        note=plan.note,
+    )
     (folder / "README.md").write_text(text, encoding="utf-8")
     return how
 
 
 def source_card(folder: Path) -> Path | None:
-    """The card that somebody wrote for the source: its README.md, or, where that is one of ours, the original kept with it."""
+    """The card that somebody wrote for the source: its README.md, or, where that is one of ours, the original kept with
+    it."""
     readme, kept = folder / "README.md", folder / "README.source.md"
     if readme.is_file() and MARK.encode() not in readme.read_bytes():
         return readme
@@ -151,31 +163,41 @@ def convert_checkpoint(
 ) -> dict[str, Any]:
     """Convert the checkpoint ``src`` (a folder or a hub id) into the folder ``out``; returns what was done.
 
-    The output appears whole or not at all, and ``src`` is never touched. Weight files that do not change are hard-linked
-    where possible; ``copy=True`` copies them. Raises UserError, LayoutError or OSError, each with a message for the user.
+    The output appears whole or not at all, and ``src`` is never touched. Weight files that do not change are
+    hard-linked where possible; ``copy=True`` copies them. Raises UserError, LayoutError or OSError, each with a message
+    for the user.
 
-    head_map: the order of heads, instead of the recipe's; q, k, v and o are stored in it.
-    replace: tensors whose values are taken from another safetensors file (``TensorInfo.file``, an absolute path) as they are, in
-    the new order of heads already; they are stored in the dtype of those that they replace.
-    record: more keys of ladderize.yaml. extra_files: JSON files to add, name -> text; they win over those of the source. note: a
-    paragraph for the model card.
-    check: is given the finished folder before it appears as ``out``; if it raises, nothing appears. The report's ``checked`` is what
-    it returns.
+    head_map: the order of heads, instead of the recipe's; q, k, v and o are stored in it. replace: tensors whose values
+    are taken from another safetensors file (``TensorInfo.file``, an absolute path) as they are, in the new order of
+    heads already; they are stored in the dtype of those that they replace. record: more keys of ladderize.yaml.
+    extra_files: JSON files to add, name -> text; they win over those of the source. note: a paragraph for the model
+    card. check: is given the finished folder before it appears as ``out``; if it raises, nothing appears. The report's
+    ``checked`` is what it returns.
     """
     console = console or Console()
     if not dry_run:
         output.complete_journal(Path(out).expanduser().resolve())
     plan = make_plan(
-        str(src), Path(out), recipe, revision=revision, overwrite=overwrite, head_map=head_map, replace=replace, record=record,
-        extra_files=extra_files, note=note,
-    )  # fmt: skip
+        str(src),
+        Path(out),
+        recipe,
+        revision=revision,
+        overwrite=overwrite,
+        head_map=head_map,
+        replace=replace,
+        record=record,
+        extra_files=extra_files,
+        note=note,
+    )
     report = describe(plan)
     if dry_run:
         return report | {"written": False}
     check_space(plan, copy=copy)
     try:
         with output.atomic_folder(plan.out, overwrite=overwrite) as folder:
-            with console.progress("writing weights", sum(shard.read_bytes for shard in plan.shards), is_bytes=True) as advance:
+            with console.progress(
+                "writing weights", sum(shard.read_bytes for shard in plan.shards), is_bytes=True
+            ) as advance:
                 how = write(plan, folder, copy=copy, advance=advance)
             if check is not None:
                 report["checked"] = check(folder)
@@ -194,4 +216,7 @@ def check_space(plan: Plan, *, copy: bool) -> None:
     needed = sum(shard.nbytes for shard in plan.shards if shard.rewritten or copy or not same_disk)
     free = shutil.disk_usage(parent).free
     if needed > free:
-        raise UserError(f"OUT {plan.out} needs {human_bytes(needed)}, but only {human_bytes(free)} are free there; choose another disk")
+        raise UserError(
+            f"OUT {plan.out} needs {human_bytes(needed)}, but only {human_bytes(free)} are free there; choose another"
+            " disk"
+        )

@@ -30,7 +30,20 @@ from ladderize.layout import Layout
 MADE_HERE = {"config.json", "ladderize.yaml", "README.md", "README.source.md", INDEX}
 CLOSED = ("original", "__pycache__")  # and hidden folders: nothing in them is carried over
 # weights that are not the ones converted, their indices, and code
-FOREIGN = (*PICKLES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json", ".py", ".pyc", ".so", ".dll")
+FOREIGN = (
+    *PICKLES,
+    ".safetensors",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
+    ".index.json",
+    ".py",
+    ".pyc",
+    ".so",
+    ".dll",
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,9 @@ def make_plan(
     after = recipe.layout(before)
     after.check_model(config)
     if config["model_type"] == "llama" and after.is_dense and not recipe.dense:
-        raise UserError(f"nothing to convert: {src} is a dense Llama; name layers with --ladder or --spd, or give a --recipe")
+        raise UserError(
+            f"nothing to convert: {src} is a dense Llama; name layers with --ladder or --spd, or give a --recipe"
+        )
     if recipe.head_map is not None:
         if head_map is not None:
             raise UserError(f"the recipe names the head map {recipe.head_map}, and another is given; give one of them")
@@ -99,10 +114,14 @@ def make_plan(
     if head_map is not None:
         head_map.check(config)
         if after.sync_tp_size not in (None, head_map.sync_tp_size):
-            raise UserError(f"the head map is for sync_tp_size {head_map.sync_tp_size}, but the layout has {after.sync_tp_size}")
+            raise UserError(
+                f"the head map is for sync_tp_size {head_map.sync_tp_size}, but the layout has {after.sync_tp_size}"
+            )
         recipe = dataclasses.replace(recipe, head_map=HEAD_MAP)
     if (folder / "adapter_config.json").is_file():
-        raise UserError(f"{src} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then convert the result")
+        raise UserError(
+            f"{src} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then convert the result"
+        )
     source = read_checkpoint(folder if local else fetch_weights(src, revision))
     remarks = check_tensors(source)
     check_fingerprint(source, src, head_map, selection)
@@ -112,15 +131,30 @@ def make_plan(
     extra = dict(extra_files or {}) | ({HEAD_MAP: to_json(head_map.to_dict()) + "\n"} if head_map is not None else {})
     check_extra_files(extra)
     carried, left_behind = sort_files(source)
-    for path in [source.folder / name for name in source.weight_files] + [source.folder / relative for relative in carried]:
+    for path in [source.folder / name for name in source.weight_files] + [
+        source.folder / relative for relative in carried
+    ]:
         if out in path.resolve().parents:
             raise UserError(f"{path} is a link into OUT {out}, which would be replaced; choose another OUT")
     return Plan(
-        source=source, source_name=src, hub_id=None if local else src, out=out, recipe=recipe, before=before, after=after, shards=shards,
-        permuted_layers=head_map.permuted_layers if head_map is not None else [], replaced=sorted(replace or {}), selection=selection,
-        record=dict(record or {}), carried=[path for path in carried if str(path) not in extra], extra_files=extra, note=note,
-        left_behind=left_behind, remarks=remarks,
-    )  # fmt: skip
+        source=source,
+        source_name=src,
+        hub_id=None if local else src,
+        out=out,
+        recipe=recipe,
+        before=before,
+        after=after,
+        shards=shards,
+        permuted_layers=head_map.permuted_layers if head_map is not None else [],
+        replaced=sorted(replace or {}),
+        selection=selection,
+        record=dict(record or {}),
+        carried=[path for path in carried if str(path) not in extra],
+        extra_files=extra,
+        note=note,
+        left_behind=left_behind,
+        remarks=remarks,
+    )
 
 
 def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None, selection: Selection | None) -> None:
@@ -129,14 +163,20 @@ def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None, s
         return
     found = fingerprint(source)
     if head_map is not None and head_map.fingerprint != found:
-        raise UserError(f"the head map was computed for another model than {name} (their fingerprints differ); compute it for this one")
+        raise UserError(
+            f"the head map was computed for another model than {name} (their fingerprints differ); compute it for"
+            " this one"
+        )
     if selection is not None and selection.sensitivity.fingerprint != found:
         path = selection.sensitivity.path
-        raise UserError(f"{path} was measured on another model than {name} (their fingerprints differ); measure this one")
+        raise UserError(
+            f"{path} was measured on another model than {name} (their fingerprints differ); measure this one"
+        )
 
 
 def check_extra_files(files: Mapping[str, str]) -> None:
-    """Raise ValueError unless these are names of JSON files, or of JSON lines, that a conversion does not write itself."""
+    """Raise ValueError unless these are names of JSON files, or of JSON lines, that a conversion does not write
+    itself."""
     for name in files:
         if not re.fullmatch(r"[\w-][\w.-]*\.jsonl?", name) or name.endswith(FOREIGN) or name in MADE_HERE:
             raise ValueError(f"{name!r} is no plain name of a JSON file that may be added to a checkpoint")
@@ -161,7 +201,9 @@ def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
         else:
             target = path.resolve()
             if home not in target.parents and cache not in target.parents:
-                raise UserError(f"{path} is a link that leads out of the checkpoint, to {target}; replace it by a copy or remove it")
+                raise UserError(
+                    f"{path} is a link that leads out of the checkpoint, to {target}; replace it by a copy or remove it"
+                )
             carried.append(relative)
     return carried, sorted(set(left_behind))
 

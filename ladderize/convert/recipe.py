@@ -23,9 +23,9 @@ PATHS = ("head_map", "sensitivity")  # in a recipe file relative to its folder
 class Recipe:
     """What ``ladderize convert`` is to do; None means: leave it as it is in the source.
 
-    ladder, spd: ranges of layers. sync_tp_size: virtual ranks for spd. dense: all sync points blocking again.
-    dtype: float32, float16 or bfloat16. max_shard_size: such as 5GB. head_map: path of a head_map.json.
-    With spd "auto", sensitivity is the path of a sensitivity.json, from which spd_fraction (of all layers, in (0, 1]) or
+    ladder, spd: ranges of layers. sync_tp_size: virtual ranks for spd. dense: all sync points blocking again. dtype:
+    float32, float16 or bfloat16. max_shard_size: such as 5GB. head_map: path of a head_map.json. With spd "auto",
+    sensitivity is the path of a sensitivity.json, from which spd_fraction (of all layers, in (0, 1]) or
     max_ppl_increase (in perplexity) selects; sync_tp_size may be left out, it is the file's.
     """
 
@@ -75,19 +75,25 @@ class Recipe:
         return self.ladder is not None or self.spd is not None
 
     def resolve(self, source: Layout) -> tuple["Recipe", Selection | None]:
-        """This recipe with the layers that ``spd: auto`` selects of a source, and how they were selected; else itself and None.
+        """This recipe with the layers that ``spd: auto`` selects of a source, and how they were selected; else itself
+        and None.
 
         Reads the sensitivity file; raises UserError where it does not fit. Whose fingerprint it bears is not looked at.
         """
         if self.spd != AUTO or self.sensitivity is None:
             return self, None
         if not source.is_dense:
-            raise UserError(f"--spd auto selects by sensitivities of the dense model, but the source is not dense ({source})")
+            raise UserError(
+                f"--spd auto selects by sensitivities of the dense model, but the source is not dense ({source})"
+            )
         sensitivity = read_sensitivity(Path(self.sensitivity))
         sensitivity.check(source.num_layers, self.sync_tp_size)
         selection = select(sensitivity, self.spd_fraction, self.max_ppl_increase)
         ranges, ranks = format_ranges(selection.layers), sensitivity.sync_tp_size
-        return replace(self, spd=ranges, sync_tp_size=ranks, sensitivity=None, spd_fraction=None, max_ppl_increase=None), selection
+        return (
+            replace(self, spd=ranges, sync_tp_size=ranks, sensitivity=None, spd_fraction=None, max_ppl_increase=None),
+            selection,
+        )
 
     def layout(self, source: Layout) -> Layout:
         """The layout that this recipe makes of a source's; raises LayoutError for ranges that do not fit."""
@@ -124,7 +130,9 @@ def read_recipe(path: Path) -> Recipe:
     try:
         document = load_yaml(path.read_text(encoding="utf-8"), RecipeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML (a range that ends in a colon needs quotes): {' '.join(str(error).split())}") from None
+        raise UserError(
+            f"{path} is not valid YAML (a range that ends in a colon needs quotes): {' '.join(str(error).split())}"
+        ) from None
     if isinstance(document, dict) and "recipe" in document:
         document = document["recipe"]
     if not isinstance(document, dict) or not document:

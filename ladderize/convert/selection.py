@@ -1,4 +1,5 @@
-"""``--spd auto``: which layers to drop, from the sensitivities that ``ladderize sensitivity`` measured. Imports no torch."""
+"""``--spd auto``: which layers to drop, from the sensitivities that ``ladderize sensitivity`` measured. Imports no
+torch."""
 
 import sys
 from dataclasses import dataclass
@@ -30,18 +31,23 @@ class Sensitivity:
     about: dict[str, Any]
 
     def check(self, num_layers: int, sync_tp_size: int | None) -> None:
-        """Raise UserError unless it was measured on so many layers and, where that is given, for so many virtual ranks."""
+        """Raise UserError unless it was measured on so many layers and, where that is given, for so many virtual
+        ranks."""
         if len(self.values) != num_layers:
-            raise UserError(f"{self.path} has {len(self.values)} blocks, but the model has {num_layers} layers; measure this model")
+            raise UserError(
+                f"{self.path} has {len(self.values)} blocks, but the model has {num_layers} layers; measure this model"
+            )
         if sync_tp_size not in (None, self.sync_tp_size):
             raise UserError(
-                f"{self.path} was measured with sync_tp_size {self.sync_tp_size}, so it says nothing about --sync-tp-size {sync_tp_size}"
+                f"{self.path} was measured with sync_tp_size {self.sync_tp_size}, so it says nothing about"
+                f" --sync-tp-size {sync_tp_size}"
             )
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The layers to drop. rows: one dict for each block, with ``dropped`` and ``why``. estimate: their summed sensitivities."""
+    """The layers to drop. rows: one dict for each block, with ``dropped`` and ``why``. estimate: their summed
+    sensitivities."""
 
     layers: list[int]
     rows: list[dict[str, Any]]
@@ -60,11 +66,14 @@ class Selection:
 
 
 def read_sensitivity(path: Path) -> Sensitivity:
-    """Read a sensitivity.json; raises UserError for a malformed or unfinished one, or one that measures another thing."""
+    """Read a sensitivity.json; raises UserError for a malformed or unfinished one, or one that measures another
+    thing."""
     document = read_document(path, "sensitivity file")
     mode, ranks, fingerprint = document.get("mode"), document.get("sync_tp_size"), document.get("fingerprint")
     if mode in OF_LADDER:
-        raise UserError(f"{path} measures the sensitivity to ladder (mode {mode}), not to dropped sync points; measure that")
+        raise UserError(
+            f"{path} measures the sensitivity to ladder (mode {mode}), not to dropped sync points; measure that"
+        )
     if mode not in OF_SPD:
         raise UserError(f"{path}: mode is {mode!r}, but must be one of {', '.join(OF_SPD + OF_LADDER)}")
     if document.get("complete") is not True:
@@ -87,9 +96,13 @@ def read_sensitivity(path: Path) -> Sensitivity:
         if kind not in CLASSES:
             raise UserError(f"{path}: the class of block {index} is {kind!r}, but must be one of {', '.join(CLASSES)}")
     return Sensitivity(
-        path=path, fingerprint=fingerprint, sync_tp_size=ranks, values=tuple(float(entry["sensitivity"]) for entry in blocks),
-        classes=tuple(entry["class"] for entry in blocks), about={key: document.get(key) for key in ABOUT},
-    )  # fmt: skip
+        path=path,
+        fingerprint=fingerprint,
+        sync_tp_size=ranks,
+        values=tuple(float(entry["sensitivity"]) for entry in blocks),
+        classes=tuple(entry["class"] for entry in blocks),
+        about={key: document.get(key) for key in ABOUT},
+    )
 
 
 def _is_number(value: object) -> bool:
@@ -100,8 +113,8 @@ def _is_number(value: object) -> bool:
 def select(sensitivity: Sensitivity, fraction: float | None = None, max_increase: float | None = None) -> Selection:
     """Choose the blocks to drop, least sensitive first (of equals the lower one); raises UserError if there are none.
 
-    fraction: that part of all blocks, in (0, 1], and at least one. max_increase: as many as the sum of their sensitivities (those
-    below 0 count as 0), in perplexity, stays within it. Neither: all of class in-sensitive.
+    fraction: that part of all blocks, in (0, 1], and at least one. max_increase: as many as the sum of their
+    sensitivities (those below 0 count as 0), in perplexity, stays within it. Neither: all of class in-sensitive.
     """
     values = sensitivity.values
     ascending = sorted(range(len(values)), key=lambda block: (values[block], block))
@@ -118,13 +131,16 @@ def select(sensitivity: Sensitivity, fraction: float | None = None, max_increase
     else:
         limit = f"tau1 = {sensitivity.about['tau1']:g}"
         rule = f"every block of class {IN_SENSITIVE} (at most {limit})"
-        why = {block: f"{'at most' if kind == IN_SENSITIVE else 'above'} {limit}" for block, kind in enumerate(sensitivity.classes)}
+        why = {
+            block: f"{'at most' if kind == IN_SENSITIVE else 'above'} {limit}"
+            for block, kind in enumerate(sensitivity.classes)
+        }
         chosen = {block for block in ascending if sensitivity.classes[block] == IN_SENSITIVE}
     if not chosen:
         least = ascending[0]
         raise UserError(
-            f"--spd auto selects no block of {sensitivity.path}: the smallest sensitivity is {values[least]:.4g} (block {least}); "
-            "give --spd-fraction, or a larger --max-ppl-increase"
+            f"--spd auto selects no block of {sensitivity.path}: the smallest sensitivity is {values[least]:.4g} (block"
+            f" {least}); give --spd-fraction, or a larger --max-ppl-increase"
         )
     rows = [
         {"block": i, "sensitivity": values[i], "class": sensitivity.classes[i], "dropped": i in chosen, "why": why[i]}

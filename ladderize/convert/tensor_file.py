@@ -31,12 +31,17 @@ def write_tensors(
 ) -> None:
     """Write ``path`` anew, with the tensors that ``produce(name)`` returns one after the other, and fsync it.
 
-    infos: name -> (dtype, shape) of each, floats and integers of any shape, 0-d too. A produced tensor may lie on any device and need
-    not be contiguous; ValueError if it is not as announced. metadata: strings for the header; "format": "pt" is always among them.
-    Raises UserError where the system cannot write, for example on a full disk; then, as with any error, no file is left.
+    infos: name -> (dtype, shape) of each, floats and integers of any shape, 0-d too. A produced tensor may lie on any
+    device and need not be contiguous; ValueError if it is not as announced. metadata: strings for the header; "format":
+    "pt" is always among them. Raises UserError where the system cannot write, for example on a full disk; then, as with
+    any error, no file is left.
     """
-    ordered = sorted(infos, key=lambda name: -infos[name][0].itemsize)  # wide elements first, so that each tensor is aligned
-    header = encode_header(((name, stored_name(infos[name][0]), infos[name][1]) for name in ordered), {"format": "pt", **(metadata or {})})
+    ordered = sorted(
+        infos, key=lambda name: -infos[name][0].itemsize
+    )  # wide elements first, so that each tensor is aligned
+    header = encode_header(
+        ((name, stored_name(infos[name][0]), infos[name][1]) for name in ordered), {"format": "pt", **(metadata or {})}
+    )
     try:
         with path.open("wb") as file:
             file.write(header)
@@ -44,7 +49,9 @@ def write_tensors(
                 dtype, shape = infos[name]
                 tensor = produce(name).detach()
                 if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-                    raise ValueError(f"{name} was announced as {dtype} {list(shape)}, but is {tensor.dtype} {list(tensor.shape)}")
+                    raise ValueError(
+                        f"{name} was announced as {dtype} {list(shape)}, but is {tensor.dtype} {list(tensor.shape)}"
+                    )
                 values = tensor.cpu().reshape(-1).view(torch.uint8).numpy()
                 file.write(values.data)
                 advance(values.nbytes)

@@ -1,4 +1,5 @@
-"""Prove that a written checkpoint loads in plain transformers, in a child process where ladderize cannot be imported."""
+"""Prove that a written checkpoint loads in plain transformers, in a child process where ladderize cannot be
+imported."""
 
 import json
 import os
@@ -21,12 +22,21 @@ def verify(folder: Path, weight_bytes: int) -> dict[str, Any]:
     """
     script = Path(__file__).with_name("verify_child.py")
     with tempfile.TemporaryDirectory(prefix="ladderize-verify-") as modules:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": modules, "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "HF_MODULES_CACHE": modules,
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         command = [sys.executable, str(script), str(folder), "run" if weight_bytes <= FORWARD_LIMIT else "meta"]
         try:
-            child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+            child = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+            )
         except subprocess.TimeoutExpired:
-            raise UserError(f"verification of the output took more than {TIMEOUT:.0f} s and was stopped; nothing was written") from None
+            raise UserError(
+                f"verification of the output took more than {TIMEOUT:.0f} s and was stopped; nothing was written"
+            ) from None
     if child.returncode:
         last = (child.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"the output does not load in plain transformers, so nothing was written: {last}")

@@ -36,7 +36,9 @@ def main() -> None:
             sys.exit(f"the written checkpoint has {name} as {found.get(name)}, the model wants {shape}")
     result = {"model_class": type(model).__name__, "tensors": len(found), "forward": None}
     if run:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype="auto", output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=True, dtype="auto", output_loading_info=True
+        )
         model, info = loaded
         if info["missing_keys"]:
             sys.exit(f"the written checkpoint lacks {sorted(info['missing_keys'])}")

@@ -1,4 +1,5 @@
-"""Writing safetensors anew, for another dtype, other shards, heads or values: a chunk at a time, never a whole tensor in memory."""
+"""Writing safetensors anew, for another dtype, other shards, heads or values: a chunk at a time, never a whole tensor
+in memory."""
 
 import json
 import math
@@ -24,8 +25,8 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KI
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file to write: its name there, the safetensors dtype it is stored as, where its values lie now, and how
-    its rows or columns move on the way."""
+    """One tensor of a file to write: its name there, the safetensors dtype it is stored as, where its values lie now,
+    and how its rows or columns move on the way."""
 
     name: str
     dtype: str
@@ -39,7 +40,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file of the output: its tensors in the order in which they lie. Not ``rewritten``: it is the source's."""
+    """A safetensors file of the output: its tensors in the order in which they lie. Not ``rewritten``: it is the
+    source's."""
 
     file: str
     entries: tuple[Entry, ...]
@@ -72,8 +74,9 @@ def plan_shards(
 ) -> list[Shard]:
     """The weight files of an output. Without ``max_bytes`` every tensor stays in the file it is in.
 
-    dtype: store all as float32, float16 or bfloat16. moves: what changes places, by tensor. replace: tensors whose values come
-    from elsewhere and do not move; they are stored in the dtype of those that they replace. Raises UserError if one does not fit.
+    dtype: store all as float32, float16 or bfloat16. moves: what changes places, by tensor. replace: tensors whose
+    values come from elsewhere and do not move; they are stored in the dtype of those that they replace. Raises
+    UserError if one does not fit.
     """
     moves, replace = moves or {}, replace or {}
     check_replacements(checkpoint, replace)
@@ -83,8 +86,14 @@ def plan_shards(
         entries[name] = Entry(name, DTYPES[dtype] if dtype else old.dtype, replace.get(name, old), move)
     if max_bytes is None:
         changed = {name for name, old in checkpoint.tensors.items() if entries[name] != Entry(name, old.dtype, old)}
-        by_file = {file: [old.name for old in checkpoint.tensors.values() if old.file == file] for file in checkpoint.weight_files}
-        return [Shard(file, _aligned([entries[name] for name in names]), not changed.isdisjoint(names)) for file, names in by_file.items()]
+        by_file = {
+            file: [old.name for old in checkpoint.tensors.values() if old.file == file]
+            for file in checkpoint.weight_files
+        }
+        return [
+            Shard(file, _aligned([entries[name] for name in names]), not changed.isdisjoint(names))
+            for file, names in by_file.items()
+        ]
     groups: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries.values():
@@ -94,7 +103,10 @@ def plan_shards(
         groups[-1].append(entry)
         filled += entry.nbytes
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    return [Shard(name, _aligned(group), True) for name, group in zip([WEIGHTS] if len(groups) == 1 else names, groups, strict=True)]
+    return [
+        Shard(name, _aligned(group), True)
+        for name, group in zip([WEIGHTS] if len(groups) == 1 else names, groups, strict=True)
+    ]
 
 
 def check_replacements(checkpoint: Checkpoint, replace: Mapping[str, TensorInfo]) -> None:
@@ -144,7 +156,8 @@ def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Calla
 
 
 def _stream(entry: Entry, reader: BufferedReader, writer: BinaryIO, advance: Callable[[int], None]) -> None:
-    """Copy one tensor: a chunk at a time, whole rows where columns move, one block of rows after the other where rows move."""
+    """Copy one tensor: a chunk at a time, whole rows where columns move, one block of rows after the other where rows
+    move."""
     source, move, step = entry.source, entry.move, CHUNK
     spans = [(source.start, source.stop)]
     if move is not None and move.axis == 0:
@@ -153,14 +166,20 @@ def _stream(entry: Entry, reader: BufferedReader, writer: BinaryIO, advance: Cal
     elif move is not None:
         row = source.nbytes // source.shape[0]
         step = max(1, CHUNK // row) * row
-    buffer = memoryview(bytearray(min(step, source.nbytes)))  # one for all chunks: fresh memory costs more than the copy
+    buffer = memoryview(
+        bytearray(min(step, source.nbytes))
+    )  # one for all chunks: fresh memory costs more than the copy
     for begin, end in spans:
         reader.seek(begin)
         for at in range(begin, end, step):
             chunk = buffer[: min(step, end - at)]
             if reader.readinto(chunk) != len(chunk):
                 raise UserError(f"{source.file} became shorter while it was being read; nothing was written")
-            values = _move_columns(chunk, move.order, source.nbytes // source.shape[0]) if move is not None and move.axis else chunk
+            values = (
+                _move_columns(chunk, move.order, source.nbytes // source.shape[0])
+                if move is not None and move.axis
+                else chunk
+            )
             writer.write(values if entry.dtype == source.dtype else _cast(values, entry))
             advance(len(chunk))
 
@@ -169,7 +188,11 @@ def _move_columns(chunk: memoryview, order: tuple[int, ...], row: int) -> memory
     """Whole rows of ``row`` bytes each with their blocks in ``order``: bytes, whatever the dtype."""
     import numpy as np
 
-    return np.take(np.frombuffer(chunk, np.uint8).reshape(-1, len(order), row // len(order)), order, axis=1).reshape(-1).data
+    return (
+        np.take(np.frombuffer(chunk, np.uint8).reshape(-1, len(order), row // len(order)), order, axis=1)
+        .reshape(-1)
+        .data
+    )
 
 
 def _cast(chunk: memoryview, entry: Entry) -> memoryview:
@@ -178,7 +201,9 @@ def _cast(chunk: memoryview, entry: Entry) -> memoryview:
     values = torch.frombuffer(chunk, dtype=torch_dtype(entry.source.dtype))
     cast = values.to(torch_dtype(entry.dtype))
     if not torch.isfinite(cast).all() and torch.isfinite(values).all():
-        raise UserError(f"{entry.name} has values too large for {FLOAT_DTYPES[entry.dtype]}; take --dtype bfloat16 or float32")
+        raise UserError(
+            f"{entry.name} has values too large for {FLOAT_DTYPES[entry.dtype]}; take --dtype bfloat16 or float32"
+        )
     return cast.view(torch.uint8).numpy().data
 
 
@@ -193,4 +218,7 @@ def index_for(shards: list[Shard]) -> Mapping[str, object] | None:
     if [shard.file for shard in shards] == [WEIGHTS]:
         return None
     weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
-    return {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": dict(sorted(weight_map.items()))}
+    return {
+        "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }

@@ -5,8 +5,8 @@ Four genres, each testing something that lives in a different part of a transfor
 * ``agreement``: a verb agrees with a subject that is several words away, past nouns of the other number;
 * ``arithmetic``: addition and subtraction of small numbers, digit by digit;
 * ``copying``: a list of words is repeated, or its first or last word is named (induction);
-* ``stories``: who has which object, and after a gift? The bundled model is too small to learn this one (0.4 of the answers
-  right, where chance is 0.33), so it counts in the perplexity only and is no task.
+* ``stories``: who has which object, and after a gift? The bundled model is too small to learn this one (0.4 of the
+  answers right, where chance is 0.33), so it counts in the perplexity only and is no task.
 
 Everything follows from an integer seed. An item belongs to the test split when the checksum of its key (the
 part that has to be generalised, for example the two operands) is divisible by 8, so no test item is ever trained on.
@@ -20,10 +20,25 @@ from dataclasses import dataclass
 TEST_FRACTION = 8  # one key in so many belongs to the test split
 
 NOUNS = [
-    ("dog", "dogs"), ("cat", "cats"), ("bird", "birds"), ("boy", "boys"), ("girl", "girls"), ("king", "kings"),
-    ("tree", "trees"), ("house", "houses"), ("river", "rivers"), ("box", "boxes"), ("car", "cars"), ("book", "books"),
-    ("star", "stars"), ("table", "tables"), ("horse", "horses"), ("key", "keys"), ("garden", "gardens"), ("boat", "boats"),
-]  # fmt: skip
+    ("dog", "dogs"),
+    ("cat", "cats"),
+    ("bird", "birds"),
+    ("boy", "boys"),
+    ("girl", "girls"),
+    ("king", "kings"),
+    ("tree", "trees"),
+    ("house", "houses"),
+    ("river", "rivers"),
+    ("box", "boxes"),
+    ("car", "cars"),
+    ("book", "books"),
+    ("star", "stars"),
+    ("table", "tables"),
+    ("horse", "horses"),
+    ("key", "keys"),
+    ("garden", "gardens"),
+    ("boat", "boats"),
+]
 VERBS = [
     ("runs", "run"), ("sleeps", "sleep"), ("sings", "sing"), ("waits", "wait"), ("falls", "fall"), ("shines", "shine"),
     ("moves", "move"), ("stops", "stop"),
@@ -61,7 +76,12 @@ def agreement(rng: random.Random) -> Item:
     subject, verb = rng.choice(NOUNS), rng.choice(VERBS)
     words = ["The", *rng.sample(ADJECTIVES, rng.randrange(2)), subject[number]]
     for _ in range(rng.randint(1, 3)):
-        words += [rng.choice(PREPOSITIONS), "the", *rng.sample(ADJECTIVES, rng.randrange(2)), rng.choice(NOUNS)[rng.randrange(2)]]
+        words += [
+            rng.choice(PREPOSITIONS),
+            "the",
+            *rng.sample(ADJECTIVES, rng.randrange(2)),
+            rng.choice(NOUNS)[rng.randrange(2)],
+        ]
     prompt = " ".join(words)
     return Item("agreement", prompt, f" {verb[number]} .", (f" {verb[0]} .", f" {verb[1]} ."), prompt)
 
@@ -149,5 +169,7 @@ def dataset(genre: str, count: int = 200, **_: object) -> dict:
     for item in items(genre, count, test=True):
         choices = list(item.choices)
         rng.shuffle(choices)
-        rows.append({"prompt": item.prompt, "answer": item.answer, "choices": choices, "gold": choices.index(item.answer)})
+        rows.append(
+            {"prompt": item.prompt, "answer": item.answer, "choices": choices, "gold": choices.index(item.answer)}
+        )
     return {"test": Dataset.from_list(rows)}

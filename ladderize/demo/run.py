@@ -1,4 +1,5 @@
-"""``ladderize demo``: convert the bundled model to four layouts, win two's accuracy back, evaluate all, and time them on the runtime."""
+"""``ladderize demo``: convert the bundled model to four layouts, win two's accuracy back, evaluate all, and time them
+on the runtime."""
 
 import json
 import shutil
@@ -35,8 +36,12 @@ RECIPES = {
     "spd-ladder-all": Recipe(ladder="all", spd="all", sync_tp_size=4),
 }
 QUICK = ("ladder-all", "spd-all")
-# What a group of 4 on PCIe would gain, and the runtime at work on 2 processes of this machine, whose shared memory leaves little to gain
-BENCHES: dict[str, dict[str, Any]] = {"bench-emulated-tp4": {"emulate_tp": 4, "link": "nccl_pcie"}, "bench-tp2": {"tp_size": 2}}
+# What a group of 4 on PCIe would gain, and the runtime at work on 2 processes of this machine, whose shared memory
+# leaves little to gain
+BENCHES: dict[str, dict[str, Any]] = {
+    "bench-emulated-tp4": {"emulate_tp": 4, "link": "nccl_pcie"},
+    "bench-tp2": {"tp_size": 2},
+}
 HELDOUT_DOCUMENTS = 200
 ADAPTED, DISTILLED = "ladder-all-adapted", "spd-all-adapted"
 RETRAINED = "ladder-all"  # what ADAPTED is made of
@@ -64,28 +69,43 @@ def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, An
             console.result(f"{name:19} {report['layout']}")
             models.append(str(folder / name))
         training = QUICK_TRAINING if quick else TRAINING
-        data = write_documents(folder / "train.jsonl", 6 * training["samples"] + 400, test=False, seed=11)  # about 20 tokens each
+        data = write_documents(
+            folder / "train.jsonl", 6 * training["samples"] + 400, test=False, seed=11
+        )  # about 20 tokens each
         adapted = [
             _distil(models[0], folder, str(data), training, quick, console),
             _retrain(models[0], folder, str(data), training, quick, console),
         ]
         heldout = write_documents(folder / "heldout.jsonl", HELDOUT_DOCUMENTS, test=True, seed=1)
         options = EvalOptions(
-            tasks=tuple(sorted(f"demo_{path.stem}" for path in TASKS.glob("*.yaml"))), include_path=str(TASKS), include_default_tasks=False,
-            limit=20 if quick else None, batch_size=64, dtype="float32", perplexity=str(heldout), seq_len=SEQ_LEN,
-        )  # fmt: skip
+            tasks=tuple(sorted(f"demo_{path.stem}" for path in TASKS.glob("*.yaml"))),
+            include_path=str(TASKS),
+            include_default_tasks=False,
+            limit=20 if quick else None,
+            batch_size=64,
+            dtype="float32",
+            perplexity=str(heldout),
+            seq_len=SEQ_LEN,
+        )
         evaluated = [*models, *adapted]
         console.status(
-            f"$ ladderize eval {' '.join(evaluated)} --tasks {','.join(options.tasks)} --include-path {TASKS} --perplexity {heldout} ..."
+            f"$ ladderize eval {' '.join(evaluated)} --tasks {','.join(options.tasks)} --include-path {TASKS}"
+            f" --perplexity {heldout} ..."
         )
-        document = evaluate_models(evaluated, options, console=console, save=lambda document: write_json(folder / "results.json", document))
+        document = evaluate_models(
+            evaluated, options, console=console, save=lambda document: write_json(folder / "results.json", document)
+        )
         console.result("")
         console.result(table(comparison(document), right=["value", "stderr", "difference"]))
         console.result(
-            f"\n{DISTILLED} is spd-all with its heads grouped and its blocks distilled (`ladderize spd`), {ADAPTED} is {RETRAINED} after "
-            "a short retraining on text and the dense model's predictions (`ladderize adapt`). In the others no layer was retrained."
+            f"\n{DISTILLED} is spd-all with its heads grouped and its blocks distilled (`ladderize spd`), {ADAPTED} is"
+            f" {RETRAINED} after a short retraining on text and the dense model's predictions (`ladderize adapt`). In"
+            " the others no layer was retrained."
         )
-        benches = {name: _bench(models, folder / f"{name}.json", arguments, quick, console) for name, arguments in BENCHES.items()}
+        benches = {
+            name: _bench(models, folder / f"{name}.json", arguments, quick, console)
+            for name, arguments in BENCHES.items()
+        }
         return {**document, "benches": benches}
 
 
@@ -99,12 +119,17 @@ def _distil(dense: str, folder: Path, data: str, training: dict[str, int], quick
     """`ladderize spd`: all blocks dropped, their heads grouped, and distilled."""
     out, samples = str(folder / DISTILLED), training["samples"]
     options = SpdOptions(
-        sync_tp_size=4, spd_fraction=1.0, distill_all=True,
+        sync_tp_size=4,
+        spd_fraction=1.0,
+        distill_all=True,
         training=BlockwiseOptions(
             data=data, samples=samples, heldout=16, seq_len=SEQ_LEN, distill=DistillOptions(epochs=training["epochs"])
         ),
-    )  # fmt: skip
-    console.status(f"$ ladderize spd {dense} {out} --sync-tp-size 4 --spd-fraction 1 --distill-all --data {data} --samples {samples} ...")
+    )
+    console.status(
+        f"$ ladderize spd {dense} {out} --sync-tp-size 4 --spd-fraction 1 --distill-all --data {data} --samples"
+        f" {samples} ..."
+    )
     document = run_spd(dense, out, options, console=console, verify=not quick)
     console.result(f"{DISTILLED:19} {document['layout']}\n")
     console.result(table(block_rows(document), right=["block", "S"]) + "\n")
@@ -116,9 +141,14 @@ def _retrain(dense: str, folder: Path, data: str, training: dict[str, int], quic
     """`ladderize adapt`: all weights of the all-ladder model, on the dense model's predictions."""
     model, out, tokens = str(folder / RETRAINED), str(folder / ADAPTED), training["max_tokens"]
     options = RetrainOptions(
-        data=tuple(parse_specs([data])), distill_from=dense, objective=Objective(distill_weight=1.0), budget=Budget(tokens=tokens),
-        seq_len=SEQ_LEN, batch_size=8, lr=LR,
-    )  # fmt: skip
+        data=tuple(parse_specs([data])),
+        distill_from=dense,
+        objective=Objective(distill_weight=1.0),
+        budget=Budget(tokens=tokens),
+        seq_len=SEQ_LEN,
+        batch_size=8,
+        lr=LR,
+    )
     said = f"--distill-from {dense} --data {data} --max-tokens {tokens} --seq-len {SEQ_LEN} --batch-size 8 --lr {LR}"
     console.status(f"$ ladderize adapt {model} {out} {said}")
     document = retrain(model, out, options, console=console, verify=not quick)

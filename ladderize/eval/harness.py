@@ -43,7 +43,11 @@ class EvalOptions:
 
 
 def evaluate_models(
-    models: Iterable[str], options: EvalOptions, *, console: Console, save: Callable[[Mapping[str, Any]], None] = lambda document: None
+    models: Iterable[str],
+    options: EvalOptions,
+    *,
+    console: Console,
+    save: Callable[[Mapping[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
     """Evaluate each model with the same options, seeds and BOS handling.
 
@@ -108,17 +112,25 @@ def load_tasks(options: EvalOptions) -> "TaskManager":
     for task in options.tasks:
         if task not in manager.all_tasks:
             near = difflib.get_close_matches(task, manager.all_tasks, n=3)
-            hint = f"near names: {', '.join(near)}" if near else "lm-eval's `lm_eval ls tasks` lists them, --include-path adds your own"
+            hint = (
+                f"near names: {', '.join(near)}"
+                if near
+                else "lm-eval's `lm_eval ls tasks` lists them, --include-path adds your own"
+            )
             raise UserError(f"there is no task {task!r}; {hint}")
     for task in options.tasks:
         try:
             loaded = manager.load([task])["tasks"]
         except Exception as error:  # a task may run any code to get its data
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"the task {task!r} cannot be loaded, most likely because its data set is not here: {reason}") from error
+            raise UserError(
+                f"the task {task!r} cannot be loaded, most likely because its data set is not here: {reason}"
+            ) from error
         fixed = [name for name, entry in loaded.items() if entry.get_config("num_fewshot") == 0]
         if options.num_fewshot and fixed:
-            raise UserError(f"--num-fewshot has no effect on {fixed[0]}, which fixes it at 0; leave it out, or leave the task out")
+            raise UserError(
+                f"--num-fewshot has no effect on {fixed[0]}, which fixes it at 0; leave it out, or leave the task out"
+            )
     return manager
 
 
@@ -140,7 +152,9 @@ def open_model(name: str, options: EvalOptions) -> "tuple[PreTrainedModel, PreTr
     except (OSError, ValueError):
         tokenizer = None
         if options.tasks:
-            raise UserError(f"{name} has no tokenizer that transformers can open, and lm-eval's tasks are text") from None
+            raise UserError(
+                f"{name} has no tokenizer that transformers can open, and lm-eval's tasks are text"
+            ) from None
     return model, tokenizer
 
 
@@ -183,7 +197,11 @@ def measure_perplexity(
 
 
 def wrap(
-    name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", options: EvalOptions, add_bos: bool | None
+    name: str,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    options: EvalOptions,
+    add_bos: bool | None,
 ) -> Any:
     """lm-eval's HF backend around a loaded model. BOS is told explicitly, the same for all models."""
     from lm_eval.models.huggingface import HFLM
@@ -197,13 +215,23 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
     """One task (or group) with lm-eval's ``simple_evaluate``; the seeds are set anew for each."""
     from lm_eval import simple_evaluate
 
-    # lm-eval asks git about the current folder, which says nothing of us, and git complains where there is no repository
+    # lm-eval asks git about the current folder, which says nothing of us, and git complains where there is no
+    # repository
     with mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None):
         return simple_evaluate(  # type: ignore[return-value]
-            model=harness, tasks=[task], task_manager=manager, num_fewshot=options.num_fewshot, limit=options.limit,
-            batch_size=options.batch_size, apply_chat_template=options.apply_chat_template, log_samples=False,
-            random_seed=options.seed, numpy_random_seed=options.seed, torch_random_seed=options.seed, fewshot_random_seed=options.seed,
-        )  # fmt: skip
+            model=harness,
+            tasks=[task],
+            task_manager=manager,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            batch_size=options.batch_size,
+            apply_chat_template=options.apply_chat_template,
+            log_samples=False,
+            random_seed=options.seed,
+            numpy_random_seed=options.seed,
+            torch_random_seed=options.seed,
+            fewshot_random_seed=options.seed,
+        )
 
 
 def merge(entry: dict[str, Any], result: Mapping[str, Any]) -> None:
@@ -219,7 +247,9 @@ def comparison(document: Mapping[str, Any]) -> list[dict[str, str]]:
     """Rows task x model: value, standard error, and the difference to the first model."""
     entries = document["models"]
     names = short_names([entry["ladderize"]["model"] for entry in entries])
-    measured = [{(task, metric): (value, stderr) for task, metric, value, stderr in measurements(entry)} for entry in entries]
+    measured = [
+        {(task, metric): (value, stderr) for task, metric, value, stderr in measurements(entry)} for entry in entries
+    ]
     rows = []
     for task, metric in dict.fromkeys(key for values in measured for key in values):
         base = measured[0].get((task, metric))
@@ -228,11 +258,16 @@ def comparison(document: Mapping[str, Any]) -> list[dict[str, str]]:
             if (task, metric) not in values:
                 continue
             value, stderr = values[task, metric]
-            rows.append({
-                "task": task if first else "", "metric": metric if first else "", "model": name, "value": f"{value:.4f}",
-                "stderr": "" if stderr is None else f"{stderr:.4f}",
-                "difference": "" if values is measured[0] or base is None else f"{value - base[0]:+.4f}",
-            })  # fmt: skip
+            rows.append(
+                {
+                    "task": task if first else "",
+                    "metric": metric if first else "",
+                    "model": name,
+                    "value": f"{value:.4f}",
+                    "stderr": "" if stderr is None else f"{stderr:.4f}",
+                    "difference": "" if values is measured[0] or base is None else f"{value - base[0]:+.4f}",
+                }
+            )
             first = False
     return rows
 
@@ -244,7 +279,8 @@ def short_names(models: list[str]) -> list[str]:
 
 
 def measurements(entry: Mapping[str, Any]) -> list[tuple[str, str, float, float | None]]:
-    """(task, metric, value, stderr) of one model, perplexity first; metrics as lm-eval names them, without its filter's ``none``."""
+    """(task, metric, value, stderr) of one model, perplexity first; metrics as lm-eval names them, without its filter's
+    ``none``."""
     found: list[tuple[str, str, float, float | None]] = []
     ours = entry["ladderize"].get("perplexity")
     if ours:

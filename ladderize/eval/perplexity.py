@@ -30,7 +30,11 @@ class Perplexity:
 
 
 def window_nlls(
-    model: "PreTrainedModel", windows: list[np.ndarray], *, batch_size: int = 8, advance: Callable[[int], None] = lambda n: None
+    model: "PreTrainedModel",
+    windows: list[np.ndarray],
+    *,
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda n: None,
 ) -> np.ndarray:
     """Summed negative log-likelihood of each window, in nats: float64 [len(windows)].
 
@@ -58,19 +62,30 @@ def summarise(nlls: np.ndarray, windows: list[np.ndarray], seconds: float) -> Pe
     counts = np.array([len(window) - 1 for window in windows])
     mean = nlls.sum() / counts.sum()
     if not math.isfinite(mean):
-        raise UserError("the perplexity is NaN or infinite; are the model's weights sound, and is the dtype wide enough?")
+        raise UserError(
+            "the perplexity is NaN or infinite; are the model's weights sound, and is the dtype wide enough?"
+        )
     stderr = None
     if len(windows) > 1:
         spread = nlls - mean * counts
         stderr = math.exp(mean) * math.sqrt(len(windows) / (len(windows) - 1) * (spread**2).sum()) / float(counts.sum())
     return Perplexity(
-        perplexity=math.exp(mean), stderr=stderr, nll_per_token=float(mean), tokens=int(counts.sum()), windows=len(windows),
-        seq_len=max(map(len, windows)), tokens_per_s=float(counts.sum() / seconds),
-    )  # fmt: skip
+        perplexity=math.exp(mean),
+        stderr=stderr,
+        nll_per_token=float(mean),
+        tokens=int(counts.sum()),
+        windows=len(windows),
+        seq_len=max(map(len, windows)),
+        tokens_per_s=float(counts.sum() / seconds),
+    )
 
 
 def perplexity(
-    model: "PreTrainedModel", windows: list[np.ndarray], *, batch_size: int = 8, advance: Callable[[int], None] = lambda n: None
+    model: "PreTrainedModel",
+    windows: list[np.ndarray],
+    *,
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda n: None,
 ) -> Perplexity:
     """Score ``windows`` with ``model`` and time it."""
     start = time.perf_counter()

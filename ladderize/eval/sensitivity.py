@@ -1,9 +1,11 @@
-"""How much each block's perplexity suffers when its sync points are dropped or overlapped: the SPD paper's sweep, done cheaply.
+"""How much each block's perplexity suffers when its sync points are dropped or overlapped: the SPD paper's sweep, done
+cheaply.
 
-S[i] = PPL(changed: blocks i..L-1) - PPL(changed: blocks i+1..L-1), arXiv 2502.20727: one sweep from the last block backwards. All L + 1
-models agree with the dense one before their first changed block, so for each batch of windows one dense pass keeps the state at
-every boundary, and L suffixes run from there: L/2 forwards and one, instead of L + 1. What results is a table of negative
-log-likelihoods, windows x (L + 1), from which everything else follows, and from which a killed run goes on.
+S[i] = PPL(changed: blocks i..L-1) - PPL(changed: blocks i+1..L-1), arXiv 2502.20727: one sweep from the last block
+backwards. All L + 1 models agree with the dense one before their first changed block, so for each batch of windows one
+dense pass keeps the state at every boundary, and L suffixes run from there: L/2 forwards and one, instead of L + 1.
+What results is a table of negative log-likelihoods, windows x (L + 1), from which everything else follows, and from
+which a killed run goes on.
 """
 
 import math
@@ -16,7 +18,16 @@ import numpy as np
 import torch
 
 from ladderize import data
-from ladderize.blocks import Blocks, State, check_finite, complete, layer_seconds, open_checkpoint, read_windows, stored_dtype
+from ladderize.blocks import (
+    Blocks,
+    State,
+    check_finite,
+    complete,
+    layer_seconds,
+    open_checkpoint,
+    read_windows,
+    stored_dtype,
+)
 from ladderize.console import Console, UserError, human_bytes, human_seconds
 from ladderize.convert.checkpoint import Checkpoint, fingerprint
 from ladderize.convert.llama import parameter_count
@@ -50,7 +61,8 @@ class SensitivityOptions:
 
 
 def column_layouts(mode: str, num_layers: int, sync_tp_size: int | None) -> list[Layout]:
-    """The L + 1 models of the table: column k < L changes blocks k..L-1 (or, with each, block k alone), column L is dense."""
+    """The L + 1 models of the table: column k < L changes blocks k..L-1 (or, with each, block k alone), column L is
+    dense."""
     kind = "ladder" if mode.endswith("ladder") else "spd"
     ranks = sync_tp_size if kind == "spd" else None
     layouts = []
@@ -68,9 +80,12 @@ class Suffixes:
         layers = blocks.num_layers
         self.weights = [blocks.weights(index) for index in range(layers)]
         self.built: dict[tuple[int, str, str], torch.nn.Module] = {}
-        # a dense layer that hands on its stream with and without its MLP's output, for a suffix whose entering sync point is overlapped
+        # a dense layer that hands on its stream with and without its MLP's output, for a suffix whose entering sync
+        # point is overlapped
         overlapping = any(OVERLAPPED in layout.mlp_sync + layout.attention_sync for layout in layouts)
-        self.prefix = Layout((BLOCKING,) * layers, (OVERLAPPED,) * (layers - 1) + (BLOCKING,)) if overlapping else layouts[-1]
+        self.prefix = (
+            Layout((BLOCKING,) * layers, (OVERLAPPED,) * (layers - 1) + (BLOCKING,)) if overlapping else layouts[-1]
+        )
 
     def layer(self, index: int, layout: Layout) -> torch.nn.Module:
         key = (index, layout.attention_sync[index], layout.mlp_sync[index])
@@ -96,13 +111,19 @@ class Suffixes:
 
 
 def measure_sensitivity(
-    model: str, options: SensitivityOptions, *, console: Console, windows: np.ndarray | None = None,
-    previous: Mapping[str, Any] | None = None, save: Callable[[Mapping[str, Any]], None] = lambda document: None,
-) -> dict[str, Any]:  # fmt: skip
+    model: str,
+    options: SensitivityOptions,
+    *,
+    console: Console,
+    windows: np.ndarray | None = None,
+    previous: Mapping[str, Any] | None = None,
+    save: Callable[[Mapping[str, Any]], None] = lambda document: None,
+) -> dict[str, Any]:
     """Fill the table and return the document of sensitivity.json.
 
-    ``save`` is called every few seconds with what there is. ``previous``: the document of an unfinished run, whose rows are taken
-    over; raises UserError if it measured anything else. windows: ids [samples, seq_len] that were read from the data before.
+    ``save`` is called every few seconds with what there is. ``previous``: the document of an unfinished run, whose rows
+    are taken over; raises UserError if it measured anything else. windows: ids [samples, seq_len] that were read from
+    the data before.
     """
     checkpoint = open_checkpoint(model, options.revision)
     identity, windows = prepare(checkpoint, model, options, windows)
@@ -139,23 +160,33 @@ def measure_sensitivity(
 def prepare(
     checkpoint: Checkpoint, model: str, options: SensitivityOptions, windows: np.ndarray | None
 ) -> tuple[dict[str, Any], np.ndarray]:
-    """What identifies a run, and its windows: int64 [samples, seq_len]. Raises UserError or LayoutError for what cannot be measured."""
+    """What identifies a run, and its windows: int64 [samples, seq_len]. Raises UserError or LayoutError for what cannot
+    be measured."""
     config = checkpoint.config
     layout = Layout.from_config(config)
     if not layout.is_dense:
         raise UserError(f"{model} is not dense ({layout}); a sensitivity is measured on the dense model")
     column_layouts(options.mode, layout.num_layers, options.sync_tp_size)[0].check_model(config)
     if windows is None:
-        windows = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=options.samples, seed=options.seed)
+        windows = read_windows(
+            checkpoint, options.data, seq_len=options.seq_len, samples=options.samples, seed=options.seed
+        )
     return {
-        "model": model, "fingerprint": fingerprint(checkpoint), "layout": str(layout), "parameters": parameter_count(config),
+        "model": model,
+        "fingerprint": fingerprint(checkpoint),
+        "layout": str(layout),
+        "parameters": parameter_count(config),
         "data": {
-            "file": options.data, "sha256": data.file_sha256(options.data), "samples": len(windows), "seq_len": windows.shape[1],
+            "file": options.data,
+            "sha256": data.file_sha256(options.data),
+            "samples": len(windows),
+            "seq_len": windows.shape[1],
             "seed": options.seed,
         },
-        "mode": options.mode, "sync_tp_size": options.sync_tp_size,
+        "mode": options.mode,
+        "sync_tp_size": options.sync_tp_size,
         "dtype": stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype,
-    }, windows  # fmt: skip
+    }, windows
 
 
 def _rows_of(previous: Mapping[str, Any], identity: Mapping[str, Any], layers: int) -> list[list[float]]:
@@ -165,19 +196,28 @@ def _rows_of(previous: Mapping[str, Any], identity: Mapping[str, Any], layers: i
             before, now = ({name: value for name, value in one.items() if name != "file"} for one in (before, now))
         if before != now:
             raise UserError(
-                f"--out holds a measurement with another {key} ({before} instead of {now}); name another file, or pass --overwrite"
+                f"--out holds a measurement with another {key} ({before} instead of {now}); name another file, or pass"
+                " --overwrite"
             )
     rows = previous.get("nll")
-    columns, samples = len(column_layouts(identity["mode"], layers, identity["sync_tp_size"])), identity["data"]["samples"]
+    columns, samples = (
+        len(column_layouts(identity["mode"], layers, identity["sync_tp_size"])),
+        identity["data"]["samples"],
+    )
     if not isinstance(rows, list) or len(rows) > samples or not all(_is_row(row, columns) for row in rows):
         raise UserError(
-            f"--out holds no table of at most {samples} rows of {columns} log-likelihoods; name another file, or pass --overwrite"
+            f"--out holds no table of at most {samples} rows of {columns} log-likelihoods; name another file, or pass"
+            " --overwrite"
         )
     return rows
 
 
 def _is_row(row: object, columns: int) -> bool:
-    return isinstance(row, list) and len(row) == columns and all(type(value) is float and math.isfinite(value) for value in row)
+    return (
+        isinstance(row, list)
+        and len(row) == columns
+        and all(type(value) is float and math.isfinite(value) for value in row)
+    )
 
 
 def sweep_seconds(layer_seconds: float, layers: int, windows: int, batch_size: int) -> float:
@@ -189,12 +229,15 @@ def _estimate(suffixes: Suffixes, windows: np.ndarray, done: int, batch_size: in
     """Time and memory of what is to come, from one layer timed here and now."""
     blocks, left = suffixes.blocks, len(windows) - done
     batch = torch.from_numpy(windows[:batch_size])
-    seconds = sweep_seconds(layer_seconds(blocks, suffixes.layer(0, suffixes.layouts[-1]), batch), blocks.num_layers, left, batch_size)
+    seconds = sweep_seconds(
+        layer_seconds(blocks, suffixes.layer(0, suffixes.layouts[-1]), batch), blocks.num_layers, left, batch_size
+    )
     pairs = 2 if suffixes.prefix is not suffixes.layouts[-1] else 1
     states = pairs * (blocks.num_layers + 1) * batch.numel() * int(blocks.config["hidden_size"]) * blocks.dtype.itemsize
     return (
-        f"{left} windows of {windows.shape[1]} tokens, {blocks.num_layers + 1} models: about {human_seconds(seconds)} on {blocks.device}, "
-        f"{human_bytes(parameter_count(blocks.config) * blocks.dtype.itemsize)} of weights and {human_bytes(states)} of states in memory"
+        f"{left} windows of {windows.shape[1]} tokens, {blocks.num_layers + 1} models: about {human_seconds(seconds)}"
+        f" on {blocks.device}, {human_bytes(parameter_count(blocks.config) * blocks.dtype.itemsize)} of weights and"
+        f" {human_bytes(states)} of states in memory"
     )
 
 
@@ -202,12 +245,14 @@ def _estimate(suffixes: Suffixes, windows: np.ndarray, done: int, batch_size: in
 
 
 def differences(perplexities: np.ndarray, mode: str) -> np.ndarray:
-    """S of perplexities [..., L + 1]: against the next column in a sweep, against the dense one for each block alone."""
+    """S of perplexities [..., L + 1]: against the next column in a sweep, against the dense one for each block
+    alone."""
     return perplexities[..., :-1] - (perplexities[..., -1:] if mode.startswith("each") else perplexities[..., 1:])
 
 
 def summarise(table: np.ndarray, tokens: int, options: SensitivityOptions, parameters: int) -> dict[str, Any]:
-    """Perplexities, S with its bootstrap interval over windows, and classes. table: [windows, L + 1] in nats; tokens: scored in each."""
+    """Perplexities, S with its bootstrap interval over windows, and classes. table: [windows, L + 1] in nats; tokens:
+    scored in each."""
     perplexities = np.exp(table.mean(0) / tokens)
     rng = np.random.default_rng(0)
     counts = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES)
@@ -221,7 +266,9 @@ def summarise(table: np.ndarray, tokens: int, options: SensitivityOptions, param
         "perplexity": perplexities.tolist(),
         "blocks": [
             {"block": i, "sensitivity": s, "low": a, "high": b, "class": classify(s, tau1, options.tau2)}
-            for i, (s, a, b) in enumerate(zip(differences(perplexities, options.mode).tolist(), low.tolist(), high.tolist(), strict=True))
+            for i, (s, a, b) in enumerate(
+                zip(differences(perplexities, options.mode).tolist(), low.tolist(), high.tolist(), strict=True)
+            )
         ],
     }
 

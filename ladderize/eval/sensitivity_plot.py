@@ -32,7 +32,15 @@ def draw(document: Mapping[str, Any], stem: Path) -> list[Path]:
             [max(0.0, entry["sensitivity"] - entry["low"]) for entry in chosen],
             [max(0.0, entry["high"] - entry["sensitivity"]) for entry in chosen],
         ]
-        axes.bar([entry["block"] for entry in chosen], heights, color=COLOURS[kind], label=kind, yerr=spread, ecolor="#444444", capsize=2)
+        axes.bar(
+            [entry["block"] for entry in chosen],
+            heights,
+            color=COLOURS[kind],
+            label=kind,
+            yerr=spread,
+            ecolor="#444444",
+            capsize=2,
+        )
     highest = max(entry["high"] for entry in blocks)
     for name in ("tau1", "tau2"):
         if document[name] <= 2 * highest:
@@ -57,5 +65,7 @@ def draw(document: Mapping[str, Any], stem: Path) -> list[Path]:
     axes.legend(frameon=False, fontsize=8)
     ranks = f", {document['sync_tp_size']} virtual ranks" if document["sync_tp_size"] else ""
     samples = f"{document['data']['samples']} x {document['data']['seq_len']} tokens"
-    figure.suptitle(f"{Path(document['model']).name}{ranks}; {samples}, {document['interval']:.0%} bootstrap intervals", fontsize=9)
+    figure.suptitle(
+        f"{Path(document['model']).name}{ranks}; {samples}, {document['interval']:.0%} bootstrap intervals", fontsize=9
+    )
     return save_figure(figure, stem)

@@ -31,7 +31,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a result document atomically, with schema and version in front."""
     path = path.expanduser().resolve()
     text = to_json(value)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+    ) as file:
         try:
             file.write(text + "\n")
             file.flush()
@@ -54,7 +56,9 @@ def read_document(path: Path, what: str) -> dict[str, Any]:
     document = read_json(path, advice=f"it should be a {what}")
     version = document.get("schema_version")
     if type(version) is not int or version != SCHEMA_VERSION:
-        raise UserError(f"{path} has schema_version {version!r}, but a {what} that this ladderize reads has {SCHEMA_VERSION}")
+        raise UserError(
+            f"{path} has schema_version {version!r}, but a {what} that this ladderize reads has {SCHEMA_VERSION}"
+        )
     return document
 
 

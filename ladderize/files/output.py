@@ -30,14 +30,18 @@ def not_a_checkpoint(folder: Path) -> str | None:
     return "is not a checkpoint (no config.json with safetensors)"
 
 
-def check_target(out: Path, source: Path, *, overwrite: bool, foreign: Callable[[Path], str | None] = not_a_checkpoint) -> Path:
+def check_target(
+    out: Path, source: Path, *, overwrite: bool, foreign: Callable[[Path], str | None] = not_a_checkpoint
+) -> Path:
     """Return ``out`` resolved, or raise UserError if it must not be written.
 
     foreign: says of a folder that is not of the kind to write, and so not to replace, what is wrong with it.
     """
     out, source = out.expanduser().resolve(), source.resolve()
     if out == source or source in out.parents:
-        raise UserError(f"OUT {out} is the source or lies inside it; the source is never touched, choose another folder")
+        raise UserError(
+            f"OUT {out} is the source or lies inside it; the source is never touched, choose another folder"
+        )
     if out in source.parents:
         raise UserError(f"OUT {out} contains the source {source}; choose another folder")
     if out.exists() and not out.is_dir():
@@ -75,7 +79,9 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
             leftover = _take_place(temporary, out, overwrite)
             fsync(out.parent)
             if leftover is not None:
-                shutil.rmtree(leftover, ignore_errors=True)  # OUT is complete; what resists is left to the next clean-up
+                shutil.rmtree(
+                    leftover, ignore_errors=True
+                )  # OUT is complete; what resists is left to the next clean-up
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -85,7 +91,8 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
-    """Yield a locked temporary folder beside ``out``, for what is needed only until ``out`` is there; it is always removed.
+    """Yield a locked temporary folder beside ``out``, for what is needed only until ``out`` is there; it is always
+    removed.
 
     What a killed run left of it, the next ``atomic_folder`` or ``scratch_folder`` of the same ``out`` removes.
     """
@@ -135,7 +142,9 @@ def clean_up(out: Path) -> None:
     """Complete an interrupted swap, and remove temporaries of ``out`` whose writer is gone."""
     complete_journal(out)
     for entry in list(os.scandir(out.parent)):
-        if re.fullmatch(re.escape(_prefix(out)) + r"[0-9a-f]{8}(-old)?", entry.name) and entry.is_dir(follow_symlinks=False):
+        if re.fullmatch(re.escape(_prefix(out)) + r"[0-9a-f]{8}(-old)?", entry.name) and entry.is_dir(
+            follow_symlinks=False
+        ):
             _remove_if_unlocked(entry.path)
 
 
@@ -259,7 +268,12 @@ def _move(reader: RawIOBase, writer: BufferedIOBase) -> int:
     try:
         return os.copy_file_range(reader.fileno(), writer.fileno(), CHUNK)
     except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        if isinstance(error, OSError) and error.errno not in (
+            errno.EXDEV,
+            errno.EINVAL,
+            errno.ENOSYS,
+            errno.EOPNOTSUPP,
+        ):
             raise
         moved = writer.write(reader.read(CHUNK) or b"")
         writer.flush()

@@ -19,8 +19,8 @@ ABOUT = "run.json"
 class WorkFolder:
     """A locked folder of ``CONTENT``, and what the run that fills it is about.
 
-    Used as a context. Of several processes ``main`` makes, locks and removes the folder. Raises UserError if it holds somebody's files, the
-    work of a run on something else (``identity``), or is in use.
+    Used as a context. Of several processes ``main`` makes, locks and removes the folder. Raises UserError if it holds
+    somebody's files, the work of a run on something else (``identity``), or is in use.
     """
 
     CONTENT: tuple[str, ...] = (ABOUT, ".*.json.*")  # names of what may lie here
@@ -51,7 +51,8 @@ class WorkFolder:
         different = " and ".join(sorted(key for key in identity if found.get(key) != identity[key]))
         if found and different:
             raise UserError(
-                f"{folder} holds unfinished work of a run with another {different}; {self.ADVICE}, or choose another --work-dir"
+                f"{folder} holds unfinished work of a run with another {different}; {self.ADVICE}, or choose another"
+                " --work-dir"
             )
         if not found:
             write_json(path, {**identity, "made_folder": made})
@@ -61,7 +62,8 @@ class WorkFolder:
         return any(entry.name != ABOUT for entry in self.folder.iterdir())
 
     def _only_ours(self) -> bool:
-        """Whether nothing but ``CONTENT`` lies here, beside the record that says so: names alone may be somebody else's."""
+        """Whether nothing but ``CONTENT`` lies here, beside the record that says so: names alone may be somebody
+        else's."""
         entries = list(self.folder.iterdir())
         known = (self.folder / ABOUT).is_file() or all(entry.match(f".{ABOUT}.*") for entry in entries)
         return known and all(any(entry.match(pattern) for pattern in self.CONTENT) for entry in entries)
@@ -69,7 +71,9 @@ class WorkFolder:
     def __enter__(self) -> "WorkFolder":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.lock is not None and error is not None and self.folder.is_dir() and not self.has_work():
             self.remove()  # nothing was done that would be missed
         self._unlock()

@@ -1,4 +1,5 @@
-"""YAML read with the scalars of YAML 1.2: ``16:32`` is text and not 992, ``no`` is Norwegian and not false, dates stay text."""
+"""YAML read with the scalars of YAML 1.2: ``16:32`` is text and not 992, ``no`` is Norwegian and not false, dates stay
+text."""
 
 import re
 from typing import Any

@@ -20,7 +20,8 @@ BUCKET = 256
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0: greedy. top_k 0 and top_p 1: no limit. The draws depend on ``seed``, row and step only, not on tp_size."""
+    """temperature 0: greedy. top_k 0 and top_p 1: no limit. The draws depend on ``seed``, row and step only, not on
+    tp_size."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -28,18 +29,22 @@ class Sampling:
     seed: int = 0
 
     def draws(self, batch: int, steps: int, first_row: int = 0) -> Tensor:
-        """Uniform numbers [batch, steps] of the rows from ``first_row`` on; a row's do not depend on how many rows and steps there are."""
+        """Uniform numbers [batch, steps] of the rows from ``first_row`` on; a row's do not depend on how many rows and
+        steps there are."""
         seeds = (self.seed + row * 0x9E3779B1 for row in range(first_row, first_row + batch))
         return torch.stack([torch.rand(steps, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
 def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
-    """logits: [batch, vocab]; draw: [batch] in [0, 1). Returns ids [batch], by inversion of the kept tokens' distribution."""
+    """logits: [batch, vocab]; draw: [batch] in [0, 1). Returns ids [batch], by inversion of the kept tokens'
+    distribution."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     best = logits.amax(-1, keepdim=True)  # subtracted first: a tiny temperature must not make ties of infinities
     scaled = (logits - best).float() / sampling.temperature
-    if not sampling.top_k and sampling.top_p >= 1:  # every token is kept: no need to sort a whole vocabulary for each of them
+    if (
+        not sampling.top_k and sampling.top_p >= 1
+    ):  # every token is kept: no need to sort a whole vocabulary for each of them
         cumulative = scaled.softmax(-1).cumsum(-1)
         place = torch.searchsorted(cumulative, draw.unsqueeze(-1) * cumulative[:, -1:], right=True)
         return place.clamp(max=logits.shape[-1] - 1).squeeze(-1)
@@ -48,7 +53,8 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
         scaled[:, sampling.top_k :] = -torch.inf
     probabilities = scaled.softmax(-1)
     cumulative = probabilities.cumsum(-1)
-    # nucleus: the fewest tokens whose probability reaches top_p, and never less than one (Holtzman et al., arXiv 1904.09751)
+    # nucleus: the fewest tokens whose probability reaches top_p, and never less than one (Holtzman et al., arXiv
+    # 1904.09751)
     kept = cumulative - probabilities < sampling.top_p
     kept[:, 0] = True
     total = (probabilities * kept).sum(-1)
@@ -58,14 +64,17 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
 
 
 def rope_table(config: dict[str, object], positions: int, device: torch.device) -> Tensor:
-    """cos + i sin [positions, head_dim / 2], from transformers' own rotary embedding: every rope scaling it knows is ours too."""
+    """cos + i sin [positions, head_dim / 2], from transformers' own rotary embedding: every rope scaling it knows is
+    ours too."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     known = LlamaConfig.from_dict(config)
     kind = (known.rope_parameters or {}).get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
-        raise UserError(f"config.json: rope_type {kind} changes with the length of the text, which the runtime does not support")
+        raise UserError(
+            f"config.json: rope_type {kind} changes with the length of the text, which the runtime does not support"
+        )
     cos, sin = LlamaRotaryEmbedding(known)(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
     half = cos.shape[-1] // 2  # the two halves of a head turn alike
     return torch.complex(cos[0, :, :half], sin[0, :, :half]).to(device)
@@ -73,7 +82,8 @@ def rope_table(config: dict[str, object], positions: int, device: torch.device) 
 
 @dataclass
 class Generator:
-    """A model with a cache for ``batch`` rows and ``columns`` positions. All ranks call the same methods in the same order."""
+    """A model with a cache for ``batch`` rows and ``columns`` positions. All ranks call the same methods in the same
+    order."""
 
     model: TPLlama
     rope: Tensor  # of rope_table
@@ -89,7 +99,8 @@ class Generator:
         return self.cache.keys.device
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read the prompts, one for each row of the cache. Returns the logits after the last token of each [batch, vocab]."""
+        """Read the prompts, one for each row of the cache. Returns the logits after the last token of each [batch,
+        vocab]."""
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -97,7 +108,8 @@ class Generator:
         return self.model.logits(self.read(ids.to(self.device), padding)[:, -1:])[:, 0]
 
     def read(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Begin anew with ids [batch, tokens]; returns the normed hidden states of all of them [batch, tokens, hidden]."""
+        """Begin anew with ids [batch, tokens]; returns the normed hidden states of all of them [batch, tokens,
+        hidden]."""
         tokens = ids.shape[1]
         if ids.shape[0] != self.cache.keys.shape[1]:
             raise ValueError(f"{ids.shape[0]} prompts for a cache of {self.cache.keys.shape[1]} rows")
@@ -110,7 +122,9 @@ class Generator:
         else:
             real = columns[None] >= padding[:, None]
             # a column of padding sees itself alone: a row of the mask that allows nothing would make NaN
-            mask = (columns[:, None] >= columns) & real[:, None, :] | torch.eye(tokens, dtype=torch.bool, device=self.device)
+            mask = (columns[:, None] >= columns) & real[:, None, :] | torch.eye(
+                tokens, dtype=torch.bool, device=self.device
+            )
             mask, positions = mask[:, None], (columns[None] - padding[:, None]).clamp(min=0)
         step = Step(_turn(self.rope, positions), 0, 0, mask, causal=mask is None)
         return self.model.forward(ids, step, self.cache)
@@ -136,7 +150,8 @@ class Generator:
         return self.model.logits(self.model.forward(tokens[:, None], step, self.cache))[:, 0]
 
     def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
-        """Append ``tokens`` [batch] and as many more as ``draws`` [batch, n] has columns; returns the new ones [batch, n].
+        """Append ``tokens`` [batch] and as many more as ``draws`` [batch, n] has columns; returns the new ones [batch,
+        n].
 
         On a GPU nothing here waits for the device.
         """
@@ -148,9 +163,11 @@ class Generator:
 
 
 class FixedStep:
-    """One decode step that reads token ids, position and padding from buffers and has ``length`` columns of the cache in view.
+    """One decode step that reads token ids, position and padding from buffers and has ``length`` columns of the cache
+    in view.
 
-    It knows the model and the cache but not its generator: a cycle would keep CUDA graphs alive, and NCCL does not end before they do.
+    It knows the model and the cache but not its generator: a cycle would keep CUDA graphs alive, and NCCL does not end
+    before they do.
     """
 
     def __init__(self, generator: Generator, length: int) -> None:
@@ -177,7 +194,8 @@ class FixedStep:
 
 
 class CapturedStep(FixedStep):
-    """The same as a CUDA graph. Graphs of one generator share a pool of memory: each one's output is read before the next is replayed."""
+    """The same as a CUDA graph. Graphs of one generator share a pool of memory: each one's output is read before the
+    next is replayed."""
 
     def __init__(self, generator: Generator, length: int, pool: Any) -> None:
         super().__init__(generator, length)
@@ -208,10 +226,16 @@ def _turn(rope: Tensor, positions: Tensor) -> Tensor:
 
 
 def generate(
-    generator: Generator, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampling: Sampling, eos: Sequence[int] = (),
+    generator: Generator,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    eos: Sequence[int] = (),
     first_row: int = 0,
-) -> Iterator[list[list[int]]]:  # fmt: skip
-    """Yield the new tokens of each row, a few steps at a time; a row that has ended yields nothing more (its EOS is included).
+) -> Iterator[list[list[int]]]:
+    """Yield the new tokens of each row, a few steps at a time; a row that has ended yields nothing more (its EOS is
+    included).
 
     first_row: the number by which ``sampling`` knows the first of the rows, where they are some of many.
     """

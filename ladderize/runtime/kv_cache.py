@@ -1,7 +1,7 @@
 """A static KV cache: allocated once, written in place, column by column of the batch.
 
-On a CPU it is float32, whatever the weights are: with one query per head, attention over bfloat16 keys takes 2 to 7 times as long
-there (torch converts them again for each step), and the cache is small beside the weights.
+On a CPU it is float32, whatever the weights are: with one query per head, attention over bfloat16 keys takes 2 to 7
+times as long there (torch converts them again for each step), and the cache is small beside the weights.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from ladderize.runtime.shards import Shape
 
 @dataclass
 class KVCache:
-    """keys, values: [layers, batch, own KV heads, columns, head_dim]. A column is one position of every row of the batch."""
+    """keys, values: [layers, batch, own KV heads, columns, head_dim]. A column is one position of every row of the
+    batch."""
 
     keys: Tensor
     values: Tensor

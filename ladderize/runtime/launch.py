@@ -24,7 +24,8 @@ from ladderize.console import DEBUG, UserError, sentence, silent_stdout
 # A rank that fails because another one did reports it too: wait so long for the one that failed first.
 CAUSE_SECONDS = 1.0
 TERMINATE_SECONDS = 3.0
-# Loading, and the fp32 reference that rank 0 computes while the others wait, can be long; a dead rank is noticed otherwise.
+# Loading, and the fp32 reference that rank 0 computes while the others wait, can be long; a dead rank is noticed
+# otherwise.
 TIMEOUT = timedelta(hours=2)
 SEGMENTS = Path("/dev/shm")  # noqa: S108 - a memory file system is the point
 
@@ -63,14 +64,18 @@ class Group:
 
 
 def already_started() -> bool:
-    """Whether a launcher has started this process as one of several; raises UserError if it left out what it has to say."""
+    """Whether a launcher has started this process as one of several; raises UserError if it left out what it has to
+    say."""
     names = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
     if os.environ.get("WORLD_SIZE", "1") in ("", "1"):
         return False
     for name in names:
         value = os.environ.get(name, "")
         if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
-            raise UserError(f"WORLD_SIZE is set, as a launcher does, but {name} is {value!r}; unset WORLD_SIZE or start with torchrun")
+            raise UserError(
+                f"WORLD_SIZE is set, as a launcher does, but {name} is {value!r}; unset WORLD_SIZE or start with"
+                " torchrun"
+            )
     return True
 
 
@@ -79,9 +84,14 @@ def check_tp_size(tp_size: int, device: str) -> None:
     if already_started():
         world = int(os.environ["WORLD_SIZE"])
         if tp_size != world:
-            raise UserError(f"--tp-size {tp_size} was asked for, but the launcher started {world} processes; make them equal")
+            raise UserError(
+                f"--tp-size {tp_size} was asked for, but the launcher started {world} processes; make them equal"
+            )
     elif device == "cuda" and tp_size > torch.cuda.device_count():
-        raise UserError(f"--tp-size {tp_size} needs as many GPUs; this host has {torch.cuda.device_count()} (see --emulate-tp of bench)")
+        raise UserError(
+            f"--tp-size {tp_size} needs as many GPUs; this host has {torch.cuda.device_count()} (see --emulate-tp of"
+            " bench)"
+        )
 
 
 def default_device() -> str:
@@ -91,14 +101,16 @@ def default_device() -> str:
 def run(function: Callable[..., Any], *args: Any, tp_size: int, device: str, threads: int | None = None) -> Any:
     """Call ``function(group, *args)`` on every rank of a group and return what rank 0 returned.
 
-    One rank runs in this process. More are started as processes of this host, unless a launcher has done so. ``function``
-    and ``args`` are pickled by reference. Raises UserError with the cause if any rank fails; by then all ranks are gone.
-    threads: of each rank; None shares this host's cores out.
+    One rank runs in this process. More are started as processes of this host, unless a launcher has done so.
+    ``function`` and ``args`` are pickled by reference. Raises UserError with the cause if any rank fails; by then all
+    ranks are gone. threads: of each rank; None shares this host's cores out.
     """
     check_tp_size(tp_size, device)
     if already_started():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank, local_size = (int(os.environ.get(key) or default) for key, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+        local_rank, local_size = (
+            int(os.environ.get(key) or default) for key, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+        )
         with _initialised(rank, size, local_rank, device, threads, local_size, "env://") as group:
             return function(group, *args)
     if tp_size == 1:
@@ -140,13 +152,16 @@ def _initialised(
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=TIMEOUT)
     yield group
     gc.collect()  # NCCL waits for every CUDA graph that has captured it
-    dist.destroy_process_group()  # not after an error: the others would fail of that, and say so before this rank says why
+    # not after an error: the others would fail of that, and say so before this rank says why
+    dist.destroy_process_group()
 
 
 # ---- starting ranks on this host ----
 
 
-def _start(function: Callable[..., Any], args: tuple[Any, ...], size: int, device: str, threads: int | None, store: Path) -> Any:
+def _start(
+    function: Callable[..., Any], args: tuple[Any, ...], size: int, device: str, threads: int | None, store: Path
+) -> Any:
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
@@ -175,7 +190,9 @@ def _supervise(pipes: list[Connection], processes: list[Any]) -> Any:
     deadline = None
     while running and (deadline is None or time.monotonic() < deadline):
         wait(
-            [processes[rank].sentinel for rank in running] + [pipes[rank] for rank in running - values.keys() - errors.keys()], timeout=0.2
+            [processes[rank].sentinel for rank in running]
+            + [pipes[rank] for rank in running - values.keys() - errors.keys()],
+            timeout=0.2,
         )
         for rank in sorted(running):
             _receive(rank, pipes[rank], values, errors)
@@ -266,8 +283,15 @@ def end_with_parent() -> None:
 
 
 def _out_of_memory(error: BaseException) -> UserError | None:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error) or "Storage size" in str(error):
-        return UserError(f"out of memory: {sentence(error)[:150]}; a smaller --batch-size, shorter texts or a larger --tp-size take less")
+    if (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "can't allocate memory" in str(error)
+        or "Storage size" in str(error)
+    ):
+        return UserError(
+            f"out of memory: {sentence(error)[:150]}; a smaller --batch-size, shorter texts or a larger --tp-size take"
+            " less"
+        )
     return None
 
 

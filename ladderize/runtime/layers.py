@@ -1,9 +1,9 @@
 """What one rank owns of a Llama's tensors, and the linear layers over it.
 
-Column-parallel layers (q, k, v; gate, up) compute a slice of their outputs; row-parallel ones (o, down) read a slice of their
-inputs and return a *partial sum*: whoever calls them decides when to reduce it, so their bias belongs to no rank and is
-kept apart. Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where there are
-more ranks than KV heads (DESIGN section 2; Megatron-LM, arXiv 1909.08053).
+Column-parallel layers (q, k, v; gate, up) compute a slice of their outputs; row-parallel ones (o, down) read a slice of
+their inputs and return a *partial sum*: whoever calls them decides when to reduce it, so their bias belongs to no rank
+and is kept apart. Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated
+where there are more ranks than KV heads (DESIGN section 2; Megatron-LM, arXiv 1909.08053).
 """
 
 import functools
@@ -17,8 +17,8 @@ from torch import Tensor
 class Linear:
     """y = x W^T + b for an inference-only weight [out, in]. ``pack``: store it in oneDNN's blocked layout (CPU).
 
-    A packed bfloat16 product of one token reads memory about 1.5 times as fast as F.linear, which reorders as it goes; a packed
-    float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both).
+    A packed bfloat16 product of one token reads memory about 1.5 times as fast as F.linear, which reorders as it goes;
+    a packed float32 one gains a fifth on prompts (benchmarks/decode_cpu.py measures both).
     """
 
     __slots__ = ("bias", "out_features", "packed", "weight")
@@ -42,8 +42,8 @@ class Linear:
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 inside and rounded once.
 
-    On a CPU through layer_norm of [x, -x], whose mean is 0 and whose variance is the mean of x^2: three kernels instead of the
-    nine that torch composes its rms_norm of there.
+    On a CPU through layer_norm of [x, -x], whose mean is 0 and whose variance is the mean of x^2: three kernels instead
+    of the nine that torch composes its rms_norm of there.
     """
 
     __slots__ = ("doubled", "eps", "weight")
@@ -55,7 +55,9 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         if self.doubled is None:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.layer_norm(torch.cat((x, -x), -1), self.doubled.shape, self.doubled, None, self.eps)[..., : x.shape[-1]]
+        return F.layer_norm(torch.cat((x, -x), -1), self.doubled.shape, self.doubled, None, self.eps)[
+            ..., : x.shape[-1]
+        ]
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -103,10 +105,13 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of distinct tensors that decoding one token reads (of the embedding: its rows only, so not counted unless tied)."""
+        """Bytes of distinct tensors that decoding one token reads (of the embedding: its rows only, so not counted
+        unless tied)."""
         total = self.norm.weight.nbytes + self.head.nbytes
         for layer in self.layers:
-            total += layer.input_norm.weight.nbytes + layer.post_norm.weight.nbytes + layer.qkv.nbytes + layer.down.nbytes
+            total += (
+                layer.input_norm.weight.nbytes + layer.post_norm.weight.nbytes + layer.qkv.nbytes + layer.down.nbytes
+            )
             total += sum(linear.nbytes for linear in (*layer.o, *layer.gate_up))
             total += sum(bias.nbytes for bias in (layer.o_bias, layer.down_bias) if bias is not None)
         return total

@@ -1,4 +1,5 @@
-"""Loading: each rank reads the bytes of its own slices from the safetensors files, one tensor at a time, onto its device."""
+"""Loading: each rank reads the bytes of its own slices from the safetensors files, one tensor at a time, onto its
+device."""
 
 import os
 import zlib
@@ -26,7 +27,8 @@ class Source(Protocol):
 
 
 class CheckpointReader:
-    """Reads slices of a checkpoint's tensors with pread: nothing is mapped, so memory holds what was asked for and no more."""
+    """Reads slices of a checkpoint's tensors with pread: nothing is mapped, so memory holds what was asked for and no
+    more."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
@@ -35,7 +37,9 @@ class CheckpointReader:
     def __enter__(self) -> "CheckpointReader":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for descriptor in self.files.values():
             os.close(descriptor)
         self.files.clear()
@@ -148,7 +152,9 @@ def _layer(read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: int,
             rows("self_attn.v_proj", shape.kv_rows(), biased),
         ]
     )
-    o = [Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *bounds), pack=pack) for bounds in split(shape.query_rows())]
+    o = [
+        Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *bounds), pack=pack) for bounds in split(shape.query_rows())
+    ]
     gate_up = [
         fused([rows("mlp.gate_proj", bounds, shape.mlp_bias), rows("mlp.up_proj", bounds, shape.mlp_bias)])
         for bounds in split(shape.inner_rows())
@@ -167,7 +173,8 @@ def _layer(read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: int,
 
 
 def _pair_up(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder each head's rows so that the two that rope turns together are neighbours: a complex product then turns them.
+    """Reorder each head's rows so that the two that rope turns together are neighbours: a complex product then turns
+    them.
 
     Done to q and k alike, this changes no attention score.
     """

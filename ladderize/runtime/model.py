@@ -1,8 +1,9 @@
 """The one tensor-parallel Llama, for every layout: DESIGN section 2 as its forward.
 
-Between layers the state is the residual stream, equal on all ranks, and perhaps one all-reduce in flight. Each sub-module
-returns this rank's partial sum; the layout says whether its sum is waited for at once (blocking), after the next
-sub-module (overlapped, Ladder Residual, arXiv 2501.06589) or left out until the next sync point (dropped, SPD, arXiv 2502.20727).
+Between layers the state is the residual stream, equal on all ranks, and perhaps one all-reduce in flight. Each
+sub-module returns this rank's partial sum; the layout says whether its sum is waited for at once (blocking), after the
+next sub-module (overlapped, Ladder Residual, arXiv 2501.06589) or left out until the next sync point (dropped, SPD,
+arXiv 2502.20727).
 """
 
 from collections.abc import Callable
@@ -24,9 +25,10 @@ from ladderize.runtime.shards import Shape
 class Step:
     """Where the tokens of one forward pass stand.
 
-    turn: complex [batch or 1, tokens, 1, head_dim / 2], rope's factors. where: their first cache column, or a tensor [tokens] of
-    columns. length: the columns of the cache that attention sees; 0: a prompt, which sees itself alone. mask: bool [batch or 1, 1,
-    tokens, columns in view], True where a token may look; None: everything, or with ``causal`` everything up to itself.
+    turn: complex [batch or 1, tokens, 1, head_dim / 2], rope's factors. where: their first cache column, or a tensor
+    [tokens] of columns. length: the columns of the cache that attention sees; 0: a prompt, which sees itself alone.
+    mask: bool [batch or 1, 1, tokens, columns in view], True where a token may look; None: everything, or with
+    ``causal`` everything up to itself.
     """
 
     turn: Tensor
@@ -42,13 +44,16 @@ class TPLlama:
     compile: run the sub-modules between the collectives through torch.compile.
     """
 
-    def __init__(self, shape: Shape, layout: Layout, weights: Weights, collectives: Collectives, *, compile: bool = False) -> None:
+    def __init__(
+        self, shape: Shape, layout: Layout, weights: Weights, collectives: Collectives, *, compile: bool = False
+    ) -> None:
         self.shape, self.layout, self.weights, self.collectives = shape, layout, weights, collectives
         self.project: Callable[..., Any] = compiled(project) if compile else project
         self.mlp: Callable[..., Any] = compiled(mlp) if compile else mlp
 
     def forward(self, ids: Tensor, step: Step, cache: KVCache) -> Tensor:
-        """ids: [batch, tokens]. Returns the normed end of the residual stream [batch, tokens, hidden], equal on all ranks."""
+        """ids: [batch, tokens]. Returns the normed end of the residual stream [batch, tokens, hidden], equal on all
+        ranks."""
         residual = self.embed(ids)
         pending: Handle | None = None
         pending_bias: Tensor | None = None
@@ -78,7 +83,8 @@ class TPLlama:
         return self.weights.norm(residual)  # the last MLP sync is blocking: nothing is pending
 
     def attention(self, index: int, layer: LayerWeights, x: Tensor, step: Step, cache: KVCache) -> list[Tensor]:
-        """The partial sums of attention, without o_proj's bias: one, or one for each virtual rank that is computed apart."""
+        """The partial sums of attention, without o_proj's bias: one, or one for each virtual rank that is computed
+        apart."""
         query, key, value = self.project(layer, x, step.turn, self.shape)
         cache.write(index, step.where, key, value)
         if step.length:
@@ -109,7 +115,8 @@ class TPLlama:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for each shape anew, as often as there are shapes; what it cannot compile is an error, not a slower run."""
+    """torch.compile for each shape anew, as often as there are shapes; what it cannot compile is an error, not a slower
+    run."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return torch.compile(function, dynamic=False)
@@ -120,7 +127,8 @@ def plus(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def project(layer: LayerWeights, x: Tensor, turn: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [batch, own heads, tokens, head_dim], float32, of the residual stream [batch, tokens, hidden]."""
+    """Queries, keys and values [batch, own heads, tokens, head_dim], float32, of the residual stream [batch, tokens,
+    hidden]."""
     fused = layer.qkv(layer.input_norm(x)).float().unflatten(-1, (-1, shape.head_dim))
     turning, value = fused.split((shape.own_heads + shape.own_kv_heads, shape.own_kv_heads), 2)
     query, key = rotate(turning, turn).split((shape.own_heads, shape.own_kv_heads), 2)
@@ -128,7 +136,8 @@ def project(layer: LayerWeights, x: Tensor, turn: Tensor, shape: Shape) -> tuple
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rope: neighbouring pairs of x [batch, tokens, heads, head_dim] as complex numbers, times ``turn`` (RoFormer, arXiv 2104.09864)."""
+    """Rope: neighbouring pairs of x [batch, tokens, heads, head_dim] as complex numbers, times ``turn`` (RoFormer,
+    arXiv 2104.09864)."""
     pairs = x.unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
         (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(turn).unbind(-1)
@@ -146,12 +155,15 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cau
         return F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(batch, 1, -1)
     if mask is not None and groups != heads:  # kernels that take a mask know no groups
         keys, values = (t.repeat_interleave(heads // groups, 1) for t in (keys, values))
-    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=keys.shape[1] != heads)
+    output = F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=keys.shape[1] != heads
+    )
     return output.transpose(1, 2).reshape(batch, tokens, -1)
 
 
 def mlp(layer: LayerWeights, residual: Tensor, carry: list[Tensor] | None) -> Tensor:
-    """The partial sum of the MLP, without down_proj's bias, plus what this rank carries (SPD section 4.1: X' = X + AR(Z + P)).
+    """The partial sum of the MLP, without down_proj's bias, plus what this rank carries (SPD section 4.1: X' = X + AR(Z
+    + P)).
 
     Each virtual rank k of this process reads residual + carry[k]; the one product with down_proj adds them all up.
     """

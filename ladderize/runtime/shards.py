@@ -1,7 +1,7 @@
 """Which part of a Llama's tensors is one rank's.
 
-Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where there are more ranks than KV heads
-(DESIGN section 2; Megatron-LM, arXiv 1909.08053).
+Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where there are more
+ranks than KV heads (DESIGN section 2; Megatron-LM, arXiv 1909.08053).
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama and of one rank's part of it. Every size is a count; ``tp_size`` processes share the model."""
+    """The sizes of a Llama and of one rank's part of it. Every size is a count; ``tp_size`` processes share the
+    model."""
 
     vocab: int
     hidden: int
@@ -46,14 +47,26 @@ class Shape:
     replicate_vocab: bool = False
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, tp_size: int, rank: int, replicate_vocab: bool = False) -> "Shape":
+    def from_config(
+        cls, config: Mapping[str, Any], *, tp_size: int, rank: int, replicate_vocab: bool = False
+    ) -> "Shape":
         check_split(config, tp_size, name="--tp-size")
         return cls(
-            config["vocab_size"], config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"],
-            config["num_attention_heads"], kv_head_count(config), head_dim(config), config.get("rms_norm_eps", 1e-6),
-            bool(config.get("tie_word_embeddings")), tp_size, rank, bool(config.get("attention_bias")), bool(config.get("mlp_bias")),
+            config["vocab_size"],
+            config["hidden_size"],
+            config["intermediate_size"],
+            config["num_hidden_layers"],
+            config["num_attention_heads"],
+            kv_head_count(config),
+            head_dim(config),
+            config.get("rms_norm_eps", 1e-6),
+            bool(config.get("tie_word_embeddings")),
+            tp_size,
+            rank,
+            bool(config.get("attention_bias")),
+            bool(config.get("mlp_bias")),
             replicate_vocab or tp_size == 1,
-        )  # fmt: skip
+        )
 
     @property
     def own_heads(self) -> int:
@@ -98,13 +111,14 @@ def check_tp_size(config: Mapping[str, Any], layout: Layout, tp_size: int, *, na
     if layout.sync_tp_size is not None and layout.sync_tp_size % tp_size:
         fitting = [n for n in range(1, layout.sync_tp_size + 1) if layout.sync_tp_size % n == 0]
         raise LayoutError(
-            f"{name} {tp_size} does not divide the {layout.sync_tp_size} virtual ranks (sync_tp_size) that this layout's dropped sync "
-            f"points were made for; this model runs on {', '.join(map(str, fitting))}"
+            f"{name} {tp_size} does not divide the {layout.sync_tp_size} virtual ranks (sync_tp_size) that this"
+            f" layout's dropped sync points were made for; this model runs on {', '.join(map(str, fitting))}"
         )
 
 
 def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> int:
-    """How many virtual ranks one process computes apart in ``layer``; 1 where nothing is dropped, since sums then do not care."""
+    """How many virtual ranks one process computes apart in ``layer``; 1 where nothing is dropped, since sums then do
+    not care."""
     if layout.attention_sync[layer] != DROPPED:
         return 1
     assert layout.sync_tp_size is not None

@@ -49,7 +49,9 @@ class ModelSpec:
         return int(self.config.get("max_position_embeddings") or 2048)
 
 
-def checkpoint_spec(model: str, *, tp_size: int, dtype: str = "auto", revision: str | None = None, option: str = "--tp-size") -> ModelSpec:
+def checkpoint_spec(
+    model: str, *, tp_size: int, dtype: str = "auto", revision: str | None = None, option: str = "--tp-size"
+) -> ModelSpec:
     """Check everything about a checkpoint that can be known without its weights; raises UserError or LayoutError."""
     folder, is_local = resolve_json(model, revision)
     config = read_config(folder)
@@ -85,7 +87,9 @@ def read_shape(name: str) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        raise UserError(f"--random-weights {name} is neither one of {', '.join(shapes)} nor a config.json or its folder")
+        raise UserError(
+            f"--random-weights {name} is neither one of {', '.join(shapes)} nor a config.json or its folder"
+        )
     return read_json(path)
 
 
@@ -122,13 +126,16 @@ def eos_ids(spec: ModelSpec) -> tuple[int, ...]:
 
 
 class WeightCache:
-    """Weights of one rank, loaded once for all models that share them: the same files (or random numbers), slices and dtype."""
+    """Weights of one rank, loaded once for all models that share them: the same files (or random numbers), slices and
+    dtype."""
 
     def __init__(self, device: torch.device, *, pack: bool, replicate_vocab: bool = False) -> None:
         self.device, self.pack, self.replicate_vocab = device, pack, replicate_vocab
         self.loaded: dict[Any, Weights] = {}
 
-    def get(self, spec: ModelSpec, tp_size: int, rank: int, advance: Callable[[int], None] = lambda count: None) -> tuple[Shape, Weights]:
+    def get(
+        self, spec: ModelSpec, tp_size: int, rank: int, advance: Callable[[int], None] = lambda count: None
+    ) -> tuple[Shape, Weights]:
         shape = Shape.from_config(spec.config, tp_size=tp_size, rank=rank, replicate_vocab=self.replicate_vocab)
         apart = tuple(virtual_ranks(spec.layout, layer, tp_size) for layer in range(shape.layers))
         load = functools.partial(load_weights, shape=shape, layout=spec.layout, pack=self.pack, advance=advance)
@@ -146,11 +153,20 @@ class WeightCache:
 
 
 def open_generator(
-    spec: ModelSpec, collectives: Collectives, weights: WeightCache, group: Group, batch: int, columns: int, *,
-    compile: bool = False, kind: type[TPLlama] = TPLlama, cache: KVCache | None = None,
+    spec: ModelSpec,
+    collectives: Collectives,
+    weights: WeightCache,
+    group: Group,
+    batch: int,
+    columns: int,
+    *,
+    compile: bool = False,
+    kind: type[TPLlama] = TPLlama,
+    cache: KVCache | None = None,
     advance: Callable[[int], None] = lambda count: None,
-) -> Generator:  # fmt: skip
-    """One rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens; ``cache`` is used again if it fits."""
+) -> Generator:
+    """One rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens; ``cache`` is used again if
+    it fits."""
     shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
     model = kind(shape, spec.layout, own, collectives, compile=compile)
     if cache is None or not cache.fits(shape, batch, columns, spec.torch_dtype):

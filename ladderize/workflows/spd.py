@@ -1,8 +1,9 @@
-"""``ladderize spd``: sensitivity, classes, head grouping, distillation, conversion, and what each step won, in one command.
+"""``ladderize spd``: sensitivity, classes, head grouping, distillation, conversion, and what each step won, in one
+command.
 
-The paper's recipe (arXiv 2502.20727, section 4): blocks with S <= tau1 are dropped as they are; those up to tau2 are distilled; those
-above have their heads grouped first. With the criterion ``error`` heads are grouped for every block that is distilled: it costs nothing
-at inference.
+The paper's recipe (arXiv 2502.20727, section 4): blocks with S <= tau1 are dropped as they are; those up to tau2 are
+distilled; those above have their heads grouped first. With the criterion ``error`` heads are grouped for every block
+that is distilled: it costs nothing at inference.
 """
 
 from collections.abc import Mapping
@@ -48,8 +49,8 @@ __all__ = ["SpdOptions", "block_rows", "perplexity_rows", "run_spd"]
 
 @dataclass(frozen=True)
 class SpdOptions:
-    """See ``ladderize spd --help``. training: the data, its windows, and the distillation. calibration_samples: so many of the windows
-    to train on, or all, for the sensitivity and the grouping. distill_all: in-sensitive blocks too."""
+    """See ``ladderize spd --help``. training: the data, its windows, and the distillation. calibration_samples: so many
+    of the windows to train on, or all, for the sensitivity and the grouping. distill_all: in-sensitive blocks too."""
 
     sync_tp_size: int
     training: BlockwiseOptions
@@ -63,25 +64,32 @@ class SpdOptions:
     revision: str | None = None
 
 
-def run_spd(model: str, out: str, options: SpdOptions, *, console: Console, overwrite: bool = False, verify: bool = True) -> dict[str, Any]:
+def run_spd(
+    model: str, out: str, options: SpdOptions, *, console: Console, overwrite: bool = False, verify: bool = True
+) -> dict[str, Any]:
     """From the dense ``model`` to the SPD checkpoint ``out``; returns the document of spd.json.
 
-    Every step is kept in a work folder until OUT is there, so a killed run goes on. Of several processes (accelerate launch, torchrun)
-    rank 0 measures and groups, and all distil.
+    Every step is kept in a work folder until OUT is there, so a killed run goes on. Of several processes (accelerate
+    launch, torchrun) rank 0 measures and groups, and all distil.
     """
     training = options.training
     ranks = join_ranks(training.device)
     checkpoint = open_checkpoint(model, options.revision)
     layout = Layout.from_config(checkpoint.config)
     if not layout.is_dense:
-        raise UserError(f"{model} is not dense ({layout}); only a dense model has sync points to drop by their sensitivity")
+        raise UserError(
+            f"{model} is not dense ({layout}); only a dense model has sync points to drop by their sensitivity"
+        )
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
     output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
     folder = work_folder(out, training.work_dir, checkpoint)
     recipe = Recipe(
-        spd="auto", sync_tp_size=options.sync_tp_size, sensitivity=str(folder / "sensitivity.json"),
-        spd_fraction=options.spd_fraction, max_ppl_increase=options.max_ppl_increase,
-    )  # fmt: skip
+        spd="auto",
+        sync_tp_size=options.sync_tp_size,
+        sensitivity=str(folder / "sensitivity.json"),
+        spd_fraction=options.spd_fraction,
+        max_ppl_increase=options.max_ppl_increase,
+    )
     windows = training_windows(checkpoint, training)
     calibration = windows.train[: options.calibration_samples].numpy()
     dtype = compute_dtype(checkpoint, training.dtype)
@@ -89,9 +97,16 @@ def run_spd(model: str, out: str, options: SpdOptions, *, console: Console, over
     stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), ranks.device)
     record = training_record(windows, training, dtype)
     identity = {
-        "method": "spd", "model": fingerprint(checkpoint), "sync_tp_size": options.sync_tp_size, "dtype": record["dtype"],
-        "calibration": {"sha256": record["data"]["sha256"], "windows": list(calibration.shape), "seed": training.distill.seed},
-    }  # fmt: skip
+        "method": "spd",
+        "model": fingerprint(checkpoint),
+        "sync_tp_size": options.sync_tp_size,
+        "dtype": record["dtype"],
+        "calibration": {
+            "sha256": record["data"]["sha256"],
+            "windows": list(calibration.shape),
+            "seed": training.distill.seed,
+        },
+    }
     with ranks.main_first():
         work = BlockFolder(folder, identity, main=ranks.is_main)
     with work:
@@ -105,7 +120,9 @@ def run_spd(model: str, out: str, options: SpdOptions, *, console: Console, over
         with ranks.main_first():
             head_map = group(teacher, selection, options, calibration, work, console)
         student = Student(layout, tuple(to_distil(selection, options)), lambda layer: permuted(stored, layer, head_map))
-        distill(teacher, student, windows, training.distill, work, console, about=record, rank=ranks.rank, ranks=ranks.size)
+        distill(
+            teacher, student, windows, training.distill, work, console, about=record, rank=ranks.rank, ranks=ranks.size
+        )
         ranks.barrier()
         if not ranks.is_main:
             return {}
@@ -117,47 +134,90 @@ def run_spd(model: str, out: str, options: SpdOptions, *, console: Console, over
             **record,
         }  # fmt: skip
         convert_checkpoint(
-            model, out, recipe, revision=options.revision, overwrite=overwrite, verify=verify, head_map=head_map,
-            replace=work.tensors(student.layers), console=console,
+            model,
+            out,
+            recipe,
+            revision=options.revision,
+            overwrite=overwrite,
+            verify=verify,
+            head_map=head_map,
+            replace=work.tensors(student.layers),
+            console=console,
             record={"distillation": {"layers": format_ranges(student.layers), **record}} if student.layers else None,
-            extra_files={"sensitivity.json": (folder / "sensitivity.json").read_text(), "spd.json": to_json(document) + "\n"},
-        )  # fmt: skip
+            extra_files={
+                "sensitivity.json": (folder / "sensitivity.json").read_text(),
+                "spd.json": to_json(document) + "\n",
+            },
+        )
         work.remove()
     return document
 
 
 def announce_most(teacher: Blocks, stored: Blocks, windows: Windows, options: SpdOptions, console: Console) -> None:
-    """What grouping and distillation take if every block that may be dropped needs them; said before anything is measured."""
+    """What grouping and distillation take if every block that may be dropped needs them; said before anything is
+    measured."""
     layers, tokens = teacher.num_layers, windows.train.shape[1]
     count = layers if options.spd_fraction is None else max(1, round(options.spd_fraction * layers))
     everything = Layout.from_layers(layers, spd=range(layers), sync_tp_size=options.sync_tp_size)
-    announce(teacher, Student(everything, tuple(range(layers - count, layers)), stored.weights), windows, options.training, console)
+    announce(
+        teacher,
+        Student(everything, tuple(range(layers - count, layers)), stored.weights),
+        windows,
+        options.training,
+        console,
+    )
     if options.head_grouping != "none":
         units = Units.of(teacher.config["num_attention_heads"], kv_head_count(teacher.config), options.sync_tp_size)
         per_token = layer_seconds(teacher, teacher.layer(0, Layout.dense(layers)), windows.train[:1]) / tokens
         seconds = grouping_seconds(units, count, per_token, tokens)
-        console.note(f"grouping heads of at most {count} blocks: about {human_seconds(seconds)}; free to choose is {units.freedom}")
+        console.note(
+            f"grouping heads of at most {count} blocks: about {human_seconds(seconds)}; free to choose is"
+            f" {units.freedom}"
+        )
 
 
 def measure(
-    model: str, options: SpdOptions, calibration: np.ndarray, dtype: torch.dtype, device: torch.device, work: BlockFolder, console: Console
+    model: str,
+    options: SpdOptions,
+    calibration: np.ndarray,
+    dtype: torch.dtype,
+    device: torch.device,
+    work: BlockFolder,
+    console: Console,
 ) -> None:
     """Fill sensitivity.json, from where a killed run left it."""
     training, path = options.training, work.folder / "sensitivity.json"
     asked = SensitivityOptions(
-        data=training.data, sync_tp_size=options.sync_tp_size, seed=training.distill.seed, tau1=options.tau1, tau2=options.tau2,
-        dtype=str(dtype).removeprefix("torch."), device=str(device), revision=options.revision,
-    )  # fmt: skip
+        data=training.data,
+        sync_tp_size=options.sync_tp_size,
+        seed=training.distill.seed,
+        tau1=options.tau1,
+        tau2=options.tau2,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        revision=options.revision,
+    )
     previous = read_json(path) if path.is_file() else None
     measure_sensitivity(
-        model, asked, windows=calibration, console=console, previous=previous, save=lambda document: write_json(path, document)
+        model,
+        asked,
+        windows=calibration,
+        console=console,
+        previous=previous,
+        save=lambda document: write_json(path, document),
     )
 
 
 def group(
-    teacher: Blocks, selection: Selection, options: SpdOptions, calibration: np.ndarray, work: BlockFolder, console: Console
+    teacher: Blocks,
+    selection: Selection,
+    options: SpdOptions,
+    calibration: np.ndarray,
+    work: BlockFolder,
+    console: Console,
 ) -> HeadMap | None:
-    """The head map of the blocks that get one; read if it was computed before, for the same blocks by the same criterion."""
+    """The head map of the blocks that get one; read if it was computed before, for the same blocks by the same
+    criterion."""
     layers, path = to_group(selection, options), work.folder / HEAD_MAP
     if not layers:
         return None
@@ -165,20 +225,30 @@ def group(
     if not path.is_file() or read_json(path).get("asked") != asked:
         with console.progress("grouping heads", max(layers) + 1) as advance:
             head_map = group_heads(
-                teacher, layers, options.sync_tp_size, calibration, criterion=options.head_grouping,
-                seed=options.training.distill.seed, advance=advance,
-            )  # fmt: skip
+                teacher,
+                layers,
+                options.sync_tp_size,
+                calibration,
+                criterion=options.head_grouping,
+                seed=options.training.distill.seed,
+                advance=advance,
+            )
         write_json(path, {**head_map.to_dict(), "asked": asked})
     return read_head_map(path)
 
 
 def to_distil(selection: Selection, options: SpdOptions) -> list[int]:
     """The dropped blocks that are not in-sensitive, or all of them."""
-    return [row["block"] for row in selection.rows if row["dropped"] and (options.distill_all or row["class"] != IN_SENSITIVE)]
+    return [
+        row["block"]
+        for row in selection.rows
+        if row["dropped"] and (options.distill_all or row["class"] != IN_SENSITIVE)
+    ]
 
 
 def to_group(selection: Selection, options: SpdOptions) -> list[int]:
-    """Blocks whose heads are grouped: all that are distilled; with the paper's criterion the extremely sensitive ones, as there."""
+    """Blocks whose heads are grouped: all that are distilled; with the paper's criterion the extremely sensitive ones,
+    as there."""
     if options.head_grouping == "none":
         return []
     classes = CLASSES[-1:] if options.head_grouping == "paper" else CLASSES
@@ -190,7 +260,9 @@ def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, 
     weights = blocks.weights(layer)
     if head_map is None or layer not in head_map.orders:
         return weights
-    return permute_heads(weights, head_map.orders[layer], blocks.config["num_attention_heads"], kv_head_count(blocks.config))
+    return permute_heads(
+        weights, head_map.orders[layer], blocks.config["num_attention_heads"], kv_head_count(blocks.config)
+    )
 
 
 def perplexities(
@@ -213,16 +285,20 @@ def perplexities(
     return heldout_perplexities(blocks, variants, heldout)
 
 
-def block_table(selection: Selection, head_map: HeadMap | None, work: BlockFolder, student: Student) -> list[dict[str, Any]]:
+def block_table(
+    selection: Selection, head_map: HeadMap | None, work: BlockFolder, student: Student
+) -> list[dict[str, Any]]:
     """What each block got and why, with the figures of each step."""
     table = []
     for row in selection.rows:
         block = row["block"]
-        table.append({
-            **row,
-            "grouping": head_map.report.get(block) if head_map is not None else None,
-            "distillation": work.report(block) if block in student.layers else None,
-        })  # fmt: skip
+        table.append(
+            {
+                **row,
+                "grouping": head_map.report.get(block) if head_map is not None else None,
+                "distillation": work.report(block) if block in student.layers else None,
+            }
+        )
     return table
 
 
@@ -231,14 +307,20 @@ def block_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
     rows = []
     for row in document["blocks"]:
         grouping, distillation = row["grouping"], row["distillation"]
-        rows.append({
-            "block": str(row["block"]),
-            "S": f"{row['sensitivity']:+.4f}",
-            "class": row["class"],
-            "attention sync": "dropped" if row["dropped"] else "kept",
-            "heads grouped: error": f"{grouping['error_before']:.2e} to {grouping['error_after']:.2e}" if grouping else "",
-            "distilled: share lost": (
-                f"{distillation['share_lost_before']:.2%} to {distillation['share_lost_after']:.2%}" if distillation else ""
-            ),
-        })  # fmt: skip
+        rows.append(
+            {
+                "block": str(row["block"]),
+                "S": f"{row['sensitivity']:+.4f}",
+                "class": row["class"],
+                "attention sync": "dropped" if row["dropped"] else "kept",
+                "heads grouped: error": (
+                    f"{grouping['error_before']:.2e} to {grouping['error_after']:.2e}" if grouping else ""
+                ),
+                "distilled: share lost": (
+                    f"{distillation['share_lost_before']:.2%} to {distillation['share_lost_after']:.2%}"
+                    if distillation
+                    else ""
+                ),
+            }
+        )
     return rows

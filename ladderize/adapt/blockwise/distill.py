@@ -1,8 +1,10 @@
-"""Block-to-block distillation (SPD, arXiv 2502.20727, section 4.2): every converted block learns to answer as the dense block does.
+"""Block-to-block distillation (SPD, arXiv 2502.20727, section 4.2): every converted block learns to answer as the dense
+block does.
 
-Block i reads what the dense model's block i reads, and the loss is the mean squared difference between their outputs, so every
-block is trained alone: one in memory at a time, in any order, on any rank, and each resumes by itself. An SPD block reads the dense
-residual stream. A ladder block reads the pair that a ladder layer reads: the dense stream after attention i-1, and the complete one.
+Block i reads what the dense model's block i reads, and the loss is the mean squared difference between their outputs,
+so every block is trained alone: one in memory at a time, in any order, on any rank, and each resumes by itself. An SPD
+block reads the dense residual stream. A ladder block reads the pair that a ladder layer reads: the dense stream after
+attention i-1, and the complete one.
 """
 
 import hashlib
@@ -33,8 +35,9 @@ MAX_GRADIENT = 1.0
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """epochs: at most; training ends when ``patience`` epochs brought no better held-out loss. lr, batch_size: None takes the default
-    for the model's width and the windows' length. max_memory: bytes of teacher states before they go to disk."""
+    """epochs: at most; training ends when ``patience`` epochs brought no better held-out loss. lr, batch_size: None
+    takes the default for the model's width and the windows' length. max_memory: bytes of teacher states before they go
+    to disk."""
 
     epochs: int = 10
     patience: int = 2
@@ -70,7 +73,8 @@ class Windows:
 
 @dataclass(frozen=True)
 class Student:
-    """What is to be trained: the layout, the blocks, and each block's initial weights (their dtype is what is stored)."""
+    """What is to be trained: the layout, the blocks, and each block's initial weights (their dtype is what is
+    stored)."""
 
     layout: Layout
     layers: tuple[int, ...]
@@ -93,9 +97,11 @@ def trainable_layers(layout: Layout) -> list[int]:
 def teacher_pass(
     blocks: Blocks, windows: Tensor, layers: Sequence[int], pairs: bool, *, max_memory: int, path: Path
 ) -> Iterator[tuple[int, StateStore, StateStore]]:
-    """Run the dense model layer by layer; yields (i, states that enter block i, states that leave it) for i up to the last of ``layers``.
+    """Run the dense model layer by layer; yields (i, states that enter block i, states that leave it) for i up to the
+    last of ``layers``.
 
-    pairs: states hold the stream without the last MLP's output too. Stores beyond ``max_memory`` bytes lie in files named after ``path``.
+    pairs: states hold the stream without the last MLP's output too. Stores beyond ``max_memory`` bytes lie in files
+    named after ``path``.
     """
     shape = (*windows.shape, int(blocks.config["hidden_size"]))
     count = blocks.num_layers
@@ -128,18 +134,29 @@ def _fill(store: StateStore, batch: int, states: Callable[[Tensor], State]) -> N
     for rows in torch.arange(store.windows).split(batch):
         state = states(rows)
         if not torch.isfinite(complete(state)).all():
-            raise UserError("the dense model's states are NaN or infinite; are its weights sound, and is the dtype wide enough?")
+            raise UserError(
+                "the dense model's states are NaN or infinite; are its weights sound, and is the dtype wide enough?"
+            )
         store.write(int(rows[0]), state)
 
 
 def distill(
-    teacher: Blocks, student: Student, windows: Windows, options: DistillOptions, work: BlockFolder, console: Console,
-    *, about: Mapping[str, Any], rank: int = 0, ranks: int = 1,
-) -> None:  # fmt: skip
-    """Train every block of ``student.layers`` that ``work`` does not hold yet; of several ranks each takes every ``ranks``-th block.
+    teacher: Blocks,
+    student: Student,
+    windows: Windows,
+    options: DistillOptions,
+    work: BlockFolder,
+    console: Console,
+    *,
+    about: Mapping[str, Any],
+    rank: int = 0,
+    ranks: int = 1,
+) -> None:
+    """Train every block of ``student.layers`` that ``work`` does not hold yet; of several ranks each takes every
+    ``ranks``-th block.
 
-    about: what the result depends on besides the student; a block in ``work`` that was trained from anything else is trained anew.
-    Raises UserError if a loss becomes NaN; what was trained before is kept in ``work``.
+    about: what the result depends on besides the student; a block in ``work`` that was trained from anything else is
+    trained anew. Raises UserError if a loss becomes NaN; what was trained before is kept in ``work``.
     """
     keys = {layer: partial(block_key, student, layer, about) for layer in student.layers}
     done = [layer for layer in student.layers if work.has(layer, keys[layer])]
@@ -152,7 +169,9 @@ def distill(
     options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
     steps = options.epochs * math.ceil(len(windows.train) / (options.batch_size or 1))
     with console.progress("distilling", len(mine) * steps) as advance:
-        passes = teacher_pass(teacher, windows.all, mine, pairs, max_memory=options.max_memory, path=work.folder / f"states-{rank}")
+        passes = teacher_pass(
+            teacher, windows.all, mine, pairs, max_memory=options.max_memory, path=work.folder / f"states-{rank}"
+        )
         for index, before, after in passes:
             if index in mine:
                 trainer = BlockTrainer(teacher, student, index, before, after, len(windows.train), options)
@@ -172,7 +191,8 @@ def block_key(student: Student, layer: int, about: Mapping[str, Any]) -> str:
 
 
 def estimate(teacher: Blocks, student: Student, windows: Windows, options: DistillOptions) -> tuple[float, int, int]:
-    """Seconds at most (all epochs), bytes of states, and bytes of one block in training; from a step timed here and now."""
+    """Seconds at most (all epochs), bytes of states, and bytes of one block in training; from a step timed here and
+    now."""
     options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
     batch_size = options.batch_size or 1
     rows, index = torch.arange(min(batch_size, len(windows.train))), student.layers[0]
@@ -199,7 +219,14 @@ class BlockTrainer:
     """One block, its teacher's states, and the loop. Windows from number ``trained`` on are held out."""
 
     def __init__(
-        self, teacher: Blocks, student: Student, index: int, before: StateStore, after: StateStore, trained: int, options: DistillOptions
+        self,
+        teacher: Blocks,
+        student: Student,
+        index: int,
+        before: StateStore,
+        after: StateStore,
+        trained: int,
+        options: DistillOptions,
     ) -> None:
         self.blocks, self.index, self.options = teacher, index, options
         self.before, self.after = before, after
@@ -207,16 +234,21 @@ class BlockTrainer:
         self.pair = needs_pair(student.layout, index)
         self.initial = {name: tensor.clone() for name, tensor in student.weights(index).items()}
         # float32 to learn in; what the block computes in is autocast's business
-        self.layer = teacher.layer(index, student.layout, {name: tensor.float().clone() for name, tensor in self.initial.items()})
+        self.layer = teacher.layer(
+            index, student.layout, {name: tensor.float().clone() for name, tensor in self.initial.items()}
+        )
         self.batch_size = options.batch_size or 1
 
     def loss(self, rows: Tensor) -> Tensor:
         """Mean squared difference to the dense block's output on these windows."""
         device = self.blocks.device
-        # wide from here on: what the block adds is small beside the stream, and would drown in the rounding of their sum
+        # wide from here on: what the block adds is small beside the stream, and would drown in the rounding of their
+        # sum
         state = self.before.read(rows, device)
         target = complete(self.after.read(rows, device))
-        entering: State = (state[0].float(), state[1].float()) if self.pair and isinstance(state, tuple) else complete(state).float()
+        entering: State = (
+            (state[0].float(), state[1].float()) if self.pair and isinstance(state, tuple) else complete(state).float()
+        )
         with torch.autocast(device.type, dtype=self.blocks.dtype, enabled=self.blocks.dtype != torch.float32):
             output = complete(self.blocks.run(self.layer, entering))
         return (output - target.float()).square().mean()
@@ -231,13 +263,15 @@ class BlockTrainer:
         total = 0.0
         for rows in self.heldout.split(self.batch_size):
             difference = (
-                complete(self.after.read(rows, self.blocks.device)).float() - complete(self.before.read(rows, self.blocks.device)).float()
+                complete(self.after.read(rows, self.blocks.device)).float()
+                - complete(self.before.read(rows, self.blocks.device)).float()
             )
             total += float(difference.square().mean()) * len(rows)
         return total / len(self.heldout)
 
     def train(self, advance: Callable[[int], None]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns the best weights seen, in the dtype that is stored, and a report. Never worse on held-out windows than before."""
+        """Returns the best weights seen, in the dtype that is stored, and a report. Never worse on held-out windows
+        than before."""
         options, begin = self.options, time.perf_counter()
         assert options.lr is not None
         before = self.heldout_loss()
@@ -246,7 +280,9 @@ class BlockTrainer:
         total, every = options.epochs * per_epoch, max(1, per_epoch // EVALUATIONS_PER_EPOCH)
         optimizer = self.optimizer()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, total))
-        generator = torch.Generator().manual_seed(options.seed * 10_007 + self.index)  # the same whatever was trained before
+        generator = torch.Generator().manual_seed(
+            options.seed * 10_007 + self.index
+        )  # the same whatever was trained before
         best, best_weights, best_step, step, curve = before, self.initial, 0, 0, [[0, before]]
         while step < total and step - best_step <= options.patience * per_epoch:
             for rows in self.trained[torch.randperm(len(self.trained), generator=generator)].split(self.batch_size):
@@ -264,13 +300,22 @@ class BlockTrainer:
         after, best_weights = self._confirmed(best_weights, before)
         own = self.own_part()
         return best_weights, {
-            "block": self.index, "loss_before": before, "loss_after": after,
-            "share_lost_before": before / own, "share_lost_after": after / own,
-            "steps": step, "best_step": best_step, "stopped_early": step < total, "seconds": time.perf_counter() - begin, "curve": curve,
-        }  # fmt: skip
+            "block": self.index,
+            "loss_before": before,
+            "loss_after": after,
+            "share_lost_before": before / own,
+            "share_lost_after": after / own,
+            "steps": step,
+            "best_step": best_step,
+            "stopped_early": step < total,
+            "seconds": time.perf_counter() - begin,
+            "curve": curve,
+        }
 
     def optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.layer.parameters(), lr=self.options.lr or 0.0, betas=(0.9, 0.95), weight_decay=0.0)
+        return torch.optim.AdamW(
+            self.layer.parameters(), lr=self.options.lr or 0.0, betas=(0.9, 0.95), weight_decay=0.0
+        )
 
     def step(self, optimizer: torch.optim.Optimizer, rows: Tensor) -> float:
         """One step on these windows; returns the loss before it. NaN changes no weight."""
@@ -285,7 +330,10 @@ class BlockTrainer:
 
     def _stored(self) -> dict[str, Tensor]:
         """The weights as they will be stored: rounded, and out of the optimizer's reach."""
-        return {name: tensor.detach().to(self.initial[name].dtype, copy=True) for name, tensor in self.layer.state_dict().items()}
+        return {
+            name: tensor.detach().to(self.initial[name].dtype, copy=True)
+            for name, tensor in self.layer.state_dict().items()
+        }
 
     def _confirmed(self, weights: dict[str, Tensor], before: float) -> tuple[float, dict[str, Tensor]]:
         """The held-out loss of the weights as stored; rounding may have cost more than training won."""
@@ -297,12 +345,19 @@ class BlockTrainer:
         if not math.isfinite(loss):
             raise UserError(
                 f"block {self.index}: the loss is NaN or infinite after {step} steps; "
-                + ("are the weights sound, and is the dtype wide enough?" if step == 0 else "take a smaller --lr (this one was "
-                   f"{self.options.lr:g})")
-            )  # fmt: skip
+                + (
+                    "are the weights sound, and is the dtype wide enough?"
+                    if step == 0
+                    else f"take a smaller --lr (this one was {self.options.lr:g})"
+                )
+            )
 
 
 def _schedule(step: int, total: int) -> float:
     """Linear warm-up, then a cosine to zero."""
     warmup = max(1, int(WARMUP * total))
-    return (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+    return (
+        (step + 1) / warmup
+        if step < warmup
+        else 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+    )

@@ -19,13 +19,21 @@ from ladderize.files.work import WorkFolder
 class BlockFolder(WorkFolder):
     """One safetensors file for each finished block, with its report and the key of what it was trained from."""
 
-    CONTENT = (*WorkFolder.CONTENT, "block-*.safetensors", "block-*.part", "states-*.bin", "sensitivity.json", "head_map.json")
+    CONTENT = (
+        *WorkFolder.CONTENT,
+        "block-*.safetensors",
+        "block-*.part",
+        "states-*.bin",
+        "sensitivity.json",
+        "head_map.json",
+    )
 
     def path(self, layer: int) -> Path:
         return self.folder / f"block-{layer:05d}.safetensors"
 
     def has(self, layer: int, key: Callable[[], str]) -> bool:
-        """Whether this block is done, from just what ``key()`` says (asked for only if there is something to compare)."""
+        """Whether this block is done, from just what ``key()`` says (asked for only if there is something to
+        compare)."""
         try:
             read_header(self.folder, self.path(layer).name)  # cut off by a power failure, say
             return self._metadata(layer)["key"] == key()

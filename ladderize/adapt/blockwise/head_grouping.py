@@ -1,12 +1,14 @@
-"""Head grouping: which attention heads should work on one rank, and with which slice of the MLP, where their sum is dropped.
+"""Head grouping: which attention heads should work on one rank, and with which slice of the MLP, where their sum is
+dropped.
 
-A permutation of heads changes nothing in a dense model. In an SPD block rank m's MLP slice sees the heads of rank m only, so it
-decides what is lost. Two criteria, both computed from the dense model's inputs on calibration data:
+A permutation of heads changes nothing in a dense model. In an SPD block rank m's MLP slice sees the heads of rank m
+only, so it decides what is lost. Two criteria, both computed from the dense model's inputs on calibration data:
 
-* ``error``: the mean squared difference between the block's output and the dense block's, which is what is to be small. Descent by
-  exchanging heads, and whole groups, between ranks, from the order as it is and from the paper's.
-* ``paper`` (arXiv 2502.20727, section 4.3): heads with unlike attention maps together (the sum of pairwise distances within groups is
-  maximal), then groups matched to MLP slices by a linear assignment that maximises the sum of ||MLP_m(group)||.
+* ``error``: the mean squared difference between the block's output and the dense block's, which is what is to be small.
+  Descent by exchanging heads, and whole groups, between ranks, from the order as it is and from the paper's.
+* ``paper`` (arXiv 2502.20727, section 4.3): heads with unlike attention maps together (the sum of pairwise distances
+  within groups is maximal), then groups matched to MLP slices by a linear assignment that maximises the sum of
+  ||MLP_m(group)||.
 """
 
 import itertools
@@ -41,9 +43,9 @@ Assignment = list[list[int]]  # the units of each rank
 class Units:
     """What moves as a whole, and where to.
 
-    With at least as many KV heads as ranks a unit is a KV group (a head, without GQA) and may go to any rank: one family. With fewer, a
-    KV head is replicated on the ranks that share it: a unit is a query head, and a family, the heads of one KV head, fills neighbouring
-    ranks.
+    With at least as many KV heads as ranks a unit is a KV group (a head, without GQA) and may go to any rank: one
+    family. With fewer, a KV head is replicated on the ranks that share it: a unit is a query head, and a family, the
+    heads of one KV head, fills neighbouring ranks.
     """
 
     heads: list[list[int]]  # of each unit
@@ -88,13 +90,15 @@ class Units:
 def spread(distance: np.ndarray, groups: int, *, seed: int = 0) -> list[list[int]]:
     """Split units into ``groups`` of equal size so that the sum of pairwise distances within groups is large.
 
-    distance: [units, units], symmetric. A local search that exchanges the best pair until none helps, from the order as it is and from
-    ``RESTARTS`` random ones; never worse than the order as it is.
+    distance: [units, units], symmetric. A local search that exchanges the best pair until none helps, from the order as
+    it is and from ``RESTARTS`` random ones; never worse than the order as it is.
     """
     size = len(distance) // groups
     start = np.repeat(np.arange(groups), size)
     rng = np.random.default_rng(seed)
-    found = [_exchange(distance, labels, groups) for labels in [start, *(rng.permutation(start) for _ in range(RESTARTS))]]
+    found = [
+        _exchange(distance, labels, groups) for labels in [start, *(rng.permutation(start) for _ in range(RESTARTS))]
+    ]
     best = max(found, key=lambda labels: _within(distance, labels))
     return [np.flatnonzero(best == group).tolist() for group in range(groups)]
 
@@ -106,7 +110,9 @@ def _within(distance: np.ndarray, labels: np.ndarray) -> float:
 def _exchange(distance: np.ndarray, labels: np.ndarray, groups: int) -> np.ndarray:
     labels = labels.copy()
     while True:
-        to_group = distance @ (labels[:, None] == np.arange(groups))  # [units, groups]: distance of a unit to all of a group
+        to_group = distance @ (
+            labels[:, None] == np.arange(groups)
+        )  # [units, groups]: distance of a unit to all of a group
         own, other = to_group[np.arange(len(labels)), labels], to_group[:, labels]
         gain = other + other.T - own[:, None] - own - 2 * distance  # of exchanging a and b
         gain[labels[:, None] == labels] = 0.0
@@ -117,7 +123,8 @@ def _exchange(distance: np.ndarray, labels: np.ndarray, groups: int) -> np.ndarr
 
 
 def match(units: Units, groups: Sequence[Sequence[Sequence[int]]], values: np.ndarray) -> Assignment:
-    """Give every group a rank so that the sum of ``values`` is the largest possible, families staying on neighbouring ranks.
+    """Give every group a rank so that the sum of ``values`` is the largest possible, families staying on neighbouring
+    ranks.
 
     groups: of each family. values: [groups in order, ranks].
     """
@@ -144,16 +151,26 @@ def match(units: Units, groups: Sequence[Sequence[Sequence[int]]], values: np.nd
 class Probe:
     """The MLP half of one SPD block on tokens of the dense model.
 
-    residual: [tokens, hidden], with o_proj's bias. partials: [units, tokens, hidden], what each unit adds through o_proj.
+    residual: [tokens, hidden], with o_proj's bias. partials: [units, tokens, hidden], what each unit adds through
+    o_proj.
     """
 
     def __init__(self, layer: Any, residual: Tensor, partials: Tensor, ranks: int) -> None:
-        self.norm, self.mlp, self.residual, self.partials, self.ranks = layer.post_attention_layernorm, layer.mlp, residual, partials, ranks
+        self.norm, self.mlp, self.residual, self.partials, self.ranks = (
+            layer.post_attention_layernorm,
+            layer.mlp,
+            residual,
+            partials,
+            ranks,
+        )
         everything = residual + partials.sum(0)
-        self.target = sum((self.slice(rank, everything) for rank in range(ranks)), torch.zeros((), device=residual.device))
+        self.target = sum(
+            (self.slice(rank, everything) for rank in range(ranks)), torch.zeros((), device=residual.device)
+        )
 
     def slice(self, rank: int, seen: Tensor) -> Tensor:
-        """Rank's part of the MLP, without down_proj's bias, where its residual stream is ``seen``; float32, so that sums are exact."""
+        """Rank's part of the MLP, without down_proj's bias, where its residual stream is ``seen``; float32, so that
+        sums are exact."""
         x = self.norm(seen)
         gate, up = (_rows(projection, rank, self.ranks, x) for projection in (self.mlp.gate_proj, self.mlp.up_proj))
         return linear(self.mlp.act_fn(gate) * up, self.mlp.down_proj.weight.chunk(self.ranks, 1)[rank]).float()
@@ -196,7 +213,8 @@ class Descent:
         """Give some ranks other units if that lowers the error; says whether it did."""
         outputs = {rank: self.probe.output(rank, members) for rank, members in change.items()}
         difference = self.difference + sum(
-            (output - self.outputs[rank] for rank, output in outputs.items()), torch.zeros((), device=self.difference.device)
+            (output - self.outputs[rank] for rank, output in outputs.items()),
+            torch.zeros((), device=self.difference.device),
         )
         error = _mean_square(difference)
         if not error < self.error * (1 - MIN_GAIN):
@@ -211,7 +229,9 @@ class Descent:
         if self.units.per_rank > 1:
             pairs = [pair for family in self.units.families for pair in itertools.combinations(family, 2)]
             for one, other in rng.permutation(pairs).tolist():
-                a, b = (next(rank for rank, members in enumerate(self.held) if unit in members) for unit in (one, other))
+                a, b = (
+                    next(rank for rank, members in enumerate(self.held) if unit in members) for unit in (one, other)
+                )
                 if a != b:
                     yield {a: self.held[a] - {one} | {other}, b: self.held[b] - {other} | {one}}
         width = self.units.ranks_per_family
@@ -226,7 +246,8 @@ class Descent:
 def descend(probe: Probe, units: Units, start: Assignment, *, seed: int = 0) -> Assignment:
     """Exchange units and groups between ranks until no exchange lowers the block's error any more.
 
-    An exchange computes two slices of the MLP, so a pass over U units costs about as much as U^2 / N forward passes of the MLP.
+    An exchange computes two slices of the MLP, so a pass over U units costs about as much as U^2 / N forward passes of
+    the MLP.
     """
     descent, rng = Descent(probe, units, start), np.random.default_rng(seed)
     while sum(descent.attempt(change) for change in descent.exchanges(rng)):  # a whole pass, then another
@@ -235,24 +256,36 @@ def descend(probe: Probe, units: Units, start: Assignment, *, seed: int = 0) -> 
 
 
 def grouping_seconds(units: Units, layers: int, layer_seconds_per_token: float, window_tokens: int) -> float:
-    """About what grouping takes: observing the windows, and two descents of ``PASSES`` passes each, which is mostly MLP slices."""
+    """About what grouping takes: observing the windows, and two descents of ``PASSES`` passes each, which is mostly MLP
+    slices."""
     exchanges = len(units.families) * (len(units.families) - 1) // 2 * units.ranks_per_family
     for members in units.families:
         exchanges += math.comb(len(members), 2) * (units.per_rank > 1) + math.comb(units.ranks_per_family, 2)
     slices = 2 * (PASSES * 2 * exchanges + units.ranks) + units.ranks**2
-    return layers * layer_seconds_per_token * (3 * WINDOWS * window_tokens + slices / units.ranks * min(TOKENS, WINDOWS * window_tokens))
+    return (
+        layers
+        * layer_seconds_per_token
+        * (3 * WINDOWS * window_tokens + slices / units.ranks * min(TOKENS, WINDOWS * window_tokens))
+    )
 
 
 # ---- the whole model ----
 
 
 def group_heads(
-    blocks: Blocks, layers: Sequence[int], sync_tp_size: int, windows: np.ndarray, *, criterion: str = "error", seed: int = 0,
+    blocks: Blocks,
+    layers: Sequence[int],
+    sync_tp_size: int,
+    windows: np.ndarray,
+    *,
+    criterion: str = "error",
+    seed: int = 0,
     advance: Callable[[int], None] = lambda count: None,
-) -> HeadMap:  # fmt: skip
+) -> HeadMap:
     """The head map of ``layers`` of a dense model for ``sync_tp_size`` virtual ranks; ``advance`` counts layers passed.
 
-    windows: ids [windows, tokens], of which the first ``WINDOWS`` are read. The model passes layer by layer, one in memory at a time.
+    windows: ids [windows, tokens], of which the first ``WINDOWS`` are read. The model passes layer by layer, one in
+    memory at a time.
     """
     config, dense = blocks.config, Layout.dense(blocks.num_layers)
     check_split(config, sync_tp_size, name="--sync-tp-size")
@@ -265,7 +298,9 @@ def group_heads(
         for index in range(max(layers, default=-1) + 1):
             weights = blocks.weights(index)
             if index in layers:
-                assignment, report[index] = _group_layer(blocks, blocks.layer(index, dropped, weights), states, units, criterion, seed)
+                assignment, report[index] = _group_layer(
+                    blocks, blocks.layer(index, dropped, weights), states, units, criterion, seed
+                )
                 orders[index] = units.order(assignment)
             layer = blocks.layer(index, dense, weights)
             states = [blocks.run(layer, state) for state in states]  # type: ignore[misc]
@@ -280,14 +315,21 @@ def _group_layer(
     identity = units.identity()
     papers = papers_assignment(probe, units, distance, seed=seed)
     chosen = (
-        papers if criterion == "paper" else min((descend(probe, units, start, seed=seed) for start in (identity, papers)), key=probe.error)
+        papers
+        if criterion == "paper"
+        else min((descend(probe, units, start, seed=seed) for start in (identity, papers)), key=probe.error)
     )
     if criterion == "error" and probe.error(chosen) >= probe.error(identity):
         chosen = identity
     return chosen, {
-        "criterion": criterion, "freedom": units.freedom, "error_before": probe.error(identity), "error_after": probe.error(chosen),
-        "error_of_paper": probe.error(papers), "distance_before": _total(distance, identity), "distance_after": _total(distance, chosen),
-    }  # fmt: skip
+        "criterion": criterion,
+        "freedom": units.freedom,
+        "error_before": probe.error(identity),
+        "error_after": probe.error(chosen),
+        "error_of_paper": probe.error(papers),
+        "distance_before": _total(distance, identity),
+        "distance_after": _total(distance, chosen),
+    }
 
 
 def papers_assignment(probe: Probe, units: Units, distance: np.ndarray, *, seed: int = 0) -> Assignment:
@@ -316,8 +358,12 @@ def _observe(blocks: Blocks, layer: Any, states: list[Tensor], units: Units, see
         kept = torch.randperm(state.shape[1], generator=generator)[: -(-TOKENS // len(states))].to(state.device)
         residuals.append(state[0, kept] if bias is None else state[0, kept] + bias)
         attended.append(heads[0, kept])
-    by_head = torch.cat(attended).unflatten(-1, (-1, layer.self_attn.head_dim)).transpose(0, 1)  # [heads, tokens, head_dim]
-    columns = layer.self_attn.o_proj.weight.unflatten(1, (len(by_head), -1)).permute(1, 2, 0)  # [heads, head_dim, hidden]
+    by_head = (
+        torch.cat(attended).unflatten(-1, (-1, layer.self_attn.head_dim)).transpose(0, 1)
+    )  # [heads, tokens, head_dim]
+    columns = layer.self_attn.o_proj.weight.unflatten(1, (len(by_head), -1)).permute(
+        1, 2, 0
+    )  # [heads, head_dim, hidden]
     products = by_head @ columns
     partials = torch.stack([products[members].sum(0) for members in units.heads])
     between = (between_heads / len(states)).double().numpy()
@@ -327,11 +373,14 @@ def _observe(blocks: Blocks, layer: Any, states: list[Tensor], units: Units, see
 
 
 def _attention(blocks: Blocks, layer: Any, state: Tensor) -> tuple[Tensor, Tensor]:
-    """What the heads give before o_proj, [1, tokens, heads * head_dim], and their maps, [1, heads, tokens, tokens] in float32."""
+    """What the heads give before o_proj, [1, tokens, heads * head_dim], and their maps, [1, heads, tokens, tokens] in
+    float32."""
     attention, tokens = layer.self_attn, state.shape[1]
     x, rope = layer.input_layernorm(state), blocks.position_embeddings(tokens)
     heads, _ = attention(x, position_embeddings=rope, attention_mask=None)
-    query, key = (p(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+    query, key = (
+        p(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj)
+    )
     query, key = apply_rotary_pos_emb(query, key, *rope)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = (query @ key.transpose(-1, -2)).float() * attention.scaling

@@ -13,11 +13,18 @@ from ladderize.console import UserError, human_bytes, sentence
 class StateStore:
     """States [windows, tokens, hidden] that are written and read by rows; with ``pairs``, (complete, visible) of each.
 
-    They lie in memory, or, where they exceed ``max_memory`` bytes, in files named after ``path``, which ``close`` removes.
+    They lie in memory, or, where they exceed ``max_memory`` bytes, in files named after ``path``, which ``close``
+    removes.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, pairs: bool, *, max_memory: int | None = None, path: Path | None = None
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        pairs: bool,
+        *,
+        max_memory: int | None = None,
+        path: Path | None = None,
     ) -> None:
         self.windows = shape[0]
         count = torch.Size(shape).numel()
@@ -26,12 +33,15 @@ class StateStore:
             self.files = [path.with_name(f"{path.name}-{number}.bin") for number in range(1 + pairs)]
             for file in self.files:
                 _reserve(file, count * dtype.itemsize)
-            self.tensors = [torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(shape) for file in self.files]
+            self.tensors = [
+                torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(shape) for file in self.files
+            ]
         else:
             self.tensors = [torch.empty(shape, dtype=dtype) for _ in range(1 + pairs)]
 
     def write(self, first: int, state: State) -> None:
-        """Rows from ``first`` on. A state that is no pair leaves the second part as it is: nothing before it was in flight."""
+        """Rows from ``first`` on. A state that is no pair leaves the second part as it is: nothing before it was in
+        flight."""
         parts = state if isinstance(state, tuple) else (state,)
         for tensor, part in zip(self.tensors, parts, strict=False):
             tensor[first : first + len(part)] = part.to(tensor.device)
@@ -56,6 +66,6 @@ def _reserve(file: Path, size: int) -> None:
         except OSError as error:
             file.unlink()
             raise UserError(
-                f"the teacher's states need {human_bytes(size)} in {file}, which cannot be had ({sentence(error)}); choose a --work-dir on "
-                "another disk, or fewer --samples"
+                f"the teacher's states need {human_bytes(size)} in {file}, which cannot be had ({sentence(error)});"
+                " choose a --work-dir on another disk, or fewer --samples"
             ) from None

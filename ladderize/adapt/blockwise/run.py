@@ -1,4 +1,5 @@
-"""``ladderize adapt --method blocks``: distil a converted checkpoint's blocks one by one, and write the checkpoint anew."""
+"""``ladderize adapt --method blocks``: distil a converted checkpoint's blocks one by one, and write the checkpoint
+anew."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,15 @@ from typing import Any
 import torch
 
 from ladderize import data
-from ladderize.adapt.blockwise.distill import TOKENS_PER_STEP, DistillOptions, Student, Windows, distill, estimate, trainable_layers
+from ladderize.adapt.blockwise.distill import (
+    TOKENS_PER_STEP,
+    DistillOptions,
+    Student,
+    Windows,
+    distill,
+    estimate,
+    trainable_layers,
+)
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.ranks import join_ranks
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
@@ -29,8 +38,9 @@ SAMPLES, HELDOUT = 1024, 64
 
 @dataclass(frozen=True)
 class BlockwiseOptions:
-    """See ``ladderize adapt --help``. samples, heldout: windows to train on and others to measure on; None: what the data give, up to
-    ``SAMPLES`` and ``HELDOUT``. layers: ranges; None: every layer that computes something else than the teacher's."""
+    """See ``ladderize adapt --help``. samples, heldout: windows to train on and others to measure on; None: what the
+    data give, up to ``SAMPLES`` and ``HELDOUT``. layers: ranges; None: every layer that computes something else than
+    the teacher's."""
 
     data: str
     samples: int | None = None
@@ -47,29 +57,35 @@ def training_windows(checkpoint: Checkpoint, options: BlockwiseOptions) -> Windo
     """Full windows for training and others that are held out. Raises UserError where the data give too few."""
     seed = options.distill.seed
     if options.samples is not None and options.heldout is not None:
-        drawn = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=options.samples + options.heldout, seed=seed)
+        drawn = read_windows(
+            checkpoint, options.data, seq_len=options.seq_len, samples=options.samples + options.heldout, seed=seed
+        )
     else:
         drawn = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=None, seed=seed)
     heldout = options.heldout or min(HELDOUT, max(1, len(drawn) // 10))
     samples = options.samples or min(SAMPLES, len(drawn) - heldout)
     if samples < 1 or samples + heldout > len(drawn):
         raise UserError(
-            f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens, too few for {max(1, samples)} to train on and "
-            f"{heldout} held out; give more data, or lower --samples, --heldout or --seq-len"
+            f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens, too few for {max(1, samples)} to"
+            f" train on and {heldout} held out; give more data, or lower --samples, --heldout or --seq-len"
         )
     ids = torch.from_numpy(drawn)
     return Windows(ids[:samples], ids[samples : samples + heldout])
 
 
 def compute_dtype(checkpoint: Checkpoint, asked: str) -> torch.dtype:
-    """What the dense blocks compute in, and autocast for the others: bfloat16 unless the weights are stored in float32."""
+    """What the dense blocks compute in, and autocast for the others: bfloat16 unless the weights are stored in
+    float32."""
     name = asked if asked != "auto" else "float32" if stored_dtype(checkpoint) in ("float32", "float64") else "bfloat16"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
-def heldout_perplexities(blocks: Blocks, variants: Mapping[str, Callable[[int], torch.nn.Module]], ids: torch.Tensor) -> dict[str, Any]:
-    """Perplexity of held-out windows under variants of a model, each given by its layers; one layer in memory at a time."""
+def heldout_perplexities(
+    blocks: Blocks, variants: Mapping[str, Callable[[int], torch.nn.Module]], ids: torch.Tensor
+) -> dict[str, Any]:
+    """Perplexity of held-out windows under variants of a model, each given by its layers; one layer in memory at a
+    time."""
     batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
     results = {}
     for name, layer_at in variants.items():
@@ -85,19 +101,28 @@ def announce(teacher: Blocks, student: Student, windows: Windows, options: Block
     train, heldout = len(windows.train), len(windows.heldout)
     place = "in memory" if states <= options.distill.max_memory else "on disk"
     console.note(
-        f"distilling {len(student.layers)} blocks on {train} windows of {windows.train.shape[1]} tokens, {heldout} held "
-        f"out: at most about {human_seconds(seconds)} for {options.distill.epochs} epochs on {teacher.device}, {human_bytes(states)} of "
-        f"states {place}, {human_bytes(training)} for one block in training"
+        f"distilling {len(student.layers)} blocks on {train} windows of {windows.train.shape[1]} tokens, {heldout} held"
+        f" out: at most about {human_seconds(seconds)} for {options.distill.epochs} epochs on {teacher.device},"
+        f" {human_bytes(states)} of states {place}, {human_bytes(training)} for one block in training"
     )
 
 
 def adapt_blocks(
-    model: str, out: str, teacher_name: str, options: BlockwiseOptions, *, console: Console, overwrite: bool = False, verify: bool = True,
+    model: str,
+    out: str,
+    teacher_name: str,
+    options: BlockwiseOptions,
+    *,
+    console: Console,
+    overwrite: bool = False,
+    verify: bool = True,
     revision: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Distil ``model``'s blocks against the dense ``teacher_name`` and write the result to ``out``; returns what was done.
+) -> dict[str, Any]:
+    """Distil ``model``'s blocks against the dense ``teacher_name`` and write the result to ``out``; returns what was
+    done.
 
-    Several processes (accelerate launch, torchrun) share the blocks out; rank 0 writes. A killed run goes on where it was.
+    Several processes (accelerate launch, torchrun) share the blocks out; rank 0 writes. A killed run goes on where it
+    was.
     """
     ranks = join_ranks(options.device)
     student_checkpoint, teacher_checkpoint = open_checkpoint(model, revision), open_checkpoint(teacher_name)
@@ -111,37 +136,71 @@ def adapt_blocks(
     teacher, own = (Blocks(checkpoint, dtype, ranks.device) for checkpoint in (teacher_checkpoint, student_checkpoint))
     stored = Blocks(student_checkpoint, getattr(torch, stored_dtype(student_checkpoint)), ranks.device)
     student = Student(layout, layers, stored.weights)
-    identity = {"method": "blocks", "model": fingerprint(student_checkpoint), "teacher": fingerprint(teacher_checkpoint)}
+    identity = {
+        "method": "blocks",
+        "model": fingerprint(student_checkpoint),
+        "teacher": fingerprint(teacher_checkpoint),
+    }
     record = training_record(windows, options, dtype)
     with ranks.main_first():
         work = BlockFolder(folder, identity, main=ranks.is_main)
     with work:
         if teacher.ends_differ(own):
             console.note(
-                f"{model} has another embedding, final norm or LM head than {teacher_name}: its blocks will read what they do not expect"
+                f"{model} has another embedding, final norm or LM head than {teacher_name}: its blocks will read what"
+                " they do not expect"
             )
         announce(teacher, student, windows, options, console)
-        distill(teacher, student, windows, options.distill, work, console, about=record, rank=ranks.rank, ranks=ranks.size)
+        distill(
+            teacher, student, windows, options.distill, work, console, about=record, rank=ranks.rank, ranks=ranks.size
+        )
         ranks.barrier()
         if not ranks.is_main:
             return {}
         dense = Layout.dense(layout.num_layers)
         perplexities = {
             **heldout_perplexities(teacher, {"dense": lambda layer: teacher.layer(layer, dense)}, windows.heldout),
-            **heldout_perplexities(own, {
-                "before": lambda layer: own.layer(layer, layout),
-                "distilled": lambda layer: own.layer(layer, layout, loaded(work, layer, own) if layer in layers else None),
-            }, windows.heldout),
-        }  # fmt: skip
+            **heldout_perplexities(
+                own,
+                {
+                    "before": lambda layer: own.layer(layer, layout),
+                    "distilled": lambda layer: own.layer(
+                        layer, layout, loaded(work, layer, own) if layer in layers else None
+                    ),
+                },
+                windows.heldout,
+            ),
+        }
         document = {
-            "model": model, "teacher": teacher_name, "out": out, "layout": str(layout), **layout.to_config(), "fingerprints": identity,
-            **record, "blocks": [work.report(layer) for layer in layers], "heldout_perplexity": perplexities,
-        }  # fmt: skip
+            "model": model,
+            "teacher": teacher_name,
+            "out": out,
+            "layout": str(layout),
+            **layout.to_config(),
+            "fingerprints": identity,
+            **record,
+            "blocks": [work.report(layer) for layer in layers],
+            "heldout_perplexity": perplexities,
+        }
         convert_checkpoint(
-            model, out, Recipe(), revision=revision, overwrite=overwrite, verify=verify, replace=work.tensors(layers), console=console,
-            record={"distillation": {"teacher": teacher_name, "fingerprints": identity, "layers": format_ranges(layers), **record}},
+            model,
+            out,
+            Recipe(),
+            revision=revision,
+            overwrite=overwrite,
+            verify=verify,
+            replace=work.tensors(layers),
+            console=console,
+            record={
+                "distillation": {
+                    "teacher": teacher_name,
+                    "fingerprints": identity,
+                    "layers": format_ranges(layers),
+                    **record,
+                }
+            },
             extra_files={"distillation.json": to_json(document) + "\n"},
-        )  # fmt: skip
+        )
         work.remove()
     return document
 
@@ -152,19 +211,24 @@ def loaded(work: BlockFolder, layer: int, blocks: Blocks) -> dict[str, torch.Ten
 
 
 def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> Layout:
-    """The student's layout. Raises UserError unless the teacher is a dense Llama of the same shape, and the student is none."""
+    """The student's layout. Raises UserError unless the teacher is a dense Llama of the same shape, and the student is
+    none."""
     layout, dense = Layout.from_config(student.config), Layout.from_config(teacher.config)
     if layout.is_dense:
         raise UserError(f"{model} is dense; there is nothing to distil. Convert it first")
     if not dense.is_dense:
-        raise UserError(f"--distill-from {teacher_name} is not dense ({dense}); name the model that {model} was converted from")
+        raise UserError(
+            f"--distill-from {teacher_name} is not dense ({dense}); name the model that {model} was converted from"
+        )
     if expected_tensors(student.config) != expected_tensors(teacher.config):
-        raise UserError(f"--distill-from {teacher_name} has other shapes than {model}; name the model that it was converted from")
+        raise UserError(
+            f"--distill-from {teacher_name} has other shapes than {model}; name the model that it was converted from"
+        )
     ours, theirs = dense_function(student.config), dense_function(teacher.config)
     if different := [key for key in ours if ours[key] != theirs[key]]:
         raise UserError(
-            f"--distill-from {teacher_name} computes otherwise than {model} ({', '.join(different)}); name the model that it was "
-            "converted from"
+            f"--distill-from {teacher_name} computes otherwise than {model} ({', '.join(different)}); name the model"
+            " that it was converted from"
         )
     return layout
 
@@ -174,7 +238,9 @@ def chosen_layers(layout: Layout, ranges: str | None) -> tuple[int, ...]:
     able = trainable_layers(layout)
     chosen = parse_ranges(ranges, layout.num_layers, option="--train") if ranges is not None else able
     if rest := sorted(set(chosen) - set(able)):
-        raise UserError(f"--train: {format_ranges(rest)} compute what the dense layers compute; only {format_ranges(able)} do not")
+        raise UserError(
+            f"--train: {format_ranges(rest)} compute what the dense layers compute; only {format_ranges(able)} do not"
+        )
     return tuple(chosen)
 
 
@@ -182,12 +248,15 @@ def training_record(windows: Windows, options: BlockwiseOptions, dtype: torch.dt
     """What training depends on besides the models: for ladderize.yaml, and for a killed run to know itself."""
     return {
         "data": {
-            "file": options.data, "sha256": data.file_sha256(options.data), "samples": len(windows.train), "heldout": len(windows.heldout),
+            "file": options.data,
+            "sha256": data.file_sha256(options.data),
+            "samples": len(windows.train),
+            "heldout": len(windows.heldout),
             "seq_len": windows.train.shape[1],
         },
         "options": options.distill.record(),
         "dtype": str(dtype).removeprefix("torch."),
-    }  # fmt: skip
+    }
 
 
 def block_rows(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:

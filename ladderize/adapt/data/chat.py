@@ -1,7 +1,8 @@
 """A conversation -> token ids through the tokenizer's chat template, and which of them the assistant wrote.
 
-transformers' own ``return_assistant_tokens_mask`` is not used: where a turn begins or ends in a space, and the tokenizer's offsets leave
-spaces out (Llama 3's do), it scores nothing or all the rest. Here every token that begins in an assistant's turn is scored.
+transformers' own ``return_assistant_tokens_mask`` is not used: where a turn begins or ends in a space, and the
+tokenizer's offsets leave spaces out (Llama 3's do), it scores nothing or all the rest. Here every token that begins in
+an assistant's turn is scored.
 """
 
 import re
@@ -22,27 +23,33 @@ Span = tuple[int, int]
 
 
 class ChatTemplate:
-    """A tokenizer's chat template. Raises UserError if there is none, or if the tokenizer cannot say which characters a token stands for.
+    """A tokenizer's chat template. Raises UserError if there is none, or if the tokenizer cannot say which characters a
+    token stands for.
 
-    Where the template has ``{% generation %}`` markers, they say what is scored. Else it is what the template adds after the prompt for
-    an answer: the turn and what ends it.
+    Where the template has ``{% generation %}`` markers, they say what is scored. Else it is what the template adds
+    after the prompt for an answer: the turn and what ends it.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", where: str) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
-                f"{where}: a conversation, but the tokenizer has no chat template; put a chat_template.jinja into the model's folder"
+                f"{where}: a conversation, but the tokenizer has no chat template; put a chat_template.jinja into the"
+                " model's folder"
             )
         if not tokenizer.is_fast:
-            raise UserError(f"{where}: a conversation, but the tokenizer is not a fast one, which would say where each token begins")
+            raise UserError(
+                f"{where}: a conversation, but the tokenizer is not a fast one, which would say where each token begins"
+            )
         self.tokenizer = tokenizer
         self.template: str = tokenizer.get_chat_template()
         self.has_markers = MARKERS.search(self.template) is not None
 
     def encode(self, messages: list[dict[str, Any]], where: str) -> tuple[np.ndarray, np.ndarray]:
-        """int64 ids and bool scored, [tokens] each. The text is tokenised as a whole, and only the template gives it a BOS.
+        """int64 ids and bool scored, [tokens] each. The text is tokenised as a whole, and only the template gives it a
+        BOS.
 
-        Raises BadRow if the template refuses the conversation, UserError if the template does not show where the turns are.
+        Raises BadRow if the template refuses the conversation, UserError if the template does not show where the turns
+        are.
         """
         text, spans = self._marked(messages, where) if self.has_markers else self._by_prefixes(messages, where)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -58,7 +65,9 @@ class ChatTemplate:
             given: dict[str, Any] = {**self.tokenizer.special_tokens_map, "strftime_now": DATE.strftime, **options}
             rendered: Any = render_jinja_template(conversations=[messages], chat_template=self.template, **given)
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-            raise BadRow(f"{where}: the chat template refuses the conversation ({' '.join(str(error).split())[:200]})") from None
+            raise BadRow(
+                f"{where}: the chat template refuses the conversation ({' '.join(str(error).split())[:200]})"
+            ) from None
         texts, spans = rendered  # spans are empty unless asked for
         return texts[0], spans[0] if spans else []
 
@@ -75,8 +84,9 @@ class ChatTemplate:
             after, _ = self._render(messages[: number + 1], where)
             if not text.startswith(after) or not after.startswith(before):
                 raise UserError(
-                    f"{where}: turn {number + 1}: the chat template rewrites earlier turns, so that nobody can tell which text is the "
-                    "assistant's; put {% generation %} and {% endgeneration %} around it in the template"
+                    f"{where}: turn {number + 1}: the chat template rewrites earlier turns, so that nobody can tell"
+                    " which text is the assistant's; put {% generation %} and {% endgeneration %} around it in the"
+                    " template"
                 )
             spans.append((len(before), len(after)))
         return text, spans

@@ -18,9 +18,9 @@ CHUNK_ROWS = 128
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """seq_len: the most tokens of a row. packing: several examples a row. heldout: rows of each source to set aside, never trained on
-    (None: a hundredth of files' rows, 1 to 256, and a stream's first 64). min_rows: the fewest rows that a first epoch may have (without
-    weights), that is a batch."""
+    """seq_len: the most tokens of a row. packing: several examples a row. heldout: rows of each source to set aside,
+    never trained on (None: a hundredth of files' rows, 1 to 256, and a stream's first 64). min_rows: the fewest rows
+    that a first epoch may have (without weights), that is a batch."""
 
     seq_len: int
     vocab_size: int
@@ -31,8 +31,11 @@ class StreamOptions:
     min_rows: int = 1
 
     def record(self) -> dict[str, Any]:
-        """What the rows depend on. Whether bad rows are skipped is not among it: up to the first one it makes no difference."""
-        return {key: value for key, value in asdict(self).items() if key not in ("vocab_size", "min_rows", "skip_bad_rows")}
+        """What the rows depend on. Whether bad rows are skipped is not among it: up to the first one it makes no
+        difference."""
+        return {
+            key: value for key, value in asdict(self).items() if key not in ("vocab_size", "min_rows", "skip_bad_rows")
+        }
 
     def to_rows(self, examples: Sequence[Example]) -> list[PackedRow]:
         return pack(examples, self.seq_len) if self.packing else unpacked(examples)
@@ -40,7 +43,8 @@ class StreamOptions:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows in their final order. number: the chunk's. before, after: snapshots of where all sources stand, and of what was counted."""
+    """Rows in their final order. number: the chunk's. before, after: snapshots of where all sources stand, and of what
+    was counted."""
 
     number: int
     rows: list[PackedRow]
@@ -50,7 +54,8 @@ class Chunk:
 
 @dataclass
 class Tally:
-    """What was read so far. skipped: bad rows, each once and not again every epoch; skipped_first: what was wrong with the first."""
+    """What was read so far. skipped: bad rows, each once and not again every epoch; skipped_first: what was wrong with
+    the first."""
 
     examples: int = 0
     tokens: int = 0
@@ -72,12 +77,15 @@ class Stopped(Exception):
 
 
 class ChunkMaker:
-    """Makes chunk after chunk from where the readers stand. weights: of the sources, or None; see ``Stream`` for what they mean.
+    """Makes chunk after chunk from where the readers stand. weights: of the sources, or None; see ``Stream`` for what
+    they mean.
 
     stop: an event that ends the making of a chunk.
     """
 
-    def __init__(self, readers: Sequence[Reader], weights: Sequence[float] | None, options: StreamOptions, stop: threading.Event) -> None:
+    def __init__(
+        self, readers: Sequence[Reader], weights: Sequence[float] | None, options: StreamOptions, stop: threading.Event
+    ) -> None:
         self.readers, self.weights, self.options, self.stop = list(readers), weights, options, stop
         self.tally = Tally(source_tokens=[0] * len(readers))
         for reader in readers:
@@ -100,7 +108,8 @@ class ChunkMaker:
         self.tally = Tally(**deepcopy(dict(snapshot["tally"])))
 
     def heldout(self, encoder: Encoder) -> list[PackedRow]:
-        """The rows that the sources set aside, in their order. Raises UserError if there are some, but none can be scored."""
+        """The rows that the sources set aside, in their order. Raises UserError if there are some, but none can be
+        scored."""
         examples: list[Example] = []
         for encoded in encoder.encode([row for reader in self.readers for row in reader.heldout]):
             if encoded.problem is not None:
@@ -109,7 +118,9 @@ class ChunkMaker:
                 self.tally.skip(str(encoded.problem))
             examples += encoded.examples
         if not examples and any(reader.heldout for reader in self.readers):
-            raise UserError(f"{self.names}: no held-out row can be scored; give --eval-data FILE, or hold out more (--heldout)")
+            raise UserError(
+                f"{self.names}: no held-out row can be scored; give --eval-data FILE, or hold out more (--heldout)"
+            )
         return self.options.to_rows(examples)
 
     def make(self, number: int) -> Chunk:
@@ -133,8 +144,8 @@ class ChunkMaker:
         self.tally.rows += len(rows)
         if ended and epoch == 0 and self.tally.rows < self.options.min_rows:
             raise UserError(
-                f"{self.names} gives only {self.tally.rows} rows of {self.options.seq_len} tokens an epoch, fewer than --batch-size "
-                f"{self.options.min_rows}; give more data or lower --batch-size"
+                f"{self.names} gives only {self.tally.rows} rows of {self.options.seq_len} tokens an epoch, fewer than"
+                f" --batch-size {self.options.min_rows}; give more data or lower --batch-size"
             )
         order = np.random.default_rng([SHUFFLE, self.options.seed, number]).permutation(len(rows))
         return Chunk(number, [rows[index] for index in order], before, self.snapshot())
@@ -166,5 +177,8 @@ class ChunkMaker:
         tally.source_tokens[source] += encoded.tokens
         if reader.epoch > epoch and not tally.source_tokens[source]:
             first = f"; the first: {tally.skipped_first[0]}" if tally.skipped_first else ""
-            raise UserError(f"{reader.name} gives no example to train on ({tally.skipped} bad rows, {tally.dropped} too long{first})")
+            raise UserError(
+                f"{reader.name} gives no example to train on ({tally.skipped} bad rows, {tally.dropped} too"
+                f" long{first})"
+            )
         return encoded.examples

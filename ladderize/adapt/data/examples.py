@@ -3,10 +3,11 @@
 * ``input_ids``: as they are; ``loss_mask`` says what is scored, without it everything.
 * ``messages``, ``conversations``: through the chat template; the assistant's tokens are scored (chat.py).
 * ``prompt`` and ``completion``: the completion is scored, and the EOS appended to it. BOS comes before the prompt.
-* ``text``: with the tokenizer's special tokens, and EOS appended unless it is a passage of something longer. Everything is scored.
+* ``text``: with the tokenizer's special tokens, and EOS appended unless it is a passage of something longer. Everything
+  is scored.
 
-Ids and texts longer than ``seq_len`` are cut into pieces, each an example of its own; conversations and completions are cut off there,
-and dropped if nothing is left to score.
+Ids and texts longer than ``seq_len`` are cut into pieces, each an example of its own; conversations and completions are
+cut off there, and dropped if nothing is left to score.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Example:
-    """ids: int64 [tokens]; scored: bool [tokens], whether the loss counts a token as a target. The first is never one: nothing precedes it.
+    """ids: int64 [tokens]; scored: bool [tokens], whether the loss counts a token as a target. The first is never one:
+    nothing precedes it.
 
     where: the row it comes from, for people.
     """
@@ -37,7 +39,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What one row gives. problem: why it gives nothing. truncated, dropped: how many examples were cut off, or lost what is scored."""
+    """What one row gives. problem: why it gives nothing. truncated, dropped: how many examples were cut off, or lost
+    what is scored."""
 
     examples: tuple[Example, ...] = ()
     problem: BadRow | None = None
@@ -62,8 +65,8 @@ class Encoder:
     def encode(self, rows: Sequence[Row]) -> list[Encoded]:
         """One result for each row. Texts are tokenised together, which is several times as fast.
 
-        Raises UserError for what is wrong with the model rather than with a row: ids outside its vocabulary, no tokenizer, no chat
-        template.
+        Raises UserError for what is wrong with the model rather than with a row: ids outside its vocabulary, no
+        tokenizer, no chat template.
         """
         results: dict[int, Encoded] = {}
         texts: list[int] = []
@@ -93,7 +96,9 @@ class Encoder:
 
     def _need_tokenizer(self, row: Row) -> "PreTrainedTokenizerBase":
         if self.tokenizer is None:
-            raise UserError(f"{row.where}: text, but the model has no tokenizer; give rows of input_ids, .npy or .npz instead")
+            raise UserError(
+                f"{row.where}: text, but the model has no tokenizer; give rows of input_ids, .npy or .npz instead"
+            )
         return self.tokenizer
 
     def _texts(self, rows: Sequence[Row]) -> list[np.ndarray]:
@@ -112,7 +117,8 @@ class Encoder:
     def _completion(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
         """A prompt as it is tokenised when the model is asked, and its completion.
 
-        The completion's ids come from both together where the prompt's are a prefix of that, since alone it may get a space put before it.
+        The completion's ids come from both together where the prompt's are a prefix of that, since alone it may get a
+        space put before it.
         """
         tokenizer = self._need_tokenizer(row)
         prompt, completion = str(row.values["prompt"]), str(row.values["completion"])

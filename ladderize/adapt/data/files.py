@@ -33,7 +33,9 @@ class JoinedRows:
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self.parts = parts
-        self.bad = BadRows(sum(part.bad.count for part in parts), [problem for part in parts for problem in part.bad.first][:5])
+        self.bad = BadRows(
+            sum(part.bad.count for part in parts), [problem for part in parts for problem in part.bad.first][:5]
+        )
         self._ends = list(accumulate(len(part) for part in parts))
 
     def __len__(self) -> int:
@@ -45,7 +47,8 @@ class JoinedRows:
 
 
 class JsonlRows:
-    """A JSON object a line. Every line is checked at opening; only where it begins is kept. Raises BadRow naming the first bad line."""
+    """A JSON object a line. Every line is checked at opening; only where it begins is kept. Raises BadRow naming the
+    first bad line."""
 
     def __init__(self, path: Path, *, skip_bad_rows: bool = False) -> None:
         self.path, self.bad = path, BadRows()
@@ -89,7 +92,8 @@ class JsonlRows:
 
 
 class ParquetRows:
-    """A parquet file through ``datasets``, which maps its own copy of it into memory. Columns are checked at opening, values later."""
+    """A parquet file through ``datasets``, which maps its own copy of it into memory. Columns are checked at opening,
+    values later."""
 
     def __init__(self, path: Path) -> None:
         from datasets import Dataset
@@ -117,7 +121,8 @@ class ParquetRows:
 
 
 class TextRows:
-    """A text in passages of about 16 KiB that end where lines do (or words, where a line is longer); all of them together are the text."""
+    """A text in passages of about 16 KiB that end where lines do (or words, where a line is longer); all of them
+    together are the text."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.bad = path, BadRows()
@@ -163,8 +168,8 @@ def _end_of_passage(file: BinaryIO, offset: int, size: int) -> int:
 
 
 class IdRows:
-    """An array of token ids: a row of two dimensions is a row; one of one dimension is cut into passages of 16384 ids, the last with what
-    is left."""
+    """An array of token ids: a row of two dimensions is a row; one of one dimension is cut into passages of 16384 ids,
+    the last with what is left."""
 
     def __init__(self, path: Path, key: str | None) -> None:
         self.bad = BadRows()

@@ -1,4 +1,5 @@
-"""What a row of training data may look like, by its columns: token ids, a conversation, a prompt with its completion, or text."""
+"""What a row of training data may look like, by its columns: token ids, a conversation, a prompt with its completion,
+or text."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ class BadRow(UserError):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a source. where: its place, for people. is_passage: cut out of a longer text, so that its end is no end of a text."""
+    """One row of a source. where: its place, for people. is_passage: cut out of a longer text, so that its end is no
+    end of a text."""
 
     values: Mapping[str, Any]
     where: str
@@ -100,12 +102,17 @@ def read_messages(row: Row, column: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, Mapping) or not all(isinstance(turn.get(key), str) for key in (role_key, content_key)):
-            raise BadRow(f"{row.where}: turn {number} of its {column} has no {role_key} and {content_key} that are strings")
+            raise BadRow(
+                f"{row.where}: turn {number} of its {column} has no {role_key} and {content_key} that are strings"
+            )
         # other keys of a message (a name, say) are the template's business; parquet fills in None where a turn has none
         message = {key: value for key, value in turn.items() if value is not None}
         if column == "conversations":
             if turn["from"] not in SHAREGPT:
-                raise BadRow(f"{row.where}: turn {number} of its conversations is from {turn['from']!r}; known are {', '.join(SHAREGPT)}")
+                raise BadRow(
+                    f"{row.where}: turn {number} of its conversations is from {turn['from']!r}; known are"
+                    f" {', '.join(SHAREGPT)}"
+                )
             message = {"role": SHAREGPT[turn["from"]], "content": turn["value"]}
         messages.append(message)
     return messages

@@ -14,7 +14,8 @@ State = dict[str, Any]  # of datasets' making; JSON can hold it
 class HubRows:
     """``datasets.load_dataset(name, config, split=split, streaming=True)``; code from the hub is never run.
 
-    text: the spec, for messages. Raises UserError if the dataset cannot be reached, does not exist, or has no column that is known.
+    text: the spec, for messages. Raises UserError if the dataset cannot be reached, does not exist, or has no column
+    that is known.
     """
 
     def __init__(self, text: str, name: str, config: str | None, split: str) -> None:
@@ -26,13 +27,16 @@ class HubRows:
                 self._dataset = datasets.load_dataset(name, config, split=split, streaming=True)
                 self._start: State = deepcopy(self._dataset.state_dict())
         except Exception as error:  # of datasets, huggingface_hub, fsspec and their HTTP client
-            raise UserError(f"--data {text} cannot be opened ({_reason(error)}); check its name, its split and the connection") from None
+            raise UserError(
+                f"--data {text} cannot be opened ({_reason(error)}); check its name, its split and the connection"
+            ) from None
         columns = self._dataset.column_names
         if columns and find_format(columns) is None:
             raise UserError(f"--data {text} has the columns {', '.join(columns)}; rows need {IN_WORDS}")
 
     def read(self, state: State | None = None, number: int = 0) -> Iterator[tuple[Row, State]]:
-        """The rows from ``state`` on (None: from the first), and with each the state to read on behind it. number: of rows before."""
+        """The rows from ``state`` on (None: from the first), and with each the state to read on behind it. number: of
+        rows before."""
         self._dataset.load_state_dict(deepcopy(self._start if state is None else state))
         rows = iter(self._dataset)
         while True:

@@ -1,7 +1,8 @@
 """Several examples side by side in a row of at most ``seq_len`` tokens, so that little of a batch is padding.
 
-What keeps them apart: position ids that begin at 0 with every example. transformers makes a block-diagonal mask of them, but only if the
-model is called with ``use_cache=False`` and without an attention mask (transformers.masking_utils.find_packed_sequence_indices).
+What keeps them apart: position ids that begin at 0 with every example. transformers makes a block-diagonal mask of
+them, but only if the model is called with ``use_cache=False`` and without an attention mask
+(transformers.masking_utils.find_packed_sequence_indices).
 """
 
 from bisect import bisect_left, insort
@@ -18,8 +19,10 @@ IGNORED = -100  # the target of a position whose next token is not scored
 
 @dataclass(frozen=True)
 class PackedRow:
-    """int64 [tokens] each. positions: begin at 0 with each example. targets: the NEXT token of the same example where the loss counts
-    it, else -100; no shift is needed later, and no example is predicted from the one before it. where: each example's origin."""
+    """int64 [tokens] each. positions: begin at 0 with each example. targets: the NEXT token of the same example where
+    the loss counts it, else -100; no shift is needed later, and no example is predicted from the one before it. where:
+    each example's origin.
+    """
 
     ids: np.ndarray
     positions: np.ndarray
@@ -52,9 +55,11 @@ def unpacked(examples: Sequence[Example]) -> list[PackedRow]:
 
 
 def pack(examples: Sequence[Example], seq_len: int) -> list[PackedRow]:
-    """Best-fit decreasing: the longest example first, each into the fullest row that has room for it. Rows in the order they were begun.
+    """Best-fit decreasing: the longest example first, each into the fullest row that has room for it. Rows in the order
+    they were begun.
 
-    Deterministic: of examples or rows alike the earlier comes first. Raises ValueError for an example longer than ``seq_len``.
+    Deterministic: of examples or rows alike the earlier comes first. Raises ValueError for an example longer than
+    ``seq_len``.
     """
     if any(len(example.ids) > seq_len for example in examples):
         raise ValueError(f"an example is longer than {seq_len} tokens")
@@ -83,8 +88,8 @@ def segments(row: PackedRow) -> list[slice]:
 def collate(rows: Sequence[PackedRow], pad_id: int = 0) -> dict[str, torch.Tensor]:
     """input_ids, position_ids and targets, int64 [rows, tokens of the longest] each, padded on the right.
 
-    Padding has no targets, and positions that begin at 0 again: to the model it is one more example. No rows at all become one padded
-    token, so that a rank without rows takes part in a step without adding to its loss.
+    Padding has no targets, and positions that begin at 0 again: to the model it is one more example. No rows at all
+    become one padded token, so that a rank without rows takes part in a step without adding to its loss.
     """
     longest = max((len(row) for row in rows), default=1)
     shape = (max(1, len(rows)), longest)
@@ -95,4 +100,7 @@ def collate(rows: Sequence[PackedRow], pad_id: int = 0) -> dict[str, torch.Tenso
         ids[number, :length], targets[number, :length] = row.ids, row.targets
         positions[number, :length] = row.positions
         positions[number, length:] = np.arange(longest - length)
-    return {name: torch.from_numpy(value) for name, value in (("input_ids", ids), ("position_ids", positions), ("targets", targets))}
+    return {
+        name: torch.from_numpy(value)
+        for name, value in (("input_ids", ids), ("position_ids", positions), ("targets", targets))
+    }

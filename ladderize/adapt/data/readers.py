@@ -15,14 +15,16 @@ from ladderize.console import UserError
 
 BATCH = 64  # rows that are tokenised together, ahead of their use
 HELDOUT_OF_STREAM, MOST_HELDOUT, HELDOUT_SHARE = 64, 256, 100
-# What a random generator draws. Keys after the seed must not end in it: numpy takes [seed, 1] and [seed, 1, 0] for the same.
+# What a random generator draws. Keys after the seed must not end in it: numpy takes [seed, 1] and [seed, 1, 0] for the
+# same.
 ORDER, HELDOUT, SHUFFLE = 1, 2, 3
 
 Cursor = dict[str, Any]
 
 
 class Reader(Protocol):
-    """bad: the rows left out since opening. A cursor is small, JSON can hold it, and ``seek`` goes to exactly that place."""
+    """bad: the rows left out since opening. A cursor is small, JSON can hold it, and ``seek`` goes to exactly that
+    place."""
 
     name: str
     heldout: list[Row]
@@ -33,7 +35,8 @@ class Reader(Protocol):
 
     @property
     def progress(self) -> float:
-        """The share of the epoch that was read, in the middle of the next row; 0 for a stream, whose length nobody knows."""
+        """The share of the epoch that was read, in the middle of the next row; 0 for a stream, whose length nobody
+        knows."""
         ...
 
     def take(self) -> Encoded:
@@ -50,7 +53,8 @@ class Reader(Protocol):
 
 
 class IndexedReader:
-    """Rows of files in a fresh order every epoch, except ``count`` held-out ones (None: a hundredth, 1 to 256), drawn once.
+    """Rows of files in a fresh order every epoch, except ``count`` held-out ones (None: a hundredth, 1 to 256), drawn
+    once.
 
     number: the source's, so that no two are shuffled alike. Raises UserError if nothing would be left to train on.
     """
@@ -62,7 +66,8 @@ class IndexedReader:
         if count is None:
             if total == 1:
                 raise UserError(
-                    f"{name} has a single row, of which nothing can be held out; give --eval-data FILE, or --heldout 0 to measure nothing"
+                    f"{name} has a single row, of which nothing can be held out; give --eval-data FILE, or --heldout 0"
+                    " to measure nothing"
                 )
             count = min(MOST_HELDOUT, max(1, total // HELDOUT_SHARE))
         if count >= total:
@@ -108,7 +113,8 @@ class IndexedReader:
 
 
 class StreamedReader:
-    """A dataset on the hub in its own order, which is the same in every epoch, except its first ``count`` rows (None: 64)."""
+    """A dataset on the hub in its own order, which is the same in every epoch, except its first ``count`` rows (None:
+    64)."""
 
     def __init__(self, name: str, rows: HubRows, encoder: Encoder, *, count: int | None) -> None:
         self.name, self.rows, self.encoder, self.bad = name, rows, encoder, BadRows()
@@ -124,7 +130,10 @@ class StreamedReader:
             self.heldout = [row for row, _ in islice(self._stream, self._skip)]
         self._fill()
         if not self._ahead:
-            raise UserError(f"{self.name} holds {len(self.heldout)} rows, and --heldout {self._skip} leaves none to train on; lower it")
+            raise UserError(
+                f"{self.name} holds {len(self.heldout)} rows, and --heldout {self._skip} leaves none to train on;"
+                " lower it"
+            )
 
     def _fill(self) -> None:
         read = list(islice(self._stream, BATCH))

@@ -1,4 +1,5 @@
-"""``--show-data``: a batch as a person can read it, to see whether the chat template, the loss mask and the packing are what was meant."""
+"""``--show-data``: a batch as a person can read it, to see whether the chat template, the loss mask and the packing are
+what was meant."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ MARKS = "[[", "]]"
 
 @dataclass(frozen=True)
 class Segment:
-    """One example of a row, and where it begins there. ids: int64 [tokens]; scored: bool [tokens], whether the loss counts a token as a
-    target."""
+    """One example of a row, and where it begins there. ids: int64 [tokens]; scored: bool [tokens], whether the loss
+    counts a token as a target."""
 
     where: str
     position: int
@@ -31,20 +32,30 @@ def split_row(row: PackedRow) -> list[Segment]:
     """The examples that were packed into a row, as the model will see them."""
     # a target belongs to the token after it
     scored = np.append(False, row.targets[:-1] != IGNORED)
-    return [Segment(where, part.start, row.ids[part], scored[part]) for where, part in zip(row.where, segments(row), strict=True)]
+    return [
+        Segment(where, part.start, row.ids[part], scored[part])
+        for where, part in zip(row.where, segments(row), strict=True)
+    ]
 
 
 def show(rows: Sequence[PackedRow], tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """Every row's segments with their origin and text; tokens that the loss counts stand in double brackets.
 
-    Control characters are escaped. Of a segment of more than 500 tokens the middle is left out, and said to be. tokenizer: None shows ids.
+    Control characters are escaped. Of a segment of more than 500 tokens the middle is left out, and said to be.
+    tokenizer: None shows ids.
     """
     left, right = MARKS
     lines = [f"{left}...{right}: tokens that the loss counts"]
     for number, row in enumerate(rows, start=1):
         parts = split_row(row)
         counted = int((row.targets != IGNORED).sum())
-        lines += ["", f"row {number}: {len(row)} tokens, {counted} scored, {len(parts)} {'example' if len(parts) == 1 else 'examples'}"]
+        lines += [
+            "",
+            (
+                f"row {number}: {len(row)} tokens, {counted} scored, {len(parts)}"
+                f" {'example' if len(parts) == 1 else 'examples'}"
+            ),
+        ]
         for part in parts:
             lines.append(f"  {part.where}: {len(part.ids)} tokens, {int(part.scored.sum())} scored")
             lines.append(f"    {_marked(part, tokenizer)}")
@@ -52,24 +63,29 @@ def show(rows: Sequence[PackedRow], tokenizer: "PreTrainedTokenizerBase | None")
 
 
 def document(rows: Sequence[PackedRow], tokenizer: "PreTrainedTokenizerBase | None") -> list[dict[str, Any]]:
-    """The same for --json, whole: each segment's ids, which of them are scored, and its text in runs of tokens scored or not."""
+    """The same for --json, whole: each segment's ids, which of them are scored, and its text in runs of tokens scored
+    or not."""
     return [
         {
             "tokens": len(row),
             "scored_tokens": int((row.targets != IGNORED).sum()),
             "examples": [
                 {
-                    "where": part.where, "position": part.position, "tokens": len(part.ids), "scored_tokens": int(part.scored.sum()),
-                    "input_ids": part.ids.tolist(), "scored": part.scored.astype(int).tolist(),
-                    "text": None if tokenizer is None else [
-                        {"scored": scored, "text": text} for scored, text in _runs(part.ids, part.scored, tokenizer)
-                    ],
+                    "where": part.where,
+                    "position": part.position,
+                    "tokens": len(part.ids),
+                    "scored_tokens": int(part.scored.sum()),
+                    "input_ids": part.ids.tolist(),
+                    "scored": part.scored.astype(int).tolist(),
+                    "text": None
+                    if tokenizer is None
+                    else [{"scored": scored, "text": text} for scored, text in _runs(part.ids, part.scored, tokenizer)],
                 }
                 for part in split_row(row)
             ],
         }
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def _marked(part: Segment, tokenizer: "PreTrainedTokenizerBase | None") -> str:

@@ -1,7 +1,7 @@
 """What ``--data SPEC`` means: files (a glob of them), or a dataset on the hub; and ``=WEIGHT`` after any of them.
 
-``x.jsonl``, ``x.parquet``, ``x.txt``, ``x.npy``, ``x.npz[:array]``, ``dir/*.jsonl``, ``hub:OWNER/NAME[:CONFIG]:SPLIT``. Files are read
-by row number, in any order; the hub's datasets are streamed.
+``x.jsonl``, ``x.parquet``, ``x.txt``, ``x.npy``, ``x.npz[:array]``, ``dir/*.jsonl``, ``hub:OWNER/NAME[:CONFIG]:SPLIT``.
+Files are read by row number, in any order; the hub's datasets are streamed.
 """
 
 import glob
@@ -25,7 +25,8 @@ WHOLE_HASH = 1_000_000_000  # bytes; of larger files only the ends are hashed
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One --data. text: as it was given, without the weight. hub: name, configuration and split; None: ``text`` is a path or a glob.
+    """One --data. text: as it was given, without the weight. hub: name, configuration and split; None: ``text`` is a
+    path or a glob.
 
     option: what it was given to, for messages.
     """
@@ -44,7 +45,8 @@ class SourceSpec:
         return self.hub is not None
 
     def files(self) -> list[str]:
-        """The files meant, sorted; ``.npz`` with their array's name. Raises UserError if there are none, or of several kinds."""
+        """The files meant, sorted; ``.npz`` with their array's name. Raises UserError if there are none, or of several
+        kinds."""
         path, key = split_name(self.text)
         if not _is_glob(self.text):
             if not path.is_file():
@@ -55,7 +57,9 @@ class SourceSpec:
             raise UserError(f"{self.name}: no file matches")
         suffixes = sorted({Path(name).suffix for name in found})
         if len(suffixes) > 1 or suffixes[0] not in SUFFIXES:
-            raise UserError(f"{self.name} matches files that end in {', '.join(suffixes)}; give one of {', '.join(SUFFIXES)}")
+            raise UserError(
+                f"{self.name} matches files that end in {', '.join(suffixes)}; give one of {', '.join(SUFFIXES)}"
+            )
         return [f"{name}:{key}" if key is not None else name for name in found]
 
 
@@ -64,12 +68,18 @@ def parse_specs(texts: Sequence[str], option: str = "--data") -> list[SourceSpec
     specs = [_parse(text, option) for text in texts]
     weighted = [spec for spec in specs if spec.weight is not None]
     if len(specs) == 1 and weighted:
-        raise UsageError(f"{option} {texts[0]}: a weight has no effect on a single source; leave it out, or give several {option}")
+        raise UsageError(
+            f"{option} {texts[0]}: a weight has no effect on a single source; leave it out, or give several {option}"
+        )
     if weighted and len(weighted) < len(specs):
         without = next(spec.text for spec in specs if spec.weight is None)
-        raise UsageError(f"{option} {without} has no weight, but others have one; give all sources a weight (SPEC=2.5), or none")
+        raise UsageError(
+            f"{option} {without} has no weight, but others have one; give all sources a weight (SPEC=2.5), or none"
+        )
     if not weighted and len(specs) > 1 and (streamed := next((spec for spec in specs if spec.is_streamed), None)):
-        raise UsageError(f"{streamed.name} is streamed, so nobody knows how many rows it has; give every source a weight (SPEC=2.5)")
+        raise UsageError(
+            f"{streamed.name} is streamed, so nobody knows how many rows it has; give every source a weight (SPEC=2.5)"
+        )
     return specs
 
 
@@ -78,7 +88,8 @@ def _parse(text: str, option: str) -> SourceSpec:
     if not (equals and _is_source(head)):
         if not _is_source(text):
             raise UsageError(
-                f"{option} {text}: neither a file that ends in {', '.join(SUFFIXES)}, nor a glob, nor hub:OWNER/NAME[:CONFIG]:SPLIT"
+                f"{option} {text}: neither a file that ends in {', '.join(SUFFIXES)}, nor a glob, nor"
+                " hub:OWNER/NAME[:CONFIG]:SPLIT"
             )
         return SourceSpec(text, None, _parse_hub(text, option), option)
     try:
@@ -106,13 +117,15 @@ def _parse_hub(text: str, option: str) -> tuple[str, str | None, str] | None:
         raise UsageError(f"{option} {text}: a stream cannot be cut; name a whole split")
     name, *rest = text.removeprefix(HUB).split(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or len(rest) not in (1, 2) or not all(rest):
-        raise UsageError(f"{option} {text}: a dataset on the hub is written hub:OWNER/NAME:SPLIT or hub:OWNER/NAME:CONFIG:SPLIT")
+        raise UsageError(
+            f"{option} {text}: a dataset on the hub is written hub:OWNER/NAME:SPLIT or hub:OWNER/NAME:CONFIG:SPLIT"
+        )
     return name, rest[0] if len(rest) == 2 else None, rest[-1]
 
 
 def open_rows(spec: SourceSpec, *, skip_bad_rows: bool = False) -> Rows:
-    """A source of files, for reading by row number. Raises UserError for what cannot be read or holds no rows, and BadRow for a row that
-    has no known format, unless such are to be skipped."""
+    """A source of files, for reading by row number. Raises UserError for what cannot be read or holds no rows, and
+    BadRow for a row that has no known format, unless such are to be skipped."""
     parts = [_open_file(file, skip_bad_rows) for file in spec.files()]
     rows = parts[0] if len(parts) == 1 else JoinedRows(parts)
     if not len(rows):
@@ -137,7 +150,8 @@ def _open_file(file: str, skip_bad_rows: bool) -> Rows:
 
 
 def identity(spec: SourceSpec) -> dict[str, Any]:
-    """What a resumed run must find again: the spec, and a hash of every file (of its size and ends, over ``WHOLE_HASH`` bytes)."""
+    """What a resumed run must find again: the spec, and a hash of every file (of its size and ends, over ``WHOLE_HASH``
+    bytes)."""
     files = [] if spec.is_streamed else spec.files()
     return {"data": spec.text, "weight": spec.weight, "files": {file: _hash(file) for file in files}}
 

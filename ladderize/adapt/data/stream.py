@@ -1,11 +1,13 @@
-"""The training data as one endless stream of packed rows: the same on every rank, for any number of ranks, and from any place resumed.
+"""The training data as one endless stream of packed rows: the same on every rank, for any number of ranks, and from any
+place resumed.
 
-Every rank reads and tokenises all of it and takes its part of each step's rows (``rank_rows``). So the order does not depend on the number
-of ranks, a run may be resumed with another number, and no rank has to tell another where it stands; tokenising costs a small part of what
-a step costs, and is done in a thread meanwhile.
+Every rank reads and tokenises all of it and takes its part of each step's rows (``rank_rows``). So the order does not
+depend on the number of ranks, a run may be resumed with another number, and no rank has to tell another where it
+stands; tokenising costs a small part of what a step costs, and is done in a thread meanwhile.
 
-The stream is made in chunks of about ``CHUNK_ROWS`` rows: examples are drawn from the sources, packed with each other and shuffled. Files
-are read in a fresh random order every epoch; a hub's stream is read in its own order, and the shuffle within a chunk is all it gets.
+The stream is made in chunks of about ``CHUNK_ROWS`` rows: examples are drawn from the sources, packed with each other
+and shuffled. Files are read in a fresh random order every epoch; a hub's stream is read in its own order, and the
+shuffle within a chunk is all it gets.
 """
 
 import threading
@@ -27,14 +29,17 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """Iterate for PackedRows, without end; ``close()`` it, or use it as a context. tokenizer: None, if all rows are ids.
+    """Iterate for PackedRows, without end; ``close()`` it, or use it as a context. tokenizer: None, if all rows are
+    ids.
 
-    Without weights every row of all sources comes once an epoch, in proportion. With weights the next example comes from the source with
-    the fewest tokens for its weight, so that the shares of tokens are the weights', and each source begins anew when it ends.
-    Raises UserError, at opening or while iterating, for data that cannot be used.
+    Without weights every row of all sources comes once an epoch, in proportion. With weights the next example comes
+    from the source with the fewest tokens for its weight, so that the shares of tokens are the weights', and each
+    source begins anew when it ends. Raises UserError, at opening or while iterating, for data that cannot be used.
     """
 
-    def __init__(self, specs: Sequence[SourceSpec], tokenizer: "PreTrainedTokenizerBase | None", options: StreamOptions) -> None:
+    def __init__(
+        self, specs: Sequence[SourceSpec], tokenizer: "PreTrainedTokenizerBase | None", options: StreamOptions
+    ) -> None:
         self.specs, self.options = list(specs), options
         self._stop = threading.Event()
         encoder = Encoder(tokenizer, options.seq_len, options.vocab_size)
@@ -110,21 +115,27 @@ class Stream:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """What was read up to the end of the chunk in use. padding_share: of the places in rows of ``seq_len``. A skipped row is counted
-        once, a truncated or dropped example in every epoch."""
+        """What was read up to the end of the chunk in use. padding_share: of the places in rows of ``seq_len``. A
+        skipped row is counted once, a truncated or dropped example in every epoch."""
         after = self._chunk.after if self._chunk is not None else self._place["before"]
         tally, cursors = after["tally"], after["cursors"]
         places = tally["rows"] * self.options.seq_len
         epochs = [reader.epochs(cursor) for reader, cursor in zip(self._maker.readers, cursors, strict=True)]
         return {
-            "examples": tally["examples"], "tokens": tally["tokens"], "rows": tally["rows"], "truncated_examples": tally["truncated"],
-            "dropped_examples": tally["dropped"], "skipped_rows": tally["skipped"], "skipped_first": list(tally["skipped_first"]),
-            "padding_share": 1 - tally["tokens"] / places if places else 0.0, "epochs": min(epochs),
+            "examples": tally["examples"],
+            "tokens": tally["tokens"],
+            "rows": tally["rows"],
+            "truncated_examples": tally["truncated"],
+            "dropped_examples": tally["dropped"],
+            "skipped_rows": tally["skipped"],
+            "skipped_first": list(tally["skipped_first"]),
+            "padding_share": 1 - tally["tokens"] / places if places else 0.0,
+            "epochs": min(epochs),
             "sources": [
                 {"data": spec.text, "weight": spec.weight, "tokens": tokens, "epochs": seen}
                 for spec, tokens, seen in zip(self.specs, tally["source_tokens"], epochs, strict=True)
             ],
-        }  # fmt: skip
+        }
 
     def identity(self) -> dict[str, Any]:
         """What the rows depend on besides the tokenizer: a resumed run must find the same. Reads all files once."""
@@ -132,9 +143,14 @@ class Stream:
 
 
 def fixed_rows(
-    specs: Sequence[SourceSpec], tokenizer: "PreTrainedTokenizerBase | None", options: StreamOptions, *, bad: BadRows | None = None
+    specs: Sequence[SourceSpec],
+    tokenizer: "PreTrainedTokenizerBase | None",
+    options: StreamOptions,
+    *,
+    bad: BadRows | None = None,
 ) -> list[PackedRow]:
-    """All rows of files, once and unshuffled, for ``--eval-data``. bad: where to count what is skipped, if bad rows are.
+    """All rows of files, once and unshuffled, for ``--eval-data``. bad: where to count what is skipped, if bad rows
+    are.
 
     Raises UserError for a stream, which may have no end.
     """
@@ -147,7 +163,9 @@ def fixed_rows(
         rows = open_rows(spec, skip_bad_rows=options.skip_bad_rows)
         bad.extend(rows.bad)
         for begin in range(0, len(rows), CHUNK_ROWS):
-            for encoded in encoder.encode([rows.read(number) for number in range(begin, min(len(rows), begin + CHUNK_ROWS))]):
+            for encoded in encoder.encode(
+                [rows.read(number) for number in range(begin, min(len(rows), begin + CHUNK_ROWS))]
+            ):
                 if encoded.problem is not None:
                     if not options.skip_bad_rows:
                         raise encoded.problem.unskipped()
@@ -161,8 +179,8 @@ def fixed_rows(
 def rank_rows(rows: Sequence[PackedRow], rank: int, ranks: int, micro: int) -> list[list[PackedRow]]:
     """A rank's part of a step's rows in micro-batches of at most ``micro``; together the ranks have each row once.
 
-    Every rank gets the same number of micro-batches, since all ranks take part in every pass; where the rows do not divide, a rank's last
-    one may be empty (``collate`` makes it one token that counts nothing).
+    Every rank gets the same number of micro-batches, since all ranks take part in every pass; where the rows do not
+    divide, a rank's last one may be empty (``collate`` makes it one token that counts nothing).
     """
     most = -(-len(rows) // ranks)
     mine = list(rows[rank::ranks])

@@ -31,7 +31,11 @@ def carried(adapter: Adapter) -> dict[str, str]:
     """What the adapter says of its training; empty if it is not ours."""
     if adapter.document is None:
         return {}
-    return {name: (adapter.folder / name).read_text(encoding="utf-8") for name in (DOCUMENT, METRICS) if (adapter.folder / name).is_file()}
+    return {
+        name: (adapter.folder / name).read_text(encoding="utf-8")
+        for name in (DOCUMENT, METRICS)
+        if (adapter.folder / name).is_file()
+    }
 
 
 def note_of(adapter: Adapter) -> str:
@@ -43,14 +47,21 @@ def note_of(adapter: Adapter) -> str:
 
 
 def merge_adapter(
-    adapter: str | Path, out: str | Path, *, base: str | None = None, console: Console | None = None, overwrite: bool = False,
-    verify: bool = True, revision: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    base: str | None = None,
+    console: Console | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    revision: str | None = None,
+) -> dict[str, Any]:
     """Write ``out``: the adapter's base with W + scaling * B @ A instead of every adapted W; returns what was done.
 
-    base, revision: where the base is now, if not where the adapter says. One matrix is in memory at a time, to check the result one
-    layer; beside ``out`` the adapted matrices need their size on disk once more, meanwhile. The logits of ``out`` are compared with
-    PEFT's before it appears; verify: it is loaded in plain transformers too. Raises UserError.
+    base, revision: where the base is now, if not where the adapter says. One matrix is in memory at a time, to check
+    the result one layer; beside ``out`` the adapted matrices need their size on disk once more, meanwhile. The logits
+    of ``out`` are compared with PEFT's before it appears; verify: it is loaded in plain transformers too. Raises
+    UserError.
     """
     console, out = console or Console(), Path(out).expanduser().resolve()
     output.complete_journal(out)
@@ -64,23 +75,47 @@ def merge_adapter(
     check_base_is(source, name, layout, found)
     check_fits(source, checkpoint.config, name)
     if source.document is None:
-        console.note(f"Note: {source.folder} has no {DOCUMENT}, so nobody can tell what it was trained on; its shapes fit {name}")
+        console.note(
+            f"Note: {source.folder} has no {DOCUMENT}, so nobody can tell what it was trained on; its shapes fit {name}"
+        )
     check_space(source, checkpoint, out)
     merged = {f"{module}.weight" for module in source.modules}
     with output.scratch_folder(out) as scratch:
         file = scratch / "merged.safetensors"
-        with console.progress("merging", sum(checkpoint.tensors[name].nbytes for name in merged), is_bytes=True) as advance:
+        with console.progress(
+            "merging", sum(checkpoint.tensors[name].nbytes for name in merged), is_bytes=True
+        ) as advance:
             write_merged(source, checkpoint, file, advance)
         report = convert_checkpoint(
-            name, out, Recipe(), revision=revision, overwrite=overwrite, verify=verify, replace=locate_tensors(file), console=console,
-            record={"merged_adapter": record(source, found)}, check=lambda folder: check_merged(source, checkpoint, folder, console),
-            extra_files=carried(source), note=note_of(source),
-        )  # fmt: skip
+            name,
+            out,
+            Recipe(),
+            revision=revision,
+            overwrite=overwrite,
+            verify=verify,
+            replace=locate_tensors(file),
+            console=console,
+            record={"merged_adapter": record(source, found)},
+            check=lambda folder: check_merged(source, checkpoint, folder, console),
+            extra_files=carried(source),
+            note=note_of(source),
+        )
     return {
-        "adapter": str(source.folder), "base": name, "out": str(out), "layout": str(layout), **layout.to_config(), "fingerprint": found,
-        "layers": source.layers, "merged_tensors": sorted(merged), **report["checked"],
-        **{key: report[key] for key in ("weight_bytes", "weight_files", "weight_files_rewritten", "weights", "verified") if key in report},
-    }  # fmt: skip
+        "adapter": str(source.folder),
+        "base": name,
+        "out": str(out),
+        "layout": str(layout),
+        **layout.to_config(),
+        "fingerprint": found,
+        "layers": source.layers,
+        "merged_tensors": sorted(merged),
+        **report["checked"],
+        **{
+            key: report[key]
+            for key in ("weight_bytes", "weight_files", "weight_files_rewritten", "weights", "verified")
+            if key in report
+        },
+    }
 
 
 def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[str, str | None]:
@@ -89,7 +124,8 @@ def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[s
         return base, revision
     if adapter.document is None:
         raise UserError(
-            f"{adapter.folder} has no {DOCUMENT}, so ladderize did not train it; name the checkpoint that it belongs to with --base"
+            f"{adapter.folder} has no {DOCUMENT}, so ladderize did not train it; name the checkpoint that it belongs to"
+            " with --base"
         )
     name = adapter.base["model"]
     if Path(name).is_absolute() and not Path(name).exists():
@@ -98,34 +134,40 @@ def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[s
 
 
 def check_base_is(adapter: Adapter, name: str, layout: Layout, found: str) -> None:
-    """Raise UserError unless this is a converted checkpoint, and the one that the adapter was trained on, as far as it says."""
+    """Raise UserError unless this is a converted checkpoint, and the one that the adapter was trained on, as far as it
+    says."""
     if layout.is_dense:
         raise UserError(
-            f"{name} is dense; merge an adapter for it with PEFT's merge_and_unload, or name a converted checkpoint with --base"
+            f"{name} is dense; merge an adapter for it with PEFT's merge_and_unload, or name a converted checkpoint"
+            " with --base"
         )
     if adapter.document is None:
         return
     trained = adapter.base
     if any(trained.get(key) != value for key, value in layout.to_config().items()):
         raise UserError(
-            f"{adapter.folder} was trained on the layout {trained['layout']}, but {name} has {layout}; name the checkpoint that it was "
-            "trained on with --base"
+            f"{adapter.folder} was trained on the layout {trained['layout']}, but {name} has {layout}; name the"
+            " checkpoint that it was trained on with --base"
         )
     if trained["fingerprint"] != found:
         raise UserError(
-            f"{name} has other weights than the checkpoint that {adapter.folder} was trained on (their fingerprints differ); name that one "
-            "with --base"
+            f"{name} has other weights than the checkpoint that {adapter.folder} was trained on (their fingerprints"
+            " differ); name that one with --base"
         )
 
 
 def check_space(adapter: Adapter, base: Checkpoint, out: Path) -> None:
-    """Find a full disk before merging: the adapted matrices lie there twice for a while, once in the files of ``out``."""
+    """Find a full disk before merging: the adapted matrices lie there twice for a while, once in the files of
+    ``out``."""
     adapted = [base.tensors[f"{module}.weight"] for module in adapter.modules]
     files = {info.file for info in adapted}
-    needed = sum(info.nbytes for info in adapted) + sum(info.nbytes for info in base.tensors.values() if info.file in files)
+    needed = sum(info.nbytes for info in adapted) + sum(
+        info.nbytes for info in base.tensors.values() if info.file in files
+    )
     if needed > (free := shutil.disk_usage(output.existing_parent(out)).free):
         raise UserError(
-            f"OUT {out} needs {human_bytes(needed)} for a while, but only {human_bytes(free)} are free there; choose another disk"
+            f"OUT {out} needs {human_bytes(needed)} for a while, but only {human_bytes(free)} are free there; choose"
+            " another disk"
         )
 
 
@@ -149,11 +191,19 @@ def write_merged(adapter: Adapter, base: Checkpoint, path: Path, advance: Callab
             exact = add_product(stored, a, b, adapter.scaling(module))
             result = exact.to(stored.dtype)
             if not result.isfinite().all() and exact.isfinite().all() and stored.isfinite().all():
-                raise UserError(f"{name} with its LoRA is too large for {stored.dtype}; convert {base.folder} with --dtype bfloat16 first")
+                raise UserError(
+                    f"{name} with its LoRA is too large for {stored.dtype}; convert {base.folder} with --dtype bfloat16"
+                    " first"
+                )
             return result
 
         names = {f"{module}.weight": base.tensors[f"{module}.weight"] for module in adapter.modules}
-        write_tensors(path, {name: (torch_dtype(info.dtype), info.shape) for name, info in names.items()}, produce, advance=advance)
+        write_tensors(
+            path,
+            {name: (torch_dtype(info.dtype), info.shape) for name, info in names.items()},
+            produce,
+            advance=advance,
+        )
 
 
 def record(adapter: Adapter, found: str) -> Mapping[str, Any]:

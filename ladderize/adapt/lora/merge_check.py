@@ -1,8 +1,8 @@
 """Proof that a merged checkpoint computes what its base does under PEFT's own LoRA, with one layer in memory at a time.
 
-Rounding the merged weights to the dtype that they are stored in changes the logits, by how much depends on the model. So no bound is put
-on that difference: the merged weights themselves have to be the exact ones within rounding, all others have to be the base's, and the exact
-ones, before rounding, have to give PEFT's logits.
+Rounding the merged weights to the dtype that they are stored in changes the logits, by how much depends on the model.
+So no bound is put on that difference: the merged weights themselves have to be the exact ones within rounding, all
+others have to be the base's, and the exact ones, before rounding, have to give PEFT's logits.
 """
 
 import warnings
@@ -26,13 +26,15 @@ TOLERANCE = 1e-4  # of the largest logit: two orders of summation in float32
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """weight [out, in] + scaling * b [out, rank] @ a [rank, in], in float32, or float64 where the weight is stored so."""
+    """weight [out, in] + scaling * b [out, rank] @ a [rank, in], in float32, or float64 where the weight is stored
+    so."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(dtype, copy=True).addmm_(b.to(dtype), a.to(dtype), alpha=scaling)
 
 
 def check_merged(adapter: Adapter, base: Checkpoint, folder: Path, console: Console) -> dict[str, Any]:
-    """Compare logits on random ids: PEFT's, of the base's weights and the adapter; of the exact sums; of the checkpoint in ``folder``.
+    """Compare logits on random ids: PEFT's, of the base's weights and the adapter; of the exact sums; of the checkpoint
+    in ``folder``.
 
     All compute in float32. Raises UserError where the merged checkpoint is not what it should be.
     """
@@ -49,15 +51,21 @@ def check_merged(adapter: Adapter, base: Checkpoint, folder: Path, console: Cons
             for index in range(own.num_layers):
                 matrices = read_matrices(adapter, index, file)
                 weights = own.weights(index)
-                peft_state = own.run(with_peft(adapter, own.layer(index, own.layout, weights), index, matrices), peft_state)
+                peft_state = own.run(
+                    with_peft(adapter, own.layer(index, own.layout, weights), index, matrices), peft_state
+                )
                 for name, (a, b) in matrices.items():
-                    weights[f"{name}.weight"] = add_product(weights[f"{name}.weight"], a, b, adapter.scaling(full_name(index, name)))
+                    weights[f"{name}.weight"] = add_product(
+                        weights[f"{name}.weight"], a, b, adapter.scaling(full_name(index, name))
+                    )
                 exact_state = own.run(own.layer(index, own.layout, weights), exact_state)
                 prefix = f"model.layers.{index}."
                 for name in weights:
                     (stored,) = theirs.read([prefix + name])
                     dtype = torch_dtype(merged.tensors[prefix + name].dtype)
-                    if not is_rounded(stored, weights[name], dtype if name.removesuffix(".weight") in matrices else None):
+                    if not is_rounded(
+                        stored, weights[name], dtype if name.removesuffix(".weight") in matrices else None
+                    ):
                         raise mismatch(adapter, f"{prefix}{name} is not what it should be")
                     weights[name] = stored
                 merged_state = theirs.run(theirs.layer(index, theirs.layout, weights), merged_state)
@@ -66,7 +74,9 @@ def check_merged(adapter: Adapter, base: Checkpoint, folder: Path, console: Cons
     largest = float(peft.abs().max())
     apart = float((peft - exact).abs().max())
     if not apart <= TOLERANCE * largest:  # so that NaN does not pass
-        raise mismatch(adapter, f"PEFT's logits differ by up to {apart:.3g} from its own, which are up to {largest:.3g}")
+        raise mismatch(
+            adapter, f"PEFT's logits differ by up to {apart:.3g} from its own, which are up to {largest:.3g}"
+        )
     return {
         "max_abs_logit": largest,
         "max_abs_logit_difference": float((peft - stored).abs().max()),
@@ -76,7 +86,10 @@ def check_merged(adapter: Adapter, base: Checkpoint, folder: Path, console: Cons
 
 
 def mismatch(adapter: Adapter, what: str) -> UserError:
-    return UserError(f"the merged checkpoint does not compute what {adapter.folder} does with its base, so nothing was written: {what}")
+    return UserError(
+        f"the merged checkpoint does not compute what {adapter.folder} does with its base, so nothing was written:"
+        f" {what}"
+    )
 
 
 def random_ids(config: Mapping[str, Any]) -> Tensor:
@@ -96,7 +109,9 @@ def read_matrices(adapter: Adapter, layer: int, file: Any) -> dict[str, tuple[Te
     return {name.removeprefix(full_name(layer, "")): pair for name, pair in read.items()}
 
 
-def with_peft(adapter: Adapter, layer: nn.Module, index: int, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> nn.Module:
+def with_peft(
+    adapter: Adapter, layer: nn.Module, index: int, matrices: Mapping[str, tuple[Tensor, Tensor]]
+) -> nn.Module:
     """The layer with PEFT's LoRA in it, made from the adapter's own config as PEFT reads it."""
     if not matrices:
         return layer
@@ -113,7 +128,9 @@ def with_peft(adapter: Adapter, layer: nn.Module, index: int, matrices: Mapping[
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of patterns and layers that this one layer does not have
         try:
-            inject_adapter_in_model(PeftConfig.from_peft_type(**{k: v for k, v in adapter.config.items() if k != "runtime_config"}), root)
+            inject_adapter_in_model(
+                PeftConfig.from_peft_type(**{k: v for k, v in adapter.config.items() if k != "runtime_config"}), root
+            )
             result = set_peft_model_state_dict(root, tensors)
         except (ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"PEFT cannot apply {adapter.folder} to layer {index}: {sentence(error)}") from error
@@ -121,7 +138,8 @@ def with_peft(adapter: Adapter, layer: nn.Module, index: int, matrices: Mapping[
     if different := sorted(made ^ set(tensors)) or result.unexpected_keys:
         said = "asks for" if different[0] in made else "does not ask for"
         raise UserError(
-            f"{adapter.folder}: adapter_config.json {said} {different[0]}, which {TENSORS} {'lacks' if different[0] in made else 'holds'}"
+            f"{adapter.folder}: adapter_config.json {said} {different[0]}, which {TENSORS}"
+            f" {'lacks' if different[0] in made else 'holds'}"
         )
     return layer.eval()
 

@@ -1,4 +1,5 @@
-"""Reading an adapter folder without loading it. Adapters come from strangers too: nothing is believed, nothing unpickled."""
+"""Reading an adapter folder without loading it. Adapters come from strangers too: nothing is believed, nothing
+unpickled."""
 
 import math
 import re
@@ -15,12 +16,31 @@ from ladderize.convert.tensor_file import locate_tensors
 from ladderize.files.documents import read_document, read_json
 
 KEY = re.compile(re.escape(PREFIX) + r"(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
-# What a config may say of plain LoRA, whose product is W + scaling * B @ A. Any other key has to be off: PEFT grows new variants.
+# What a config may say of plain LoRA, whose product is W + scaling * B @ A. Any other key has to be off: PEFT grows new
+# variants.
 KNOWN = {
-    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r", "lora_alpha",
-    "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform",
-    "layers_pattern", "init_lora_weights", "megatron_core", "qalora_group_size", "eva_config",
-}  # fmt: skip
+    "peft_type",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "init_lora_weights",
+    "megatron_core",
+    "qalora_group_size",
+    "eva_config",
+}
 OFF: tuple[Any, ...] = (None, False, "none", "", [], {})
 # The others, such as pissa, change the base's weights too when they are loaded.
 INITIALISATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
@@ -43,7 +63,8 @@ class Adapter:
 
     @property
     def base(self) -> dict[str, Any]:
-        """``base`` of adaptation.json: ``model``, ``revision``, ``fingerprint``, and the layout; {} without the file."""
+        """``base`` of adaptation.json: ``model``, ``revision``, ``fingerprint``, and the layout; {} without the
+        file."""
         found: dict[str, Any] = (self.document or {}).get("base", {})
         return found
 
@@ -53,7 +74,9 @@ class Adapter:
     def scaling(self, module: str) -> float:
         """What B @ A is multiplied by."""
         rank = self.rank(module)
-        return self._of(module, "alpha_pattern", "lora_alpha") / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        return self._of(module, "alpha_pattern", "lora_alpha") / (
+            math.sqrt(rank) if self.config.get("use_rslora") else rank
+        )
 
     def _of(self, module: str, patterns: str, default: str) -> float:
         """As PEFT looks it up: the first pattern that matches the end of the module's name."""
@@ -64,7 +87,8 @@ class Adapter:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Read config, tensor headers and adaptation.json; raises UserError for what is no plain LoRA of a Llama's projections."""
+    """Read config, tensor headers and adaptation.json; raises UserError for what is no plain LoRA of a Llama's
+    projections."""
     folder = folder.expanduser()
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; name the folder of a PEFT adapter")
@@ -76,8 +100,8 @@ def read_adapter(folder: Path) -> Adapter:
         pickles = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(PICKLES))
         if pickles:
             raise UserError(
-                f"{folder} has its weights as pickle only ({pickles[0]}), which can run code when opened and is not read here; write "
-                "them anew with PEFT's save_pretrained(safe_serialization=True)"
+                f"{folder} has its weights as pickle only ({pickles[0]}), which can run code when opened and is not"
+                " read here; write them anew with PEFT's save_pretrained(safe_serialization=True)"
             )
         raise UserError(f"{folder} holds no {TENSORS}; the adapter is incomplete")
     document = None
@@ -94,17 +118,25 @@ def check_adapter_config(config: Mapping[str, Any], path: Path) -> None:
         raise UserError(f"{path}: peft_type is {kind!r}; only LORA can be merged here")
     on = [key for key in config if key not in KNOWN and config[key] not in OFF and key != "runtime_config"]
     if on:
-        raise UserError(f"{path}: {on[0]} is {_short(config[on[0]])}, so this is no plain LoRA; merge it with PEFT's merge_and_unload")
+        raise UserError(
+            f"{path}: {on[0]} is {_short(config[on[0]])}, so this is no plain LoRA; merge it with PEFT's"
+            " merge_and_unload"
+        )
     if config.get("init_lora_weights") not in INITIALISATIONS:
         raise UserError(
-            f"{path}: init_lora_weights is {_short(config['init_lora_weights'])}, which changes the base's weights too; make the adapter "
-            "plain LoRA with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+            f"{path}: init_lora_weights is {_short(config['init_lora_weights'])}, which changes the base's weights too;"
+            " make the adapter plain LoRA with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     for key, values in (("r", [config.get("r")]), ("rank_pattern", _values(config, "rank_pattern", path))):
         if not all(type(value) is int and value >= 1 for value in values):
             raise UserError(f"{path}: {key} must give positive integers, not {_short(config.get(key))}")
-    for key, values in (("lora_alpha", [config.get("lora_alpha")]), ("alpha_pattern", _values(config, "alpha_pattern", path))):
-        if not all(isinstance(value, int | float) and type(value) is not bool and math.isfinite(value) for value in values):
+    for key, values in (
+        ("lora_alpha", [config.get("lora_alpha")]),
+        ("alpha_pattern", _values(config, "alpha_pattern", path)),
+    ):
+        if not all(
+            isinstance(value, int | float) and type(value) is not bool and math.isfinite(value) for value in values
+        ):
             raise UserError(f"{path}: {key} must give numbers, not {_short(config.get(key))}")
 
 
@@ -115,7 +147,9 @@ def _values(config: Mapping[str, Any], key: str, path: Path) -> list[Any]:
             re.compile(rf"(.*\.)?({pattern})$")
         return list(patterns.values())
     except (re.error, AttributeError, TypeError):
-        raise UserError(f"{path}: {key} is {_short(patterns)}, but should map patterns of module names to numbers") from None
+        raise UserError(
+            f"{path}: {key} is {_short(patterns)}, but should map patterns of module names to numbers"
+        ) from None
 
 
 def _short(value: Any) -> str:
@@ -125,9 +159,14 @@ def _short(value: Any) -> str:
 
 def check_base(base: Any, path: Path) -> None:
     """Raise UserError unless adaptation.json says what the adapter was trained on."""
-    strings = isinstance(base, dict) and all(isinstance(base.get(key), str) for key in ("model", "fingerprint", "layout"))
+    strings = isinstance(base, dict) and all(
+        isinstance(base.get(key), str) for key in ("model", "fingerprint", "layout")
+    )
     if not strings or not isinstance(base.get("revision"), str | None):
-        raise UserError(f"{path} does not say in `base` which model, fingerprint and layout the adapter was trained on; train it again")
+        raise UserError(
+            f"{path} does not say in `base` which model, fingerprint and layout the adapter was trained on; train it"
+            " again"
+        )
 
 
 def pair_up(tensors: Mapping[str, TensorInfo], path: Path) -> dict[str, tuple[TensorInfo, TensorInfo]]:
@@ -136,7 +175,9 @@ def pair_up(tensors: Mapping[str, TensorInfo], path: Path) -> dict[str, tuple[Te
     for name, info in tensors.items():
         match = KEY.fullmatch(name)
         if match is None:
-            raise UserError(f"{path} holds {name}, which is not LoRA on a projection of a Llama's layers; it cannot be merged here")
+            raise UserError(
+                f"{path} holds {name}, which is not LoRA on a projection of a Llama's layers; it cannot be merged here"
+            )
         if info.dtype not in FLOAT_DTYPES or len(info.shape) != 2:
             raise UserError(f"{path}: {name} is {info.dtype} {list(info.shape)}, but should be a matrix of floats")
         found.setdefault(match[1], {})[match[2]] = info
@@ -150,7 +191,8 @@ def pair_up(tensors: Mapping[str, TensorInfo], path: Path) -> dict[str, tuple[Te
 
 
 def check_fits(adapter: Adapter, config: Mapping[str, Any], name: str) -> None:
-    """Raise UserError unless every A and B fits the model ``name`` with this config.json, and the rank that the adapter's says."""
+    """Raise UserError unless every A and B fits the model ``name`` with this config.json, and the rank that the
+    adapter's says."""
     shapes = expected_tensors(config)
     for module, (a, b) in adapter.modules.items():
         shape, rank = shapes.get(f"{module}.weight"), adapter.rank(module)
@@ -159,6 +201,6 @@ def check_fits(adapter: Adapter, config: Mapping[str, Any], name: str) -> None:
         for key, info, wanted in (("lora_A", a, (rank, shape[1])), ("lora_B", b, (shape[0], rank))):
             if info.shape != wanted:
                 raise UserError(
-                    f"{adapter.folder}: {key} of {module} has shape {list(info.shape)}, but {list(wanted)} fits {name} and the rank in "
-                    f"{CONFIG}"
+                    f"{adapter.folder}: {key} of {module} has shape {list(info.shape)}, but {list(wanted)} fits {name}"
+                    f" and the rank in {CONFIG}"
                 )

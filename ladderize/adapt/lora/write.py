@@ -1,4 +1,5 @@
-"""LoRA on the projections of a checkpoint's layers: its options, and the folder, an ordinary PEFT adapter, that it is written to."""
+"""LoRA on the projections of a checkpoint's layers: its options, and the folder, an ordinary PEFT adapter, that it is
+written to."""
 
 import json
 import math
@@ -30,8 +31,10 @@ PREFIX = "base_model.model."  # what PEFT puts before the names of the model tha
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """rank: of every pair of matrices. alpha: their product is multiplied by alpha / rank; None is 2 * rank. dropout: of what enters
-    them, in training. targets: the projections of each layer that get them. Raises UsageError for what fits no model."""
+    """rank: of every pair of matrices. alpha: their product is multiplied by alpha / rank; None is 2 * rank. dropout:
+    of what enters them, in training. targets: the projections of each layer that get them. Raises UsageError for what
+    fits no model.
+    """
 
     rank: int = 16
     alpha: float | None = None
@@ -64,21 +67,34 @@ def lora_config(config: Mapping[str, Any], layers: Sequence[int], options: LoraO
     from peft import LoraConfig
 
     if not layers or min(layers) < 0 or max(layers) >= config["num_hidden_layers"]:
-        raise UserError(f"LoRA on layers {format_ranges(layers)}: the model has 0 to {config['num_hidden_layers'] - 1}; name some of them")
-    first = {name.split(".")[-2]: shape for name, shape in expected_tensors(config).items() if name.startswith("model.layers.0.")}
+        raise UserError(
+            f"LoRA on layers {format_ranges(layers)}: the model has 0 to {config['num_hidden_layers'] - 1}; name some"
+            " of them"
+        )
+    first = {
+        name.split(".")[-2]: shape
+        for name, shape in expected_tensors(config).items()
+        if name.startswith("model.layers.0.")
+    }
     sizes = {name: min(first[name]) for name in options.targets}
     narrowest = min(sizes, key=lambda name: sizes[name])
     if options.rank > sizes[narrowest]:
         raise UserError(
-            f"--lora-rank {options.rank} is more than {narrowest} has itself, the smaller side of which is {sizes[narrowest]}; "
-            f"take at most {sizes[narrowest]}, or leave {narrowest} out"
+            f"--lora-rank {options.rank} is more than {narrowest} has itself, the smaller side of which is"
+            f" {sizes[narrowest]}; take at most {sizes[narrowest]}, or leave {narrowest} out"
         )
-    # PEFT has no default targets for our model type, and without layers_pattern would take any number in a name for a layer
+    # PEFT has no default targets for our model type, and without layers_pattern would take any number in a name for a
+    # layer
     return LoraConfig(
-        task_type="CAUSAL_LM", r=options.rank, lora_alpha=int(options.scale) if options.scale % 1 == 0 else options.scale,
-        lora_dropout=options.dropout, target_modules=list(options.targets), layers_to_transform=sorted(set(layers)),
-        layers_pattern="layers", bias="none",
-    )  # fmt: skip
+        task_type="CAUSAL_LM",
+        r=options.rank,
+        lora_alpha=int(options.scale) if options.scale % 1 == 0 else options.scale,
+        lora_dropout=options.dropout,
+        target_modules=list(options.targets),
+        layers_to_transform=sorted(set(layers)),
+        layers_pattern="layers",
+        bias="none",
+    )
 
 
 def not_an_adapter(folder: Path) -> str | None:
@@ -107,9 +123,10 @@ def write_adapter(
 ) -> dict[str, Any]:
     """Write the adapter folder ``out``, whole or not at all; returns the content of its adaptation.json.
 
-    tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names, as ``get_peft_model_state_dict`` or ``state_dict``
-    has them. base_name, revision: where people get ``base`` from, a folder or a hub id. document: what adaptation.json says besides
-    ``base``. extra_files: more files, name -> text. Raises UserError if ``out`` cannot be written or holds what is no adapter.
+    tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names, as ``get_peft_model_state_dict`` or
+    ``state_dict`` has them. base_name, revision: where people get ``base`` from, a folder or a hub id. document: what
+    adaptation.json says besides ``base``. extra_files: more files, name -> text. Raises UserError if ``out`` cannot be
+    written or holds what is no adapter.
     """
     output.complete_journal(Path(out).expanduser().resolve())
     out = check_adapter_target(Path(out), base, overwrite=overwrite)
@@ -118,7 +135,13 @@ def write_adapter(
     layout = Layout.from_config(base.config)
     content = {
         **document,
-        "base": {"model": model, "revision": revision, "fingerprint": fingerprint(base), "layout": str(layout), **layout.to_config()},
+        "base": {
+            "model": model,
+            "revision": revision,
+            "fingerprint": fingerprint(base),
+            "layout": str(layout),
+            **layout.to_config(),
+        },
     }
     config = lora.to_dict() | {"base_model_name_or_path": model, "revision": revision, "inference_mode": True}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
@@ -149,7 +172,11 @@ def stored_name(name: str) -> str:
 def check_extra_files(files: Mapping[str, str]) -> None:
     """Raise ValueError unless these are plain names of files that are neither ours nor weights."""
     for name in files:
-        if not re.fullmatch(r"[\w-][\w.-]*", name) or name in (CONFIG, TENSORS, DOCUMENT, CARD, "config.json") or "safetensors" in name:
+        if (
+            not re.fullmatch(r"[\w-][\w.-]*", name)
+            or name in (CONFIG, TENSORS, DOCUMENT, CARD, "config.json")
+            or "safetensors" in name
+        ):
             raise ValueError(f"{name!r} is no plain name of a file that may be added to an adapter")
 
 
@@ -158,8 +185,11 @@ def adapted_layers(names: Iterable[str]) -> list[int]:
     return sorted({int(match[1]) for name in names if (match := re.search(r"model\.layers\.(\d+)\.", name))})
 
 
-def make_card(name: str, base: str, hub_id: str | None, config: Mapping[str, Any], layers: Sequence[int], layout: Layout) -> str:
-    """README.md of an adapter. hub_id: of its base, if that is on the hub, which takes no folders for a model's base."""
+def make_card(
+    name: str, base: str, hub_id: str | None, config: Mapping[str, Any], layers: Sequence[int], layout: Layout
+) -> str:
+    """README.md of an adapter. hub_id: of its base, if that is on the hub, which takes no folders for a model's
+    base."""
     tags = ["ladderize", "lora", *(tag for kind, tag in TAGS.items() if kind in str(layout))]
     front = {"library_name": "peft", **({"base_model": hub_id} if hub_id else {}), "tags": tags}
     targets = ", ".join(target for target in TARGETS if target in config["target_modules"])
@@ -169,8 +199,8 @@ def make_card(name: str, base: str, hub_id: str | None, config: Mapping[str, Any
 
 # {name}
 
-A LoRA adapter for `{base}`, trained with ladderize {__version__}: rank {config["r"]}, alpha {config["lora_alpha"]}, on {targets}
-of layers {format_ranges(layers)}. `adaptation.json` says how.
+A LoRA adapter for `{base}`, trained with ladderize {__version__}: rank {config["r"]}, alpha {config["lora_alpha"]},
+on {targets} of layers {format_ranges(layers)}. `adaptation.json` says how.
 
 **It belongs to this layout.** {layout}. On the dense model, or on another layout, it is of no use.
 

@@ -1,7 +1,8 @@
 """Forward, backward and update on any number of ranks: plain, DDP (Accelerate's), or FSDP2 (PyTorch's ``fully_shard``).
 
-``accelerate launch --use_fsdp --fsdp_version 2`` asks for FSDP2. The sharding itself is done in ``students``, layer by layer while a
-model is read, since Accelerate's needs the whole model in every process's memory first, and has no FSDP on CPUs.
+``accelerate launch --use_fsdp --fsdp_version 2`` asks for FSDP2. The sharding itself is done in ``students``, layer by
+layer while a model is read, since Accelerate's needs the whole model in every process's memory first, and has no FSDP
+on CPUs.
 """
 
 import contextlib
@@ -25,7 +26,9 @@ FLASH, FLEX = "flash_attention_2", "flex_attention"
 def check_attention(name: str, device: str, compute: str) -> None:
     """Raise UserError where this attention cannot run."""
     if name == FLASH and importlib.util.find_spec("flash_attn") is None:
-        raise UserError(f"--attention {FLASH} needs the package flash-attn, which is not installed; take sdpa, or install it")
+        raise UserError(
+            f"--attention {FLASH} needs the package flash-attn, which is not installed; take sdpa, or install it"
+        )
     if name == FLASH and compute == "float32":
         raise UserError(f"--attention {FLASH} computes in bfloat16 only; pass --dtype bfloat16, or take sdpa")
     if name in (FLASH, FLEX) and device != "cuda":
@@ -33,14 +36,17 @@ def check_attention(name: str, device: str, compute: str) -> None:
 
 
 def compute_name(asked: str, stored: str) -> str:
-    """The dtype to compute in. asked: auto takes what accelerate launch says, else float32 where weights are stored so, else bfloat16."""
+    """The dtype to compute in. asked: auto takes what accelerate launch says, else float32 where weights are stored so,
+    else bfloat16."""
     if asked != "auto":
         return asked
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()  # the launcher sets "no" where nobody asked
     if launched == "bf16":
         return "bfloat16"
     if launched not in ("", "no"):
-        raise UserError(f"accelerate was told mixed_precision {launched}, which is too narrow to train in; take bf16 or no")
+        raise UserError(
+            f"accelerate was told mixed_precision {launched}, which is too narrow to train in; take bf16 or no"
+        )
     return "float32" if stored in ("float32", "float64") else "bfloat16"
 
 
@@ -48,9 +54,16 @@ class Engine:
     """Wraps a student and its optimizer. All ranks call the same methods in the same order."""
 
     def __init__(
-        self, student: Student, parameters: Sequence[nn.Parameter], ranks: Ranks, *, compute: torch.dtype, sharded: bool,
-        weight_decay: float, teacher: ScoredLogits | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        student: Student,
+        parameters: Sequence[nn.Parameter],
+        ranks: Ranks,
+        *,
+        compute: torch.dtype,
+        sharded: bool,
+        weight_decay: float,
+        teacher: ScoredLogits | None = None,
+    ) -> None:
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
         self.student, self.teacher, self.parameters, self.ranks = student, teacher, list(parameters), ranks
@@ -61,16 +74,22 @@ class Engine:
             {"params": [parameter for parameter in self.parameters if parameter.ndim <= 1], "weight_decay": 0.0},
         ]
         fused = ranks.device.type == "cuda" or not sharded
-        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused)
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused
+        )
         self.wrapped: Any = student
         if not sharded:
-            # DDP would hold a second copy of all gradients; products are narrowed in ``losses``, for teacher and student alike
+            # DDP would hold a second copy of all gradients; products are narrowed in ``losses``, for teacher and
+            # student alike
             views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-            self.accelerator = Accelerator(mixed_precision="no", cpu=ranks.device.type == "cpu", kwargs_handlers=[views])
+            self.accelerator = Accelerator(
+                mixed_precision="no", cpu=ranks.device.type == "cpu", kwargs_handlers=[views]
+            )
             self.wrapped = self.accelerator.prepare_model(student)
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """[rows, tokens] each. FlashAttention keeps packed texts apart in a single row only, so there all rows become one."""
+        """[rows, tokens] each. FlashAttention keeps packed texts apart in a single row only, so there all rows become
+        one."""
         if self.student.model.config._attn_implementation == FLASH:
             batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
         return {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
@@ -78,7 +97,9 @@ class Engine:
     def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
         """[2]: summed cross-entropy and divergence of one micro-batch (on the device)."""
         scores = None
-        with torch.autocast(self.ranks.device.type, self.compute, enabled=self.compute != torch.float32 and not self.sharded):
+        with torch.autocast(
+            self.ranks.device.type, self.compute, enabled=self.compute != torch.float32 and not self.sharded
+        ):
             if self.teacher is not None:
                 with torch.no_grad():
                     scores = self.teacher(**batch)

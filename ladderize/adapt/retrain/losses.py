@@ -28,14 +28,20 @@ class Objective:
         """Of two sums (or means) the one to minimise. The factor keeps the gradient's scale at every temperature."""
         if not self.distill_weight:
             return cross_entropy_sum
-        return (1 - self.distill_weight) * cross_entropy_sum + self.distill_weight * self.temperature**2 * divergence_sum
+        return (
+            1 - self.distill_weight
+        ) * cross_entropy_sum + self.distill_weight * self.temperature**2 * divergence_sum
 
 
-def token_losses(logits: Tensor, targets: Tensor, teacher_logits: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy and KL(teacher || student) in nats, computed in fp32: two scalars (the second 0 without a teacher).
+def token_losses(
+    logits: Tensor, targets: Tensor, teacher_logits: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy and KL(teacher || student) in nats, computed in fp32: two scalars (the second 0 without a
+    teacher).
 
-    logits, teacher_logits: [tokens, vocab] of any float dtype; targets: [tokens]. Many tokens are taken part by part, and their fp32
-    copies made anew for the backward pass instead of kept: with a vocabulary of 128k they would be most of the memory.
+    logits, teacher_logits: [tokens, vocab] of any float dtype; targets: [tokens]. Many tokens are taken part by part,
+    and their fp32 copies made anew for the backward pass instead of kept: with a vocabulary of 128k they would be most
+    of the memory.
     """
     at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
     if len(logits) <= at_once:
@@ -48,7 +54,9 @@ def token_losses(logits: Tensor, targets: Tensor, teacher_logits: Tensor | None,
     return torch.stack([part[0] for part in parts]).sum(), torch.stack([part[1] for part in parts]).sum()
 
 
-def _losses(logits: Tensor, targets: Tensor, teacher_logits: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+def _losses(
+    logits: Tensor, targets: Tensor, teacher_logits: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     entropy = cross_entropy(logits, targets, reduction="sum")
     if teacher_logits is None:
@@ -60,7 +68,8 @@ def _losses(logits: Tensor, targets: Tensor, teacher_logits: Tensor | None, temp
 class ScoredLogits(nn.Module):
     """A causal language model whose logits are computed only where a target counts.
 
-    The trainer wraps (DDP, FSDP2, autocast) this module, so everything that reads parameters lies within its ``forward``.
+    The trainer wraps (DDP, FSDP2, autocast) this module, so everything that reads parameters lies within its
+    ``forward``.
     """
 
     def __init__(self, model: Any) -> None:
@@ -89,7 +98,10 @@ class Student(nn.Module):
     def model(self) -> Any:
         return self.scored.model
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, teacher_logits: Tensor | None = None) -> Tensor:
-        """[rows, tokens] each, teacher_logits [tokens that count, vocab] -> the sums of cross-entropy and divergence: [2], fp32."""
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, teacher_logits: Tensor | None = None
+    ) -> Tensor:
+        """[rows, tokens] each, teacher_logits [tokens that count, vocab] -> the sums of cross-entropy and divergence:
+        [2], fp32."""
         logits = self.scored(input_ids, position_ids, targets)
         return torch.stack(token_losses(logits, targets[targets != IGNORED], teacher_logits, self.temperature))

@@ -15,8 +15,9 @@ OTHER = 500_000_000  # of the interpreter and the libraries, roughly
 
 @dataclass(frozen=True)
 class Demand:
-    """What decides the memory. trained: numbers that change. adapters: which come on top of the model's own. compute: bytes of what is
-    computed in. shards: ranks that share the parameters (FSDP2), else 1. rows, seq_len: of a micro-batch."""
+    """What decides the memory. trained: numbers that change. adapters: which come on top of the model's own. compute:
+    bytes of what is computed in. shards: ranks that share the parameters (FSDP2), else 1. rows, seq_len: of a
+    micro-batch."""
 
     config: Mapping[str, Any]
     layout: Layout
@@ -61,7 +62,9 @@ class Demand:
 
     @property
     def _width(self) -> int:
-        return FP32 if self.compute == FP32 else 3  # products are narrow, norms and (where it enters as fp32) the stream are not
+        return (
+            FP32 if self.compute == FP32 else 3
+        )  # products are narrow, norms and (where it enters as fp32) the stream are not
 
     def _layer_numbers(self, layer: int) -> int:
         """Numbers kept per token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's width."""
@@ -74,7 +77,9 @@ class Demand:
     def logits(self) -> int:
         """Logits, their gradient, the teacher's, and fp32 copies of a part of them."""
         numbers = self.rows * self.seq_len * int(self.config["vocab_size"])
-        return numbers * self.compute * (3 if self.teacher else 2) + min(numbers, LOGITS_AT_ONCE) * FP32 * (5 if self.teacher else 3)
+        return numbers * self.compute * (3 if self.teacher else 2) + min(numbers, LOGITS_AT_ONCE) * FP32 * (
+            5 if self.teacher else 3
+        )
 
 
 def what_would_fit(demand: Demand, available: int, *, lora_trained: int | None, on_gpu: bool) -> str:
@@ -85,7 +90,9 @@ def what_would_fit(demand: Demand, available: int, *, lora_trained: int | None, 
     if demand.rows > 1:
         remedies.append(("--micro-batch-size 1", one_row))
     if not demand.gradient_checkpointing:
-        remedies.append(("--gradient-checkpointing" + (" with --micro-batch-size 1" if demand.rows > 1 else ""), checkpointed))
+        remedies.append(
+            ("--gradient-checkpointing" + (" with --micro-batch-size 1" if demand.rows > 1 else ""), checkpointed)
+        )
     if lora_trained is not None:
         remedies.append(
             (
@@ -96,7 +103,9 @@ def what_would_fit(demand: Demand, available: int, *, lora_trained: int | None, 
     for ranks in (2, 4, 8, 16, 32, 64) if on_gpu else ():  # processes on a CPU share its memory
         if ranks > demand.shards:
             said = f"{ranks} GPUs (accelerate launch --use_fsdp --fsdp_version 2 --num_processes {ranks})"
-            remedies.append((f"{said} with --gradient-checkpointing and --micro-batch-size 1", replace(checkpointed, shards=ranks)))
+            remedies.append(
+                (f"{said} with --gradient-checkpointing and --micro-batch-size 1", replace(checkpointed, shards=ranks))
+            )
     for said, remedy in remedies:
         if remedy.total <= available:
             return f"{said} would fit"

@@ -1,6 +1,7 @@
 """Models for training: read tensor by tensor, so that a rank never holds more than its part and one layer.
 
-Trained parameters are fp32 (the optimizer adds steps that bfloat16 would round away); frozen ones have the dtype that is computed in.
+Trained parameters are fp32 (the optimizer adds steps that bfloat16 would round away); frozen ones have the dtype that
+is computed in.
 """
 
 import math
@@ -24,8 +25,9 @@ LORA_A, LORA_B = ".lora_A.default.", ".lora_B.default."
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """How a model is made. compute: what products are computed in. mesh: FSDP2's, None where every rank holds everything; reshard: whether
-    a layer's parameters are given up between forward and backward (None: as FSDP2 thinks best)."""
+    """How a model is made. compute: what products are computed in. mesh: FSDP2's, None where every rank holds
+    everything; reshard: whether a layer's parameters are given up between forward and backward (None: as FSDP2 thinks
+    best)."""
 
     device: torch.device
     compute: torch.dtype = torch.float32
@@ -35,19 +37,28 @@ class ModelSetup:
     reshard: bool | None = None
 
 
-def trained_tensors(names: Iterable[str], layers: Sequence[int], everything: bool, *, tied: bool = False) -> frozenset[str]:
-    """Which tensors of a checkpoint full retraining changes: those of ``layers``, or really all. tied: the LM head is the embedding, also
-    where the file has it once more."""
+def trained_tensors(
+    names: Iterable[str], layers: Sequence[int], everything: bool, *, tied: bool = False
+) -> frozenset[str]:
+    """Which tensors of a checkpoint full retraining changes: those of ``layers``, or really all. tied: the LM head is
+    the embedding, also where the file has it once more."""
     names = [name for name in names if not (tied and name == HEAD)]
     prefixes = tuple(f"model.layers.{layer}." for layer in layers)
     return frozenset(name for name in names if everything or name.startswith(prefixes))
 
 
 def build_student(
-    checkpoint: Checkpoint, layout: Layout, setup: ModelSetup, *, trained: frozenset[str] = frozenset(), lora: Any = None, seed: int = 0,
+    checkpoint: Checkpoint,
+    layout: Layout,
+    setup: ModelSetup,
+    *,
+    trained: frozenset[str] = frozenset(),
+    lora: Any = None,
+    seed: int = 0,
     temperature: float = 1.0,
-) -> Student:  # fmt: skip
-    """The model in training. trained: tensors that change. lora: a ``peft.LoraConfig`` instead, whose adapters change."""
+) -> Student:
+    """The model in training. trained: tensors that change. lora: a ``peft.LoraConfig`` instead, whose adapters
+    change."""
     model = _meta_model(checkpoint, layout, setup)
     if lora is not None:
         from peft import inject_adapter_in_model
@@ -72,11 +83,16 @@ def build_student(
 
 
 def build_teacher(checkpoint: Checkpoint, setup: ModelSetup, student: Student) -> ScoredLogits:
-    """The dense model, frozen. What it has in common with the student's frozen parameters is held once (unless both are sharded)."""
+    """The dense model, frozen. What it has in common with the student's frozen parameters is held once (unless both are
+    sharded)."""
     layout = Layout.dense(checkpoint.config["num_hidden_layers"])
     model = _meta_model(checkpoint, layout, setup)
     blocks = Blocks(checkpoint, setup.compute, setup.device)
-    own = {name.replace(".base_layer.", "."): value for name, value in student.model.named_parameters() if not value.requires_grad}
+    own = {
+        name.replace(".base_layer.", "."): value
+        for name, value in student.model.named_parameters()
+        if not value.requires_grad
+    }
 
     def parameter(name: str, shape: torch.Size) -> nn.Parameter:
         value, other = next(iter(blocks.read([name]))), own.get(name)
@@ -91,7 +107,8 @@ def build_teacher(checkpoint: Checkpoint, setup: ModelSetup, student: Student) -
 
 
 def initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """LoRA's start (arXiv 2106.09685): A random, B zero. The draw depends on name and seed, not on the ranks or the order."""
+    """LoRA's start (arXiv 2106.09685): A random, B zero. The draw depends on name and seed, not on the ranks or the
+    order."""
     if LORA_B in name:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
@@ -108,7 +125,9 @@ def _meta_model(checkpoint: Checkpoint, layout: Layout, setup: ModelSetup) -> An
         return LadderizedLlamaForCausalLM(config)
 
 
-def _materialise(whole: nn.Module, model: Any, parameter: Callable[[str, torch.Size], nn.Parameter], setup: ModelSetup) -> None:
+def _materialise(
+    whole: nn.Module, model: Any, parameter: Callable[[str, torch.Size], nn.Parameter], setup: ModelSetup
+) -> None:
     """Put real parameters in place of meta ones, and shard them: layer by layer, then what surrounds the layers."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -135,7 +154,8 @@ def _fill(module: nn.Module, prefix: str, parameter: Callable[[str, torch.Size],
 
 
 def trained_parameters(student: Student) -> Iterator[tuple[str, nn.Parameter]]:
-    """What changes in training, under the name that a file gives it: a checkpoint's tensor, or PEFT's for an adapter."""
+    """What changes in training, under the name that a file gives it: a checkpoint's tensor, or PEFT's for an
+    adapter."""
     for name, parameter in student.model.named_parameters():
         if parameter.requires_grad:
             is_adapter = LORA_A in name or LORA_B in name

@@ -15,7 +15,8 @@ from ladderize.console import UserError
 FULL, LORA = "full", "lora"
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
-# Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps than from large ones.
+# Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
+# than from large ones.
 LEAST_PER_STEP, MOST_PER_STEP = 2048, 65536
 PER_STEP = 16384  # where the budget is of steps
 TOKENS_AT_ONCE = 8192
@@ -60,36 +61,51 @@ class RetrainOptions:
     log_dir: Path | None = None
 
     def resolve(self, config: Mapping[str, Any], ranks: int) -> TrainOptions:
-        """Every default worked out for a model and a number of processes; raises UserError for what does not go together."""
+        """Every default worked out for a model and a number of processes; raises UserError for what does not go
+        together."""
         positions = int(config.get("max_position_embeddings") or 2048)
         seq_len = self.seq_len or min(2048, positions)
         if seq_len > positions:
             raise UserError(f"--seq-len {seq_len} is more than the {positions} positions that the model can read")
-        per_step = max(LEAST_PER_STEP, min(MOST_PER_STEP, self.budget.tokens // 2000)) if self.budget.tokens else PER_STEP
+        per_step = (
+            max(LEAST_PER_STEP, min(MOST_PER_STEP, self.budget.tokens // 2000)) if self.budget.tokens else PER_STEP
+        )
         batch_size = self.batch_size or -(-max(1, per_step // seq_len) // ranks) * ranks
         if batch_size % ranks:
             raise UserError(
-                f"--batch-size {batch_size} (rows of a step, over all processes) cannot be shared out evenly by {ranks} processes"
+                f"--batch-size {batch_size} (rows of a step, over all processes) cannot be shared out evenly by {ranks}"
+                " processes"
             )
         own = batch_size // ranks
         micro = self.micro_batch_size or next(
             rows for rows in range(own, 0, -1) if own % rows == 0 and (rows == 1 or rows * seq_len <= TOKENS_AT_ONCE)
         )
         if own % micro:
-            raise UserError(f"--micro-batch-size {micro} does not divide the {own} rows of a step that are each process's")
+            raise UserError(
+                f"--micro-batch-size {micro} does not divide the {own} rows of a step that are each process's"
+            )
         steps = self.budget.about_steps(batch_size * seq_len)
         often = max(1, min(500, steps // 10))
         peak = (LORA_LR if self.method == LORA else FULL_LR) * WIDTH / config["hidden_size"]
         warmup = self.warmup_steps if self.warmup_steps is not None else min(200, steps // 20)
         return TrainOptions(
-            budget=self.budget, objective=self.objective, seq_len=seq_len, batch_size=batch_size, micro_batch_size=micro,
+            budget=self.budget,
+            objective=self.objective,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            micro_batch_size=micro,
             schedule=Schedule(self.schedule, self.lr if self.lr is not None else peak, warmup, self.min_lr),
-            weight_decay=self.weight_decay, max_gradient=self.max_gradient, seed=self.seed,
-            eval_every=self.eval_every or often, save_every=self.save_every or often, keep=self.keep,
-        )  # fmt: skip
+            weight_decay=self.weight_decay,
+            max_gradient=self.max_gradient,
+            seed=self.seed,
+            eval_every=self.eval_every or often,
+            save_every=self.save_every or often,
+            keep=self.keep,
+        )
 
     def record(self, how: TrainOptions) -> dict[str, Any]:
-        """What decides the result, and must not change on the way; not on how many devices, or how often it is looked at."""
+        """What decides the result, and must not change on the way; not on how many devices, or how often it is looked
+        at."""
         own = {key: getattr(self, key) for key in ("method", "train", "packing", "heldout")}
         keys = ("seq_len", "batch_size", "weight_decay", "seed")
         return {
@@ -98,6 +114,7 @@ class RetrainOptions:
         }  # fmt: skip
 
     def settings(self, how: TrainOptions) -> dict[str, Any]:
-        """What decides the result, too, but may be changed when a run goes on: say, after the loss exploded, or for a longer training."""
+        """What decides the result, too, but may be changed when a run goes on: say, after the loss exploded, or for a
+        longer training."""
         said = {"budget": asdict(how.budget), "schedule": asdict(how.schedule), "max_gradient": how.max_gradient}
         return {**said, "skip_bad_rows": self.skip_bad_rows}

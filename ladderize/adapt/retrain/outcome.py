@@ -27,10 +27,18 @@ if TYPE_CHECKING:
 
 
 def write_outcome(
-    trainer: Trainer, task: "Task", out: str, identity: Mapping[str, Any], *, console: Console, overwrite: bool, verify: bool,
+    trainer: Trainer,
+    task: "Task",
+    out: str,
+    identity: Mapping[str, Any],
+    *,
+    console: Console,
+    overwrite: bool,
+    verify: bool,
     revision: str | None,
-) -> dict[str, Any]:  # fmt: skip
-    """Choose the state, score it as it will be stored, and write it; returns the document (on the main process). All ranks call it."""
+) -> dict[str, Any]:
+    """Choose the state, score it as it will be stored, and write it; returns the document (on the main process). All
+    ranks call it."""
     progress, work = trainer.progress, trainer.folder
     if progress.best_step == 0:
         console.note("the held-out perplexity never got better than before the training; the last step is written")
@@ -42,31 +50,71 @@ def write_outcome(
     if heldout:
         heldout = {"before": read_metrics(work.metrics, "heldout_perplexity")[0], **heldout}
     document = {
-        "model": task.model, "out": out, "method": task.options.method, "layout": str(task.layout), **task.layout.to_config(),
-        "layers": list(task.layers), "distill_from": task.options.distill_from, "data": [spec.text for spec in task.options.data],
-        "steps": progress.step, "tokens": progress.tokens, "scored_tokens": progress.scored, "written_step": chosen,
-        "training_seconds": progress.seconds, "loss": {"first": losses[0], "last": losses[-1]}, "heldout_perplexity": heldout or None,
-        "data_counts": trainer.stream.counts, "options": {**task.options.record(task.how), **task.options.settings(task.how)},
+        "model": task.model,
+        "out": out,
+        "method": task.options.method,
+        "layout": str(task.layout),
+        **task.layout.to_config(),
+        "layers": list(task.layers),
+        "distill_from": task.options.distill_from,
+        "data": [spec.text for spec in task.options.data],
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "scored_tokens": progress.scored,
+        "written_step": chosen,
+        "training_seconds": progress.seconds,
+        "loss": {"first": losses[0], "last": losses[-1]},
+        "heldout_perplexity": heldout or None,
+        "data_counts": trainer.stream.counts,
+        "options": {**task.options.record(task.how), **task.options.settings(task.how)},
         "dtype": identity["dtype"],
         "fingerprints": {"model": identity["model"], "teacher": identity["teacher"]},
-    }  # fmt: skip
+    }
     metrics = {METRICS: work.metrics.read_text()}
     if fingerprint(open_checkpoint(task.model, revision)) != identity["model"]:
-        raise UserError(f"{task.model} has changed since the training began, and {work.folder} holds what was trained of it; put it back")
+        raise UserError(
+            f"{task.model} has changed since the training began, and {work.folder} holds what was trained of it; put it"
+            " back"
+        )
     if task.options.method == LORA:
         return write_adapter(
-            Path(out), task.lora, load_file(work.weights(chosen)), base=task.checkpoint, base_name=task.model, revision=revision,
-            document=document, extra_files=metrics, overwrite=overwrite,
-        )  # fmt: skip
-    recorded = ("method", "distill_from", "data", "steps", "tokens", "scored_tokens", "loss", "heldout_perplexity", "options")
+            Path(out),
+            task.lora,
+            load_file(work.weights(chosen)),
+            base=task.checkpoint,
+            base_name=task.model,
+            revision=revision,
+            document=document,
+            extra_files=metrics,
+            overwrite=overwrite,
+        )
+    recorded = (
+        "method",
+        "distill_from",
+        "data",
+        "steps",
+        "tokens",
+        "scored_tokens",
+        "loss",
+        "heldout_perplexity",
+        "options",
+    )
     replaced = locate_tensors(work.weights(chosen))
     if HEAD in task.checkpoint.tensors and task.tied and EMBEDDING in replaced:
         replaced[HEAD] = replace(replaced[EMBEDDING], name=HEAD)  # this file has it twice
     convert_checkpoint(
-        task.model, out, Recipe(), revision=revision, overwrite=overwrite, verify=verify, console=console,
-        replace=replaced, record={"adaptation": {key: document[key] for key in recorded}},
-        extra_files={"adaptation.json": to_json(document) + "\n", **metrics}, note=card_note(document),
-    )  # fmt: skip
+        task.model,
+        out,
+        Recipe(),
+        revision=revision,
+        overwrite=overwrite,
+        verify=verify,
+        console=console,
+        replace=replaced,
+        record={"adaptation": {key: document[key] for key in recorded}},
+        extra_files={"adaptation.json": to_json(document) + "\n", **metrics},
+        note=card_note(document),
+    )
     return document
 
 
@@ -98,11 +146,14 @@ def card_note(document: Mapping[str, Any]) -> str:
     """How the weights came about, for the model card."""
     weight, heldout = document["options"]["objective"]["distill_weight"], document["heldout_perplexity"]
     teacher = f" and the predictions of `{document['distill_from']}` (weight {weight:g})" if weight else ""
-    reached = f", held-out perplexity {heldout['before']:.4f} before and {heldout['after']:.4f} after" if heldout else ""
+    reached = (
+        f", held-out perplexity {heldout['before']:.4f} before and {heldout['after']:.4f} after" if heldout else ""
+    )
     return (
-        f"**Retraining.** Layers {format_ranges(document['layers'])} were retrained (`{document['method']}`) on "
-        f"{' and '.join(f'`{name}`' for name in document['data'])}{teacher}: {document['steps']:,} steps, {document['tokens']:,} tokens, "
-        f"loss {document['loss']['first']:.4f} to {document['loss']['last']:.4f}{reached}. `adaptation.json` and `metrics.jsonl` say more."
+        f"**Retraining.** Layers {format_ranges(document['layers'])} were retrained (`{document['method']}`) on"
+        f" {' and '.join(f'`{name}`' for name in document['data'])}{teacher}: {document['steps']:,} steps,"
+        f" {document['tokens']:,} tokens, loss {document['loss']['first']:.4f} to"
+        f" {document['loss']['last']:.4f}{reached}. `adaptation.json` and `metrics.jsonl` say more."
     )
 
 
@@ -110,11 +161,12 @@ def summary(document: Mapping[str, Any]) -> str:
     """What was reached, for people."""
     heldout, loss = document["heldout_perplexity"], document["loss"]
     lines = [
-        f"{document['steps']:,} steps, {document['tokens']:,} tokens in {human_seconds(document['training_seconds'])}; loss "
-        f"{loss['first']:.4f} to {loss['last']:.4f}"
+        f"{document['steps']:,} steps, {document['tokens']:,} tokens in {human_seconds(document['training_seconds'])};"
+        f" loss {loss['first']:.4f} to {loss['last']:.4f}"
     ]
     if heldout:
         lines.append(
-            f"held-out perplexity {heldout['before']:.4f} before, {heldout['after']:.4f} after (step {document['written_step']}, as stored)"
+            f"held-out perplexity {heldout['before']:.4f} before, {heldout['after']:.4f} after (step"
+            f" {document['written_step']}, as stored)"
         )
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""``ladderize adapt --method full`` and ``lora``: retrain a converted checkpoint as a whole, and write a checkpoint or an adapter."""
+"""``ladderize adapt --method full`` and ``lora``: retrain a converted checkpoint as a whole, and write a checkpoint or
+an adapter."""
 
 import json
 from collections.abc import Sequence
@@ -39,20 +40,32 @@ def open_stream(checkpoint: Checkpoint, options: RetrainOptions, how: TrainOptio
     """The stream to train on, and the rows to validate on."""
     tokenizer = load_tokenizer(checkpoint.folder)
     asked = StreamOptions(
-        seq_len=how.seq_len, vocab_size=checkpoint.config["vocab_size"], seed=how.seed, packing=options.packing,
-        heldout=0 if options.eval_data else options.heldout, skip_bad_rows=options.skip_bad_rows, min_rows=how.batch_size,
-    )  # fmt: skip
+        seq_len=how.seq_len,
+        vocab_size=checkpoint.config["vocab_size"],
+        seed=how.seed,
+        packing=options.packing,
+        heldout=0 if options.eval_data else options.heldout,
+        skip_bad_rows=options.skip_bad_rows,
+        min_rows=how.batch_size,
+    )
     stream = Stream(options.data, tokenizer, asked)
     return stream, fixed_rows(options.eval_data, tokenizer, asked) if options.eval_data else stream.heldout_rows
 
 
 def retrain(
-    model: str, out: str, options: RetrainOptions, *, console: Console, overwrite: bool = False, verify: bool = True,
+    model: str,
+    out: str,
+    options: RetrainOptions,
+    *,
+    console: Console,
+    overwrite: bool = False,
+    verify: bool = True,
     revision: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Retrain ``model`` and write the result to ``out``; returns the document of adaptation.json.
 
-    One process, or those of accelerate launch or torchrun. A killed run goes on where its last state was saved. Raises UserError.
+    One process, or those of accelerate launch or torchrun. A killed run goes on where its last state was saved. Raises
+    UserError.
     """
     check_trackers(options.log_with)
     ranks = join_ranks(options.device)
@@ -86,37 +99,58 @@ def retrain(
                 trainer.run()
             except torch.OutOfMemoryError:
                 raise UserError(
-                    "out of GPU memory: the same command goes on with a smaller --micro-batch-size or --gradient-checkpointing, or sharded "
-                    "over several GPUs"
+                    "out of GPU memory: the same command goes on with a smaller --micro-batch-size or"
+                    " --gradient-checkpointing, or sharded over several GPUs"
                 ) from None
             finally:
                 trackers.close()
             document = write_outcome(
                 trainer, task, out, identity, console=console, overwrite=overwrite, verify=verify, revision=revision
-            )  # fmt: skip
+            )
             if ranks.is_main:
                 work.remove()
     return document
 
 
 def prepare(
-    task: Task, ranks: Ranks, stream: Stream, heldout: Sequence[PackedRow], work: TrainingFolder, console: Console, trackers: Trackers
+    task: Task,
+    ranks: Ranks,
+    stream: Stream,
+    heldout: Sequence[PackedRow],
+    work: TrainingFolder,
+    console: Console,
+    trackers: Trackers,
 ) -> Trainer:
     """ModelSetup the models, and go on from a state if there is one."""
     options, how = task.options, task.how
     setup = ModelSetup(
-        ranks.device, task.compute, attention=options.attention, gradient_checkpointing=options.gradient_checkpointing,
-        mesh=ranks.mesh() if task.sharded else None, reshard=reshards(),
-    )  # fmt: skip
+        ranks.device,
+        task.compute,
+        attention=options.attention,
+        gradient_checkpointing=options.gradient_checkpointing,
+        mesh=ranks.mesh() if task.sharded else None,
+        reshard=reshards(),
+    )
     student = build_student(
-        task.checkpoint, task.layout, setup, trained=task.trained, lora=task.lora, seed=how.seed, temperature=how.objective.temperature
+        task.checkpoint,
+        task.layout,
+        setup,
+        trained=task.trained,
+        lora=task.lora,
+        seed=how.seed,
+        temperature=how.objective.temperature,
     )
     teacher = build_teacher(task.teacher, setup, student) if task.teacher is not None else None
     parameters = dict(trained_parameters(student))
     engine = Engine(
-        student, list(parameters.values()), ranks, compute=task.compute, sharded=task.sharded, weight_decay=how.weight_decay,
+        student,
+        list(parameters.values()),
+        ranks,
+        compute=task.compute,
+        sharded=task.sharded,
+        weight_decay=how.weight_decay,
         teacher=teacher,
-    )  # fmt: skip
+    )
     trainer = Trainer(engine, parameters, stream, heldout, how, work, console, trackers.log)
     # the main process chooses: another machine may see the folder as it was
     latest = work.latest() if ranks.is_main else None
@@ -127,24 +161,32 @@ def prepare(
         trainer.begin()
     else:
         if not work.state_path(step).is_dir():
-            raise UserError(f"{work.state_path(step)} is there for the main process only; name a --work-dir that all machines see")
+            raise UserError(
+                f"{work.state_path(step)} is there for the main process only; name a --work-dir that all machines see"
+            )
         trainer.resume(work.state_path(step))
         before, settings = trainer.progress.settings, json.loads(json.dumps(options.settings(how)))
         other = " and ".join(key for key in settings if before.get(key) != settings[key])
-        console.note(f"going on after step {step}, which {work.folder} holds" + (f", with another {other} from here on" if other else ""))
+        console.note(
+            f"going on after step {step}, which {work.folder} holds"
+            + (f", with another {other} from here on" if other else "")
+        )
     trainer.progress.settings = options.settings(how)
     return trainer
 
 
 def announce(trainer: Trainer, task: Task, console: Console) -> None:
-    """What is trained, and how long it will take: measured with two micro-batches of held-out rows, if there are any."""
+    """What is trained, and how long it will take: measured with two micro-batches of held-out rows, if there are
+    any."""
     how, ranks = task.how, trainer.engine.ranks
     numbers = sum(parameter.numel() for parameter in trainer.parameters.values())
     text = (
-        f"training {numbers:,} numbers ({task.options.method}, layers {format_ranges(task.layers)}"
-        f"{', embedding and head' if task.everything and task.options.method != LORA else ''}) on {ranks.size} "
-        f"process{'es' if ranks.size > 1 else ''}: {'about ' if how.budget.tokens else ''}{how.about_steps:,} steps of {how.batch_size} "
-        f"rows of {how.seq_len} tokens, peak learning rate {how.schedule.peak:g}"
+        f"training {numbers:,} numbers ({task.options.method}, layers"
+        f" {format_ranges(task.layers)}"
+        f"{', embedding and head' if task.everything and task.options.method != LORA else ''})"
+        f" on {ranks.size} process{'es' if ranks.size > 1 else ''}:"
+        f" {'about ' if how.budget.tokens else ''}{how.about_steps:,} steps of {how.batch_size} rows of {how.seq_len}"
+        f" tokens, peak learning rate {how.schedule.peak:g}"
     )
     if rows := trainer.heldout[: how.micro_batch_size]:
         per_token = probe_seconds(trainer.engine, rows, how) / sum(len(row) for row in rows)
@@ -159,7 +201,9 @@ def announce(trainer: Trainer, task: Task, console: Console) -> None:
 def show_data_of(model: str, options: RetrainOptions, revision: str | None) -> tuple[str, dict[str, Any]]:
     """The first batch as text and as a document; nothing is trained."""
     checkpoint = open_checkpoint(model, revision)
-    options = replace(options, budget=options.budget if options.budget.tokens else Budget(steps=options.budget.steps or 1))
+    options = replace(
+        options, budget=options.budget if options.budget.tokens else Budget(steps=options.budget.steps or 1)
+    )
     stream, _ = open_stream(checkpoint, options, how := options.resolve(checkpoint.config, 1))
     with stream:
         rows = stream.take(how.batch_size)

@@ -41,8 +41,8 @@ class Budget:
 class Schedule:
     """Linear warm-up over ``warmup_steps``, then ``kind`` down to ``floor`` times the peak.
 
-    cosine: half a wave over the whole budget. wsd (warm-up, stable, decay; Hu et al., arXiv 2404.06395): constant, and linear
-    over the last fifth. constant: no decay.
+    cosine: half a wave over the whole budget. wsd (warm-up, stable, decay; Hu et al., arXiv 2404.06395): constant, and
+    linear over the last fifth. constant: no decay.
     """
 
     kind: str

@@ -11,7 +11,8 @@ from ladderize.console import UserError
 
 
 def shard(module: nn.Module, mesh: Any, *, compute: torch.dtype, reshard: bool | None) -> None:
-    """Let FSDP2 share a module's parameters out over ``mesh``. reshard: whether they are given up between forward and backward."""
+    """Let FSDP2 share a module's parameters out over ``mesh``. reshard: whether they are given up between forward and
+    backward."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     narrow = compute if compute != torch.float32 else None
@@ -47,16 +48,20 @@ def wants_fsdp(ranks: int) -> bool:
 
     if said("ACCELERATE_USE_DEEPSPEED") == "true":
         raise UserError(
-            "accelerate was told to use DeepSpeed, which adapt does not support; FSDP2 shards the same: --use_fsdp --fsdp_version 2"
+            "accelerate was told to use DeepSpeed, which adapt does not support; FSDP2 shards the same: --use_fsdp"
+            " --fsdp_version 2"
         )
     if said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") not in ("", "1"):
         raise UserError(
-            "accelerate's --gradient_accumulation_steps has no effect on adapt; it follows from --batch-size and --micro-batch-size"
+            "accelerate's --gradient_accumulation_steps has no effect on adapt; it follows from --batch-size and"
+            " --micro-batch-size"
         )
     if said("ACCELERATE_USE_FSDP") != "true":
         return False
     if ranks == 1:
-        raise UserError("accelerate was told to use FSDP with one process, which shards nothing; start several, or leave it out")
+        raise UserError(
+            "accelerate was told to use FSDP with one process, which shards nothing; start several, or leave it out"
+        )
     if said("FSDP_VERSION") != "2":
         raise UserError("accelerate was told to use FSDP 1; adapt supports FSDP 2: add --fsdp_version 2")
     for key, option in (
@@ -64,10 +69,13 @@ def wants_fsdp(ranks: int) -> bool:
         ("FSDP_ACTIVATION_CHECKPOINTING", "--fsdp_activation_checkpointing"),
     ):
         if said(key) == "true":
-            raise UserError(f"accelerate's {option} has no effect on adapt; leave it out (adapt has --gradient-checkpointing)")
+            raise UserError(
+                f"accelerate's {option} has no effect on adapt; leave it out (adapt has --gradient-checkpointing)"
+            )
     return True
 
 
 def reshards() -> bool | None:
-    """What accelerate's --fsdp_reshard_after_forward says; None leaves it to FSDP2, which does so but for the outermost module."""
+    """What accelerate's --fsdp_reshard_after_forward says; None leaves it to FSDP2, which does so but for the outermost
+    module."""
     return False if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "false" else None

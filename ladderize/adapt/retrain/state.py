@@ -1,4 +1,5 @@
-"""What training needs to go on exactly where it was: a folder per saved step, of safetensors and JSON; nothing is ever unpickled.
+"""What training needs to go on exactly where it was: a folder per saved step, of safetensors and JSON; nothing is ever
+unpickled.
 
 Everything is stored whole under its own name, so a run may go on with another number of ranks, sharded or not.
 """
@@ -29,8 +30,8 @@ STEP = "step-" + 8 * "[0-9]"
 
 @dataclass
 class Progress:
-    """How far training is. stream: where the data stand. recent: losses of the last steps. seconds: spent in steps, over all runs.
-    settings: what may be changed on the way, such as the learning rate."""
+    """How far training is. stream: where the data stand. recent: losses of the last steps. seconds: spent in steps,
+    over all runs. settings: what may be changed on the way, such as the learning rate."""
 
     step: int = 0
     tokens: int = 0
@@ -86,7 +87,13 @@ class TrainingFolder(WorkFolder):
         return self.folder / f"step-{step:08d}"
 
     def save(
-        self, progress: Progress, engine: Engine, parameters: Mapping[str, nn.Parameter], keep: int, *, weights_only: bool = False
+        self,
+        progress: Progress,
+        engine: Engine,
+        parameters: Mapping[str, nn.Parameter],
+        keep: int,
+        *,
+        weights_only: bool = False,
     ) -> None:
         """Write this step's state; of the others the last ``keep`` and the best one's weights stay. All ranks call it.
 
@@ -111,7 +118,9 @@ class TrainingFolder(WorkFolder):
             self._prune(progress, keep)
         engine.ranks.barrier()
 
-    def _write(self, part: Path, progress: Progress, engine: Engine, parameters: Mapping[str, nn.Parameter], weights_only: bool) -> None:
+    def _write(
+        self, part: Path, progress: Progress, engine: Engine, parameters: Mapping[str, nn.Parameter], weights_only: bool
+    ) -> None:
         main = engine.ranks.is_main
         _write(part / WEIGHTS, parameters, main)
         moments = {
@@ -123,7 +132,9 @@ class TrainingFolder(WorkFolder):
             _write(part / OPTIMIZER, moments, main)
         if main:
             if self.metrics.is_file():
-                fsync(self.metrics)  # what it says of the steps up to here must not be lost to a crash that the state survives
+                fsync(
+                    self.metrics
+                )  # what it says of the steps up to here must not be lost to a crash that the state survives
             (part / STATE).write_text(to_json(asdict(progress)) + "\n")
             fsync(part / STATE)
 
@@ -149,11 +160,16 @@ class TrainingFolder(WorkFolder):
                         continue
                     device = parameter.device if engine.optimizer.defaults["fused"] else "cpu"
                     moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-                    engine.optimizer.state[parameter] = {"step": torch.tensor(float(progress.step), device=device), **moments}
+                    engine.optimizer.state[parameter] = {
+                        "step": torch.tensor(float(progress.step), device=device),
+                        **moments,
+                    }
                     for moment, tensor in moments.items():
                         assign(tensor, file.get_tensor(f"{moment}/{name}"))
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is damaged ({sentence(error)}); delete it to go on from the state before it") from None
+            raise UserError(
+                f"{path} is damaged ({sentence(error)}); delete it to go on from the state before it"
+            ) from None
         if progress.best_step is not None and not self.weights(progress.best_step).is_file():
             progress.best_step = progress.best_perplexity = None  # a later state replaced it, and was deleted
         return progress

@@ -33,7 +33,8 @@ from ladderize.memory import available_bytes
 
 @dataclass(frozen=True)
 class Task:
-    """What is retrained and how, opened and checked; nothing is loaded yet. everything: embedding, norm and LM head too."""
+    """What is retrained and how, opened and checked; nothing is loaded yet. everything: embedding, norm and LM head
+    too."""
 
     model: str
     checkpoint: Checkpoint
@@ -63,7 +64,9 @@ class Task:
 
     @property
     def lora(self) -> Any:
-        return lora_config(self.checkpoint.config, self.layers, self.options.lora) if self.options.method == LORA else None
+        return (
+            lora_config(self.checkpoint.config, self.layers, self.options.lora) if self.options.method == LORA else None
+        )
 
     def demand(self, ranks: int) -> Demand:
         if self.options.method == LORA:
@@ -71,11 +74,18 @@ class Task:
         else:
             count = sum(self.checkpoint.tensors[name].numel for name in self.trained)
         return Demand(
-            config=self.checkpoint.config, layout=self.layout, trained=count, adapters=self.options.method == LORA,
-            compute=self.compute.itemsize, rows=self.how.micro_batch_size, seq_len=self.how.seq_len, teacher=self.teacher is not None,
-            shared_teacher=not self.sharded, gradient_checkpointing=self.options.gradient_checkpointing,
+            config=self.checkpoint.config,
+            layout=self.layout,
+            trained=count,
+            adapters=self.options.method == LORA,
+            compute=self.compute.itemsize,
+            rows=self.how.micro_batch_size,
+            seq_len=self.how.seq_len,
+            teacher=self.teacher is not None,
+            shared_teacher=not self.sharded,
+            gradient_checkpointing=self.options.gradient_checkpointing,
             shards=ranks if self.sharded else 1,
-        )  # fmt: skip
+        )
 
 
 def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str | None) -> Task:
@@ -94,17 +104,28 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
     compute = compute_name(options.dtype, stored_dtype(checkpoint))
     check_attention(options.attention, ranks.device.type, compute)
     return Task(
-        model=model, checkpoint=checkpoint, teacher=teacher, layout=layout, layers=chosen_layers(layout, options.train), options=options,
-        everything=options.train == "all", how=options.resolve(checkpoint.config, ranks.size), compute=getattr(torch, compute),
+        model=model,
+        checkpoint=checkpoint,
+        teacher=teacher,
+        layout=layout,
+        layers=chosen_layers(layout, options.train),
+        options=options,
+        everything=options.train == "all",
+        how=options.resolve(checkpoint.config, ranks.size),
+        compute=getattr(torch, compute),
         sharded=wants_fsdp(ranks.size),
-    )  # fmt: skip
+    )
 
 
 def chosen_layers(layout: Layout, train: str) -> tuple[int, ...]:
     """The layers that ``--train`` names."""
     if train == "converted":
         return tuple(trainable_layers(layout))
-    return tuple(range(layout.num_layers)) if train == "all" else tuple(parse_ranges(train, layout.num_layers, option="--train"))
+    return (
+        tuple(range(layout.num_layers))
+        if train == "all"
+        else tuple(parse_ranges(train, layout.num_layers, option="--train"))
+    )
 
 
 def check_tied(checkpoint: Checkpoint, model: str) -> None:
@@ -112,16 +133,20 @@ def check_tied(checkpoint: Checkpoint, model: str) -> None:
     if checkpoint.config.get("tie_word_embeddings") and HEAD in checkpoint.tensors:
         embedding, head = Blocks(checkpoint, torch.float32, torch.device("cpu")).read([EMBEDDING, HEAD])
         if not torch.equal(embedding, head):
-            raise UserError(f"{model} has an {HEAD} of its own, although its config.json ties it to the embedding; repair config.json")
+            raise UserError(
+                f"{model} has an {HEAD} of its own, although its config.json ties it to the embedding; repair"
+                " config.json"
+            )
 
 
 def lora_numbers(config: Mapping[str, Any], layers: Sequence[int], options: LoraOptions) -> int:
     """How many numbers LoRA trains."""
     prefixes = tuple(f"model.layers.{layer}." for layer in layers)
     return sum(
-        options.rank * sum(shape) for name, shape in expected_tensors(config).items()
+        options.rank * sum(shape)
+        for name, shape in expected_tensors(config).items()
         if name.startswith(prefixes) and name.endswith(".weight") and name.split(".")[-2] in options.targets
-    )  # fmt: skip
+    )
 
 
 def check_disk(task: Task, folder: Path) -> None:
@@ -131,8 +156,8 @@ def check_disk(task: Task, folder: Path) -> None:
     free = shutil.disk_usage(output.existing_parent(folder)).free
     if needed > free:
         raise UserError(
-            f"{folder} needs {human_bytes(needed)} for the states of the training, but only {human_bytes(free)} are free there; choose "
-            "another --work-dir, or a lower --keep"
+            f"{folder} needs {human_bytes(needed)} for the states of the training, but only {human_bytes(free)} are"
+            " free there; choose another --work-dir, or a lower --keep"
         )
 
 
@@ -144,7 +169,11 @@ def check_memory(task: Task, ranks: Ranks, console: Console) -> None:
     if ranks.device.type == "cpu" and available is not None:
         available //= ranks.local_size  # the processes of a machine share its memory
     if available is not None and demand.total > available:
-        lora = lora_numbers(task.checkpoint.config, task.layers, task.options.lora) if task.options.method != LORA else None
+        lora = (
+            lora_numbers(task.checkpoint.config, task.layers, task.options.lora)
+            if task.options.method != LORA
+            else None
+        )
         raise UserError(
             f"this needs about {human_bytes(demand.total)} for each process, and {human_bytes(available)} are free: "
             f"{what_would_fit(demand, available, lora_trained=lora, on_gpu=ranks.device.type == 'cuda')}"
@@ -165,7 +194,14 @@ def what_it_is(task: Task, stream: Stream) -> dict[str, Any]:
 def tokenizer_hash(folder: Path) -> str:
     """Of everything that decides how text becomes ids."""
     digest = hashlib.sha256()
-    for pattern in ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"):
+    for pattern in (
+        "tokenizer*",
+        "chat_template*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+    ):
         for path in sorted(path for path in folder.glob(pattern) if path.is_file()):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()

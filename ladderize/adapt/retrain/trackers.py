@@ -29,7 +29,9 @@ class Trackers:
             from accelerate import Accelerator
 
             on_cpu = ranks.device.type == "cpu"
-            self.accelerator = Accelerator(log_with=list(names), project_dir=str(folder), mixed_precision="no", cpu=on_cpu)
+            self.accelerator = Accelerator(
+                log_with=list(names), project_dir=str(folder), mixed_precision="no", cpu=on_cpu
+            )
             plain = {key: value for key, value in config.items() if isinstance(value, int | float | str | bool)}
             kwargs = {"wandb": {"dir": str(folder)}} if "wandb" in names else {}
             folder.mkdir(parents=True, exist_ok=True)

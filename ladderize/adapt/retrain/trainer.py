@@ -1,8 +1,9 @@
 """The training loop.
 
-One step: ``batch_size`` packed rows, the same for any number of ranks; each rank takes its part in micro-batches; sums of losses are
-divided by the tokens that count in the whole step, so a step is the same however it is cut. Random numbers (LoRA's dropout) are
-seeded by step and rank. So a run that goes on from a state makes the steps that the uninterrupted run makes, bit for bit on a CPU.
+One step: ``batch_size`` packed rows, the same for any number of ranks; each rank takes its part in micro-batches; sums
+of losses are divided by the tokens that count in the whole step, so a step is the same however it is cut. Random
+numbers (LoRA's dropout) are seeded by step and rank. So a run that goes on from a state makes the steps that the
+uninterrupted run makes, bit for bit on a CPU.
 """
 
 import json
@@ -35,8 +36,8 @@ RECENT, EXPLOSIONS = 50, 3  # steps that a loss is compared with; so many in a r
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """seq_len: tokens of a row. batch_size: rows of a step, over all ranks. micro_batch_size: of them at once on one device. keep: states
-    on disk."""
+    """seq_len: tokens of a row. batch_size: rows of a step, over all ranks. micro_batch_size: of them at once on one
+    device. keep: states on disk."""
 
     budget: Budget
     schedule: Schedule
@@ -74,9 +75,16 @@ class Trainer:
     """Joins the parts; ``run`` trains until the budget is spent."""
 
     def __init__(
-        self, engine: Engine, parameters: Mapping[str, nn.Parameter], stream: Stream, heldout: Sequence[PackedRow], options: TrainOptions,
-        folder: TrainingFolder, console: Console, log: Callable[[Mapping[str, float], int], None] = lambda values, step: None,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        parameters: Mapping[str, nn.Parameter],
+        stream: Stream,
+        heldout: Sequence[PackedRow],
+        options: TrainOptions,
+        folder: TrainingFolder,
+        console: Console,
+        log: Callable[[Mapping[str, float], int], None] = lambda values, step: None,
+    ) -> None:
         self.engine, self.parameters, self.stream, self.heldout = engine, dict(parameters), stream, list(heldout)
         self.options, self.folder, self.console, self.log = options, folder, console, log
         self.progress = Progress()
@@ -93,7 +101,8 @@ class Trainer:
             keep_metrics(self.folder.metrics, -1)  # of a run that was killed before its first state
 
     def run(self) -> Progress:
-        """Train until the budget is spent. Raises UserError where the loss is no number or explodes, or on SIGTERM (after saving)."""
+        """Train until the budget is spent. Raises UserError where the loss is no number or explodes, or on SIGTERM
+        (after saving)."""
         progress, options = self.progress, self.options
         spent = options.budget.share(progress.step, progress.tokens)
         if progress.step == 0 and self.heldout:
@@ -118,7 +127,8 @@ class Trainer:
                     self.save(self.stream.state(), weights_only=True)
                 if asked_to_stop and not last:
                     raise UserError(
-                        f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; the same command goes on"
+                        f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; the"
+                        " same command goes on"
                     )
         return progress
 
@@ -165,27 +175,49 @@ class Trainer:
         if options.objective.distill_weight:
             values["divergence"] = divergence
         return values | {
-            "lr": rate, "gradient_norm": norm, "tokens": progress.tokens, "scored_tokens": progress.scored, "seconds": seconds,
-            "tokens_per_s": tokens / seconds, "peak_memory_bytes": peak_bytes(engine.ranks.device) or 0, "stop": stop,
-        }  # fmt: skip
+            "lr": rate,
+            "gradient_norm": norm,
+            "tokens": progress.tokens,
+            "scored_tokens": progress.scored,
+            "seconds": seconds,
+            "tokens_per_s": tokens / seconds,
+            "peak_memory_bytes": peak_bytes(engine.ranks.device) or 0,
+            "stop": stop,
+        }
 
     def check(self, loss: float, norm: float, rows: Sequence[PackedRow]) -> None:
-        """Raise UserError, before the update, where the loss or its gradient is no number, or for some steps far above what it was."""
+        """Raise UserError, before the update, where the loss or its gradient is no number, or for some steps far above
+        what it was."""
         step, recent = self.progress.step + 1, self.progress.recent
         if math.isfinite(loss) and math.isfinite(norm):
-            exploded = [value for value in [*recent, loss][-EXPLOSIONS:] if value > explosion_bound(recent[:-EXPLOSIONS])]
+            exploded = [
+                value for value in [*recent, loss][-EXPLOSIONS:] if value > explosion_bound(recent[:-EXPLOSIONS])
+            ]
             if len(exploded) < EXPLOSIONS:
                 return
             values = ", ".join(f"{value:.3g}" for value in exploded)
             median = statistics.median(recent[:-EXPLOSIONS])
-            what = f"the loss exploded: {values} in steps {step - EXPLOSIONS + 1} to {step}, after a median of {median:.3g}"
+            what = (
+                f"the loss exploded: {values} in steps {step - EXPLOSIONS + 1} to {step}, after a median of"
+                f" {median:.3g}"
+            )
         else:
-            what = f"the loss of step {step} is {loss}" if not math.isfinite(loss) else f"the gradient of step {step} is {norm}"
+            what = (
+                f"the loss of step {step} is {loss}"
+                if not math.isfinite(loss)
+                else f"the gradient of step {step} is {norm}"
+            )
         places = sorted({place for row in rows for place in row.where})
         shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
         state = self.folder.latest()
-        advice = f"go on from step {int(state.name[-8:])}, which is saved in {self.folder.folder}," if state is not None else "begin again"
-        raise UserError(f"{what}; step {step}, of {shown}, was not applied; {advice} with a lower --lr, or look at these rows")
+        advice = (
+            f"go on from step {int(state.name[-8:])}, which is saved in {self.folder.folder},"
+            if state is not None
+            else "begin again"
+        )
+        raise UserError(
+            f"{what}; step {step}, of {shown}, was not applied; {advice} with a lower --lr, or look at these rows"
+        )
 
     def validate(self) -> Scores:
         """Score the held-out rows, note the result, and remember the best."""
@@ -193,11 +225,17 @@ class Trainer:
         scores = score(self.engine, self.heldout, self.options.micro_batch_size)
         if progress.best_perplexity is None or scores.perplexity < progress.best_perplexity:
             progress.best_step, progress.best_perplexity = progress.step, scores.perplexity
-        values = {"step": progress.step, "heldout_perplexity": scores.perplexity, "heldout_cross_entropy": scores.cross_entropy}
+        values = {
+            "step": progress.step,
+            "heldout_perplexity": scores.perplexity,
+            "heldout_cross_entropy": scores.cross_entropy,
+        }
         if self.engine.teacher is not None:
             values["heldout_divergence"] = scores.divergence
         self.write(values)
-        self.console.note(f"step {progress.step}: held-out perplexity {scores.perplexity:.4f} after {progress.tokens:,} tokens")
+        self.console.note(
+            f"step {progress.step}: held-out perplexity {scores.perplexity:.4f} after {progress.tokens:,} tokens"
+        )
         return scores
 
     def save(self, place: Mapping[str, Any], *, weights_only: bool = False) -> None:
@@ -210,7 +248,9 @@ class Trainer:
     def write(self, values: Mapping[str, float]) -> None:
         if self.engine.ranks.is_main:
             with self.folder.metrics.open("a") as file:
-                file.write(json.dumps({key: value if math.isfinite(value) else None for key, value in values.items()}) + "\n")
+                file.write(
+                    json.dumps({key: value if math.isfinite(value) else None for key, value in values.items()}) + "\n"
+                )
             self.log({key: value for key, value in values.items() if key != "step"}, int(values["step"]))
 
 
@@ -230,7 +270,9 @@ def score(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> S
     engine.student.eval()
     for start in range(0, len(rows), at_once * ranks.size):
         own = list(rows[start + ranks.rank * at_once : start + (ranks.rank + 1) * at_once])
-        batch = collate(own)  # FSDP gathers parameters in every forward, so a rank that has no rows left takes part with an empty one
+        batch = collate(
+            own
+        )  # FSDP gathers parameters in every forward, so a rank that has no rows left takes part with an empty one
         sums[:2] += engine.losses(engine.to_device(batch))
         sums[2] += (batch["targets"] != IGNORED).sum()
     engine.student.train()
@@ -262,7 +304,8 @@ def keep_metrics(path: Path, step: int) -> None:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and the first Ctrl-C ask to stop after the step under way; yields whether one came. A second Ctrl-C interrupts."""
+    """SIGTERM and the first Ctrl-C ask to stop after the step under way; yields whether one came. A second Ctrl-C
+    interrupts."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -283,7 +326,8 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
 
 def probe_seconds(engine: Engine, rows: Sequence[PackedRow], options: TrainOptions) -> float:
-    """What a micro-batch of these rows takes, here and now: the faster of two, whose gradients are thrown away. All ranks take part."""
+    """What a micro-batch of these rows takes, here and now: the faster of two, whose gradients are thrown away. All
+    ranks take part."""
     seconds = math.inf
     for _ in range(2):
         begin = time.perf_counter()

@@ -42,12 +42,22 @@ class LadderizedLlamaConfig(LlamaConfig):
                 if mode not in allowed:
                     raise ValueError(f"{key}[{layer}] is {mode!r}, but must be one of {', '.join(allowed)}")
         if self.mlp_sync[-1] != "blocking":
-            raise ValueError(f"the last mlp_sync must be 'blocking', not {self.mlp_sync[-1]!r}: nothing follows to hide it")
+            raise ValueError(
+                f"the last mlp_sync must be 'blocking', not {self.mlp_sync[-1]!r}: nothing follows to hide it"
+            )
         if ("dropped" in self.attention_sync) != (self.sync_tp_size is not None):
-            raise ValueError(f"sync_tp_size is {self.sync_tp_size}: it goes with dropped sync points, and only with them")
+            raise ValueError(
+                f"sync_tp_size is {self.sync_tp_size}: it goes with dropped sync points, and only with them"
+            )
         if self.sync_tp_size is not None:
             n, kv_heads = self.sync_tp_size, self.num_key_value_heads
-            if type(n) is not int or n < 1 or self.num_attention_heads % n or self.intermediate_size % n or (kv_heads % n and n % kv_heads):
+            if (
+                type(n) is not int
+                or n < 1
+                or self.num_attention_heads % n
+                or self.intermediate_size % n
+                or (kv_heads % n and n % kv_heads)
+            ):
                 raise ValueError(
                     f"sync_tp_size {n} does not fit {self.num_attention_heads} heads, {kv_heads} key-value heads "
                     f"and intermediate size {self.intermediate_size}"

@@ -28,14 +28,17 @@ class HeadsOnlyAttention(LlamaAttention):
     def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (
-            projection(hidden_states).view(heads).transpose(1, 2) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(hidden_states).view(heads).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
-        output, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        output, weights = attend(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )
         return output.flatten(-2), weights
 
 
@@ -72,7 +75,8 @@ class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
         return complete if self.mlp_sync == "blocking" else (complete, visible)
 
     def dropped_mlp(self, residual, heads):
-        """SPD's block: rank k's MLP reads the residual plus its own partial P_k only; P_k is summed with the MLP's output.
+        """SPD's block: rank k's MLP reads the residual plus its own partial P_k only; P_k is summed with the MLP's
+        output.
 
         residual: [batch, tokens, hidden]; heads: [batch, tokens, heads * head_dim].
         Returns the residual plus the bias of o_proj, and the sum over the ranks of P_k + MLP_k.
@@ -99,7 +103,9 @@ def row_parallel(projection, inputs, ranks):
     parts = sliceable(projection, inputs)
     if parts is None:
         parts = inputs.unflatten(-1, (ranks, -1))
-        alone = (nn.functional.pad(parts[..., k : k + 1, :], (0, 0, k, ranks - 1 - k)).flatten(-2) for k in range(ranks))
+        alone = (
+            nn.functional.pad(parts[..., k : k + 1, :], (0, 0, k, ranks - 1 - k)).flatten(-2) for k in range(ranks)
+        )
         bias = projection(torch.zeros_like(inputs))
         return torch.stack([projection(masked) for masked in alone]) - bias, bias
     weight, adapters = parts
@@ -140,8 +146,9 @@ def base_linear(projection):
     linear = projection.get_base_layer() if hasattr(projection, "get_base_layer") else projection
     if not isinstance(linear, nn.Linear) or type(linear.weight).__name__ == "DTensor":
         raise RuntimeError(
-            f"this layout has dropped sync points, which need whole weights, but {type(linear).__name__} is sharded or "
-            "replaced by another framework's layer: run it in plain transformers on one device, or with ladderize's own runtime"
+            f"this layout has dropped sync points, which need whole weights, but {type(linear).__name__} is sharded or"
+            " replaced by another framework's layer: run it in plain transformers on one device, or with ladderize's"
+            " own runtime"
         )
     return linear
 
@@ -164,8 +171,8 @@ def sliceable(projection, inputs):
     if resident and type(linear) is nn.Linear and adapters is not None:
         return weight, adapters
     logger.warning_once(
-        f"{type(projection).__name__}: weight or adapter cannot be sliced by virtual rank; calling the whole module once "
-        "for each rank instead (the same result, slower)"
+        f"{type(projection).__name__}: weight or adapter cannot be sliced by virtual rank; calling the whole module"
+        " once for each rank instead (the same result, slower)"
     )
     return None
 
@@ -179,7 +186,10 @@ def plain_lora(layer):
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if any(name in layer.lora_variant or layer.lora_bias[name] for name in active):
         return None
-    return [(layer.lora_dropout[name], layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in active]
+    return [
+        (layer.lora_dropout[name], layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+        for name in active
+    ]
 
 
 class LadderizedLlamaPreTrainedModel(LlamaPreTrainedModel):
@@ -188,14 +198,15 @@ class LadderizedLlamaPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["LadderizedLlamaDecoderLayer"]
 
     def __init__(self, config, *args, **kwargs):
-        # Both engines replace every nn.Linear, at any tensor-parallel size; they name their attention before they build a model.
+        # Both engines replace every nn.Linear, at any tensor-parallel size; they name their attention before they build
+        # a model.
         engine = config._attn_implementation if config._attn_implementation in ("vllm", "vllm_mla", "sglang") else None
         if getattr(getattr(config, "distributed_config", None), "tp_size", None) not in (None, 1):
             engine = "transformers' tensor parallelism"
         if config.sync_tp_size is not None and engine is not None:
             raise ValueError(
-                f"this layout drops sync points for {config.sync_tp_size} virtual ranks, and {engine} cannot run it: use plain "
-                "transformers on one device, or ladderize's own runtime"
+                f"this layout drops sync points for {config.sync_tp_size} virtual ranks, and {engine} cannot run it:"
+                " use plain transformers on one device, or ladderize's own runtime"
             )
         super().__init__(config, *args, **kwargs)
 

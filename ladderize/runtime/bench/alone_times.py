@@ -21,7 +21,8 @@ INSTRUMENTED_RUNS = 8
 
 @dataclass(frozen=True)
 class Communication:
-    """Of one phase: the layers' all-reduces, and the seconds of the vocabulary's collectives, which every layout waits for."""
+    """Of one phase: the layers' all-reduces, and the seconds of the vocabulary's collectives, which every layout waits
+    for."""
 
     operations: list[Operation]
     vocabulary: float
@@ -33,7 +34,8 @@ def synchronize(device: torch.device) -> None:
 
 
 class AloneTimes:
-    """Seconds of one collective with nothing beside it, by its kind and the size of its message; measured when first asked for."""
+    """Seconds of one collective with nothing beside it, by its kind and the size of its message; measured when first
+    asked for."""
 
     def __init__(self, group: Group, collectives: Collectives, link: Link | None, dtype: torch.dtype) -> None:
         self.group, self.collectives, self.link, self.dtype = group, collectives, link, dtype
@@ -65,7 +67,9 @@ class AloneTimes:
         return statistics.median(samples[1:])
 
 
-def instrument(generator: Generator, prompts: Sequence[Sequence[int]], alone: AloneTimes, device: torch.device) -> dict[str, Communication]:
+def instrument(
+    generator: Generator, prompts: Sequence[Sequence[int]], alone: AloneTimes, device: torch.device
+) -> dict[str, Communication]:
     """Run a model that does not communicate a few times and note its all-reduces; all ranks call it."""
 
     def clock() -> float:
@@ -97,7 +101,9 @@ def instrument(generator: Generator, prompts: Sequence[Sequence[int]], alone: Al
             if not model.shape.replicate_vocab:  # the first belongs to the embedding, the same for every layout
                 vocabulary += alone("all_reduce", sizes[0])
                 sizes, covers = sizes[1:], covers[1:]
-            operations = [Operation(size, alone("all_reduce", size), cover) for size, cover in zip(sizes, covers, strict=True)]
+            operations = [
+                Operation(size, alone("all_reduce", size), cover) for size, cover in zip(sizes, covers, strict=True)
+            ]
             found[phase] = Communication(operations, vocabulary)
     finally:
         model.collectives = plain

@@ -7,7 +7,8 @@ from ladderize.runtime.model import Step, TPLlama, plus
 
 
 class ParallelLlama(TPLlama):
-    """Attention and MLP of a layer read the same input, and one blocking all-reduce sums both (GPT-J's and PaLM's block).
+    """Attention and MLP of a layer read the same input, and one blocking all-reduce sums both (GPT-J's and PaLM's
+    block).
 
     With a Llama's weights its output means nothing: it was trained for something else. For timing only.
     """

@@ -1,7 +1,8 @@
 """What a layout's communication must cost, given how long its compute and its all-reduces take apart.
 
-An overlapped all-reduce hides as much as its own time or the compute until it is waited for, whichever is less; a blocking one
-hides nothing. One rule, sub-module by sub-module; layouts differ only in which operations have compute to hide under.
+An overlapped all-reduce hides as much as its own time or the compute until it is waited for, whichever is less; a
+blocking one hides nothing. One rule, sub-module by sub-module; layouts differ only in which operations have compute to
+hide under.
 """
 
 import statistics
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Operation:
-    """One all-reduce: its message, its time alone, and the compute between its start and the wait for it (as often as it was measured),
-    in seconds."""
+    """One all-reduce: its message, its time alone, and the compute between its start and the wait for it (as often as
+    it was measured), in seconds."""
 
     bytes: int
     alone: float
@@ -26,7 +27,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one forward pass: ``total`` = ``compute`` + ``exposed``; ``hideable`` is what the layout lets run under compute."""
+    """Seconds of one forward pass: ``total`` = ``compute`` + ``exposed``; ``hideable`` is what the layout lets run
+    under compute."""
 
     compute: float
     communication: float
@@ -42,6 +44,7 @@ class Prediction:
 
 
 def predict(compute: float, operations: Sequence[Operation], unhideable: float = 0.0) -> Prediction:
-    """compute: seconds without any communication; unhideable: of collectives that every layout waits for (the vocabulary's)."""
+    """compute: seconds without any communication; unhideable: of collectives that every layout waits for (the
+    vocabulary's)."""
     communication = sum(operation.alone for operation in operations) + unhideable
     return Prediction(compute, communication, sum(operation.hideable for operation in operations))

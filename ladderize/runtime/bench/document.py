@@ -44,7 +44,9 @@ def _rows(
         yield _row(variant, "none", first, options, batch, checks)
 
 
-def _row(variant: Variant, mode: str, first: Variant, options: BenchOptions, batch: int, checks: dict[str, Any]) -> dict[str, Any]:
+def _row(
+    variant: Variant, mode: str, first: Variant, options: BenchOptions, batch: int, checks: dict[str, Any]
+) -> dict[str, Any]:
     times = {phase: variant.median_ms(mode, phase) for phase in PHASES}
     base = {phase: first.median_ms("real", phase) for phase in PHASES}
     steps = options.output_len - 1
@@ -79,7 +81,9 @@ def _row(variant: Variant, mode: str, first: Variant, options: BenchOptions, bat
     }
     if mode == "real":
         row["communication"] = {phase: _communication(variant, phase) for phase in PHASES}
-        row["no_communication_samples_ms"] = {phase: [1e3 * s for s in variant.samples[f"none {phase}"]] for phase in PHASES}
+        row["no_communication_samples_ms"] = {
+            phase: [1e3 * s for s in variant.samples[f"none {phase}"]] for phase in PHASES
+        }
         if variant.overlap is not None:
             row["overlap"] = variant.overlap.to_dict()
             # ranks copy messages of shared memory themselves: there is nothing in flight to be covered
@@ -89,13 +93,18 @@ def _row(variant: Variant, mode: str, first: Variant, options: BenchOptions, bat
 
 
 def _communication(variant: Variant, phase: str) -> dict[str, Any]:
-    """In one pass of this phase (a decode pass makes one token of each row): the layers' all-reduces, and all collectives' times."""
+    """In one pass of this phase (a decode pass makes one token of each row): the layers' all-reduces, and all
+    collectives' times."""
     operations = variant.communication[phase].operations
     without = variant.median_ms("none", phase)
     prediction = predict(without / 1e3, operations, variant.communication[phase].vocabulary)
     exposed = variant.median_ms("real", phase) - without
-    graphed = phase == "decode" and variant.generators["none"].graphs  # the compute that covers was seen without them, so far longer
-    overlapped = not graphed and variant.kind == "model" and prediction.hideable and variant.spec.layout.count(OVERLAPPED)
+    graphed = (
+        phase == "decode" and variant.generators["none"].graphs
+    )  # the compute that covers was seen without them, so far longer
+    overlapped = (
+        not graphed and variant.kind == "model" and prediction.hideable and variant.spec.layout.count(OVERLAPPED)
+    )
     alone = prediction.communication * 1e3
     return {
         "all_reduces": len(operations),

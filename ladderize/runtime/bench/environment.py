@@ -24,7 +24,11 @@ def environment(group: Group, device: str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "system": f"{platform.system()} {platform.release()}",
         "hosts": len(set(group.gather(platform.node()))),
-        "settings": {key: value for key, value in sorted(os.environ.items()) if key.startswith(("NCCL_", "GLOO_", "OMP_", "TORCH_"))},
+        "settings": {
+            key: value
+            for key, value in sorted(os.environ.items())
+            if key.startswith(("NCCL_", "GLOO_", "OMP_", "TORCH_"))
+        },
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(group.device)

@@ -1,4 +1,5 @@
-"""From the arguments of ``ladderize bench`` to checked models and options: everything that can be wrong is found here."""
+"""From the arguments of ``ladderize bench`` to checked models and options: everything that can be wrong is found
+here."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,13 +86,22 @@ def plan(arguments: BenchArguments) -> tuple[list[ModelSpec], BenchOptions]:
     if arguments.emulate_tp is None:
         check_tp_size(arguments.tp_size, arguments.device)
     option = "--tp-size" if arguments.emulate_tp is None else "--emulate-tp"
-    specs = _random(arguments, ranks, option) if arguments.random_weights is not None else _checkpoints(arguments, ranks, option)
+    specs = (
+        _random(arguments, ranks, option)
+        if arguments.random_weights is not None
+        else _checkpoints(arguments, ranks, option)
+    )
     tokens = arguments.prompt_len + arguments.output_len
     for spec in specs:
         if tokens > spec.positions:
-            raise UserError(f"{spec.name}: --prompt-len and --output-len make {tokens} tokens, over the model's {spec.positions} positions")
+            raise UserError(
+                f"{spec.name}: --prompt-len and --output-len make {tokens} tokens, over the model's {spec.positions}"
+                " positions"
+            )
         if "parallel" in baselines and not specs[0].layout.is_dense:
-            raise UserError(f"--baselines parallel needs a dense model in the first place, and {specs[0].name} is not dense")
+            raise UserError(
+                f"--baselines parallel needs a dense model in the first place, and {specs[0].name} is not dense"
+            )
         if link is not None:
             width = {"float32": 4}.get(spec.dtype, 2) * spec.config["hidden_size"]
             link.seconds(width * max(batch_sizes) * arguments.prompt_len)
@@ -102,11 +112,24 @@ def plan(arguments: BenchArguments) -> tuple[list[ModelSpec], BenchOptions]:
             raise UserError(f"--profile {arguments.profile} is not a folder")
         arguments.profile.mkdir(parents=True, exist_ok=True)
     options = BenchOptions(
-        tp_size=arguments.tp_size, batch_sizes=batch_sizes, prompt_len=arguments.prompt_len, output_len=arguments.output_len,
-        backend=arguments.backend, warmup=arguments.warmup, repeat=arguments.repeat, baselines=baselines, emulate_tp=arguments.emulate_tp,
-        link=link, replicate_vocab=arguments.replicate_vocab, compile=arguments.compile, check=arguments.check, profile=arguments.profile,
-        device=arguments.device, threads=arguments.threads, seed=arguments.seed,
-    )  # fmt: skip
+        tp_size=arguments.tp_size,
+        batch_sizes=batch_sizes,
+        prompt_len=arguments.prompt_len,
+        output_len=arguments.output_len,
+        backend=arguments.backend,
+        warmup=arguments.warmup,
+        repeat=arguments.repeat,
+        baselines=baselines,
+        emulate_tp=arguments.emulate_tp,
+        link=link,
+        replicate_vocab=arguments.replicate_vocab,
+        compile=arguments.compile,
+        check=arguments.check,
+        profile=arguments.profile,
+        device=arguments.device,
+        threads=arguments.threads,
+        seed=arguments.seed,
+    )
     return specs, options
 
 
@@ -115,7 +138,9 @@ def _check_usage(arguments: BenchArguments) -> None:
         raise UsageError("name checkpoints, or a shape with --random-weights, and not both")
     for name in ("layout", "num_layers", "sync_tp_size"):
         if arguments.models and getattr(arguments, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} goes with --random-weights; a checkpoint has its own layout and layers")
+            raise UsageError(
+                f"--{name.replace('_', '-')} goes with --random-weights; a checkpoint has its own layout and layers"
+            )
     if (arguments.emulate_tp is None) != (arguments.link is None):
         raise UsageError("--emulate-tp and --link go together: how many ranks, and what their all-reduce takes")
     if arguments.emulate_tp is not None and arguments.tp_size != 1:
@@ -170,20 +195,28 @@ def _random(arguments: BenchArguments, ranks: int, option: str) -> list[ModelSpe
     layouts = [(name, named_layout(name, config["num_hidden_layers"], virtual)) for name in names]
     if arguments.sync_tp_size is not None and not any(layout.spd_layers for _, layout in layouts):
         raise UsageError("--sync-tp-size has no effect: none of --layout drops a sync point")
-    return [shape_spec(config, layout, name=name, tp_size=ranks, dtype=arguments.dtype, option=option) for name, layout in layouts]
+    return [
+        shape_spec(config, layout, name=name, tp_size=ranks, dtype=arguments.dtype, option=option)
+        for name, layout in layouts
+    ]
 
 
 def named_layout(text: str, num_layers: int, sync_tp_size: int) -> Layout:
     """``ladder`` is all layers, ``ladder=16:32`` some; likewise dense, spd and spd+ladder."""
     name, equals, ranges = text.partition("=")
     if name not in LAYOUT_NAMES or (equals and name == "dense"):
-        raise UsageError(f"--layout {text} is not one of {', '.join(LAYOUT_NAMES)}, or such a name with a range of layers, ladder=16:32")
+        raise UsageError(
+            f"--layout {text} is not one of {', '.join(LAYOUT_NAMES)}, or such a name with a range of layers,"
+            " ladder=16:32"
+        )
     try:
         layers = parse_ranges(ranges, num_layers, option="--layout") if equals else list(range(num_layers))
     except LayoutError as error:
         raise UserError(str(error)) from None
     kinds = LAYOUT_NAMES[name]
     return Layout.from_layers(
-        num_layers, ladder=layers if "ladder" in kinds else (), spd=layers if "spd" in kinds else (),
+        num_layers,
+        ladder=layers if "ladder" in kinds else (),
+        spd=layers if "spd" in kinds else (),
         sync_tp_size=sync_tp_size if "spd" in kinds else None,
-    )  # fmt: skip
+    )

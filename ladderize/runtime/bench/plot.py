@@ -27,7 +27,13 @@ def draw(document: dict[str, Any], stem: Path) -> list[Path]:
                 compute = min(total, row["communication"][phase]["no_communication_ms"])
                 exposed = max(0.0, total - compute)
                 panel.barh(position, compute, color=COMPUTE, label="compute" if not ticks else None)
-                panel.barh(position, exposed, left=compute, color=EXPOSED, label="communication waited for" if not ticks else None)
+                panel.barh(
+                    position,
+                    exposed,
+                    left=compute,
+                    color=EXPOSED,
+                    label="communication waited for" if not ticks else None,
+                )
                 panel.text(total, position, f" {total:.3g} ms", va="center", fontsize=8)
                 ticks.append(position)
                 tick_names.append(f"{names[row['model']]}, batch {batch}")
@@ -42,6 +48,10 @@ def draw(document: dict[str, Any], stem: Path) -> list[Path]:
     handles, entries = panels[0].get_legend_handles_labels()
     figure.legend(handles, entries, loc="outside lower center", ncols=2, frameon=False)
     ranks = rows[0]["tp_size"] if rows else 1
-    how = f"{ranks} emulated ranks, link {document['link']['name']}" if document["emulated"] else f"{ranks} ranks, {document['backend']}"
+    how = (
+        f"{ranks} emulated ranks, link {document['link']['name']}"
+        if document["emulated"]
+        else f"{ranks} ranks, {document['backend']}"
+    )
     figure.suptitle(f"{how}; medians of {document['options']['repeat']} interleaved runs", fontsize=10)
     return save_figure(figure, stem)

@@ -1,7 +1,7 @@
 """The gate before any timing: is this really the model? Logits and greedy tokens against transformers in float32.
 
-A fast wrong model is worth nothing, so a benchmark of a checkpoint first compares teacher-forced logits at every position, and
-the tokens that decoding step by step chooses, with an fp32 forward of the Hugging Face model.
+A fast wrong model is worth nothing, so a benchmark of a checkpoint first compares teacher-forced logits at every
+position, and the tokens that decoding step by step chooses, with an fp32 forward of the Hugging Face model.
 """
 
 import multiprocessing
@@ -34,7 +34,8 @@ class Reference:
 
 
 def references(specs: list[ModelSpec], device: str) -> dict[str, Reference]:
-    """The reference of each checkpoint, computed in a process of its own, so that this one's memory stays what the runtime needs."""
+    """The reference of each checkpoint, computed in a process of its own, so that this one's memory stays what the
+    runtime needs."""
     for spec in specs:
         _check_memory(spec, device)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool:
@@ -51,8 +52,8 @@ def _check_memory(spec: ModelSpec, device: str) -> None:
         free = int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else need
     if need > free:
         raise UserError(
-            f"{spec.name}: the fp32 reference of the correctness check takes {human_bytes(need)}, and {human_bytes(free)} are free; "
-            "--no-check leaves it out and labels the results unchecked"
+            f"{spec.name}: the fp32 reference of the correctness check takes {human_bytes(need)}, and"
+            f" {human_bytes(free)} are free; --no-check leaves it out and labels the results unchecked"
         )
 
 
@@ -66,7 +67,9 @@ def _reference(spec: ModelSpec, device: str) -> Reference:
     assert spec.folder is not None
     model = load(spec.folder, dtype="float32", device=device)
     length = min(PROMPT_TOKENS, spec.positions // 2)
-    prompt = torch.randint(0, spec.config["vocab_size"], (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+    prompt = torch.randint(0, spec.config["vocab_size"], (1, length), generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     new = min(NEW_TOKENS, spec.positions - length)
     with torch.inference_mode():
         ids, cache, past = prompt, None, prompt
@@ -81,8 +84,8 @@ def _reference(spec: ModelSpec, device: str) -> Reference:
 def check(generator: Generator, reference: Reference, spec: ModelSpec) -> dict[str, float]:
     """Raise UserError unless the model's logits and greedy tokens are the reference's; returns the differences seen.
 
-    All ranks call it. generator: of one row. A first different token is allowed only where the reference's two best logits are
-    nearer to each other than the tolerance; in float32 none is.
+    All ranks call it. generator: of one row. A first different token is allowed only where the reference's two best
+    logits are nearer to each other than the tolerance; in float32 none is.
     """
     expected = torch.from_numpy(reference.logits)
     tolerance = TOLERANCE[spec.dtype] * float(expected.std())
@@ -92,8 +95,8 @@ def check(generator: Generator, reference: Reference, spec: ModelSpec) -> dict[s
     what = f"{spec.name}: with {generator.model.collectives.ranks} ranks in {spec.dtype}"
     if not difference <= tolerance:
         raise UserError(
-            f"{what} a logit is {difference:.3g} off the fp32 reference, over the tolerance of {tolerance:.3g}: this is not the model "
-            "that was converted, so nothing was timed"
+            f"{what} a logit is {difference:.3g} off the fp32 reference, over the tolerance of {tolerance:.3g}: this is"
+            " not the model that was converted, so nothing was timed"
         )
     tokens = sample(generator.prefill([reference.ids[: reference.prompt]]), Sampling(), torch.zeros(1))
     chosen = [int(tokens)]
@@ -107,9 +110,14 @@ def check(generator: Generator, reference: Reference, spec: ModelSpec) -> dict[s
             margin = float(best[0] - best[1])
             if spec.dtype == "float32" or margin >= tolerance:
                 raise UserError(
-                    f"{what} greedy decoding chose token {ours} at step {index} where the fp32 reference chose {theirs} by a margin of "
-                    f"{margin:.3g} (tolerance {tolerance:.3g}), so nothing was timed"
+                    f"{what} greedy decoding chose token {ours} at step {index} where the fp32 reference chose {theirs}"
+                    f" by a margin of {margin:.3g} (tolerance {tolerance:.3g}), so nothing was timed"
                 )
             break
         equal += 1
-    return {"logit_difference": difference, "tolerance": tolerance, "equal_greedy_tokens": equal, "greedy_tokens": len(chosen)}
+    return {
+        "logit_difference": difference,
+        "tolerance": tolerance,
+        "equal_greedy_tokens": equal,
+        "greedy_tokens": len(chosen),
+    }

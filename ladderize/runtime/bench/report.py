@@ -17,22 +17,31 @@ def summary(document: dict[str, Any]) -> str:
     )
     options = document["options"]
     text = [
-        f"{how}; prompt {options['prompt_len']}, output {options['output_len']}, medians of {options['repeat']} interleaved rounds",
+        (
+            f"{how}; prompt {options['prompt_len']}, output {options['output_len']}, medians of {options['repeat']}"
+            " interleaved rounds"
+        ),
         table(lines, right=[key for key in lines[0] if key != "model"]),
     ]
     if any(row["weights"] == "random" for row in document["rows"]):
         text.append("Weights are random: these are times only.")
     if outside := document["message_bytes_outside_link_range"]:
         text.append(
-            f"Beyond the sizes that {document['link']['name']} was measured at, so taken from its fit: messages of {_range(outside)}."
+            f"Beyond the sizes that {document['link']['name']} was measured at, so taken from its fit: messages of"
+            f" {_range(outside)}."
         )
     unchecked = sorted(
-        {row["model"] for row in document["rows"] if row["weights"] != "random" and row["kind"] == "model" and not row["checked"]}
+        {
+            row["model"]
+            for row in document["rows"]
+            if row["weights"] != "random" and row["kind"] == "model" and not row["checked"]
+        }
     )
     if unchecked:
         text.append(f"Not checked against a reference: {', '.join(unchecked)}.")
     text.append(
-        "decode ms and reduces (all-reduces of the layers): per step, one token of each row. waited: ms over the same model without"
+        "decode ms and reduces (all-reduces of the layers): per step, one token of each row. waited: ms over the same"
+        " model without"
     )
     text.append("communication; hid, of: ms of the collectives' own time that did not show, of all of it.")
     return "\n".join(text)
@@ -68,9 +77,11 @@ def _line(row: dict[str, Any], label: str) -> dict[str, str]:
         line |= {
             "waited": f"{prefill['exposed_ms']:.2f}",
             "waited ": f"{decode['exposed_ms']:.3f}",
-            "hid, of": f"{min(max(0.0, decode['hidden_ms']), decode['alone_ms']):.3f}, {decode['alone_ms']:.3f}"
-            if decode["alone_ms"]
-            else "",
+            "hid, of": (
+                f"{min(max(0.0, decode['hidden_ms']), decode['alone_ms']):.3f}, {decode['alone_ms']:.3f}"
+                if decode["alone_ms"]
+                else ""
+            ),
             "reduces": str(decode["all_reduces"]),
         }
     if "overlap" in row:

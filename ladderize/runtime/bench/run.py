@@ -1,7 +1,8 @@
 """The benchmark: layouts against each other in one run, interleaved, so that whatever the machine does hits all alike.
 
-Two regimes, never mixed: prefill is bound by compute and sends long messages; decoding is bound by memory bandwidth and sends
-short ones, whose latency counts. Every variant also runs without communication; the difference is what it waits for.
+Two regimes, never mixed: prefill is bound by compute and sends long messages; decoding is bound by memory bandwidth and
+sends short ones, whose latency counts. Every variant also runs without communication; the difference is what it waits
+for.
 """
 
 import random
@@ -34,8 +35,11 @@ TRACED_STEPS = 4
 
 
 def run_bench(specs: list[ModelSpec], options: BenchOptions, console: Console) -> dict[str, Any]:
-    """Check and time ``specs``; returns the document of bench.json. Raises UserError if a model is not what it should be."""
-    document: dict[str, Any] = run(_bench, specs, options, console, tp_size=options.tp_size, device=options.device, threads=options.threads)
+    """Check and time ``specs``; returns the document of bench.json. Raises UserError if a model is not what it should
+    be."""
+    document: dict[str, Any] = run(
+        _bench, specs, options, console, tp_size=options.tp_size, device=options.device, threads=options.threads
+    )
     return document
 
 
@@ -68,7 +72,9 @@ def _bench(group: Group, specs: list[ModelSpec], options: BenchOptions, console:
         "emulated": options.emulate_tp is not None,
         "options": _plain(options),
         "link": options.link.to_dict() if options.link else None,
-        "message_bytes_outside_link_range": sorted(size for _, size in alone.seen if options.link and not options.link.in_range(size)),
+        "message_bytes_outside_link_range": sorted(
+            size for _, size in alone.seen if options.link and not options.link.in_range(size)
+        ),
         "backend": chosen,
         "environment": surroundings,
         "checks": checks,
@@ -81,13 +87,17 @@ def _collectives(group: Group, options: BenchOptions, max_bytes: int) -> tuple[C
     if options.emulate_tp is None:
         return choose(options.backend, group, max_bytes=max_bytes)
     assert options.link is not None
-    return emulate(options.emulate_tp, options.link, group.device), f"emulated: {options.emulate_tp} ranks over {options.link.name}"
+    return (
+        emulate(options.emulate_tp, options.link, group.device),
+        f"emulated: {options.emulate_tp} ranks over {options.link.name}",
+    )
 
 
 def _check(
     group: Group, specs: list[ModelSpec], options: BenchOptions, collectives: Collectives, weights: WeightCache
 ) -> dict[str, dict[str, float]]:
-    """The correctness gate for every checkpoint. Emulated sums are not sums, so there the whole model is checked on one rank."""
+    """The correctness gate for every checkpoint. Emulated sums are not sums, so there the whole model is checked on one
+    rank."""
     real = [spec for spec in specs if spec.folder is not None]
     if not real or options.backend == "none":
         return {}
@@ -98,15 +108,24 @@ def _check(
     with torch.inference_mode():
         for spec in real:
             reference = expected[spec.name]
-            generator = open_generator(spec, collectives, weights, group, 1, len(reference.ids), compile=options.compile)
+            generator = open_generator(
+                spec, collectives, weights, group, 1, len(reference.ids), compile=options.compile
+            )
             results[spec.name] = reference_check.check(generator, reference, spec)
     return results
 
 
 def _variants(
-    group: Group, specs: list[ModelSpec], options: BenchOptions, collectives: Collectives, weights: WeightCache, batch: int, tokens: int
+    group: Group,
+    specs: list[ModelSpec],
+    options: BenchOptions,
+    collectives: Collectives,
+    weights: WeightCache,
+    batch: int,
+    tokens: int,
 ) -> list[Variant]:
-    """The models first, then the baselines of the first; models of one shape share a cache, since only one runs at a time."""
+    """The models first, then the baselines of the first; models of one shape share a cache, since only one runs at a
+    time."""
     planned: list[tuple[str, ModelSpec, str, type[TPLlama]]] = [(spec.name, spec, "model", TPLlama) for spec in specs]
     if "parallel" in options.baselines:
         planned.append(("parallel attention+MLP", specs[0], "baseline, for timing only", ParallelLlama))
@@ -115,7 +134,9 @@ def _variants(
     for name, spec, what, kind in planned:
         generators = {}
         for mode, means in (("real", collectives), ("none", NoCommunication(collectives.ranks))):
-            generators[mode] = open_generator(spec, means, weights, group, batch, tokens, compile=options.compile, kind=kind, cache=cache)
+            generators[mode] = open_generator(
+                spec, means, weights, group, batch, tokens, compile=options.compile, kind=kind, cache=cache
+            )
             cache = generators[mode].cache
         variants.append(Variant(name, spec, generators, what))
     return variants
@@ -124,7 +145,9 @@ def _variants(
 # ---- timing ----
 
 
-def _measure(group: Group, variants: list[Variant], options: BenchOptions, batch: int, advance: Callable[[int], None]) -> None:
+def _measure(
+    group: Group, variants: list[Variant], options: BenchOptions, batch: int, advance: Callable[[int], None]
+) -> None:
     """Rounds over all variants, each with and without communication, in an order drawn anew for each round."""
     order = [(variant, mode) for variant in variants for mode in variant.generators]
     shuffle = random.Random(options.seed)  # the same on every rank
@@ -162,14 +185,23 @@ def _timed(group: Group, generator: Generator, options: BenchOptions, batch: int
 
 def _prompts(generator: Generator, options: BenchOptions, batch: int) -> list[list[int]]:
     numbers = torch.Generator().manual_seed(options.seed)
-    ids: list[list[int]] = torch.randint(0, generator.model.shape.vocab, (batch, options.prompt_len), generator=numbers).tolist()
+    ids: list[list[int]] = torch.randint(
+        0, generator.model.shape.vocab, (batch, options.prompt_len), generator=numbers
+    ).tolist()
     return ids
 
 
 # ---- proof of overlap, and the document ----
 
 
-def _profile(group: Group, variants: list[Variant], options: BenchOptions, batch: int, collectives: Collectives, alone: AloneTimes) -> None:
+def _profile(
+    group: Group,
+    variants: list[Variant],
+    options: BenchOptions,
+    batch: int,
+    collectives: Collectives,
+    alone: AloneTimes,
+) -> None:
     assert options.profile is not None
     for number, variant in enumerate(variants):
         generator = variant.generators["real"]

@@ -1,7 +1,8 @@
-"""Proof of overlap: a Chrome trace of one prefill and a few decode steps, and the share of communication that ran under compute.
+"""Proof of overlap: a Chrome trace of one prefill and a few decode steps, and the share of communication that ran under
+compute.
 
-CPU: of the time that an all-reduce takes alone, what its start and its wait did not block, at most the compute between the two.
-GPU: the time in which a communication kernel and another stream's kernel ran at once.
+CPU: of the time that an all-reduce takes alone, what its start and its wait did not block, at most the compute between
+the two. GPU: the time in which a communication kernel and another stream's kernel ran at once.
 """
 
 import json
@@ -37,7 +38,9 @@ class Overlap:
         return {"in_flight_ms": self.in_flight_ms, "under_compute_ms": self.under_compute_ms, "share": self.share}
 
 
-def trace(run: Callable[[], None], path: Path, device: torch.device, traced: Traced, alone: Callable[[int], float]) -> Overlap:
+def trace(
+    run: Callable[[], None], path: Path, device: torch.device, traced: Traced, alone: Callable[[int], float]
+) -> Overlap:
     """Write the trace of ``run()`` to ``path`` and measure its overlap.
 
     traced: the collectives of the model in it. alone: seconds of an all-reduce of so many bytes with nothing beside it.
@@ -64,17 +67,28 @@ def trace(run: Callable[[], None], path: Path, device: torch.device, traced: Tra
 
 
 def cpu_overlap(events: list[dict[str, Any]], alone: Sequence[float]) -> Overlap:
-    """Pair the k-th start with the k-th wait and with ``alone[k]`` microseconds; adds each all-reduce as a span on a row of its own."""
+    """Pair the k-th start with the k-th wait and with ``alone[k]`` microseconds; adds each all-reduce as a span on a
+    row of its own."""
     spans = {
-        name: sorted((e for e in events if e.get("name") == name and e.get("ph") == "X"), key=lambda e: e["ts"]) for name in (START, WAIT)
+        name: sorted((e for e in events if e.get("name") == name and e.get("ph") == "X"), key=lambda e: e["ts"])
+        for name in (START, WAIT)
     }
     flight = covered = 0.0
     for start, wait, time in zip(spans[START], spans[WAIT], alone, strict=True):
         compute = wait["ts"] - start["ts"] - start["dur"]
         flight += time
         covered += max(0.0, min(compute, time - start["dur"] - wait["dur"]))
-        events.append({"ph": "X", "cat": "communication", "name": "all-reduce", "pid": start["pid"], "tid": "communication",
-                       "ts": start["ts"], "dur": wait["ts"] + wait["dur"] - start["ts"]})  # fmt: skip
+        events.append(
+            {
+                "ph": "X",
+                "cat": "communication",
+                "name": "all-reduce",
+                "pid": start["pid"],
+                "tid": "communication",
+                "ts": start["ts"],
+                "dur": wait["ts"] + wait["dur"] - start["ts"],
+            }
+        )
     return Overlap(flight / 1e3, covered / 1e3)
 
 

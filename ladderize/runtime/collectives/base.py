@@ -36,8 +36,8 @@ class Handle:
 class Collectives:
     """What a tensor-parallel forward needs of its group. As it stands: a group of one, where every sum is complete.
 
-    Messages given to ``all_reduce`` and ``all_reduce_async`` belong to the backend from then on: they may be reduced in place.
-    All ranks issue the same collectives in the same order; handles are waited in that order too.
+    Messages given to ``all_reduce`` and ``all_reduce_async`` belong to the backend from then on: they may be reduced in
+    place. All ranks issue the same collectives in the same order; handles are waited in that order too.
     """
 
     name = "single"
@@ -67,7 +67,8 @@ def side_by_side(x: Tensor, ranks: int) -> Tensor:
 
 
 class NoCommunication(Collectives):
-    """Every collective takes no time and does nothing: the upper bound for any overlap. Its results are wrong by design."""
+    """Every collective takes no time and does nothing: the upper bound for any overlap. Its results are wrong by
+    design."""
 
     name = "none"
 

@@ -18,7 +18,10 @@ def check_backend(backend: str, ranks: int, device: str) -> None:
     if backend != "auto" and ranks == 1:
         raise UsageError(f"--backend {backend} has no effect with one rank; leave it out or raise --tp-size")
     if backend in ("nccl", "symm_mem", "gloo", "shm") and (backend in ("nccl", "symm_mem")) != (device == "cuda"):
-        raise UserError(f"--backend {backend} is for {'CPUs' if device == 'cuda' else 'GPUs'}, but the ranks would compute on {device}")
+        raise UserError(
+            f"--backend {backend} is for {'CPUs' if device == 'cuda' else 'GPUs'}, but the ranks would compute on"
+            f" {device}"
+        )
 
 
 def choose(backend: str, group: Group, *, max_bytes: int) -> tuple[Collectives, str]:
@@ -35,7 +38,9 @@ def choose(backend: str, group: Group, *, max_bytes: int) -> tuple[Collectives, 
         return NoCommunication(group.size), "none, as asked for: for timing only, results are wrong"
     if group.device.type == "cuda":
         return _on_gpu(backend, group)
-    found = SharedMemory.problem(hosts=group.gather(host_id()), cores=len(set().union(*group.gather(cores()))), max_bytes=max_bytes)
+    found = SharedMemory.problem(
+        hosts=group.gather(host_id()), cores=len(set().union(*group.gather(cores()))), max_bytes=max_bytes
+    )
     problem = next(filter(None, group.gather(found)), None)  # one answer for all ranks
     if backend == "shm" or (backend == "auto" and problem is None):
         if problem is not None:

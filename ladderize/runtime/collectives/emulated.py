@@ -15,7 +15,8 @@ from ladderize.console import UsageError, UserError
 from ladderize.runtime.collectives.base import Collectives, Handle, side_by_side
 
 TABLE = Path(__file__).parent / "links.csv"
-# Only the long part of a long delay is slept: waking up is late by a fraction of a millisecond, and the core is cold by then.
+# Only the long part of a long delay is slept: waking up is late by a fraction of a millisecond, and the core is cold by
+# then.
 SLEEP_SLACK = 2e-3
 LONGEST_US, SLOWEST_GB_S = 1e8, 1e-6  # slower than any link, and short enough for a clock
 
@@ -38,8 +39,8 @@ class Link:
         if self.beta_gb_s is None:
             if self.max_bytes is not None and size > self.max_bytes:
                 raise UserError(
-                    f"--link {self.name} is known up to {self.max_bytes} bytes only, and a message of {size} bytes would be sent; "
-                    "give --link ALPHA_US,BETA_GB_S"
+                    f"--link {self.name} is known up to {self.max_bytes} bytes only, and a message of {size} bytes"
+                    " would be sent; give --link ALPHA_US,BETA_GB_S"
                 )
             return self.alpha_us * 1e-6
         return self.alpha_us * 1e-6 + size / (self.beta_gb_s * 1e9)
@@ -61,17 +62,22 @@ def parse_link(text: str, ranks: int) -> Link:
         except ValueError:
             raise UsageError(f"--link {text!r} is not ALPHA_US,BETA_GB_S, such as 20,100") from None
         if not (0 <= alpha <= LONGEST_US and beta >= SLOWEST_GB_S):
-            raise UsageError(f"--link {text!r}: alpha must be from 0 to {LONGEST_US:g} us, beta at least {SLOWEST_GB_S:g} GB/s")
+            raise UsageError(
+                f"--link {text!r}: alpha must be from 0 to {LONGEST_US:g} us, beta at least {SLOWEST_GB_S:g} GB/s"
+            )
         return Link(f"{alpha:g} us + bytes / {beta:g} GB/s", alpha, None if math.isinf(beta) else beta)
     rows = known_links()
     named = [(number, link) for number, link in rows if link.name == text]
     if not named:
-        raise UsageError(f"--link {text!r} is neither ALPHA_US,BETA_GB_S nor one of {', '.join(sorted({link.name for _, link in rows}))}")
+        raise UsageError(
+            f"--link {text!r} is neither ALPHA_US,BETA_GB_S nor one of"
+            f" {', '.join(sorted({link.name for _, link in rows}))}"
+        )
     fitting = [link for number, link in named if number == ranks]
     if not fitting:
         raise UserError(
-            f"--link {text} was measured with {' and '.join(str(number) for number, _ in named)} ranks, not {ranks}; choose another "
-            "--emulate-tp, or give --link ALPHA_US,BETA_GB_S"
+            f"--link {text} was measured with {' and '.join(str(number) for number, _ in named)} ranks, not {ranks};"
+            " choose another --emulate-tp, or give --link ALPHA_US,BETA_GB_S"
         )
     return fitting[0]
 
@@ -93,7 +99,8 @@ def known_links() -> list[tuple[int, Link]]:
 
 
 class Emulated(Collectives):
-    """Collectives of ``ranks`` ranks over ``link``, for one process on a CPU: a timer. Sums are this rank's partials alone.
+    """Collectives of ``ranks`` ranks over ``link``, for one process on a CPU: a timer. Sums are this rank's partials
+    alone.
 
     One message is on the link at a time: a second one starts when the first is through.
     """
@@ -151,7 +158,8 @@ def _through(x: Tensor, done_at: float) -> Tensor:
 
 
 def sleep_until(deadline: float) -> None:
-    """Return at ``deadline`` (time.perf_counter) and not before: sleep first, so that the core is free, then watch the clock."""
+    """Return at ``deadline`` (time.perf_counter) and not before: sleep first, so that the core is free, then watch the
+    clock."""
     clock = time.perf_counter
     left = deadline - clock()
     if left > SLEEP_SLACK:

@@ -11,7 +11,8 @@ from ladderize.runtime.collectives.base import Collectives, Handle
 
 
 class Gloo(Collectives):
-    """torch.distributed's CPU backend. Two ranks swap whole messages, which is one step where an all-reduce takes two."""
+    """torch.distributed's CPU backend. Two ranks swap whole messages, which is one step where an all-reduce takes
+    two."""
 
     name = "gloo"
 
@@ -66,8 +67,9 @@ class Gloo(Collectives):
 class _Swap:
     """A place for the peer's next message of one size, always listening.
 
-    A gloo message for which nobody listens yet is announced first and sent by a thread of its own once the peer has answered. While
-    both ranks compute on all cores, that thread gets its turn milliseconds later; a peer that listens is sent to at once.
+    A gloo message for which nobody listens yet is announced first and sent by a thread of its own once the peer has
+    answered. While both ranks compute on all cores, that thread gets its turn milliseconds later; a peer that listens
+    is sent to at once.
     """
 
     def __init__(self, peer: int, tag: int, buffer: Tensor) -> None:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ladderize.runtime.collectives.base import Collectives, Handle
 
-# Up to here one kernel in which every rank reads all peers beats NCCL's ring (vLLM's and TensorRT-LLM's custom all-reduces switch
-# at sizes between 256 KiB and 8 MiB).
+# Up to here one kernel in which every rank reads all peers beats NCCL's ring (vLLM's and TensorRT-LLM's custom
+# all-reduces switch at sizes between 256 KiB and 8 MiB).
 ONE_SHOT_BYTES = 512 * 1024
 
 
@@ -47,7 +47,8 @@ class Nccl(Collectives):
 
 
 class SymmetricMemory(Nccl):
-    """PyTorch's symmetric memory: small messages by one kernel that reads all peers (or the switch's multicast), large ones by NCCL."""
+    """PyTorch's symmetric memory: small messages by one kernel that reads all peers (or the switch's multicast), large
+    ones by NCCL."""
 
     name = "symm_mem"
 

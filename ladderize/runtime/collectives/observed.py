@@ -44,7 +44,8 @@ START, WAIT = "all-reduce: start", "all-reduce: wait"
 
 
 class Traced(Collectives):
-    """Another backend, whose starts and waits appear in torch's profiler; ``sizes``: bytes of the all-reduces, in their order."""
+    """Another backend, whose starts and waits appear in torch's profiler; ``sizes``: bytes of the all-reduces, in their
+    order."""
 
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner.ranks)

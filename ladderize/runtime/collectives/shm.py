@@ -1,13 +1,13 @@
 """All-reduce between processes of one host through shared memory: no sockets, no system call while all are on time.
 
-Every rank writes its message into a slot of its own and then raises its counter; a peer that sees the counter may read the
-slot. "Asynchronous" means that nobody waits for anybody until ``wait``: by then the peers' data is usually there.
+Every rank writes its message into a slot of its own and then raises its counter; a peer that sees the counter may read
+the slot. "Asynchronous" means that nobody waits for anybody until ``wait``: by then the peers' data is usually there.
 
-Memory ordering. A writer's stores to its slot must become visible before its store to the counter, and a reader must not load
-the slot before the counter. x86 guarantees both for ordinary stores and loads (total store order); the C library ends its
-non-temporal copies with a fence; and each access below is a separate call into compiled code, which no compiler moves.
-Counters are aligned 8-byte words, each on a cache line of its own and written by one rank only. Other architectures give no
-such guarantee without fences, which Python cannot issue: they are refused.
+Memory ordering. A writer's stores to its slot must become visible before its store to the counter, and a reader must
+not load the slot before the counter. x86 guarantees both for ordinary stores and loads (total store order); the C
+library ends its non-temporal copies with a fence; and each access below is a separate call into compiled code, which no
+compiler moves. Counters are aligned 8-byte words, each on a cache line of its own and written by one rank only. Other
+architectures give no such guarantee without fences, which Python cannot issue: they are refused.
 """
 
 import mmap
@@ -76,12 +76,14 @@ class SharedMemory(Collectives):
     def _attach(group: Group, size: int) -> mmap.mmap:
         """A file in memory that every rank has mapped; its name is gone before this returns, so nothing stays behind.
 
-        Not multiprocessing's SharedMemory: before Python 3.13 its resource tracker unlinks the segment when any process that
-        attached ends.
+        Not multiprocessing's SharedMemory: before Python 3.13 its resource tracker unlinks the segment when any process
+        that attached ends.
         """
         path = None
         if group.is_main:
-            descriptor, path = tempfile.mkstemp(prefix=f"ladderize-{os.getppid()}-", dir=FOLDER)  # the parent looks for leftovers
+            descriptor, path = tempfile.mkstemp(
+                prefix=f"ladderize-{os.getppid()}-", dir=FOLDER
+            )  # the parent looks for leftovers
             try:
                 os.posix_fallocate(descriptor, 0, size)  # now, in words, rather than later by SIGBUS
             except OSError as error:
@@ -103,7 +105,10 @@ class SharedMemory(Collectives):
         size = x.nbytes
         if size > self.slot_bytes:
             raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
-        return [[self.slots[slot, rank, :size].view(x.dtype).view(x.shape) for rank in range(self.ranks)] for slot in range(SLOTS)]
+        return [
+            [self.slots[slot, rank, :size].view(x.dtype).view(x.shape) for rank in range(self.ranks)]
+            for slot in range(SLOTS)
+        ]
 
     def _post(self, x: Tensor) -> tuple[list[Tensor], int]:
         """Put ``x`` into the next slot; returns that slot's messages, one for each rank, and the message's number."""
@@ -152,7 +157,8 @@ class SharedMemory(Collectives):
         return gathered
 
     def _await(self, counters: list[memoryview], peer: int, number: int) -> None:
-        """Until rank ``peer``'s counter reaches ``number``: spin, then yield the core, then also see whether the peer lives."""
+        """Until rank ``peer``'s counter reaches ``number``: spin, then yield the core, then also see whether the peer
+        lives."""
         counter = counters[peer]
         for _ in range(SPINS):
             if counter[0] >= number:

@@ -1,7 +1,8 @@
 """``ladderize generate --from-bos``: texts that a model makes of its own, to distil from where there is no data.
 
-A sample depends on its number, the seed and the sampling options. Batches are cut at multiples of their size wherever a run begins
-anew, so a sample is always computed in the same row of the same products: a run that was killed makes the same bytes in the end.
+A sample depends on its number, the seed and the sampling options. Batches are cut at multiples of their size wherever a
+run begins anew, so a sample is always computed in the same row of the same products: a run that was killed makes the
+same bytes in the end.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ from ladderize.runtime.texts.prompts import GenerateOptions
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is to be made: ``samples`` texts in ``out``, ``batch_size`` at a time, from ``bos`` until one of ``eos`` or max_new_tokens."""
+    """What is to be made: ``samples`` texts in ``out``, ``batch_size`` at a time, from ``bos`` until one of ``eos`` or
+    max_new_tokens."""
 
     out: Path
     samples: int
@@ -38,9 +40,17 @@ class Corpus:
 
 
 def sample_corpus(
-    spec: ModelSpec, out: Path, samples: int, options: GenerateOptions, console: Console, *, batch_size: int, overwrite: bool
+    spec: ModelSpec,
+    out: Path,
+    samples: int,
+    options: GenerateOptions,
+    console: Console,
+    *,
+    batch_size: int,
+    overwrite: bool,
 ) -> dict[str, Any]:
-    """Write ``samples`` lines of text and ids to ``out``, going on where a killed run of the same command was; see docs/files.md.
+    """Write ``samples`` lines of text and ids to ``out``, going on where a killed run of the same command was; see
+    docs/files.md.
 
     Returns the document of ``--json`` on rank 0. Raises UserError for what cannot be sampled or written.
     """
@@ -50,7 +60,9 @@ def sample_corpus(
         check_target(out, overwrite)
     tokenizer = load_tokenizer(spec.folder)
     if options.max_new_tokens + 1 > spec.positions:
-        raise UserError(f"--max-new-tokens {options.max_new_tokens} and the BOS token exceed the model's {spec.positions} positions")
+        raise UserError(
+            f"--max-new-tokens {options.max_new_tokens} and the BOS token exceed the model's {spec.positions} positions"
+        )
     if tokenizer is None:
         console.note(f"{spec.name} has no tokenizer: the lines get input_ids without text")
     if not spec.layout.is_dense:
@@ -66,30 +78,48 @@ def sample_corpus(
 
 
 def bos_id(spec: ModelSpec, tokenizer: Any) -> int:
-    """The token that begins a text: of generation_config.json, of config.json, or the tokenizer's; raises UserError if nobody names one."""
+    """The token that begins a text: of generation_config.json, of config.json, or the tokenizer's; raises UserError if
+    nobody names one."""
     path = spec.folder / "generation_config.json" if spec.folder is not None else None
     found = [read_json(path).get("bos_token_id")] if path is not None and path.is_file() else []
     found += [spec.config.get("bos_token_id"), getattr(tokenizer, "bos_token_id", None)]
     bos = next((value for value in found if value is not None), None)
     if bos is None:
-        raise UserError(f"{spec.name} has no BOS token (no bos_token_id in its config.json), so --from-bos has nothing to begin with")
+        raise UserError(
+            f"{spec.name} has no BOS token (no bos_token_id in its config.json), so --from-bos has nothing to begin"
+            " with"
+        )
     if type(bos) is not int or not 0 <= bos < spec.config["vocab_size"]:
-        raise UserError(f"{spec.name}: bos_token_id is {bos!r}, which is no token of the model's {spec.config['vocab_size']}")
+        raise UserError(
+            f"{spec.name}: bos_token_id is {bos!r}, which is no token of the model's {spec.config['vocab_size']}"
+        )
     return bos
 
 
 def identity(spec: ModelSpec, corpus: Corpus, options: GenerateOptions, tokenizer: Any) -> dict[str, Any]:
-    """All that decides a line: what unfinished work has to agree with. Not tp_size and the like, which change rounding only."""
+    """All that decides a line: what unfinished work has to agree with. Not tp_size and the like, which change rounding
+    only."""
     assert spec.folder is not None
     sampling = options.sampling
     return {
-        "model": fingerprint(read_checkpoint(spec.folder)), "layout": spec.layout.to_config(), "dtype": spec.dtype, "seed": sampling.seed,
-        "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "max_new_tokens": options.max_new_tokens,
-        "ignore_eos": options.ignore_eos, "bos": corpus.bos, "eos": list(eos_ids(spec)), "tokenizer": tokenizer is not None,
-    }  # fmt: skip
+        "model": fingerprint(read_checkpoint(spec.folder)),
+        "layout": spec.layout.to_config(),
+        "dtype": spec.dtype,
+        "seed": sampling.seed,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "max_new_tokens": options.max_new_tokens,
+        "ignore_eos": options.ignore_eos,
+        "bos": corpus.bos,
+        "eos": list(eos_ids(spec)),
+        "tokenizer": tokenizer is not None,
+    }
 
 
-def _sample(group: Group, spec: ModelSpec, corpus: Corpus, options: GenerateOptions, console: Console) -> dict[str, Any]:
+def _sample(
+    group: Group, spec: ModelSpec, corpus: Corpus, options: GenerateOptions, console: Console
+) -> dict[str, Any]:
     """One rank's part; rank 0 alone holds the file."""
     assert spec.folder is not None
     tokenizer = load_tokenizer(spec.folder) if group.is_main else None
@@ -97,7 +127,9 @@ def _sample(group: Group, spec: ModelSpec, corpus: Corpus, options: GenerateOpti
         file = None
         if group.is_main:
             about = identity(spec, corpus, options, tokenizer)
-            file = stack.enter_context(CorpusFile(corpus.out, about, corpus.samples, eos=corpus.eos, overwrite=corpus.overwrite))
+            file = stack.enter_context(
+                CorpusFile(corpus.out, about, corpus.samples, eos=corpus.eos, overwrite=corpus.overwrite)
+            )
         before = group.broadcast(file.samples if file is not None else 0)
         if before:
             console.note(f"{before} samples are there already")
@@ -109,49 +141,87 @@ def _sample(group: Group, spec: ModelSpec, corpus: Corpus, options: GenerateOpti
                 for rows in batches(generator, corpus, options, before, advance):
                     made += sum(len(ids) - 1 for ids in rows)
                     if file is not None:
-                        file.write(rows, tokenizer.batch_decode(rows, skip_special_tokens=True) if tokenizer is not None else None)
+                        file.write(
+                            rows,
+                            tokenizer.batch_decode(rows, skip_special_tokens=True) if tokenizer is not None else None,
+                        )
             seconds = time.perf_counter() - begin
             generator.model.collectives.close()
         if file is None:
             return {}
         file.finish()
         return {
-            "model": spec.name, "layout": str(spec.layout), "tp_size": group.size, "backend": backend, "dtype": spec.dtype,
-            "out": str(corpus.out), "samples": file.samples, "tokens": file.tokens, "eos_share": file.ended / file.samples,
-            "resumed_samples": before, "seconds": seconds, "output_tokens_per_s": made / seconds if made else None,
-        }  # fmt: skip
+            "model": spec.name,
+            "layout": str(spec.layout),
+            "tp_size": group.size,
+            "backend": backend,
+            "dtype": spec.dtype,
+            "out": str(corpus.out),
+            "samples": file.samples,
+            "tokens": file.tokens,
+            "eos_share": file.ended / file.samples,
+            "resumed_samples": before,
+            "seconds": seconds,
+            "output_tokens_per_s": made / seconds if made else None,
+        }
 
 
-def _open(group: Group, spec: ModelSpec, corpus: Corpus, options: GenerateOptions, console: Console) -> tuple[Generator, str]:
+def _open(
+    group: Group, spec: ModelSpec, corpus: Corpus, options: GenerateOptions, console: Console
+) -> tuple[Generator, str]:
     """A generator for one batch, checked for NaN before hours of noise are written."""
     rows = corpus.batch_size
-    collectives, chosen = choose(options.backend, group, max_bytes=4 * rows * max(spec.config["hidden_size"], spec.config["vocab_size"]))
+    collectives, chosen = choose(
+        options.backend, group, max_bytes=4 * rows * max(spec.config["hidden_size"], spec.config["vocab_size"])
+    )
     with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
         weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
         generator = open_generator(
-            spec, collectives, weights, group, rows, 1 + options.max_new_tokens, compile=options.compile, advance=advance
+            spec,
+            collectives,
+            weights,
+            group,
+            rows,
+            1 + options.max_new_tokens,
+            compile=options.compile,
+            advance=advance,
         )
-    console.note(f"{spec.layout}; {chosen}; {human_bytes(generator.cache.nbytes)} of KV cache for {rows} samples at a time")
+    console.note(
+        f"{spec.layout}; {chosen}; {human_bytes(generator.cache.nbytes)} of KV cache for {rows} samples at a time"
+    )
     with torch.inference_mode():
         sound = bool(torch.isfinite(generator.prefill([[corpus.bos]] * rows)).all())
     if not sound:
-        raise UserError(f"{spec.name}: its logits are NaN or infinite; are its weights sound, and is {spec.dtype} wide enough?")
+        raise UserError(
+            f"{spec.name}: its logits are NaN or infinite; are its weights sound, and is {spec.dtype} wide enough?"
+        )
     return generator, chosen
 
 
 def batches(
-    generator: Generator, corpus: Corpus, options: GenerateOptions, done: int, advance: Callable[[int], None] = lambda count: None
+    generator: Generator,
+    corpus: Corpus,
+    options: GenerateOptions,
+    done: int,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> Iterator[list[list[int]]]:
-    """The ids of the samples from number ``done`` on, BOS and EOS included, a batch at a time. All ranks yield the same."""
+    """The ids of the samples from number ``done`` on, BOS and EOS included, a batch at a time. All ranks yield the
+    same."""
     rows = corpus.batch_size
     for first in range(done - done % rows, corpus.samples, rows):
-        wanted = range(max(done - first, 0), min(corpus.samples - first, rows))  # the others are computed, and not waited for
+        wanted = range(
+            max(done - first, 0), min(corpus.samples - first, rows)
+        )  # the others are computed, and not waited for
         new: list[list[int]] = [[] for _ in range(rows)]
         ended = 0
         steps = generate(
-            generator, [[corpus.bos]] * rows, max_new_tokens=options.max_new_tokens, sampling=options.sampling, eos=corpus.eos,
+            generator,
+            [[corpus.bos]] * rows,
+            max_new_tokens=options.max_new_tokens,
+            sampling=options.sampling,
+            eos=corpus.eos,
             first_row=first,
-        )  # fmt: skip
+        )
         for made in steps:
             for ids, more in zip(new, made, strict=True):
                 ids += more

@@ -25,23 +25,27 @@ def about_of(out: Path) -> Path:
 
 
 def check_target(out: Path, overwrite: bool) -> None:
-    """Raise UserError if ``out`` is there and must not be replaced; a run that was killed just after its end may still tidy up."""
+    """Raise UserError if ``out`` is there and must not be replaced; a run that was killed just after its end may still
+    tidy up."""
     if out.exists() and not overwrite and not about_of(out).exists():
         raise _is_there(out)
 
 
 class CorpusFile:
-    """OUT while it is made, one JSON line for each sample: ``OUT.part``, and ``OUT.part.json`` that says what run it is of.
+    """OUT while it is made, one JSON line for each sample: ``OUT.part``, and ``OUT.part.json`` that says what run it is
+    of.
 
-    Used as a context, by the one process that writes. ``identity``: all that the samples depend on, as JSON holds it. ``samples``,
-    ``tokens`` (without BOS) and ``ended`` (by EOS) count what is written. Raises UserError if OUT is there already (unless ``overwrite``),
-    if another run is at work, or if the unfinished work is another run's or nobody's.
+    Used as a context, by the one process that writes. ``identity``: all that the samples depend on, as JSON holds it.
+    ``samples``, ``tokens`` (without BOS) and ``ended`` (by EOS) count what is written. Raises UserError if OUT is there
+    already (unless ``overwrite``), if another run is at work, or if the unfinished work is another run's or nobody's.
 
-    What may be killed when: the rename to OUT is the last step but one, and before it OUT.part.json says ``finished``; so
-    OUT.part.json without OUT.part tells a run that only had to tidy up.
+    What may be killed when: the rename to OUT is the last step but one, and before it OUT.part.json says ``finished``;
+    so OUT.part.json without OUT.part tells a run that only had to tidy up.
     """
 
-    def __init__(self, out: Path, identity: Mapping[str, Any], samples: int, *, eos: Sequence[int], overwrite: bool) -> None:
+    def __init__(
+        self, out: Path, identity: Mapping[str, Any], samples: int, *, eos: Sequence[int], overwrite: bool
+    ) -> None:
         self.out, self.part, self.about = out, part_of(out), about_of(out)
         self.identity: dict[str, Any] = json.loads(json.dumps(identity))
         self.eos = frozenset(eos)
@@ -55,7 +59,12 @@ class CorpusFile:
 
     def _open(self, samples: int, overwrite: bool) -> None:
         found = read_own(self.about)
-        if found.get("finished") == samples and self.out.is_file() and not self.part.exists() and not self._differences(found):
+        if (
+            found.get("finished") == samples
+            and self.out.is_file()
+            and not self.part.exists()
+            and not self._differences(found)
+        ):
             self._count(self.out)
             return
         self.file = _locked(self.part)
@@ -69,7 +78,8 @@ class CorpusFile:
         self.file.truncate(self._count(self.part))
         if self.samples > samples:
             raise UserError(
-                f"{self.part} holds {self.samples} samples already; ask for as many with --num-samples, or delete it and {self.about.name}"
+                f"{self.part} holds {self.samples} samples already; ask for as many with --num-samples, or delete it"
+                f" and {self.about.name}"
             )
 
     def _differences(self, found: Mapping[str, Any]) -> list[str]:
@@ -77,11 +87,14 @@ class CorpusFile:
 
     def _check(self, found: Mapping[str, Any]) -> None:
         if not found:
-            raise UserError(f"{self.part} is there without {self.about.name}, which says of what run; delete it, or choose another --out")
+            raise UserError(
+                f"{self.part} is there without {self.about.name}, which says of what run; delete it, or choose another"
+                " --out"
+            )
         if different := self._differences(found):
             raise UserError(
-                f"{self.part} holds samples of a run with another {' and '.join(different)}; delete it and {self.about.name}, or choose "
-                "another --out"
+                f"{self.part} holds samples of a run with another {' and '.join(different)}; delete it and"
+                f" {self.about.name}, or choose another --out"
             )
 
     def _count(self, path: Path) -> int:
@@ -112,7 +125,9 @@ class CorpusFile:
             while left:
                 left = left[self.file.write(left) :]
         except OSError as error:
-            raise UserError(f"{self.part} cannot be written: {sentence(error)}; once it can, the same command goes on") from None
+            raise UserError(
+                f"{self.part} cannot be written: {sentence(error)}; once it can, the same command goes on"
+            ) from None
         for ids in rows:
             self._add(ids)
 
@@ -145,7 +160,9 @@ class CorpusFile:
     def __enter__(self) -> "CorpusFile":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._close()
 
 

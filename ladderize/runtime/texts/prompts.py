@@ -46,16 +46,22 @@ def encode(tokenizer: Any, prompts: list[str], spec: ModelSpec, options: Generat
             if not tokenizer.chat_template:
                 raise UserError(f"{spec.name} has no chat template, so --chat has nothing to apply")
             message = [{"role": "user", "content": prompt}]
-            ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+            ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=True)[
+                "input_ids"
+            ]
         else:
             ids = tokenizer(prompt)["input_ids"]
         if not ids:
             raise UserError("a prompt is empty and the tokenizer adds no BOS token, so there is nothing to continue")
         if max(ids) >= spec.config["vocab_size"]:
-            raise UserError(f"{spec.name}: its tokenizer makes the token {max(ids)}, but the model has {spec.config['vocab_size']} only")
+            raise UserError(
+                f"{spec.name}: its tokenizer makes the token {max(ids)}, but the model has {spec.config['vocab_size']}"
+                " only"
+            )
         if len(ids) + options.max_new_tokens > spec.positions:
             raise UserError(
-                f"a prompt of {len(ids)} tokens and --max-new-tokens {options.max_new_tokens} exceed the model's {spec.positions} positions"
+                f"a prompt of {len(ids)} tokens and --max-new-tokens {options.max_new_tokens} exceed the model's"
+                f" {spec.positions} positions"
             )
         encoded.append(list(ids))
     return encoded
@@ -65,7 +71,15 @@ def generate_text(spec: ModelSpec, prompts: list[str], options: GenerateOptions,
     """Continue ``prompts`` as one batch; a single one is streamed to stdout. Returns the document of ``--json``."""
     ids = encode(tokenizer_of(spec), prompts, spec, options)
     document: dict[str, Any] = run(
-        _generate, spec, prompts, ids, options, console, tp_size=options.tp_size, device=options.device, threads=options.threads
+        _generate,
+        spec,
+        prompts,
+        ids,
+        options,
+        console,
+        tp_size=options.tp_size,
+        device=options.device,
+        threads=options.threads,
     )
     return document
 
@@ -80,7 +94,9 @@ def _generate(
     with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
         weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
         columns = longest + options.max_new_tokens
-        generator = open_generator(spec, collectives, weights, group, len(ids), columns, compile=options.compile, advance=advance)
+        generator = open_generator(
+            spec, collectives, weights, group, len(ids), columns, compile=options.compile, advance=advance
+        )
     tokenizer = tokenizer_of(spec) if group.is_main else None
     streams = [TextStream(tokenizer) for _ in ids] if group.is_main else []
     eos = () if options.ignore_eos else eos_ids(spec)
@@ -101,21 +117,36 @@ def _generate(
     collectives.close()
     if streaming:
         print(streams[0].rest(), flush=True)
-    document: dict[str, Any] = {
-        "model": spec.name, "layout": str(spec.layout), "tp_size": group.size, "backend": chosen, "dtype": spec.dtype,
-        "prefill_ms": (first - begin) * 1e3,
-        "decode_ms_per_token": seconds * 1e3 / (steps - 1) if steps > 1 else None,
-        "texts": [
-            {"prompt": prompt, "text": stream.all(row_ids), "prompt_tokens": len(given), "new_ids": row_ids,
-             "finish_reason": "eos" if row_ids and row_ids[-1] in eos else "length"}
-            for prompt, stream, row_ids, given in zip(prompts, streams, new, ids, strict=True)
-        ],
-    } if group.is_main else {}  # fmt: skip
+    document: dict[str, Any] = (
+        {
+            "model": spec.name,
+            "layout": str(spec.layout),
+            "tp_size": group.size,
+            "backend": chosen,
+            "dtype": spec.dtype,
+            "prefill_ms": (first - begin) * 1e3,
+            "decode_ms_per_token": seconds * 1e3 / (steps - 1) if steps > 1 else None,
+            "texts": [
+                {
+                    "prompt": prompt,
+                    "text": stream.all(row_ids),
+                    "prompt_tokens": len(given),
+                    "new_ids": row_ids,
+                    "finish_reason": "eos" if row_ids and row_ids[-1] in eos else "length",
+                }
+                for prompt, stream, row_ids, given in zip(prompts, streams, new, ids, strict=True)
+            ],
+        }
+        if group.is_main
+        else {}
+    )
     if group.is_main and not streaming:
         for text in document["texts"]:
             console.result(f"> {text['prompt']}\n{text['text']}\n")
     if steps > 1 and is_main_rank():
-        console.status(f"{steps} steps: prefill {(first - begin) * 1e3:.0f} ms, {seconds * 1e3 / (steps - 1):.2f} ms per token")
+        console.status(
+            f"{steps} steps: prefill {(first - begin) * 1e3:.0f} ms, {seconds * 1e3 / (steps - 1):.2f} ms per token"
+        )
     return document
 
 

@@ -1,0 +1,121 @@
+"""Typed documents: dataclasses that go to JSON and come back checked, so that only the border handles ``dict[str,
+Any]``."""
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from ladderize.console import UserError
+
+Own = typing.TypeVar("Own", bound="Record")
+
+
+class Record:
+    """Base of dataclasses that are JSON objects. Fields are plain values, other Records, or lists, tuples, dicts and
+    unions of these.
+
+    A class whose JSON has other keys than its fields (a reserved word such as ``class``) says so in ``KEYS``: field ->
+    key.
+    """
+
+    KEYS: typing.ClassVar[Mapping[str, str]] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it; ``from_dict`` reads it back."""
+        return {self.KEYS.get(field.name, field.name): _plain(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+
+    @classmethod
+    def from_dict(cls: type[Own], value: object, where: str | Path) -> Own:
+        """Read what ``to_dict`` made. Unknown keys are ignored: a later version may have more.
+
+        Raises UserError, which begins with ``where``, for anything else than the fields' types.
+        """
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where} is {_shown(value)}, but must be an object")
+        known, hints = {}, get_type_hints(cls)
+        for field in fields(cls):  # type: ignore[arg-type]
+            key = cls.KEYS.get(field.name, field.name)
+            if key in value:
+                known[field.name] = _read(hints[field.name], value[key], f"{where}: {key}")
+            elif field.default is MISSING and field.default_factory is MISSING:
+                raise UserError(f"{where} has no {key}")
+        return cls(**known)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_dict()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """``value`` as ``kind``, an annotation; raises UserError."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        options = [option for option in arguments if option is not type(None)]
+        for option in options[:-1]:
+            try:
+                return _read(option, value, where)
+            except UserError:
+                continue
+        return _read(options[-1], value, where)
+    if origin in (list, tuple):
+        if not isinstance(value, list | tuple):
+            raise UserError(f"{where} is {_shown(value)}, but must be a list")
+        if origin is tuple and arguments[-1] is not Ellipsis:
+            if len(value) != len(arguments):
+                raise UserError(f"{where} has {len(value)} entries, but must have {len(arguments)}")
+            kinds = arguments
+        else:
+            kinds = (arguments[0],) * len(value)
+        items = [_read(kinds[index], item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return tuple(items) if origin is tuple else items
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where} is {_shown(value)}, but must be an object")
+        return {
+            _key(arguments[0], key, where): _read(arguments[1], item, f"{where}.{key}") for key, item in value.items()
+        }
+    if isinstance(kind, type) and issubclass(kind, Record):
+        return kind.from_dict(value, where)
+    if isinstance(kind, type) and is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where} is {_shown(value)}, but must be an object")
+        hints = get_type_hints(kind)
+        return kind(
+            **{name: _read(hints[name], item, f"{where}: {name}") for name, item in value.items() if name in hints}
+        )
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if type(value) is not kind:
+        raise UserError(f"{where} is {_shown(value)}, but must be of type {kind.__name__}")
+    return value
+
+
+def _key(kind: Any, key: Any, where: str) -> Any:
+    if kind is int:
+        try:
+            return int(key)
+        except (TypeError, ValueError):
+            raise UserError(f"{where} has the key {key!r}, which is no integer") from None
+    return key
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."

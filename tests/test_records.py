@@ -1,0 +1,71 @@
+"""Typed documents: there and back, and what is refused on the way."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from ladderize.console import UserError
+from ladderize.files.records import Record
+
+
+@dataclass(frozen=True)
+class Inner(Record):
+    KEYS: ClassVar = {"kind": "class"}
+
+    kind: str
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Outer(Record):
+    name: str
+    count: int
+    path: Path
+    inner: Inner
+    rows: list[Inner] = field(default_factory=list)
+    pair: tuple[int, float] = (1, 2.0)
+    by_layer: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+DOCUMENT = {
+    "name": "a", "count": 3, "path": "x/y", "inner": {"class": "spd", "share": None},
+    "rows": [{"class": "b", "share": 0.5}],
+    "pair": [4, 5.0], "by_layer": {"7": [1, 2]},
+}  # fmt: skip
+
+
+def test_there_and_back():
+    outer = Outer.from_dict(DOCUMENT | {"from a later version": 1}, "file.json")
+    assert outer == Outer("a", 3, Path("x/y"), Inner("spd"), [Inner("b", 0.5)], (4, 5.0), {7: (1, 2)})
+    assert outer.to_dict() == DOCUMENT
+    assert Outer.from_dict({**DOCUMENT, "pair": [4, 5]}, "f").pair == (4, 5.0)  # JSON writes 5.0 as 5 where it likes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": 3}, "file.json: name is 3, but must be of type str"),
+        ({"count": True}, "file.json: count is True, but must be of type int"),
+        ({"count": None}, "file.json: count is None, but must be of type int"),
+        ({"inner": []}, "file.json: inner is [], but must be an object"),
+        ({"inner": {}}, "file.json: inner has no class"),
+        ({"rows": [{"class": "b", "share": "much"}]}, "file.json: rows[0]: share is 'much', but must be of type float"),
+        ({"rows": {}}, "file.json: rows is {}, but must be a list"),
+        ({"pair": [1]}, "file.json: pair has 1 entries, but must have 2"),
+        ({"by_layer": {"x": []}}, "file.json: by_layer has the key 'x', which is no integer"),
+        ({"by_layer": {"1": ["x"]}}, "file.json: by_layer.1[0] is 'x', but must be of type int"),
+    ],
+)
+def test_what_is_refused(change, message):
+    with pytest.raises(UserError) as error:
+        Outer.from_dict(DOCUMENT | change, "file.json")
+    assert str(error.value) == message
+
+
+def test_what_is_missing():
+    with pytest.raises(UserError, match=r"file.json has no name"):
+        Outer.from_dict({}, "file.json")
+    with pytest.raises(UserError, match="must be an object"):
+        Outer.from_dict([DOCUMENT], "file.json")
