@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.blockwise.distill import DistillOptions, Student, Windows, distill
+from ladderize.adapt.blockwise.distill import DistillOptions, StudentBlocks, Windows, distill
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_grouping import group_heads
 from ladderize.blocks import Blocks, open_checkpoint
@@ -108,7 +108,7 @@ def main() -> None:
             )
         every = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS)
         work = BlockFolder(Path(folder) / "work", {})
-        student = Student(every, tuple(layers), blocks.weights)
+        student = StudentBlocks(every, tuple(layers), blocks.weights)
         options = DistillOptions(epochs=1, patience=1)
         measured(
             "distillation, 1 epoch",

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ladderize.adapt.blockwise.distill import DistillOptions, Student, distill
+from ladderize.adapt.blockwise.distill import DistillOptions, StudentBlocks, distill
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_grouping import group_heads
 from ladderize.adapt.blockwise.run import BlockwiseOptions, loaded, training_windows
@@ -173,7 +173,7 @@ def ablation(args: argparse.Namespace) -> dict:
                 begin = time.perf_counter()
                 distill(
                     blocks,
-                    Student(every, tuple(layers), untrained.__getitem__),
+                    StudentBlocks(every, tuple(layers), untrained.__getitem__),
                     windows,
                     options.distill,
                     work,

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers, processors
 
+from ladderize.adapt.data import chunks, sources
+from ladderize.adapt.data.chunks import StreamOptions
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.files import PASSAGE_BYTES, TextRows
 from ladderize.adapt.data.formats import BadRow, BadRows, Row
 from ladderize.adapt.data.packing import segments
-from ladderize.adapt.data.show import document, show
+from ladderize.adapt.data.show import batch_document, show_batch
 from ladderize.adapt.data.sources import open_rows, parse_specs
-from ladderize.adapt.data.stream import Stream, StreamOptions, chunks, fixed_rows, rank_rows, sources
+from ladderize.adapt.data.stream import Stream, fixed_rows, rank_rows
 from ladderize.console import UsageError, UserError
 from ladderize.modeling import load_tokenizer
 from tests.helpers import ROOT
@@ -121,11 +123,11 @@ def scored_text(tokenizer, example):
 
 
 def plain(rows):
-    return [(row.ids.tolist(), row.positions.tolist(), row.targets.tolist(), row.where) for row in rows]
+    return [(row.ids.tolist(), row.positions.tolist(), row.targets.tolist(), row.origins) for row in rows]
 
 
 def origins(rows):
-    return [where for row in rows for where in row.where]
+    return [where for row in rows for where in row.origins]
 
 
 # --- what a row becomes ---
@@ -222,7 +224,7 @@ def test_conversations_that_cannot_be_used(chat, tokenizer):
 
 def test_long_rows_are_cut(tokenizer):
     encoded = encode(None, {"input_ids": list(range(2, 11))}, seq_len=4)
-    assert [(example.ids.tolist(), example.where) for example in encoded.examples] == [
+    assert [(example.ids.tolist(), example.origin) for example in encoded.examples] == [
         ([2, 3, 4, 5], "there, piece 1"),
         ([6, 7, 8, 9], "there, piece 2"),
     ]  # the 10 alone has nothing to predict
@@ -327,7 +329,7 @@ def test_globs(tmp_path, tokenizer):
     (tmp_path / "c.txt").write_text("x")
     (spec,) = parse_specs([f"{tmp_path}/*.jsonl"])
     rows = open_rows(spec)
-    assert [rows.read(number).where.rpartition("/")[2] for number in range(len(rows))] == [
+    assert [rows.read(number).origin.rpartition("/")[2] for number in range(len(rows))] == [
         "a.jsonl, line 1",
         "a.jsonl, line 2",
         "a.jsonl, line 3",
@@ -430,7 +432,7 @@ def test_a_text_in_passages(tmp_path, ends):
     assert len(passages) > 3
     assert all(PASSAGE_BYTES * 0.2 < len(passage.encode()) <= PASSAGE_BYTES * 1.25 for passage in passages)
     assert all(passage.endswith(ends) for passage in passages)
-    assert rows.read(1).where.endswith(
+    assert rows.read(1).origin.endswith(
         f"a.txt, bytes {len(passages[0].encode())} to {len((passages[0] + passages[1]).encode()) - 1}"
     )
     (tmp_path / "a.txt").write_bytes(b"abc\xff")
@@ -441,11 +443,14 @@ def test_a_text_in_passages(tmp_path, ends):
 def test_arrays(tmp_path):
     np.save(tmp_path / "rows.npy", np.arange(12, dtype=np.uint16).reshape(3, 4))
     rows = fixed_rows(parse_specs([str(tmp_path / "rows.npy")]), None, options(packing=False))
-    assert [(row.ids.tolist(), row.where[0].rpartition("/")[2]) for row in rows][1] == ([4, 5, 6, 7], "rows.npy, row 2")
+    assert [(row.ids.tolist(), row.origins[0].rpartition("/")[2]) for row in rows][1] == (
+        [4, 5, 6, 7],
+        "rows.npy, row 2",
+    )
     np.savez(tmp_path / "a.npz", train=np.arange(40_000) % VOCAB, other=np.arange(3))
     opened = open_rows(*parse_specs([f"{tmp_path}/a.npz:train"]))
     assert [len(opened.read(number).values["input_ids"]) for number in range(len(opened))] == [16384, 40_000 - 16384]
-    assert opened.read(1).where.endswith("a.npz:train, ids 16384 to 39999")
+    assert opened.read(1).origin.endswith("a.npz:train, ids 16384 to 39999")
     with pytest.raises(UserError, match="holds the arrays train, other"):
         open_rows(*parse_specs([f"{tmp_path}/a.npz"]))
 
@@ -551,7 +556,7 @@ def test_every_row_once_an_epoch_and_the_heldout_never(kind, packing, tmp_path, 
     with stream(data, tokenizer, heldout=3, packing=packing) as opened:
         heldout = set(origins(opened.heldout_rows))
         while (epoch := min(cursor["epoch"] for cursor in opened.state()["before"]["cursors"])) < 3:
-            ordered[epoch] += next(opened).where
+            ordered[epoch] += next(opened).origins
     per_epoch = [sorted(seen) for seen in ordered]
     assert per_epoch[0] == per_epoch[1] == per_epoch[2]
     assert len(set(per_epoch[0])) == len(per_epoch[0])
@@ -734,9 +739,9 @@ def test_counts_and_identity(tmp_path, chat, monkeypatch):
         assert same.identity() == identity
     for limit in (1 << 30, 8):  # hashed as a whole, and by size and ends
         monkeypatch.setattr(sources, "WHOLE_HASH", limit)
-        before = sources.identity(parse_specs([data])[0])
+        before = sources.source_identity(parse_specs([data])[0])
         Path(data).write_text(Path(data).read_text() + "\n")
-        assert sources.identity(parse_specs([data])[0]) != before
+        assert sources.source_identity(parse_specs([data])[0]) != before
 
 
 def plain_ids(rows):
@@ -750,7 +755,7 @@ def test_a_batch_for_people(tmp_path, chat):
     tokenizer = chat(PLAIN)
     rows = [{"messages": TURNS}, {"prompt": "two\nlines\t", "completion": " sat"}, {"input_ids": [5] * 600}]
     packed = fixed_rows(parse_specs([write_jsonl(tmp_path / "a.jsonl", rows)]), tokenizer, options(seq_len=700))
-    text = show(packed, tokenizer)
+    text = show_batch(packed, tokenizer)
     assert "<assistant>[[hi there </s>]]<user>and?<assistant>[[bye</s>]]" in text
     assert r"two\nlines\t[[ sat</s>]]" in text
     assert "... 100 tokens left out ..." in text
@@ -761,7 +766,7 @@ def test_a_batch_for_people(tmp_path, chat):
         "a.jsonl, line 1",
         "a.jsonl, line 2",
     ]
-    (row,) = document(packed, tokenizer)
+    (row,) = batch_document(packed, tokenizer)
     assert json.loads(json.dumps(row)) == row
     assert [part["tokens"] for part in row["examples"]] == [part.stop - part.start for part in segments(packed[0])]
     chat_part = row["examples"][1]
@@ -776,5 +781,5 @@ def test_a_batch_without_a_tokenizer(tmp_path):
         None,
         options(),
     )
-    assert show(rows, None).splitlines()[-1].strip() == "5[[ 6]] 7"
-    assert document(rows, None)[0]["examples"][0]["text"] is None
+    assert show_batch(rows, None).splitlines()[-1].strip() == "5[[ 6]] 7"
+    assert batch_document(rows, None)[0]["examples"][0]["text"] is None

@@ -13,7 +13,7 @@ from ladderize.adapt.blockwise.run import BlockwiseOptions
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.outcome import summary as summary_of_training
+from ladderize.adapt.retrain.outcome import retraining_summary
 from ladderize.adapt.retrain.run import retrain
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.console import Console, UserError, table
@@ -25,7 +25,7 @@ from ladderize.files.documents import write_json
 from ladderize.runtime.bench.options import BenchArguments, plan
 from ladderize.runtime.bench.report import summary
 from ladderize.runtime.bench.run import run_bench
-from ladderize.workflows.spd import SpdOptions, block_rows, perplexity_rows, run_spd
+from ladderize.workflows.spd import SpdOptions, perplexity_rows, run_spd, spd_rows
 
 HERE = Path(__file__).parent
 MODEL, TASKS = HERE / "model", HERE / "tasks"
@@ -132,7 +132,7 @@ def _distil(dense: str, folder: Path, data: str, training: dict[str, int], quick
     )
     document = run_spd(dense, out, options, console=console, verify=not quick)
     console.result(f"{DISTILLED:19} {document['layout']}\n")
-    console.result(table(block_rows(document), right=["block", "S"]) + "\n")
+    console.result(table(spd_rows(document), right=["block", "S"]) + "\n")
     console.result(table(perplexity_rows(document["perplexity"]), right=["perplexity", "stderr", "difference"]))
     return out
 
@@ -152,7 +152,7 @@ def _retrain(dense: str, folder: Path, data: str, training: dict[str, int], quic
     said = f"--distill-from {dense} --data {data} --max-tokens {tokens} --seq-len {SEQ_LEN} --batch-size 8 --lr {LR}"
     console.status(f"$ ladderize adapt {model} {out} {said}")
     document = retrain(model, out, options, console=console, verify=not quick)
-    console.result(f"\n{ADAPTED:19} {document['layout']}\n{summary_of_training(document)}")
+    console.result(f"\n{ADAPTED:19} {document['layout']}\n{retraining_summary(document)}")
     return out
 
 

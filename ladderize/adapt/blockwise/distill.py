@@ -24,7 +24,7 @@ from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.hidden_states import StateStore
 from ladderize.blocks import Blocks, State, complete, layer_seconds, timed
 from ladderize.console import Console, UserError
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, format_ranges
+from ladderize.layout import BLOCKING, OVERLAPPED, Layout, format_ranges
 
 # The paper's learning rate at LLaMA2-7B's width; a step of Adam moves a sum over twice the width twice as far.
 PAPERS_LR, PAPERS_WIDTH = 5e-5, 4096
@@ -72,7 +72,7 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Student:
+class StudentBlocks:
     """What is to be trained: the layout, the blocks, and each block's initial weights (their dtype is what is
     stored)."""
 
@@ -84,14 +84,6 @@ class Student:
 def needs_pair(layout: Layout, layer: int) -> bool:
     """Whether the layer reads the stream without the MLP before it: the sync point that enters it is overlapped."""
     return layout.entering(layer) == OVERLAPPED
-
-
-def trainable_layers(layout: Layout) -> list[int]:
-    """The layers that compute something else than the dense model's."""
-    return [
-        layer for layer in range(layout.num_layers)
-        if layout.attention_sync[layer] in (DROPPED, OVERLAPPED) or needs_pair(layout, layer)
-    ]  # fmt: skip
 
 
 def teacher_pass(
@@ -142,7 +134,7 @@ def _fill(store: StateStore, batch: int, states: Callable[[Tensor], State]) -> N
 
 def distill(
     teacher: Blocks,
-    student: Student,
+    student: StudentBlocks,
     windows: Windows,
     options: DistillOptions,
     work: BlockFolder,
@@ -179,7 +171,7 @@ def distill(
                 work.save(index, weights, report, keys[index]())
 
 
-def block_key(student: Student, layer: int, about: Mapping[str, Any]) -> str:
+def block_key(student: StudentBlocks, layer: int, about: Mapping[str, Any]) -> str:
     """A hash of all that a block's training starts from: its modes, its initial weights, and ``about``."""
     layout = student.layout
     modes = [layout.entering(layer), layout.attention_sync[layer], layout.mlp_sync[layer], layout.sync_tp_size]
@@ -190,7 +182,9 @@ def block_key(student: Student, layer: int, about: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def estimate(teacher: Blocks, student: Student, windows: Windows, options: DistillOptions) -> tuple[float, int, int]:
+def estimate(
+    teacher: Blocks, student: StudentBlocks, windows: Windows, options: DistillOptions
+) -> tuple[float, int, int]:
     """Seconds at most (all epochs), bytes of states, and bytes of one block in training; from a step timed here and
     now."""
     options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
@@ -221,7 +215,7 @@ class BlockTrainer:
     def __init__(
         self,
         teacher: Blocks,
-        student: Student,
+        student: StudentBlocks,
         index: int,
         before: StateStore,
         after: StateStore,

@@ -30,8 +30,8 @@ from ladderize.convert.llama import kv_head_count
 from ladderize.layout import Layout, check_split
 
 CRITERIA = ("error", "paper")
-WINDOWS = 32  # of calibration, for the distances of attention maps
-TOKENS = 4096  # drawn from these windows, for everything that runs an MLP
+GROUPING_WINDOWS = 32  # of calibration, for the distances of attention maps
+GROUPING_TOKENS = 4096  # drawn from these windows, for everything that runs an MLP
 RESTARTS = 8
 PASSES = 3  # of a descent, as a rule
 MIN_GAIN = 1e-9  # relative; less is rounding
@@ -265,7 +265,10 @@ def grouping_seconds(units: Units, layers: int, layer_seconds_per_token: float, 
     return (
         layers
         * layer_seconds_per_token
-        * (3 * WINDOWS * window_tokens + slices / units.ranks * min(TOKENS, WINDOWS * window_tokens))
+        * (
+            3 * GROUPING_WINDOWS * window_tokens
+            + slices / units.ranks * min(GROUPING_TOKENS, GROUPING_WINDOWS * window_tokens)
+        )
     )
 
 
@@ -284,8 +287,8 @@ def group_heads(
 ) -> HeadMap:
     """The head map of ``layers`` of a dense model for ``sync_tp_size`` virtual ranks; ``advance`` counts layers passed.
 
-    windows: ids [windows, tokens], of which the first ``WINDOWS`` are read. The model passes layer by layer, one in
-    memory at a time.
+    windows: ids [windows, tokens], of which the first ``GROUPING_WINDOWS`` are read. The model passes layer by layer,
+    one in memory at a time.
     """
     config, dense = blocks.config, Layout.dense(blocks.num_layers)
     check_split(config, sync_tp_size, name="--sync-tp-size")
@@ -294,7 +297,7 @@ def group_heads(
     orders: dict[int, tuple[int, ...]] = {}
     report: dict[int, dict[str, Any]] = {}
     with torch.no_grad():
-        states = [blocks.embed(torch.from_numpy(window)[None]) for window in windows[:WINDOWS]]
+        states = [blocks.embed(torch.from_numpy(window)[None]) for window in windows[:GROUPING_WINDOWS]]
         for index in range(max(layers, default=-1) + 1):
             weights = blocks.weights(index)
             if index in layers:
@@ -355,7 +358,9 @@ def _observe(blocks: Blocks, layer: Any, states: list[Tensor], units: Units, see
         heads, maps = _attention(blocks, layer, state)
         flat = maps[0].flatten(1)
         between_heads = between_heads + torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist").cpu()
-        kept = torch.randperm(state.shape[1], generator=generator)[: -(-TOKENS // len(states))].to(state.device)
+        kept = torch.randperm(state.shape[1], generator=generator)[: -(-GROUPING_TOKENS // len(states))].to(
+            state.device
+        )
         residuals.append(state[0, kept] if bias is None else state[0, kept] + bias)
         attended.append(heads[0, kept])
     by_head = (

@@ -13,18 +13,17 @@ from ladderize import data
 from ladderize.adapt.blockwise.distill import (
     TOKENS_PER_STEP,
     DistillOptions,
-    Student,
+    StudentBlocks,
     Windows,
     distill,
     estimate,
-    trainable_layers,
 )
 from ladderize.adapt.blockwise.folder import BlockFolder
+from ladderize.adapt.pair import check_pair
 from ladderize.adapt.ranks import join_ranks
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
 from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
-from ladderize.convert.checkpoint import Checkpoint, dense_function, fingerprint
-from ladderize.convert.llama import expected_tensors
+from ladderize.convert.checkpoint import Checkpoint, fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.eval.perplexity import summarise
@@ -33,14 +32,14 @@ from ladderize.files.work import work_folder
 from ladderize.layout import Layout, format_ranges, parse_ranges
 
 # Without --samples: so many windows at most, since a block sees each several times.
-SAMPLES, HELDOUT = 1024, 64
+DEFAULT_SAMPLES, DEFAULT_HELDOUT = 1024, 64
 
 
 @dataclass(frozen=True)
 class BlockwiseOptions:
     """See ``ladderize adapt --help``. samples, heldout: windows to train on and others to measure on; None: what the
-    data give, up to ``SAMPLES`` and ``HELDOUT``. layers: ranges; None: every layer that computes something else than
-    the teacher's."""
+    data give, up to ``DEFAULT_SAMPLES`` and ``DEFAULT_HELDOUT``. layers: ranges; None: every layer that computes
+    something else than the teacher's."""
 
     data: str
     samples: int | None = None
@@ -62,8 +61,8 @@ def training_windows(checkpoint: Checkpoint, options: BlockwiseOptions) -> Windo
         )
     else:
         drawn = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=None, seed=seed)
-    heldout = options.heldout or min(HELDOUT, max(1, len(drawn) // 10))
-    samples = options.samples or min(SAMPLES, len(drawn) - heldout)
+    heldout = options.heldout or min(DEFAULT_HELDOUT, max(1, len(drawn) // 10))
+    samples = options.samples or min(DEFAULT_SAMPLES, len(drawn) - heldout)
     if samples < 1 or samples + heldout > len(drawn):
         raise UserError(
             f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens, too few for {max(1, samples)} to"
@@ -95,7 +94,9 @@ def heldout_perplexities(
     return results
 
 
-def announce(teacher: Blocks, student: Student, windows: Windows, options: BlockwiseOptions, console: Console) -> None:
+def announce_distillation(
+    teacher: Blocks, student: StudentBlocks, windows: Windows, options: BlockwiseOptions, console: Console
+) -> None:
     """Say what the training will take before it starts."""
     seconds, states, training = estimate(teacher, student, windows, options.distill)
     train, heldout = len(windows.train), len(windows.heldout)
@@ -127,7 +128,7 @@ def adapt_blocks(
     ranks = join_ranks(options.device)
     student_checkpoint, teacher_checkpoint = open_checkpoint(model, revision), open_checkpoint(teacher_name)
     layout = check_pair(student_checkpoint, teacher_checkpoint, model, teacher_name)
-    layers = chosen_layers(layout, options.layers)
+    layers = layers_to_distill(layout, options.layers)
     for checkpoint in (student_checkpoint, teacher_checkpoint):
         output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
     folder = work_folder(out, options.work_dir, student_checkpoint, teacher_checkpoint)
@@ -135,7 +136,7 @@ def adapt_blocks(
     dtype = compute_dtype(teacher_checkpoint, options.dtype)
     teacher, own = (Blocks(checkpoint, dtype, ranks.device) for checkpoint in (teacher_checkpoint, student_checkpoint))
     stored = Blocks(student_checkpoint, getattr(torch, stored_dtype(student_checkpoint)), ranks.device)
-    student = Student(layout, layers, stored.weights)
+    student = StudentBlocks(layout, layers, stored.weights)
     identity = {
         "method": "blocks",
         "model": fingerprint(student_checkpoint),
@@ -150,7 +151,7 @@ def adapt_blocks(
                 f"{model} has another embedding, final norm or LM head than {teacher_name}: its blocks will read what"
                 " they do not expect"
             )
-        announce(teacher, student, windows, options, console)
+        announce_distillation(teacher, student, windows, options, console)
         distill(
             teacher, student, windows, options.distill, work, console, about=record, rank=ranks.rank, ranks=ranks.size
         )
@@ -210,32 +211,9 @@ def loaded(work: BlockFolder, layer: int, blocks: Blocks) -> dict[str, torch.Ten
     return {name: tensor.to(blocks.device, blocks.dtype) for name, tensor in work.weights(layer).items()}
 
 
-def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> Layout:
-    """The student's layout. Raises UserError unless the teacher is a dense Llama of the same shape, and the student is
-    none."""
-    layout, dense = Layout.from_config(student.config), Layout.from_config(teacher.config)
-    if layout.is_dense:
-        raise UserError(f"{model} is dense; there is nothing to distil. Convert it first")
-    if not dense.is_dense:
-        raise UserError(
-            f"--distill-from {teacher_name} is not dense ({dense}); name the model that {model} was converted from"
-        )
-    if expected_tensors(student.config) != expected_tensors(teacher.config):
-        raise UserError(
-            f"--distill-from {teacher_name} has other shapes than {model}; name the model that it was converted from"
-        )
-    ours, theirs = dense_function(student.config), dense_function(teacher.config)
-    if different := [key for key in ours if ours[key] != theirs[key]]:
-        raise UserError(
-            f"--distill-from {teacher_name} computes otherwise than {model} ({', '.join(different)}); name the model"
-            " that it was converted from"
-        )
-    return layout
-
-
-def chosen_layers(layout: Layout, ranges: str | None) -> tuple[int, ...]:
+def layers_to_distill(layout: Layout, ranges: str | None) -> tuple[int, ...]:
     """The layers to train; raises UserError for one that computes what the dense model's does."""
-    able = trainable_layers(layout)
+    able = layout.converted_layers
     chosen = parse_ranges(ranges, layout.num_layers, option="--train") if ranges is not None else able
     if rest := sorted(set(chosen) - set(able)):
         raise UserError(
@@ -259,7 +237,7 @@ def training_record(windows: Windows, options: BlockwiseOptions, dtype: torch.dt
     }
 
 
-def block_rows(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def distillation_rows(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """A table of blocks for people."""
     return [
         {

@@ -10,7 +10,7 @@ import numpy as np
 
 from ladderize.adapt.data.examples import Encoder, Example
 from ladderize.adapt.data.packing import PackedRow, pack, unpacked
-from ladderize.adapt.data.readers import SHUFFLE, Reader
+from ladderize.adapt.data.readers import DRAW_SHUFFLE, Reader
 from ladderize.console import UserError
 
 CHUNK_ROWS = 128
@@ -147,7 +147,7 @@ class ChunkMaker:
                 f"{self.names} gives only {self.tally.rows} rows of {self.options.seq_len} tokens an epoch, fewer than"
                 f" --batch-size {self.options.min_rows}; give more data or lower --batch-size"
             )
-        order = np.random.default_rng([SHUFFLE, self.options.seed, number]).permutation(len(rows))
+        order = np.random.default_rng([DRAW_SHUFFLE, self.options.seed, number]).permutation(len(rows))
         return Chunk(number, [rows[index] for index in order], before, self.snapshot())
 
     def _epoch(self) -> int:

@@ -17,7 +17,7 @@ BATCH = 64  # rows that are tokenised together, ahead of their use
 HELDOUT_OF_STREAM, MOST_HELDOUT, HELDOUT_SHARE = 64, 256, 100
 # What a random generator draws. Keys after the seed must not end in it: numpy takes [seed, 1] and [seed, 1, 0] for the
 # same.
-ORDER, HELDOUT, SHUFFLE = 1, 2, 3
+DRAW_ORDER, DRAW_HELDOUT, DRAW_SHUFFLE = 1, 2, 3
 
 Cursor = dict[str, Any]
 
@@ -72,7 +72,7 @@ class IndexedReader:
             count = min(MOST_HELDOUT, max(1, total // HELDOUT_SHARE))
         if count >= total:
             raise UserError(f"{name} has {total} rows, and --heldout {count} would leave none to train on; lower it")
-        drawn = np.random.default_rng([HELDOUT, seed, number]).permutation(total)[:count]
+        drawn = np.random.default_rng([DRAW_HELDOUT, seed, number]).permutation(total)[:count]
         self.heldout = [rows.read(int(index)) for index in np.sort(drawn)]
         self._training = np.delete(np.arange(total), drawn)
         self._epoch = self._position = 0
@@ -80,7 +80,7 @@ class IndexedReader:
         self._ahead: deque[Encoded] = deque()
 
     def _draw(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([ORDER, self._seed, self._number, epoch]).permutation(self._training)
+        return np.random.default_rng([DRAW_ORDER, self._seed, self._number, epoch]).permutation(self._training)
 
     @property
     def epoch(self) -> int:

@@ -21,7 +21,7 @@ from ladderize.adapt.data.examples import Encoder, Example
 from ladderize.adapt.data.formats import BadRows
 from ladderize.adapt.data.packing import PackedRow
 from ladderize.adapt.data.readers import IndexedReader, Reader, StreamedReader
-from ladderize.adapt.data.sources import SourceSpec, identity, open_rows, open_stream
+from ladderize.adapt.data.sources import SourceSpec, open_hub_rows, open_rows, source_identity
 from ladderize.console import UserError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Stream:
 
         def reader(number: int, spec: SourceSpec) -> Reader:
             if spec.is_streamed:
-                return StreamedReader(spec.name, open_stream(spec), encoder, count=options.heldout)
+                return StreamedReader(spec.name, open_hub_rows(spec), encoder, count=options.heldout)
             rows = open_rows(spec, skip_bad_rows=options.skip_bad_rows)
             return IndexedReader(spec.name, rows, encoder, seed=options.seed, number=number, count=options.heldout)
 
@@ -139,7 +139,7 @@ class Stream:
 
     def identity(self) -> dict[str, Any]:
         """What the rows depend on besides the tokenizer: a resumed run must find the same. Reads all files once."""
-        return {**self.options.record(), "sources": [identity(spec) for spec in self.specs]}
+        return {**self.options.record(), "sources": [source_identity(spec) for spec in self.specs]}
 
 
 def fixed_rows(

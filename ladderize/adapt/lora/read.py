@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.lora.write import CONFIG, DOCUMENT, PREFIX, TENSORS, adapted_layers
+from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_CONFIG, ADAPTER_TENSORS, PEFT_PREFIX, adapted_layers
 from ladderize.console import UserError
 from ladderize.convert.checkpoint import FLOAT_DTYPES, PICKLES, TensorInfo
 from ladderize.convert.llama import expected_tensors
 from ladderize.convert.tensor_file import locate_tensors
 from ladderize.files.documents import read_document, read_json
 
-KEY = re.compile(re.escape(PREFIX) + r"(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
+KEY = re.compile(re.escape(PEFT_PREFIX) + r"(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
 # What a config may say of plain LoRA, whose product is W + scaling * B @ A. Any other key has to be off: PEFT grows new
 # variants.
 KNOWN = {
@@ -92,23 +92,25 @@ def read_adapter(folder: Path) -> Adapter:
     folder = folder.expanduser()
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; name the folder of a PEFT adapter")
-    if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} holds no {CONFIG}; it is no PEFT adapter")
-    config = read_json(folder / CONFIG)
-    check_adapter_config(config, folder / CONFIG)
-    if not (folder / TENSORS).is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{folder} holds no {ADAPTER_CONFIG}; it is no PEFT adapter")
+    config = read_json(folder / ADAPTER_CONFIG)
+    check_adapter_config(config, folder / ADAPTER_CONFIG)
+    if not (folder / ADAPTER_TENSORS).is_file():
         pickles = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(PICKLES))
         if pickles:
             raise UserError(
                 f"{folder} has its weights as pickle only ({pickles[0]}), which can run code when opened and is not"
                 " read here; write them anew with PEFT's save_pretrained(safe_serialization=True)"
             )
-        raise UserError(f"{folder} holds no {TENSORS}; the adapter is incomplete")
+        raise UserError(f"{folder} holds no {ADAPTER_TENSORS}; the adapter is incomplete")
     document = None
-    if (folder / DOCUMENT).is_file():
-        document = read_document(folder / DOCUMENT, DOCUMENT)
-        check_base(document.get("base"), folder / DOCUMENT)
-    return Adapter(folder, config, pair_up(locate_tensors(folder / TENSORS), folder / TENSORS), document)
+    if (folder / ADAPTATION).is_file():
+        document = read_document(folder / ADAPTATION, ADAPTATION)
+        check_base(document.get("base"), folder / ADAPTATION)
+    return Adapter(
+        folder, config, pair_up(locate_tensors(folder / ADAPTER_TENSORS), folder / ADAPTER_TENSORS), document
+    )
 
 
 def check_adapter_config(config: Mapping[str, Any], path: Path) -> None:
@@ -202,5 +204,5 @@ def check_fits(adapter: Adapter, config: Mapping[str, Any], name: str) -> None:
             if info.shape != wanted:
                 raise UserError(
                     f"{adapter.folder}: {key} of {module} has shape {list(info.shape)}, but {list(wanted)} fits {name}"
-                    f" and the rank in {CONFIG}"
+                    f" and the rank in {ADAPTER_CONFIG}"
                 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ladderize.adapt.ranks import Ranks
-from ladderize.adapt.retrain.losses import ScoredLogits, Student
+from ladderize.adapt.retrain.losses import ScoredLogits, TrainedModel
 from ladderize.adapt.retrain.sharding import whole
 from ladderize.console import UserError
 
@@ -55,7 +55,7 @@ class Engine:
 
     def __init__(
         self,
-        student: Student,
+        student: TrainedModel,
         parameters: Sequence[nn.Parameter],
         ranks: Ranks,
         *,

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize.adapt.lora.write import write_adapter
+from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.models import EMBEDDING, HEAD
-from ladderize.adapt.retrain.options import LORA
-from ladderize.adapt.retrain.state import METRICS, load_weights
+from ladderize.adapt.retrain.state import METRICS, load_trained
 from ladderize.adapt.retrain.trainer import Trainer, score
 from ladderize.blocks import open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_seconds, to_json
@@ -66,7 +66,7 @@ def write_outcome(
         "loss": {"first": losses[0], "last": losses[-1]},
         "heldout_perplexity": heldout or None,
         "data_counts": trainer.stream.counts,
-        "options": {**task.options.record(task.how), **task.options.settings(task.how)},
+        "options": {**task.options.record(task.training), **task.options.settings(task.training)},
         "dtype": identity["dtype"],
         "fingerprints": {"model": identity["model"], "teacher": identity["teacher"]},
     }
@@ -120,7 +120,7 @@ def write_outcome(
 
 def score_stored(trainer: Trainer, task: "Task", step: int) -> dict[str, Any]:
     """Perplexity of the held-out rows with the weights of ``step``, rounded as the file will hold them."""
-    load_weights(trainer.folder.state_path(step), trainer.parameters)
+    load_trained(trainer.folder.state_path(step), trainer.parameters)
     if task.options.method != LORA:  # an adapter is stored in fp32
         stored = getattr(torch, stored_dtype(task.checkpoint))
         with torch.no_grad():
@@ -157,7 +157,7 @@ def card_note(document: Mapping[str, Any]) -> str:
     )
 
 
-def summary(document: Mapping[str, Any]) -> str:
+def retraining_summary(document: Mapping[str, Any]) -> str:
     """What was reached, for people."""
     heldout, loss = document["heldout_perplexity"], document["loss"]
     lines = [

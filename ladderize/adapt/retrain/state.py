@@ -22,7 +22,8 @@ from ladderize.convert.tensor_file import infos_of, write_tensors
 from ladderize.files.output import fsync
 from ladderize.files.work import WorkFolder
 
-WEIGHTS, OPTIMIZER, STATE, METRICS = "weights.safetensors", "optimizer.safetensors", "state.json", "metrics.jsonl"
+STATE_WEIGHTS, STATE_OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+METRICS = "metrics.jsonl"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHT_BYTES, STATE_BYTES = 4, 12  # per trained number, of a state's weights and of all of it
 STEP = "step-" + 8 * "[0-9]"
@@ -80,7 +81,7 @@ class TrainingFolder(WorkFolder):
 
     def latest(self) -> Path | None:
         """The last state that can be gone on from."""
-        whole_ones = [path for path in self.states().values() if (path / OPTIMIZER).is_file()]
+        whole_ones = [path for path in self.states().values() if (path / STATE_OPTIMIZER).is_file()]
         return whole_ones[-1] if whole_ones else None
 
     def state_path(self, step: int) -> Path:
@@ -122,14 +123,14 @@ class TrainingFolder(WorkFolder):
         self, part: Path, progress: Progress, engine: Engine, parameters: Mapping[str, nn.Parameter], weights_only: bool
     ) -> None:
         main = engine.ranks.is_main
-        _write(part / WEIGHTS, parameters, main)
+        _write(part / STATE_WEIGHTS, parameters, main)
         moments = {
             f"{moment}/{name}": engine.optimizer.state[parameter][moment]
             for moment in MOMENTS for name, parameter in parameters.items()
             if parameter in engine.optimizer.state
         }  # fmt: skip
         if not weights_only:
-            _write(part / OPTIMIZER, moments, main)
+            _write(part / STATE_OPTIMIZER, moments, main)
         if main:
             if self.metrics.is_file():
                 fsync(
@@ -140,10 +141,10 @@ class TrainingFolder(WorkFolder):
 
     def _prune(self, progress: Progress, keep: int) -> None:
         states = self.states()
-        kept = [step for step, path in states.items() if (path / OPTIMIZER).is_file()][-keep:]
+        kept = [step for step, path in states.items() if (path / STATE_OPTIMIZER).is_file()][-keep:]
         for step, path in states.items():
             if step == progress.best_step and step not in kept:
-                (path / OPTIMIZER).unlink(missing_ok=True)  # its weights are wanted, but nobody goes on from it
+                (path / STATE_OPTIMIZER).unlink(missing_ok=True)  # its weights are wanted, but nobody goes on from it
             elif step not in kept:
                 shutil.rmtree(path)
 
@@ -152,8 +153,8 @@ class TrainingFolder(WorkFolder):
         try:
             state = json.loads((path / STATE).read_text())
             progress = Progress(**{key: state[key] for key in asdict(Progress())})
-            load_weights(path, parameters)
-            with safe_open(path / OPTIMIZER, framework="pt") as file:
+            load_trained(path, parameters)
+            with safe_open(path / STATE_OPTIMIZER, framework="pt") as file:
                 names = set(file.keys())
                 for name, parameter in parameters.items():
                     if f"{MOMENTS[0]}/{name}" not in names:
@@ -176,12 +177,12 @@ class TrainingFolder(WorkFolder):
 
     def weights(self, step: int) -> Path:
         """Where the trained tensors of a state lie."""
-        return self.state_path(step) / WEIGHTS
+        return self.state_path(step) / STATE_WEIGHTS
 
 
-def load_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+def load_trained(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
     """The trained parameters of a state, one at a time."""
-    with safe_open(path / WEIGHTS, framework="pt") as file:
+    with safe_open(path / STATE_WEIGHTS, framework="pt") as file:
         for name, parameter in parameters.items():
             assign(parameter, file.get_tensor(name))
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ladderize.adapt.data.packing import IGNORED, PackedRow, collate
+from ladderize.adapt.data.packing import IGNORED_TARGET, PackedRow, collate
 from ladderize.adapt.data.stream import Stream, rank_rows
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.losses import Objective
@@ -115,7 +115,7 @@ class Trainer:
                 before = progress.tokens
                 metrics = self.step(spent, stopped)
                 spent = options.budget.share(progress.step, progress.tokens)
-                advance(1 if options.budget.steps else progress.tokens - before, detail=describe(metrics))
+                advance(1 if options.budget.steps else progress.tokens - before, detail=_bar_detail(metrics))
                 asked_to_stop = metrics.pop("stop") > 0
                 self.write(metrics)
                 last = spent >= 1
@@ -142,7 +142,7 @@ class Trainer:
         except UserError:
             self.save(place)  # every rank reads the same, so all are here
             raise
-        scored = sum(int((row.targets != IGNORED).sum()) for row in rows)
+        scored = sum(int((row.targets != IGNORED_TARGET).sum()) for row in rows)
         # ranks draw different numbers, the same ones when a step is made again
         torch.manual_seed((options.seed * 1_000_003 + progress.step) * 4096 + engine.ranks.rank)
         sums = torch.zeros(3, device=engine.ranks.device, dtype=torch.float64)
@@ -207,7 +207,7 @@ class Trainer:
                 if not math.isfinite(loss)
                 else f"the gradient of step {step} is {norm}"
             )
-        places = sorted({place for row in rows for place in row.where})
+        places = sorted({place for row in rows for place in row.origins})
         shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
         state = self.folder.latest()
         advice = (
@@ -274,13 +274,13 @@ def score(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> S
             own
         )  # FSDP gathers parameters in every forward, so a rank that has no rows left takes part with an empty one
         sums[:2] += engine.losses(engine.to_device(batch))
-        sums[2] += (batch["targets"] != IGNORED).sum()
+        sums[2] += (batch["targets"] != IGNORED_TARGET).sum()
     engine.student.train()
     entropy, divergence, tokens = engine.sum(sums).tolist()
     return Scores(entropy / tokens, divergence / tokens, int(tokens))
 
 
-def describe(metrics: Mapping[str, float]) -> str:
+def _bar_detail(metrics: Mapping[str, float]) -> str:
     """The moving part of the progress bar."""
     memory = f", {human_bytes(metrics['peak_memory_bytes'])}" if metrics["peak_memory_bytes"] else ""
     return f"loss {metrics['loss']:.4f}, {metrics['tokens_per_s']:,.0f} tokens/s{memory}"

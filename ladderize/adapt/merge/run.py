@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ladderize.adapt.lora.merge_check import add_product, check_merged
+from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
 from ladderize.adapt.lora.read import Adapter, check_fits, read_adapter
-from ladderize.adapt.lora.write import DOCUMENT, TENSORS
+from ladderize.adapt.merge.check import add_product, check_merged
 from ladderize.adapt.retrain.outcome import card_note
 from ladderize.adapt.retrain.state import METRICS
 from ladderize.blocks import open_checkpoint
@@ -33,7 +33,7 @@ def carried(adapter: Adapter) -> dict[str, str]:
         return {}
     return {
         name: (adapter.folder / name).read_text(encoding="utf-8")
-        for name in (DOCUMENT, METRICS)
+        for name in (ADAPTATION, METRICS)
         if (adapter.folder / name).is_file()
     }
 
@@ -76,9 +76,10 @@ def merge_adapter(
     check_fits(source, checkpoint.config, name)
     if source.document is None:
         console.note(
-            f"Note: {source.folder} has no {DOCUMENT}, so nobody can tell what it was trained on; its shapes fit {name}"
+            f"Note: {source.folder} has no {ADAPTATION}, so nobody can tell what it was trained on; its shapes fit"
+            f" {name}"
         )
-    check_space(source, checkpoint, out)
+    check_merge_space(source, checkpoint, out)
     merged = {f"{module}.weight" for module in source.modules}
     with output.scratch_folder(out) as scratch:
         file = scratch / "merged.safetensors"
@@ -95,7 +96,7 @@ def merge_adapter(
             verify=verify,
             replace=locate_tensors(file),
             console=console,
-            record={"merged_adapter": record(source, found)},
+            record={"merged_adapter": merge_record(source, found)},
             check=lambda folder: check_merged(source, checkpoint, folder, console),
             extra_files=carried(source),
             note=note_of(source),
@@ -124,8 +125,8 @@ def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[s
         return base, revision
     if adapter.document is None:
         raise UserError(
-            f"{adapter.folder} has no {DOCUMENT}, so ladderize did not train it; name the checkpoint that it belongs to"
-            " with --base"
+            f"{adapter.folder} has no {ADAPTATION}, so ladderize did not train it; name the checkpoint that it belongs"
+            " to with --base"
         )
     name = adapter.base["model"]
     if Path(name).is_absolute() and not Path(name).exists():
@@ -156,7 +157,7 @@ def check_base_is(adapter: Adapter, name: str, layout: Layout, found: str) -> No
         )
 
 
-def check_space(adapter: Adapter, base: Checkpoint, out: Path) -> None:
+def check_merge_space(adapter: Adapter, base: Checkpoint, out: Path) -> None:
     """Find a full disk before merging: the adapted matrices lie there twice for a while, once in the files of
     ``out``."""
     adapted = [base.tensors[f"{module}.weight"] for module in adapter.modules]
@@ -206,11 +207,11 @@ def write_merged(adapter: Adapter, base: Checkpoint, path: Path, advance: Callab
         )
 
 
-def record(adapter: Adapter, found: str) -> Mapping[str, Any]:
+def merge_record(adapter: Adapter, found: str) -> Mapping[str, Any]:
     """What ladderize.yaml says about the adapter."""
     return {
         "adapter": str(adapter.folder),
-        "sha256": file_sha256(str(adapter.folder / TENSORS)),
+        "sha256": file_sha256(str(adapter.folder / ADAPTER_TENSORS)),
         "base_fingerprint": found,
         "layers": format_ranges(adapter.layers),
         "tensors": len(adapter.modules),
