@@ -203,9 +203,9 @@ def read_examples(stream, count: int):
 def same_loss(ours: Ours, theirs: Theirs) -> float:
     """Relative difference of the loss of the same examples under the two models as they are; and neither trains on
     them."""
-    state = ours.stream.state()
+    place = ours.stream.place()
     rows = ours.stream.take(4)
-    ours.stream.load(state)
+    ours.stream.go_to(place)
     with torch.no_grad():
         sums = ours.trainer.engine.losses(ours.trainer.engine.to_device(collate(rows)))
         own = float(sums[0]) / sum(int((row.targets != IGNORED_TARGET).sum()) for row in rows)
@@ -289,7 +289,7 @@ def main() -> None:
             for variant in variants.values():
                 if isinstance(variant, Ours):
                     variant.stream.close()
-                    padding = variant.stream.counts["padding_share"]
+                    padding = variant.stream.counts.padding_share
             medians = {key: statistics.median(values) for key, values in samples.items()}
             ratios = {
                 "full: ladderize / Trainer": medians["full/ladderize"] / medians["full/Trainer"],

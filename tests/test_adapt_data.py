@@ -16,6 +16,7 @@ from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.files import PASSAGE_BYTES, TextRows
 from ladderize.adapt.data.formats import BadRow, BadRows, Row
 from ladderize.adapt.data.packing import segments
+from ladderize.adapt.data.place import StreamPlace
 from ladderize.adapt.data.show import batch_document, show_batch
 from ladderize.adapt.data.sources import open_rows, parse_specs
 from ladderize.adapt.data.stream import Stream, fixed_rows, rank_rows
@@ -75,6 +76,10 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_ROWS", 3)
+
+
+def through_json(place):
+    return StreamPlace.from_dict(json.loads(json.dumps(place.to_dict())), "a state")
 
 
 def text_of(number):
@@ -357,10 +362,10 @@ def test_bad_lines_are_named_or_skipped_and_counted(tmp_path, tokenizer):
         rows = opened.take(8)
         counts = opened.counts
     assert {where.rpartition(" ")[2] for where in origins(rows)} == {"1", "4", "7", "9"}
-    assert counts["skipped_rows"] == 5
-    assert len(counts["skipped_first"]) == 5
-    assert "line 10: is not UTF-8" in counts["skipped_first"][3]
-    assert "line 6: gives 0 tokens" in counts["skipped_first"][4]
+    assert counts.skipped_rows == 5
+    assert len(counts.skipped_first) == 5
+    assert "line 10: is not UTF-8" in counts.skipped_first[3]
+    assert "line 6: gives 0 tokens" in counts.skipped_first[4]
     bad = BadRows()
     fixed = fixed_rows(parse_specs([name]), Encodes(tokenizer), options(skip_bad_rows=True), bad=bad)
     assert (len(origins(fixed)), bad.count) == (4, 5)
@@ -523,27 +528,27 @@ def test_resumed_at_every_row(kind, tmp_path, tokenizer, monkeypatch, small_chun
     given = {"heldout": 3, "seed": 5}
     with stream(data, tokenizer, **given) as whole:
         heldout = plain(whole.heldout_rows)
-        states, rows, counts = [whole.state()], [], []
+        states, rows, counts = [whole.place()], [], []
         for _ in range(40):
             rows.append(next(whole))
-            states.append(json.loads(json.dumps(whole.state())))
+            states.append(through_json(whole.place()))
             counts.append(whole.counts)
     reference = plain(rows)
-    assert counts[-1]["epochs"] >= 1
-    assert counts[-1]["tokens"] >= sum(map(len, rows))
-    assert max(len(json.dumps(state)) for state in states) < 2000
+    assert counts[-1].epochs >= 1
+    assert counts[-1].tokens >= sum(map(len, rows))
+    assert max(len(json.dumps(state.to_dict())) for state in states) < 2000
     with stream(data, tokenizer, **given) as other:
         assert plain(other.heldout_rows) == heldout
         for position in range(0, 39, 1 if kind in ("jsonl", "streamed", "streamed weighted") else 3):
-            other.load(states[position])
-            assert other.state() == states[position]
+            other.go_to(states[position])
+            assert other.place() == states[position]
             assert plain([next(other)]) == reference[position : position + 1]
             assert other.counts == counts[position]
-            again = json.loads(json.dumps(other.state()))
+            again = through_json(other.place())
             assert (
                 STREAMED[0] in kind or kind in STREAMED or again == states[position + 1]
             )  # datasets counts batches differently then
-            other.load(again)  # resumed again right away
+            other.go_to(again)  # resumed again right away
             assert plain([next(other)]) == reference[position + 1 : position + 2]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ladderize-data")]
 
@@ -555,7 +560,7 @@ def test_every_row_once_an_epoch_and_the_heldout_never(kind, packing, tmp_path, 
     ordered = [[], [], []]
     with stream(data, tokenizer, heldout=3, packing=packing) as opened:
         heldout = set(origins(opened.heldout_rows))
-        while (epoch := min(cursor["epoch"] for cursor in opened.state()["before"]["cursors"])) < 3:
+        while (epoch := min(cursor.epoch for cursor in opened.place().before.cursors)) < 3:
             ordered[epoch] += next(opened).origins
     per_epoch = [sorted(seen) for seen in ordered]
     assert per_epoch[0] == per_epoch[1] == per_epoch[2]
@@ -572,9 +577,9 @@ def test_sources_are_mixed_in_proportion(tmp_path, tokenizer, small_chunks):
     """60 rows of one and 20 of the other: no stretch of the epoch lacks either, and both end together."""
     data = [texts(tmp_path / "a.jsonl", 60), texts(tmp_path / "b.jsonl", 20)]
     with stream(data, tokenizer, heldout=0, packing=False) as opened:
-        while opened.counts["epochs"] < 1:
+        while opened.counts.epochs < 1:
             next(opened)
-            seen = [source["epochs"] for source in opened.counts["sources"]]
+            seen = [source.epochs for source in opened.counts.sources]
             assert abs(seen[0] - seen[1]) <= 1 / 20
 
 
@@ -587,9 +592,9 @@ def test_weights_are_shares_of_tokens(streamed, tmp_path, tokenizer, monkeypatch
     with stream([first + "=1", long + "=2.5"], tokenizer, seq_len=128) as opened:
         opened.take(200)
         counts = opened.counts
-    shares = [source["tokens"] / counts["tokens"] for source in counts["sources"]]
+    shares = [source.tokens / counts.tokens for source in counts.sources]
     assert shares == pytest.approx([1 / 3.5, 2.5 / 3.5], abs=0.01)
-    assert all(source["epochs"] > 1 for source in counts["sources"])
+    assert all(source.epochs > 1 for source in counts.sources)
 
 
 def test_the_order_does_not_depend_on_the_number_of_ranks(tmp_path, tokenizer, small_chunks):
@@ -603,11 +608,11 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(tmp_path, tokenizer, s
         streams = [stream(data, tokenizer) for _ in range(ranks)]
         for opened in streams:
             if state is not None:
-                opened.load(state)
+                opened.go_to(state)
         for _ in range(4):
             parts = [rank_rows(opened.take(7), rank, ranks, 2) for rank, opened in enumerate(streams)]
             seen.append(sorted(plain([row for part in parts for micro in part for row in micro])))
-        state = json.loads(json.dumps(streams[-1].state()))
+        state = through_json(streams[-1].place())
         for opened in streams:
             opened.close()
     assert seen == steps
@@ -651,9 +656,9 @@ def test_what_is_held_out(tmp_path, tokenizer, monkeypatch):
 def test_less_than_a_batch(tmp_path, tokenizer, small_chunks):
     data = texts(tmp_path / "a.jsonl", 20)
     with stream(data, tokenizer, min_rows=1) as opened:
-        while opened.counts["epochs"] < 1:
+        while opened.counts.epochs < 1:
             next(opened)
-        count = opened.counts["rows"]
+        count = opened.counts.rows
     with stream(data, tokenizer, min_rows=count) as opened:
         opened.take(count + 5)
     with stream(data, tokenizer, min_rows=count + 1) as opened:
@@ -726,13 +731,13 @@ def test_counts_and_identity(tmp_path, chat, monkeypatch):
         counts = opened.counts
         identity = opened.identity()
     lengths = sorted(map(len, plain_ids(fixed_rows(parse_specs([data]), tokenizer, options(seq_len=50)))))
-    assert (counts["examples"], counts["truncated_examples"], counts["dropped_examples"], counts["epochs"]) == (
+    assert (counts.examples, counts.truncated_examples, counts.dropped_examples, counts.epochs) == (
         2,
         2,
         1,
         1.0,
     )
-    assert counts["padding_share"] == pytest.approx(1 - sum(lengths) / (50 * len(lengths)))
+    assert counts.padding_share == pytest.approx(1 - sum(lengths) / (50 * len(lengths)))
     assert len(taken) == 1
     assert json.loads(json.dumps(identity)) == identity
     with stream(data, tokenizer, heldout=0, seq_len=50) as same:

@@ -250,7 +250,6 @@ def adapt(
     if max_steps is not None:
         defaults.pop("max_tokens", None)
     retrain_options = _retrain_options({**defaults, **given})
-    from ladderize.adapt.retrain.outcome import retraining_summary
     from ladderize.adapt.retrain.run import retrain, show_data_of
 
     if show_data:
@@ -259,12 +258,12 @@ def adapt(
         console.result(text)
         return
     assert out is not None
-    document = retrain(
+    adaptation = retrain(
         model, out, retrain_options, console=console, overwrite=overwrite, verify=not no_verify, revision=revision
     )
-    if is_main_rank():
-        console.document(document)
-        console.result(retraining_summary(document))
+    if adaptation is not None:
+        console.document(adaptation.to_dict())
+        console.result(adaptation.summary())
         console.result(
             f"wrote {out}" + (" (an adapter; `ladderize merge` makes a checkpoint of it)" if method == LORA else "")
         )

@@ -13,7 +13,6 @@ from ladderize.adapt.blockwise.run import BlockwiseOptions
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.outcome import retraining_summary
 from ladderize.adapt.retrain.run import retrain
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.console import Console, UserError, table
@@ -151,8 +150,9 @@ def _retrain(dense: str, folder: Path, data: str, training: dict[str, int], quic
     )
     said = f"--distill-from {dense} --data {data} --max-tokens {tokens} --seq-len {SEQ_LEN} --batch-size 8 --lr {LR}"
     console.status(f"$ ladderize adapt {model} {out} {said}")
-    document = retrain(model, out, options, console=console, verify=not quick)
-    console.result(f"\n{ADAPTED:19} {document['layout']}\n{retraining_summary(document)}")
+    adaptation = retrain(model, out, options, console=console, verify=not quick)
+    assert adaptation is not None  # which it is on other ranks than 0
+    console.result(f"\n{ADAPTED:19} {adaptation.layout}\n{adaptation.summary()}")
     return out
 
 

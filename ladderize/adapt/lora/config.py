@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.console import UsageError, UserError
 from ladderize.convert.llama import expected_tensors
+from ladderize.files.records import Record
 from ladderize.layout import format_ranges
 
 if TYPE_CHECKING:
@@ -21,7 +22,20 @@ PEFT_PREFIX = "base_model.model."  # what PEFT puts before the names of the mode
 
 
 @dataclass(frozen=True)
-class LoraOptions:
+class AdapterBase(Record):
+    """``base`` of an adapter's adaptation.json: the checkpoint that it belongs to. model: a folder or a hub id."""
+
+    model: str
+    revision: str | None
+    fingerprint: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+
+
+@dataclass(frozen=True)
+class LoraOptions(Record):
     """rank: of every pair of matrices. alpha: their product is multiplied by alpha / rank; None is 2 * rank. dropout:
     of what enters them, in training. targets: the projections of each layer that get them. Raises UsageError for what
     fits no model.

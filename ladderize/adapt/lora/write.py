@@ -16,6 +16,7 @@ from ladderize.adapt.lora.config import (
     ADAPTER_TENSORS,
     LORA_TARGETS,
     PEFT_PREFIX,
+    AdapterBase,
     adapted_layers,
 )
 from ladderize.console import UserError, sentence, to_json
@@ -46,6 +47,14 @@ def check_adapter_target(out: Path, base: Checkpoint, *, overwrite: bool) -> Pat
     return output.check_target(out, base.folder, overwrite=overwrite, foreign=not_an_adapter)
 
 
+def adapter_base(base: Checkpoint, name: str, revision: str | None) -> AdapterBase:
+    """What an adapter belongs to. name, revision: where people get ``base`` from, a folder or a hub id."""
+    if Path(name).expanduser().is_dir():
+        name = str(Path(name).expanduser().resolve())  # wherever the next command is started
+    layout = Layout.from_config(base.config)
+    return AdapterBase(name, revision, fingerprint(base), str(layout), **layout.to_config())
+
+
 def write_adapter(
     out: Path,
     lora: "LoraConfig",
@@ -57,8 +66,8 @@ def write_adapter(
     revision: str | None = None,
     extra_files: Mapping[str, str] | None = None,
     overwrite: bool = False,
-) -> dict[str, Any]:
-    """Write the adapter folder ``out``, whole or not at all; returns the content of its adaptation.json.
+) -> None:
+    """Write the adapter folder ``out``, whole or not at all.
 
     tensors: A [rank, in] and B [out, rank] of each projection, by PEFT's names, as ``get_peft_model_state_dict`` or
     ``state_dict`` has them. base_name, revision: where people get ``base`` from, a folder or a hub id. document: what
@@ -67,19 +76,9 @@ def write_adapter(
     """
     output.complete_journal(Path(out).expanduser().resolve())
     out = check_adapter_target(Path(out), base, overwrite=overwrite)
-    local = Path(base_name).expanduser().is_dir()
-    model = str(Path(base_name).expanduser().resolve()) if local else base_name  # wherever the next command is started
-    layout = Layout.from_config(base.config)
-    content = {
-        **document,
-        "base": {
-            "model": model,
-            "revision": revision,
-            "fingerprint": fingerprint(base),
-            "layout": str(layout),
-            **layout.to_config(),
-        },
-    }
+    layout, belongs = Layout.from_config(base.config), adapter_base(base, base_name, revision)
+    model, local = belongs.model, Path(base_name).expanduser().is_dir()
+    content = {**document, "base": belongs.to_dict()}
     config = lora.to_dict() | {"base_model_name_or_path": model, "revision": revision, "inference_mode": True}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     stored = {adapter_tensor_name(name): tensor for name, tensor in tensors.items()}
@@ -96,8 +95,6 @@ def write_adapter(
                 (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"writing OUT {out} failed ({sentence(error)}); nothing was left there") from error
-    written: dict[str, Any] = json.loads(texts[ADAPTATION])
-    return written
 
 
 def adapter_tensor_name(name: str) -> str:

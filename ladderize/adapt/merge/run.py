@@ -13,7 +13,7 @@ from torch import Tensor
 from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
 from ladderize.adapt.lora.read import Adapter, check_fits, read_adapter
 from ladderize.adapt.merge.check import add_product, check_merged
-from ladderize.adapt.retrain.outcome import card_note
+from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.state import METRICS
 from ladderize.blocks import open_checkpoint
 from ladderize.console import Console, UserError, human_bytes
@@ -41,8 +41,8 @@ def carried(adapter: Adapter) -> dict[str, str]:
 def note_of(adapter: Adapter) -> str:
     """How the adapter came about, for the model card; empty where its adaptation.json does not say."""
     try:
-        return card_note(adapter.document or {})
-    except (KeyError, TypeError, ValueError, AttributeError):  # somebody else's file
+        return Adaptation.from_dict(adapter.document, ADAPTATION).card_note()
+    except UserError:  # there is none, or it is not one of a retraining
         return ""
 
 
@@ -123,15 +123,15 @@ def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[s
     """Name and revision of the base: what the user says, else what the adapter does."""
     if base is not None:
         return base, revision
-    if adapter.document is None:
+    if adapter.base is None:
         raise UserError(
             f"{adapter.folder} has no {ADAPTATION}, so ladderize did not train it; name the checkpoint that it belongs"
             " to with --base"
         )
-    name = adapter.base["model"]
+    name = adapter.base.model
     if Path(name).is_absolute() and not Path(name).exists():
         raise UserError(f"{name}, which {adapter.folder} was trained on, is not there; say with --base where it is now")
-    return name, revision or adapter.base.get("revision")
+    return name, revision or adapter.base.revision
 
 
 def check_base_is(adapter: Adapter, name: str, layout: Layout, found: str) -> None:
@@ -142,15 +142,15 @@ def check_base_is(adapter: Adapter, name: str, layout: Layout, found: str) -> No
             f"{name} is dense; merge an adapter for it with PEFT's merge_and_unload, or name a converted checkpoint"
             " with --base"
         )
-    if adapter.document is None:
-        return
     trained = adapter.base
-    if any(trained.get(key) != value for key, value in layout.to_config().items()):
+    if trained is None:
+        return
+    if any(getattr(trained, key) != value for key, value in layout.to_config().items()):
         raise UserError(
-            f"{adapter.folder} was trained on the layout {trained['layout']}, but {name} has {layout}; name the"
+            f"{adapter.folder} was trained on the layout {trained.layout}, but {name} has {layout}; name the"
             " checkpoint that it was trained on with --base"
         )
-    if trained["fingerprint"] != found:
+    if trained.fingerprint != found:
         raise UserError(
             f"{name} has other weights than the checkpoint that {adapter.folder} was trained on (their fingerprints"
             " differ); name that one with --base"

@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ladderize.adapt.data.packing import IGNORED_TARGET
 from ladderize.blocks import LOGITS_AT_ONCE
+from ladderize.files.records import Record
 
 Amount = TypeVar("Amount", Tensor, float)
 
 
 @dataclass(frozen=True)
-class Objective:
+class Objective(Record):
     """loss = (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || student); weight 0: no teacher."""
 
     distill_weight: float = 0.0

@@ -1,13 +1,14 @@
 """What a retraining is asked to do, and the defaults for a model."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.data.sources import SourceSpec
 from ladderize.adapt.lora.config import LoraOptions
 from ladderize.adapt.methods import FULL, LORA
+from ladderize.adapt.retrain.adaptation import DecidingOptions, FixedOptions, Settings
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.schedule import Budget, Schedule
 from ladderize.adapt.retrain.trainer import TrainOptions
@@ -105,22 +106,25 @@ class RetrainOptions:
             keep=self.keep,
         )
 
-    def record(self, training: TrainOptions) -> dict[str, Any]:
-        """What decides the result, and must not change on the way; not on how many devices, or how often it is looked
-        at."""
-        own = {key: getattr(self, key) for key in ("method", "train", "packing", "heldout")}
-        keys = ("seq_len", "batch_size", "weight_decay", "seed")
-        return {
-            **own, **{key: getattr(training, key) for key in keys}, "objective": asdict(training.objective),
-            "lora": asdict(self.lora) if self.method == LORA else None,
-        }  # fmt: skip
+    def fixed(self, training: TrainOptions) -> FixedOptions:
+        """What must not change on the way; not on how many devices, or how often it is looked at."""
+        return FixedOptions(
+            method=self.method,
+            train=self.train,
+            packing=self.packing,
+            heldout=self.heldout,
+            seq_len=training.seq_len,
+            batch_size=training.batch_size,
+            weight_decay=training.weight_decay,
+            seed=training.seed,
+            objective=training.objective,
+            lora=self.lora if self.method == LORA else None,
+        )
 
-    def settings(self, training: TrainOptions) -> dict[str, Any]:
-        """What decides the result, too, but may be changed when a run goes on: say, after the loss exploded, or for a
-        longer training."""
-        said = {
-            "budget": asdict(training.budget),
-            "schedule": asdict(training.schedule),
-            "max_gradient": training.max_gradient,
-        }
-        return {**said, "skip_bad_rows": self.skip_bad_rows}
+    def settings(self, training: TrainOptions) -> Settings:
+        """What may be changed on the way."""
+        return Settings(training.budget, training.schedule, training.max_gradient, self.skip_bad_rows)
+
+    def deciding(self, training: TrainOptions) -> DecidingOptions:
+        """Everything that decides the result."""
+        return DecidingOptions.of(self.fixed(training), self.settings(training))

@@ -1,7 +1,6 @@
 """``ladderize adapt --method full`` and ``lora``: retrain a converted checkpoint as a whole, and write a checkpoint or
 an adapter."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from ladderize.adapt.data.stream import Stream, fixed_rows
 from ladderize.adapt.lora.write import check_adapter_target
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.ranks import Ranks, join_ranks
+from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters
 from ladderize.adapt.retrain.options import RetrainOptions
@@ -63,8 +63,9 @@ def retrain(
     overwrite: bool = False,
     verify: bool = True,
     revision: str | None = None,
-) -> dict[str, Any]:
-    """Retrain ``model`` and write the result to ``out``; returns the document of adaptation.json.
+) -> Adaptation | None:
+    """Retrain ``model`` and write the result to ``out``; returns the document of adaptation.json, on other ranks than 0
+    None.
 
     One process, or those of accelerate launch or torchrun. A killed run goes on where its last state was saved. Raises
     UserError.
@@ -92,7 +93,7 @@ def retrain(
             trackers = Trackers(
                 options.log_with,
                 options.log_dir or Path(f"{Path(out).expanduser().resolve()}-logs"),
-                {**options.record(task.training), **options.settings(task.training)},
+                options.deciding(task.training).to_dict(),
                 ranks,
             )
             try:
@@ -167,8 +168,10 @@ def make_trainer(
                 f"{work.state_path(step)} is there for the main process only; name a --work-dir that all machines see"
             )
         trainer.resume(work.state_path(step))
-        before, settings = trainer.progress.settings, json.loads(json.dumps(options.settings(training)))
-        other = " and ".join(key for key in settings if before.get(key) != settings[key])
+        before, settings = trainer.progress.settings, options.settings(training)
+        other = " and ".join(
+            key for key, value in vars(settings).items() if before is not None and getattr(before, key) != value
+        )
         console.note(
             f"going on after step {step}, which {work.folder} holds"
             + (f", with another {other} from here on" if other else "")

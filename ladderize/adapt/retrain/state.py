@@ -7,7 +7,7 @@ Everything is stored whole under its own name, so a run may go on with another n
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ladderize.adapt.data.place import StreamPlace
+from ladderize.adapt.retrain.adaptation import Settings
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.sharding import assign, whole
 from ladderize.console import UserError, sentence, to_json
 from ladderize.convert.tensor_file import infos_of, write_tensors
 from ladderize.files.output import fsync
+from ladderize.files.records import Record
 from ladderize.files.work import WorkFolder
 
 STATE_WEIGHTS, STATE_OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
@@ -30,9 +33,10 @@ STEP = "step-" + 8 * "[0-9]"
 
 
 @dataclass
-class Progress:
+class Progress(Record):
     """How far training is. stream: where the data stand. recent: losses of the last steps. seconds: spent in steps,
-    over all runs. settings: what may be changed on the way, such as the learning rate."""
+    over all runs. settings: what may be changed on the way, such as the learning rate. Both are None until something
+    is saved."""
 
     step: int = 0
     tokens: int = 0
@@ -40,8 +44,8 @@ class Progress:
     seconds: float = 0.0
     best_step: int | None = None
     best_perplexity: float | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    stream: dict[str, Any] = field(default_factory=dict)
+    settings: Settings | None = None
+    stream: StreamPlace | None = None
     recent: list[float] = field(default_factory=list)
 
 
@@ -126,9 +130,10 @@ class TrainingFolder(WorkFolder):
         _write(part / STATE_WEIGHTS, parameters, main)
         moments = {
             f"{moment}/{name}": engine.optimizer.state[parameter][moment]
-            for moment in MOMENTS for name, parameter in parameters.items()
+            for moment in MOMENTS
+            for name, parameter in parameters.items()
             if parameter in engine.optimizer.state
-        }  # fmt: skip
+        }
         if not weights_only:
             _write(part / STATE_OPTIMIZER, moments, main)
         if main:
@@ -136,7 +141,7 @@ class TrainingFolder(WorkFolder):
                 fsync(
                     self.metrics
                 )  # what it says of the steps up to here must not be lost to a crash that the state survives
-            (part / STATE).write_text(to_json(asdict(progress)) + "\n")
+            (part / STATE).write_text(to_json(progress.to_dict()) + "\n")
             fsync(part / STATE)
 
     def _prune(self, progress: Progress, keep: int) -> None:
@@ -151,8 +156,9 @@ class TrainingFolder(WorkFolder):
     def load(self, path: Path, engine: Engine, parameters: Mapping[str, nn.Parameter]) -> Progress:
         """Put a state back into the model and the optimizer."""
         try:
-            state = json.loads((path / STATE).read_text())
-            progress = Progress(**{key: state[key] for key in asdict(Progress())})
+            progress = Progress.from_dict(json.loads((path / STATE).read_text()), STATE)
+            if progress.stream is None or progress.settings is None or path != self.state_path(progress.step):
+                raise UserError(f"{STATE} is not that of this step")
             load_trained(path, parameters)
             with safe_open(path / STATE_OPTIMIZER, framework="pt") as file:
                 names = set(file.keys())
@@ -167,7 +173,7 @@ class TrainingFolder(WorkFolder):
                     }
                     for moment, tensor in moments.items():
                         assign(tensor, file.get_tensor(f"{moment}/{name}"))
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, UserError) as error:
             raise UserError(
                 f"{path} is damaged ({sentence(error)}); delete it to go on from the state before it"
             ) from None

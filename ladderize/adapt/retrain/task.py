@@ -183,12 +183,15 @@ def check_memory(task: Task, ranks: Ranks, console: Console) -> None:
 def run_identity(task: Task, stream: Stream) -> dict[str, Any]:
     """What a run has to have in common with the one that it goes on with."""
     return {
-        "model": fingerprint(task.checkpoint), "layout": task.layout.to_config(),
+        "model": fingerprint(task.checkpoint),
+        "layout": task.layout.to_config(),
         "teacher": fingerprint(task.teacher) if task.teacher is not None else None,
-        "tokenizer": tokenizer_hash(task.checkpoint.folder), "data": stream.identity(),
+        "tokenizer": tokenizer_hash(task.checkpoint.folder),
+        "data": stream.identity(),
         "eval_data": [source_identity(spec) for spec in task.options.eval_data],
-        "dtype": str(task.compute).removeprefix("torch."), **task.options.record(task.training),
-    }  # fmt: skip
+        "dtype": str(task.compute).removeprefix("torch."),
+        **task.options.fixed(task.training).to_dict(),
+    }
 
 
 def tokenizer_hash(folder: Path) -> str:

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
 
 from ladderize.adapt.data.packing import IGNORED_TARGET, PackedRow, collate
+from ladderize.adapt.data.place import StreamPlace
 from ladderize.adapt.data.stream import Stream, rank_rows
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.losses import Objective
@@ -91,7 +91,8 @@ class Trainer:
 
     def resume(self, path: Path) -> None:
         self.progress = self.folder.load(path, self.engine, self.parameters)
-        self.stream.load(self.progress.stream)
+        assert self.progress.stream is not None
+        self.stream.go_to(self.progress.stream)
         if self.engine.ranks.is_main:
             keep_metrics(self.folder.metrics, self.progress.step)
 
@@ -122,9 +123,9 @@ class Trainer:
                 if self.heldout and (progress.step % options.eval_every == 0 or last):
                     self.validate()
                 if progress.step % options.save_every == 0 or last or asked_to_stop:
-                    self.save(self.stream.state())
+                    self.save(self.stream.place())
                 elif progress.best_step == progress.step:
-                    self.save(self.stream.state(), weights_only=True)
+                    self.save(self.stream.place(), weights_only=True)
                 if asked_to_stop and not last:
                     raise UserError(
                         f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; the"
@@ -136,7 +137,7 @@ class Trainer:
         """One update; returns its metrics."""
         options, engine, progress = self.options, self.engine, self.progress
         begin = time.perf_counter()
-        place = self.stream.state()
+        place = self.stream.place()
         try:
             rows = self.stream.take(options.batch_size)
         except UserError:
@@ -238,11 +239,11 @@ class Trainer:
         )
         return scores
 
-    def save(self, place: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """Keep the state; place: where the stream stands (``Stream.state``)."""
+    def save(self, place: StreamPlace, *, weights_only: bool = False) -> None:
+        """Keep the state; place: where the stream stands."""
         if self.progress.step == 0:
             return  # nothing was trained
-        self.progress.stream = dict(place)
+        self.progress.stream = place
         self.folder.save(self.progress, self.engine, self.parameters, self.options.keep, weights_only=weights_only)
 
     def write(self, values: Mapping[str, float]) -> None:
