@@ -17,9 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.blockwise.distill import DistillOptions, StudentBlocks, Windows, distill
+from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_grouping import group_heads
+from ladderize.adapt.blockwise.options import DistillOptions
+from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
 from ladderize.eval.sensitivity import Suffixes, column_layouts, sweep_seconds

@@ -226,7 +226,8 @@ def adapt(
             threads,
             work_dir,
         )
-        from ladderize.adapt.blockwise.run import adapt_blocks, distillation_rows, perplexity_rows
+        from ladderize.adapt.blockwise.documents import distillation_rows, perplexity_rows
+        from ladderize.adapt.blockwise.run import adapt_blocks
 
         document = adapt_blocks(
             model,

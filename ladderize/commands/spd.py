@@ -75,8 +75,7 @@ def blockwise_options(
 
     size = parse_size(max_memory, option="--max-memory")
     device = compute_options(device, dtype, threads)
-    from ladderize.adapt.blockwise.distill import DistillOptions
-    from ladderize.adapt.blockwise.run import BlockwiseOptions
+    from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
     from ladderize.runtime.launch import set_threads
 
     set_threads(threads, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))

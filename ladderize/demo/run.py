@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.blockwise.distill import DistillOptions
-from ladderize.adapt.blockwise.run import BlockwiseOptions
+from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.options import RetrainOptions

@@ -15,19 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.blockwise.distill import StudentBlocks, Windows, distill
+from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.distill import distill
+from ladderize.adapt.blockwise.documents import perplexity_rows, training_record
 from ladderize.adapt.blockwise.folder import BlockFolder
-from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds
-from ladderize.adapt.blockwise.run import (
-    BlockwiseOptions,
-    announce_distillation,
-    compute_dtype,
-    heldout_perplexities,
-    loaded,
-    perplexity_rows,
-    training_record,
-    training_windows,
-)
+from ladderize.adapt.blockwise.head_assignment import Units
+from ladderize.adapt.blockwise.head_grouping import group_heads, grouping_seconds
+from ladderize.adapt.blockwise.options import BlockwiseOptions
+from ladderize.adapt.blockwise.run import announce_distillation, compute_dtype, heldout_perplexities, loaded
+from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.adapt.ranks import join_ranks
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_seconds, to_json

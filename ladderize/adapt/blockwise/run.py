@@ -2,26 +2,24 @@
 anew."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ladderize import data
-from ladderize.adapt.blockwise.distill import (
-    TOKENS_PER_STEP,
-    DistillOptions,
-    StudentBlocks,
-    Windows,
-    distill,
-    estimate,
-)
+from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.distill import distill, estimate
+from ladderize.adapt.blockwise.documents import training_record
 from ladderize.adapt.blockwise.folder import BlockFolder
+from ladderize.adapt.blockwise.options import (
+    TOKENS_PER_STEP,
+    BlockwiseOptions,
+)
+from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.adapt.pair import check_pair
 from ladderize.adapt.ranks import join_ranks
-from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
+from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_nlls
 from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
 from ladderize.convert.checkpoint import Checkpoint, fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
@@ -30,46 +28,6 @@ from ladderize.eval.perplexity import summarise
 from ladderize.files import output
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout, format_ranges, parse_ranges
-
-# Without --samples: so many windows at most, since a block sees each several times.
-DEFAULT_SAMPLES, DEFAULT_HELDOUT = 1024, 64
-
-
-@dataclass(frozen=True)
-class BlockwiseOptions:
-    """See ``ladderize adapt --help``. samples, heldout: windows to train on and others to measure on; None: what the
-    data give, up to ``DEFAULT_SAMPLES`` and ``DEFAULT_HELDOUT``. layers: ranges; None: every layer that computes
-    something else than the teacher's."""
-
-    data: str
-    samples: int | None = None
-    heldout: int | None = None
-    seq_len: int | None = None
-    layers: str | None = None
-    distill: DistillOptions = field(default_factory=DistillOptions)
-    dtype: str = "auto"
-    device: str = "cpu"
-    work_dir: Path | None = None
-
-
-def training_windows(checkpoint: Checkpoint, options: BlockwiseOptions) -> Windows:
-    """Full windows for training and others that are held out. Raises UserError where the data give too few."""
-    seed = options.distill.seed
-    if options.samples is not None and options.heldout is not None:
-        drawn = read_windows(
-            checkpoint, options.data, seq_len=options.seq_len, samples=options.samples + options.heldout, seed=seed
-        )
-    else:
-        drawn = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=None, seed=seed)
-    heldout = options.heldout or min(DEFAULT_HELDOUT, max(1, len(drawn) // 10))
-    samples = options.samples or min(DEFAULT_SAMPLES, len(drawn) - heldout)
-    if samples < 1 or samples + heldout > len(drawn):
-        raise UserError(
-            f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens, too few for {max(1, samples)} to"
-            f" train on and {heldout} held out; give more data, or lower --samples, --heldout or --seq-len"
-        )
-    ids = torch.from_numpy(drawn)
-    return Windows(ids[:samples], ids[samples : samples + heldout])
 
 
 def compute_dtype(checkpoint: Checkpoint, asked: str) -> torch.dtype:
@@ -220,47 +178,3 @@ def layers_to_distill(layout: Layout, ranges: str | None) -> tuple[int, ...]:
             f"--train: {format_ranges(rest)} compute what the dense layers compute; only {format_ranges(able)} do not"
         )
     return tuple(chosen)
-
-
-def training_record(windows: Windows, options: BlockwiseOptions, dtype: torch.dtype) -> dict[str, Any]:
-    """What training depends on besides the models: for ladderize.yaml, and for a killed run to know itself."""
-    return {
-        "data": {
-            "file": options.data,
-            "sha256": data.file_sha256(options.data),
-            "samples": len(windows.train),
-            "heldout": len(windows.heldout),
-            "seq_len": windows.train.shape[1],
-        },
-        "options": options.distill.record(),
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-
-
-def distillation_rows(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A table of blocks for people."""
-    return [
-        {
-            "block": str(report["block"]),
-            "loss before": f"{report['loss_before']:.3e}",
-            "after": f"{report['loss_after']:.3e}",
-            "lost before": f"{report['share_lost_before']:.2%}",
-            "lost after": f"{report['share_lost_after']:.2%}",
-            "steps": str(report["steps"]) + (" (stopped early)" if report["stopped_early"] else ""),
-        }
-        for report in reports
-    ]
-
-
-def perplexity_rows(perplexities: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Held-out perplexities beside the first, the dense model's, for people."""
-    dense = next(iter(perplexities.values()))["perplexity"]
-    return [
-        {
-            "held out": name,
-            "perplexity": f"{value['perplexity']:.4f}",
-            "stderr": "" if value["stderr"] is None else f"{value['stderr']:.4f}",
-            "difference": "" if number == 0 else f"{value['perplexity'] - dense:+.4f}",
-        }
-        for number, (name, value) in enumerate(perplexities.items())
-    ]
