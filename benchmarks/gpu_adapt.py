@@ -20,11 +20,10 @@ import torch
 from gpu_spd import random_checkpoint
 
 from ladderize.adapt.data.sources import parse_specs
-from ladderize.adapt.ranks import Ranks
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.outcome import read_metrics
-from ladderize.adapt.retrain.run import open_stream, prepare, retrain
+from ladderize.adapt.retrain.run import make_trainer, open_data, retrain
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.adapt.retrain.task import open_task
@@ -32,8 +31,8 @@ from ladderize.adapt.retrain.trackers import Trackers
 from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.launch import Group
 from ladderize.runtime.spec import read_shape
 
 SMALL = {
@@ -108,9 +107,11 @@ def measure(folder: Path, model: str, device: torch.device, steps: int, **more) 
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    stream, heldout = open_stream(task.checkpoint, options, task.how)
+    stream, heldout = open_data(task.checkpoint, options, task.training)
     with stream, tempfile.TemporaryDirectory() as work, TrainingFolder(Path(work), {}) as training:
-        trainer = prepare(task, ranks, stream, heldout, training, Console(True), Trackers((), Path(work), {}, ranks))
+        trainer = make_trainer(
+            task, ranks, stream, heldout, training, Console(True), Trackers((), Path(work), {}, ranks)
+        )
         samples = [trainer.step(0.0, lambda: False)["tokens_per_s"] for _ in range(steps + 2)][2:]
         begin = time.perf_counter()
         trainer.save()
@@ -165,7 +166,7 @@ def main() -> None:
     if args.out:
         record = {
             "schema_version": 1,
-            "environment": environment(Group(0, 1, device), args.device),
+            "environment": environment(Ranks(0, 1, device), args.device),
             "layers": args.layers,
             "shape": args.shape,
             "relative_loss_difference_to_cpu": worst,

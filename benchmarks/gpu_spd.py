@@ -17,17 +17,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.blockwise.distill import DistillOptions, Student, Windows, distill
+from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_grouping import group_heads
+from ladderize.adapt.blockwise.options import DistillOptions
+from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
 from ladderize.eval.sensitivity import Suffixes, column_layouts, sweep_seconds
 from ladderize.layout import Layout
 from ladderize.memory import PeakMemory
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.alone_times import synchronize
 from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.launch import Group
 from ladderize.runtime.spec import known_shapes, read_shape
 
 RANKS = 8
@@ -108,7 +111,7 @@ def main() -> None:
             )
         every = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS)
         work = BlockFolder(Path(folder) / "work", {})
-        student = Student(every, tuple(layers), blocks.weights)
+        student = StudentBlocks(every, tuple(layers), blocks.weights)
         options = DistillOptions(epochs=1, patience=1)
         measured(
             "distillation, 1 epoch",
@@ -131,7 +134,7 @@ def main() -> None:
     }
     print(json.dumps(results["projected to 32 layers of the 8b shape, 128 windows"], indent=1))
     if args.out:
-        surroundings = environment(Group(0, 1, device), args.device)
+        surroundings = environment(Ranks(0, 1, device), args.device)
         said = {
             "arguments": {key: str(value) for key, value in vars(args).items()},
             "heads_grouped": head_map is not None,

@@ -20,18 +20,21 @@ from pathlib import Path
 
 import torch
 
-from ladderize.adapt.blockwise.distill import DistillOptions, Student, distill
+from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_grouping import group_heads
-from ladderize.adapt.blockwise.run import BlockwiseOptions, loaded, training_windows
+from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+from ladderize.adapt.blockwise.run import loaded
+from ladderize.adapt.blockwise.windows import training_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console
 from ladderize.eval.harness import evaluate_models
 from ladderize.eval.options import EvalOptions, SensitivityOptions
 from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.launch import Group
 from ladderize.workflows.spd import SpdOptions, permuted, run_spd
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
@@ -174,7 +177,7 @@ def ablation(args: argparse.Namespace) -> dict:
                 begin = time.perf_counter()
                 distill(
                     blocks,
-                    Student(every, tuple(layers), untrained.__getitem__),
+                    StudentBlocks(every, tuple(layers), untrained.__getitem__),
                     windows,
                     options.distill,
                     work,
@@ -300,7 +303,7 @@ def main() -> None:
     args = parser.parse_args()
     document = {"table": table, "train": train, "ablation": ablation}[args.what](args)
     if args.out:
-        surroundings = environment(Group(0, 1, torch.device("cpu")), "cpu")
+        surroundings = environment(Ranks(0, 1, torch.device("cpu")), "cpu")
         said = {key: str(value) for key, value in vars(args).items() if value is not None}
         args.out.write_text(
             json.dumps(

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import ladderize
-from ladderize.adapt.ranks import Ranks
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.engine import BETAS, EPSILON, Engine
@@ -26,13 +25,14 @@ from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters, trained_tensors
 from ladderize.adapt.retrain.outcome import read_metrics
 from ladderize.adapt.retrain.schedule import Budget, Schedule, parse_count
-from ladderize.adapt.retrain.sharding import wants_fsdp
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.blocks import open_checkpoint
 from ladderize.console import UserError
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
+from ladderize.ranks.training import wants_fsdp
 from tests.helpers import ROOT, SHAPE, invoke, last_error, listing, one_sentence, run_ranks, save_llama
 
 CPU = Ranks(0, 1, torch.device("cpu"))
@@ -183,7 +183,7 @@ def test_training_is_a_plain_loop(place, tmp_path):
         seq_len=2 * LENGTH,
         budget=Budget(steps=3),
     )
-    stream, _ = retraining.open_stream(checkpoint, options, options.resolve(checkpoint.config, 1))
+    stream, _ = retraining.open_data(checkpoint, options, options.resolve(checkpoint.config, 1))
     model, dense = ladderize.load(place / "both").train(), ladderize.load(place / "dense")
     names = dict(model.named_parameters())
     matrices = [p for p in names.values() if p.ndim > 1]
@@ -582,7 +582,7 @@ def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
     assert parts["optimizer"] == 2 * parts["gradients"] == 8000
     assert parts["teacher"] == numbers * 2
     assert "--micro-batch-size 1 would fit" in what_would_fit(demand, demand.total - 1, lora_trained=None, on_gpu=False)
-    monkeypatch.setattr(retraining, "available_bytes", lambda device: 500_500_000)
+    monkeypatch.setattr("ladderize.adapt.retrain.task.available_bytes", lambda device: 500_500_000)
     message = last_error(adapt(place, tmp_path / "out"))
     assert "this needs about 50" in message
     assert "would" in message
@@ -669,7 +669,7 @@ def test_dense_models_and_missing_budgets_are_refused(place, tmp_path):
 
 
 def test_trained_parameters_have_names_that_files_give_them(place):
-    from ladderize.adapt.lora.write import LoraOptions, lora_config
+    from ladderize.adapt.lora.config import LoraOptions, lora_config
 
     checkpoint = open_checkpoint(str(place / "both"))
     layout = Layout.from_config(checkpoint.config)

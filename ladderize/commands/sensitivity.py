@@ -73,7 +73,8 @@ def sensitivity(
     device = compute_options(device, dtype, threads)
     from ladderize.eval.sensitivity import measure_sensitivity, sensitivity_rows
     from ladderize.files.documents import check_writable, read_json, write_json
-    from ladderize.runtime.launch import already_started, set_threads
+    from ladderize.ranks.group import already_started
+    from ladderize.ranks.threads import set_threads
 
     if already_started():
         raise UserError("sensitivity runs in one process; start it without torchrun or accelerate launch")

@@ -1,6 +1,5 @@
 """``spd``, and the options of block-to-block distillation, which ``adapt`` has too."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,8 @@ from ladderize.commands.options import (
     check_taus,
     compute_options,
 )
-from ladderize.console import Console, UsageError, is_main_rank, table
+from ladderize.console import Console, UsageError, table
+from ladderize.ranks.launcher import is_main_rank
 
 Samples = Annotated[
     int | None, typer.Option(min=1, help="Windows to train on.  [default: what the data give, up to 1024]")
@@ -75,11 +75,11 @@ def blockwise_options(
 
     size = parse_size(max_memory, option="--max-memory")
     device = compute_options(device, dtype, threads)
-    from ladderize.adapt.blockwise.distill import DistillOptions
-    from ladderize.adapt.blockwise.run import BlockwiseOptions
-    from ladderize.runtime.launch import set_threads
+    from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+    from ladderize.ranks.group import launched
+    from ladderize.ranks.threads import set_threads
 
-    set_threads(threads, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    set_threads(threads, launched().local_size)
     return BlockwiseOptions(
         data=data,
         samples=samples,
@@ -168,7 +168,7 @@ def spd(
         threads,
         work_dir,
     )
-    from ladderize.workflows.spd import SpdOptions, block_rows, perplexity_rows, run_spd
+    from ladderize.workflows.spd import SpdOptions, perplexity_rows, run_spd, spd_rows
 
     console = Console(as_json)
     fraction = 0.7 if spd_fraction is None and max_ppl_increase is None else spd_fraction
@@ -188,6 +188,6 @@ def spd(
     if not is_main_rank():
         return
     console.document(document)
-    console.result(table(block_rows(document), right=["block", "S"]) + "\n")
+    console.result(table(spd_rows(document), right=["block", "S"]) + "\n")
     console.result(table(perplexity_rows(document["perplexity"]), right=["perplexity", "stderr", "difference"]))
     console.result(f"wrote {out}")
