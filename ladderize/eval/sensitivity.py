@@ -28,7 +28,8 @@ from ladderize.blocks import (
     stored_dtype,
 )
 from ladderize.console import Console, UserError, human_bytes, human_seconds
-from ladderize.convert.checkpoint import Checkpoint, fingerprint
+from ladderize.convert.checkpoint import Checkpoint
+from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.llama import parameter_count
 from ladderize.convert.sensitivity_file import (
     CLASSES,
