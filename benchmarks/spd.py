@@ -67,6 +67,8 @@ def table(args: argparse.Namespace) -> dict:
             )
             begin = time.perf_counter()
             document = run_spd(args.model, f"{folder}/out", options, console=Console())
+            assert document is not None
+            layers = len(document.blocks)
             seconds = time.perf_counter() - begin
             scores = evaluate_models(
                 [args.model, f"{folder}/out"],
@@ -77,7 +79,7 @@ def table(args: argparse.Namespace) -> dict:
             dense, distilled = (model["ladderize"]["perplexity"] for model in scores["models"])
             zero = heldout_perplexity(
                 args,
-                Layout.from_layers(document_layers(document), spd=range(document_layers(document)), sync_tp_size=ranks),
+                Layout.from_layers(layers, spd=range(layers), sync_tp_size=ranks),
             )
             rows.append(
                 {
@@ -87,7 +89,7 @@ def table(args: argparse.Namespace) -> dict:
                     "distilled": distilled["perplexity"],
                     "stderr": distilled["stderr"],
                     "seconds": seconds,
-                    "spd": document,
+                    "spd": document.to_dict(),
                 }
             )
             print(
@@ -96,10 +98,6 @@ def table(args: argparse.Namespace) -> dict:
                 flush=True,
             )
     return {"rows": rows}
-
-
-def document_layers(document: dict) -> int:
-    return len(document["blocks"])
 
 
 def heldout_perplexity(args: argparse.Namespace, layout: Layout) -> float:
@@ -185,7 +183,7 @@ def ablation(args: argparse.Namespace) -> dict:
                 )
                 seconds = time.perf_counter() - begin
                 trained = {layer: loaded(work, layer, blocks) for layer in layers}
-                reports = [work.report(layer) for layer in layers]
+                reports = [work.report(layer).to_dict() for layer in layers]
             for fraction, dropped in chosen.items():
                 layout = Layout.from_layers(count, spd=dropped, sync_tp_size=ranks)
                 for distilled, weights in ((False, untrained), (True, trained)):

@@ -129,7 +129,7 @@ def test_classes_decide_what_a_block_gets(tmp_path, text):
         (["--head-grouping", "magic"], 2, "--head-grouping magic is not one of error, paper, none"),
         (["--samples", "100000"], 1, "too few for 100000 to train on"),
         (["--lr", "-1"], 2, "--lr must be above 0"),
-        (["--data", "{tmp}/empty.txt"], 1, "empty.txt gives"),
+        (["--data", "{tmp}/empty.txt"], 1, "empty.txt holds no rows"),
     ],
 )
 def test_what_is_refused(tmp_path, text, options, code, message):

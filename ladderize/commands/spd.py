@@ -19,7 +19,6 @@ from ladderize.commands.options import (
     compute_options,
 )
 from ladderize.console import Console, UsageError, table
-from ladderize.ranks.launcher import is_main_rank
 
 Samples = Annotated[
     int | None, typer.Option(min=1, help="Windows to train on.  [default: what the data give, up to 1024]")
@@ -168,7 +167,9 @@ def spd(
         threads,
         work_dir,
     )
-    from ladderize.workflows.spd import SpdOptions, perplexity_rows, run_spd, spd_rows
+    from ladderize.adapt.blockwise.documents import perplexity_rows
+    from ladderize.workflows.spd import SpdOptions, run_spd
+    from ladderize.workflows.spd_document import spd_rows
 
     console = Console(as_json)
     fraction = 0.7 if spd_fraction is None and max_ppl_increase is None else spd_fraction
@@ -185,9 +186,9 @@ def spd(
         revision=revision,
     )
     document = run_spd(model, out, what, console=console, overwrite=overwrite, verify=not no_verify)
-    if not is_main_rank():
+    if document is None:
         return
-    console.document(document)
+    console.document(document.to_dict())
     console.result(table(spd_rows(document), right=["block", "S"]) + "\n")
-    console.result(table(perplexity_rows(document["perplexity"]), right=["perplexity", "stderr", "difference"]))
+    console.result(table(perplexity_rows(document.perplexity), right=["perplexity", "stderr", "difference"]))
     console.result(f"wrote {out}")

@@ -116,6 +116,7 @@ def measure_sensitivity(
     *,
     console: Console,
     windows: np.ndarray | None = None,
+    sha256: str | None = None,
     previous: Mapping[str, Any] | None = None,
     save: Callable[[Mapping[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
@@ -123,10 +124,10 @@ def measure_sensitivity(
 
     ``save`` is called every few seconds with what there is. ``previous``: the document of an unfinished run, whose rows
     are taken over; raises UserError if it measured anything else. windows: ids [samples, seq_len] that were read from
-    the data before.
+    the data before; sha256: of those data, if they are no single file.
     """
     checkpoint = open_checkpoint(model, options.revision)
-    identity, windows = prepare(checkpoint, model, options, windows)
+    identity, windows = prepare(checkpoint, model, options, windows, sha256)
     layers = int(checkpoint.config["num_hidden_layers"])
     rows = _rows_of(previous, identity, layers) if previous is not None else []
     device, dtype = torch.device(options.device), getattr(torch, identity["dtype"])
@@ -158,7 +159,7 @@ def measure_sensitivity(
 
 
 def prepare(
-    checkpoint: Checkpoint, model: str, options: SensitivityOptions, windows: np.ndarray | None
+    checkpoint: Checkpoint, model: str, options: SensitivityOptions, windows: np.ndarray | None, sha256: str | None
 ) -> tuple[dict[str, Any], np.ndarray]:
     """What identifies a run, and its windows: int64 [samples, seq_len]. Raises UserError or LayoutError for what cannot
     be measured."""
@@ -178,7 +179,7 @@ def prepare(
         "parameters": parameter_count(config),
         "data": {
             "file": options.data,
-            "sha256": data.file_sha256(options.data),
+            "sha256": sha256 or data.file_sha256(options.data),
             "samples": len(windows),
             "seq_len": windows.shape[1],
             "seed": options.seed,

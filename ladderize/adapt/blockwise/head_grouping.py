@@ -13,6 +13,7 @@ only, so it decides what is lost. Two criteria, both computed from the dense mod
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,27 @@ from ladderize.blocks import Blocks
 from ladderize.convert.checkpoint import fingerprint
 from ladderize.convert.heads import HeadMap
 from ladderize.convert.llama import kv_head_count
+from ladderize.files.records import Record
 from ladderize.layout import Layout, check_split
 
 CRITERIA = ("error", "paper")
 GROUPING_WINDOWS = 32  # of calibration, for the distances of attention maps
 GROUPING_TOKENS = 4096  # drawn from these windows, for everything that runs an MLP
 PASSES = 3  # of a descent, as a rule
+
+
+@dataclass(frozen=True)
+class GroupingReport(Record):
+    """A layer of head_map.json, besides its order. error: mean squared difference of the block's output to the dense
+    block's; distance: summed between the attention maps within ranks."""
+
+    criterion: str
+    freedom: str
+    error_before: float
+    error_after: float
+    error_of_paper: float
+    distance_before: float
+    distance_after: float
 
 
 def grouping_seconds(units: Units, layers: int, layer_seconds_per_token: float, window_tokens: int) -> float:
@@ -80,10 +96,10 @@ def group_heads(
         for index in range(max(layers, default=-1) + 1):
             weights = blocks.weights(index)
             if index in layers:
-                assignment, report[index] = _group_layer(
+                assignment, figures = _group_layer(
                     blocks, blocks.layer(index, dropped, weights), states, units, criterion, seed
                 )
-                orders[index] = units.order(assignment)
+                orders[index], report[index] = units.order(assignment), figures.to_dict()
             layer = blocks.layer(index, dense, weights)
             states = [blocks.run(layer, state) for state in states]  # type: ignore[misc]
             advance(1)
@@ -92,7 +108,7 @@ def group_heads(
 
 def _group_layer(
     blocks: Blocks, layer: Any, states: list[Tensor], units: Units, criterion: str, seed: int
-) -> tuple[Assignment, dict[str, Any]]:
+) -> tuple[Assignment, GroupingReport]:
     distance, probe = _observe(blocks, layer, states, units, seed)
     identity = units.identity()
     papers = papers_assignment(probe, units, distance, seed=seed)
@@ -103,15 +119,15 @@ def _group_layer(
     )
     if criterion == "error" and probe.error(chosen) >= probe.error(identity):
         chosen = identity
-    return chosen, {
-        "criterion": criterion,
-        "freedom": units.freedom,
-        "error_before": probe.error(identity),
-        "error_after": probe.error(chosen),
-        "error_of_paper": probe.error(papers),
-        "distance_before": _total(distance, identity),
-        "distance_after": _total(distance, chosen),
-    }
+    return chosen, GroupingReport(
+        criterion=criterion,
+        freedom=units.freedom,
+        error_before=probe.error(identity),
+        error_after=probe.error(chosen),
+        error_of_paper=probe.error(papers),
+        distance_before=_total(distance, identity),
+        distance_after=_total(distance, chosen),
+    )
 
 
 def papers_assignment(probe: Probe, units: Units, distance: np.ndarray, *, seed: int = 0) -> Assignment:
