@@ -1,8 +1,9 @@
 """Sync-Point Drop measured: the trained fixtures as tables, and the paper's ablation of head grouping as a picture.
 
-python benchmarks/spd.py table MODEL --data FILE --heldout FILE [--ranks 4,2] [--samples N] [--out FILE] python
-benchmarks/spd.py train FOLDER --data FILE             # a small MHA model, whose heads may go to any rank python
-benchmarks/spd.py ablation MODEL --data FILE --heldout FILE [--ranks 4] [--seeds 3] [--out FILE] [--plot STEM]
+    python benchmarks/spd.py table MODEL --data FILE --heldout FILE [--ranks 4,2] [--samples N] [--out FILE]
+    python benchmarks/spd.py train FOLDER --data FILE             # a small MHA model, whose heads may go to any rank
+    python benchmarks/spd.py ablation MODEL --data FILE --heldout FILE [--ranks 4] [--seeds 3] [--plot STEM]
+        [--out FILE]
 
 ``table`` runs `ladderize spd` on all blocks and scores the checkpoint on data that nothing was chosen or trained by.
 ``ablation`` compares zero-shot, distillation alone, and distillation after head grouping by the paper's criterion and

@@ -19,9 +19,11 @@ from tests.helpers import invoke, listing, one_sentence
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents(400, test=False, seed=7)))
-    return path
+    """A glob of two files."""
+    folder, texts = tmp_path_factory.mktemp("data"), list(documents(400, test=False, seed=7))
+    for name, part in (("a", texts[:150]), ("b", texts[150:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    return folder / "*.jsonl"
 
 
 def run(out, text, *options):

@@ -8,7 +8,6 @@ import typer
 from ladderize.commands.options import (
     MAX_SEED,
     AsJson,
-    Data,
     Device,
     NoVerify,
     Overwrite,
@@ -39,6 +38,9 @@ ComputeDtype = Annotated[
     str, typer.Option("--dtype", help="To compute in: auto (float32 if stored so, else bfloat16), float32 or bfloat16.")
 ]
 TrainingSeed = Annotated[int, typer.Option("--seed", min=0, max=MAX_SEED, help="Of the windows and their order.")]
+TrainingData = Annotated[
+    str, typer.Option("--data", metavar="FILE", help="jsonl, parquet, txt, npy, npz:array, or a glob of one kind.")
+]
 MAX_LR = 1e3
 MaxMemory = Annotated[
     str, typer.Option(metavar="SIZE", help="Teacher states beyond this, of each process, lie on disk.")
@@ -100,7 +102,7 @@ def spd(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
     sync_tp_size: Annotated[int, typer.Option(min=2, help="Virtual ranks to drop sync points for; a property of OUT.")],
-    data: Data,
+    data: TrainingData,
     spd_fraction: Annotated[
         float | None, typer.Option(help="Part of all blocks to drop, least sensitive first.  [default: 0.7]")
     ] = None,
