@@ -24,6 +24,7 @@ from ladderize.adapt.blockwise.run import announce_distillation, heldout_perplex
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_seconds, to_json
+from ladderize.convert.changes import Changes
 from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
 from ladderize.convert.llama import kv_head_count
@@ -153,16 +154,18 @@ def run_spd(
             revision=options.revision,
             overwrite=overwrite,
             verify=verify,
-            head_map=head_map,
-            replace=work.tensors(student.layers),
+            changes=Changes(
+                head_map=head_map,
+                replace=work.tensors(student.layers),
+                record={"distillation": {"layers": format_ranges(student.layers), **record.to_dict()}}
+                if student.layers
+                else {},
+                extra_files={
+                    "sensitivity.json": (folder / "sensitivity.json").read_text(),
+                    "spd.json": to_json(document.to_dict()) + "\n",
+                },
+            ),
             console=console,
-            record={"distillation": {"layers": format_ranges(student.layers), **record.to_dict()}}
-            if student.layers
-            else None,
-            extra_files={
-                "sensitivity.json": (folder / "sensitivity.json").read_text(),
-                "spd.json": to_json(document.to_dict()) + "\n",
-            },
         )
         work.remove()
     return document
