@@ -131,11 +131,19 @@ def _variants(
         planned.append(("parallel attention+MLP", specs[0], "baseline, for timing only", ParallelLlama))
     variants = []
     cache = None
-    for name, spec, what, kind in planned:
+    for name, spec, what, model_class in planned:
         generators = {}
         for mode, means in (("real", collectives), ("none", NoCommunication(collectives.ranks))):
             generators[mode] = open_generator(
-                spec, means, weights, group, batch, tokens, compile=options.compile, kind=kind, cache=cache
+                spec,
+                means,
+                weights,
+                group,
+                batch,
+                tokens,
+                compile=options.compile,
+                model_class=model_class,
+                cache=cache,
             )
             cache = generators[mode].cache
         variants.append(Variant(name, spec, generators, what))

@@ -19,7 +19,7 @@ from ladderize.convert.checkpoint import fingerprint, read_checkpoint
 from ladderize.files.documents import read_json
 from ladderize.modeling import load_tokenizer
 from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.decode import Generator, generate
+from ladderize.runtime.decode import Generator, generate_tokens
 from ladderize.runtime.launch import Group, run
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
 from ladderize.runtime.texts.corpus_file import CorpusFile, check_target
@@ -214,7 +214,7 @@ def batches(
         )  # the others are computed, and not waited for
         new: list[list[int]] = [[] for _ in range(rows)]
         ended = 0
-        steps = generate(
+        steps = generate_tokens(
             generator,
             [[corpus.bos]] * rows,
             max_new_tokens=options.max_new_tokens,

@@ -9,7 +9,7 @@ import torch
 from ladderize.console import Console, UserError, is_main_rank
 from ladderize.modeling import load_tokenizer
 from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.decode import Sampling, generate
+from ladderize.runtime.decode import Sampling, generate_tokens
 from ladderize.runtime.launch import Group, run
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
 
@@ -105,7 +105,9 @@ def _generate(
     begin = first = time.perf_counter()
     steps = 0
     with torch.inference_mode():
-        for made in generate(generator, ids, max_new_tokens=options.max_new_tokens, sampling=options.sampling, eos=eos):
+        for made in generate_tokens(
+            generator, ids, max_new_tokens=options.max_new_tokens, sampling=options.sampling, eos=eos
+        ):
             if not steps:
                 first = time.perf_counter()
             steps += max(map(len, made))
