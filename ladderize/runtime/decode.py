@@ -73,7 +73,8 @@ def rope_table(config: dict[str, object], positions: int, device: torch.device) 
     rope_type = (known.rope_parameters or {}).get("rope_type", "default")
     if rope_type in ("dynamic", "longrope"):
         raise UserError(
-            f"config.json: rope_type {rope_type} changes with the length of the text, which the runtime does not support"
+            f"config.json: rope_type {rope_type} changes with the length of the text, which the runtime does not"
+            " support"
         )
     cos, sin = LlamaRotaryEmbedding(known)(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
     half = cos.shape[-1] // 2  # the two halves of a head turn alike

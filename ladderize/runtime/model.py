@@ -25,10 +25,10 @@ from ladderize.runtime.shards import Shape
 class Step:
     """Where the tokens of one forward pass stand.
 
-    rope_factors: complex [batch or 1, tokens, 1, head_dim / 2]. columns: the first cache column of the tokens, or a tensor
-    [tokens] of their columns. length: the columns of the cache that attention sees; 0: a prompt, which sees itself alone.
-    mask: bool [batch or 1, 1, tokens, columns in view], True where a token may look; None: everything, or with
-    ``causal`` everything up to itself.
+    rope_factors: complex [batch or 1, tokens, 1, head_dim / 2]. columns: the first cache column of the tokens, or a
+    tensor [tokens] of their columns. length: the columns of the cache that attention sees; 0: a prompt, which sees
+    itself alone. mask: bool [batch or 1, 1, tokens, columns in view], True where a token may look; None: everything, or
+    with ``causal`` everything up to itself.
     """
 
     rope_factors: Tensor
@@ -136,8 +136,8 @@ def project(layer: LayerWeights, x: Tensor, rope_factors: Tensor, shape: Shape) 
 
 
 def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
-    """Rope: neighbouring pairs of x [batch, tokens, heads, head_dim] as complex numbers, times ``rope_factors`` (RoFormer,
-    arXiv 2104.09864)."""
+    """Rope: neighbouring pairs of x [batch, tokens, heads, head_dim] as complex numbers, times ``rope_factors``
+    (RoFormer, arXiv 2104.09864)."""
     pairs = x.unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
         (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(rope_factors).unbind(-1)
