@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ladderize.demo.run import MODEL
+from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.decode import Sampling, generate_tokens, sample
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
@@ -85,7 +86,7 @@ def test_a_row_stops_at_any_eos_and_the_others_go_on(tmp_path):
     make_model("ladder all", max_position_embeddings=128).save_pretrained(tmp_path / "m")
     prompts = [random_ids(5).tolist(), random_ids(3).tolist()]
     free = distributed.run(sampled, tmp_path / "m", prompts, Sampling(), 24, tp_size=1, device="cpu", threads=1)
-    group = distributed.Group(0, 1, torch.device("cpu"))
+    group = Ranks(0, 1, torch.device("cpu"))
     from ladderize.runtime.collectives.base import Collectives
 
     generator = make_generator(tmp_path / "m", group, Collectives(), 2, 64)
