@@ -5,6 +5,7 @@ import json
 import shutil
 import tempfile
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.eval.harness import EvalOptions, comparison, evaluate_models
 from ladderize.files.documents import write_json
-from ladderize.runtime.bench.options import BenchArguments, plan
-from ladderize.runtime.bench.report import summary
+from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.plan import plan_bench
+from ladderize.runtime.bench.report import bench_summary
 from ladderize.runtime.bench.run import run_bench
 from ladderize.workflows.spd import SpdOptions, block_rows, perplexity_rows, run_spd
 
@@ -36,12 +39,26 @@ RECIPES = {
     "spd-ladder-all": Recipe(ladder="all", spd="all", sync_tp_size=4),
 }
 QUICK = ("ladder-all", "spd-all")
+
+
+@dataclass(frozen=True)
+class BenchGroup:
+    """Ranks of a benchmark: real ones, or emulated ones over a published link."""
+
+    tp_size: int = 1
+    emulate_tp: int | None = None
+    link: str | None = None
+
+    @property
+    def command_line(self) -> str:
+        return (
+            f"--tp-size {self.tp_size}" if self.link is None else f"--emulate-tp {self.emulate_tp} --link {self.link}"
+        )
+
+
 # What a group of 4 on PCIe would gain, and the runtime at work on 2 processes of this machine, whose shared memory
 # leaves little to gain
-BENCHES: dict[str, dict[str, Any]] = {
-    "bench-emulated-tp4": {"emulate_tp": 4, "link": "nccl_pcie"},
-    "bench-tp2": {"tp_size": 2},
-}
+BENCHES = {"bench-emulated-tp4": BenchGroup(emulate_tp=4, link="nccl_pcie"), "bench-tp2": BenchGroup(tp_size=2)}
 HELDOUT_DOCUMENTS = 200
 ADAPTED, DISTILLED = "ladder-all-adapted", "spd-all-adapted"
 RETRAINED = "ladder-all"  # what ADAPTED is made of
@@ -103,10 +120,9 @@ def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, An
             " the others no layer was retrained."
         )
         benches = {
-            name: _bench(models, folder / f"{name}.json", arguments, quick, console)
-            for name, arguments in BENCHES.items()
+            name: _bench(models, folder / f"{name}.json", group, quick, console) for name, group in BENCHES.items()
         }
-        return {**document, "benches": benches}
+        return {**document, "benches": {name: bench.to_dict() for name, bench in benches.items()}}
 
 
 def write_documents(path: Path, count: int, *, test: bool, seed: int) -> Path:
@@ -156,15 +172,19 @@ def _retrain(dense: str, folder: Path, data: str, training: dict[str, int], quic
     return out
 
 
-def _bench(models: list[str], out: Path, arguments: dict[str, Any], quick: bool, console: Console) -> dict[str, Any]:
-    repeat: dict[str, Any] = {"repeat": 1, "warmup": 1} if quick else {}
-    arguments = {"prompt_len": 64, **arguments, **repeat}
-    said = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in arguments.items())
+def _bench(models: list[str], out: Path, group: BenchGroup, quick: bool, console: Console) -> BenchDocument:
+    options = BenchOptions(
+        tp_size=group.tp_size,
+        emulate_tp=group.emulate_tp,
+        prompt_len=64,
+        repeat=1 if quick else BenchOptions.repeat,
+        warmup=1 if quick else BenchOptions.warmup,
+    )
+    said = f"--prompt-len {options.prompt_len} {group.command_line}{' --repeat 1 --warmup 1' * quick}"
     console.status(f"$ ladderize bench {' '.join(models)} {said} --out {out}")
-    specs, options = plan(BenchArguments(models=tuple(models), **arguments))
-    document = run_bench(specs, options, console)
-    write_json(out, document)
-    console.result("\n" + summary(document))
+    document = run_bench(plan_bench(ModelChoice(tuple(models)), options, group.link), console)
+    write_json(out, document.to_dict())
+    console.result("\n" + bench_summary(document))
     return document
 
 
