@@ -6,17 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.blockwise.head_grouping import (
-    CRITERIA,
-    Descent,
-    Units,
-    _observe,
-    descend,
-    group_heads,
-    match,
-    papers_assignment,
-    spread,
-)
+from ladderize.adapt.blockwise.head_assignment import Units, match, spread
+from ladderize.adapt.blockwise.head_descent import Descent, descend
+from ladderize.adapt.blockwise.head_grouping import CRITERIA, _observe, group_heads, papers_assignment
 from ladderize.blocks import Blocks, open_checkpoint, window_nlls
 from ladderize.convert.heads import check_order, permute_heads
 from ladderize.layout import Layout
@@ -207,8 +199,8 @@ def test_the_head_map_of_a_model(tmp_path, criterion):
     assert not torch.allclose(moved, unmoved, rtol=1e-6)  # and none for the spd one
     for report in found.report.values():
         if criterion == "error":
-            assert report["error_after"] <= min(report["error_before"], report["error_of_paper"])
+            assert report.error_after <= min(report.error_before, report.error_of_paper)
         else:
-            assert report["distance_after"] >= report["distance_before"]
+            assert report.distance_after >= report.distance_before
     again = group_heads(blocks, [0, 2], 4, windows, criterion=criterion)
     assert again.orders == found.orders

@@ -15,18 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.blockwise.distill import Student, Windows, distill
+from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.distill import distill
+from ladderize.adapt.blockwise.documents import perplexity_rows, training_record
 from ladderize.adapt.blockwise.folder import BlockFolder
-from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds
-from ladderize.adapt.blockwise.run import (
-    BlockwiseOptions,
-    announce,
-    heldout_perplexities,
-    loaded,
-    perplexity_rows,
-    training_record,
-    training_windows,
-)
+from ladderize.adapt.blockwise.head_assignment import Units
+from ladderize.adapt.blockwise.head_grouping import group_heads, grouping_seconds
+from ladderize.adapt.blockwise.options import BlockwiseOptions
+from ladderize.adapt.blockwise.run import announce_distillation, heldout_perplexities, loaded
+from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_seconds, to_json
 from ladderize.convert.checkpoint import fingerprint
@@ -34,8 +31,10 @@ from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_
 from ladderize.convert.llama import kv_head_count
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.selection import CLASSES, IN_SENSITIVE, Selection
-from ladderize.eval.sensitivity import TAU2, SensitivityOptions, measure_sensitivity
+from ladderize.convert.selection import Selection
+from ladderize.convert.sensitivity_file import CLASSES, IN_SENSITIVE
+from ladderize.eval.options import SensitivityOptions
+from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.files import output
 from ladderize.files.documents import read_json, write_json
 from ladderize.files.work import work_folder
@@ -44,7 +43,7 @@ from ladderize.ranks.group import join_ranks
 from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 
 CALIBRATION_SAMPLES = 128  # the paper's
-__all__ = ["SpdOptions", "block_rows", "perplexity_rows", "run_spd"]
+__all__ = ["SpdOptions", "perplexity_rows", "run_spd", "spd_rows"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class SpdOptions:
     max_ppl_increase: float | None = None
     calibration_samples: int = CALIBRATION_SAMPLES
     tau1: float | None = None
-    tau2: float = TAU2
+    tau2: float = SensitivityOptions.tau2
     distill_all: bool = False
     head_grouping: str = "error"
     revision: str | None = None
@@ -120,7 +119,9 @@ def run_spd(
         layout = resolved.layout(layout)
         with ranks.main_first():
             head_map = group(teacher, selection, options, calibration, work, console)
-        student = Student(layout, tuple(to_distil(selection, options)), lambda layer: permuted(stored, layer, head_map))
+        student = StudentBlocks(
+            layout, tuple(to_distil(selection, options)), lambda layer: permuted(stored, layer, head_map)
+        )
         distill(
             teacher, student, windows, training.distill, work, console, about=record, rank=ranks.rank, ranks=ranks.size
         )
@@ -160,9 +161,9 @@ def announce_most(teacher: Blocks, stored: Blocks, windows: Windows, options: Sp
     layers, tokens = teacher.num_layers, windows.train.shape[1]
     count = layers if options.spd_fraction is None else max(1, round(options.spd_fraction * layers))
     everything = Layout.from_layers(layers, spd=range(layers), sync_tp_size=options.sync_tp_size)
-    announce(
+    announce_distillation(
         teacher,
-        Student(everything, tuple(range(layers - count, layers)), stored.weights),
+        StudentBlocks(everything, tuple(range(layers - count, layers)), stored.weights),
         windows,
         options.training,
         console,
@@ -241,9 +242,9 @@ def group(
 def to_distil(selection: Selection, options: SpdOptions) -> list[int]:
     """The dropped blocks that are not in-sensitive, or all of them."""
     return [
-        row["block"]
-        for row in selection.rows
-        if row["dropped"] and (options.distill_all or row["class"] != IN_SENSITIVE)
+        entry.block
+        for entry in selection.blocks
+        if entry.dropped and (options.distill_all or entry.sensitivity_class != IN_SENSITIVE)
     ]
 
 
@@ -253,7 +254,7 @@ def to_group(selection: Selection, options: SpdOptions) -> list[int]:
     if options.head_grouping == "none":
         return []
     classes = CLASSES[-1:] if options.head_grouping == "paper" else CLASSES
-    return [block for block in to_distil(selection, options) if selection.rows[block]["class"] in classes]
+    return [block for block in to_distil(selection, options) if selection.blocks[block].sensitivity_class in classes]
 
 
 def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, Tensor]:
@@ -267,7 +268,7 @@ def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, 
 
 
 def perplexities(
-    blocks: Blocks, layout: Layout, head_map: HeadMap | None, work: BlockFolder, student: Student, heldout: Tensor
+    blocks: Blocks, layout: Layout, head_map: HeadMap | None, work: BlockFolder, student: StudentBlocks, heldout: Tensor
 ) -> dict[str, Any]:
     """Held-out perplexity of the dense model and after each step."""
     dense = Layout.dense(layout.num_layers)
@@ -287,23 +288,24 @@ def perplexities(
 
 
 def block_table(
-    selection: Selection, head_map: HeadMap | None, work: BlockFolder, student: Student
+    selection: Selection, head_map: HeadMap | None, work: BlockFolder, student: StudentBlocks
 ) -> list[dict[str, Any]]:
     """What each block got and why, with the figures of each step."""
     table = []
-    for row in selection.rows:
-        block = row["block"]
+    for entry in selection.blocks:
+        block = entry.block
+        grouping = head_map.report.get(block) if head_map is not None else None
         table.append(
             {
-                **row,
-                "grouping": head_map.report.get(block) if head_map is not None else None,
+                **entry.to_dict(),
+                "grouping": grouping.to_dict() if grouping is not None else None,
                 "distillation": work.report(block) if block in student.layers else None,
             }
         )
     return table
 
 
-def block_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
+def spd_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
     """What each block got, for people."""
     rows = []
     for row in document["blocks"]:
