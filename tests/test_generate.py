@@ -14,7 +14,7 @@ import torch
 from ladderize.demo.run import MODEL
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
-from ladderize.runtime.decode import Sampling, generate, sample
+from ladderize.runtime.decode import Sampling, generate_tokens, sample
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
 from ladderize.runtime.texts.prompts import TextStream
 from tests.groups import make_generator, sampled
@@ -93,7 +93,7 @@ def test_a_row_stops_at_any_eos_and_the_others_go_on(tmp_path):
     stop = free[0][6]
     with torch.inference_mode():
         rows = [[], []]
-        for made in generate(generator, prompts, max_new_tokens=24, sampling=Sampling(), eos=(stop, 10**6)):
+        for made in generate_tokens(generator, prompts, max_new_tokens=24, sampling=Sampling(), eos=(stop, 10**6)):
             for row, more in zip(rows, made, strict=True):
                 row += more
     for row, whole in zip(rows, free, strict=True):
