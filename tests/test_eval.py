@@ -19,7 +19,7 @@ from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL, TASKS
 from ladderize.eval import harness
 from ladderize.eval.perplexity import perplexity, window_nlls
-from tests.helpers import STORIES, invoke, listing, make_model, one_sentence
+from tests.helpers import STORIES, fresh_rng, invoke, listing, make_model, one_sentence
 from tests.oracle import Oracle
 
 
@@ -37,7 +37,7 @@ def tasks_indexed_once():
 
 def test_window_nlls_equal_a_plain_loop():
     model = make_model("mixed")
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     windows = [rng.integers(3, 97, length) for length in (9, 9, 9, 9, 9, 7, 2)]
     oracle = Oracle(model.state_dict(), model.config)
     expected = []

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ladderize import convert_checkpoint, load, register
 from ladderize.convert.recipe import Recipe
+from tests import warm
 from tests.helpers import LAYOUTS, listing, make_model, random_ids, save_llama
 from tests.oracle import Oracle
 
@@ -50,7 +51,7 @@ def as_a_stranger(path, ids, cache, save_to=None):
         *([str(save_to)] if save_to else []),
     ]
     environment = {**os.environ, "HF_MODULES_CACHE": str(cache)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, cwd=cache.parent)
+    result = warm.run(command, env=environment, cwd=cache.parent)
     assert result.returncode == 0, result.stderr
     return torch.tensor(json.loads(result.stdout))
 
@@ -106,7 +107,7 @@ def test_register_is_explicit_and_repeatable(converted):
         "import sys, ladderize; from transformers import AutoConfig; AutoConfig.from_pretrained(sys.argv[1],"
         " trust_remote_code=False)"
     )
-    unregistered = subprocess.run([sys.executable, "-c", code, str(converted)], capture_output=True, text=True)
+    unregistered = warm.run([sys.executable, "-c", code, converted])
     assert "trust_remote_code" in unregistered.stderr
     register()
     register()

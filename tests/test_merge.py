@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -21,6 +20,7 @@ from ladderize.adapt.lora.write import TARGETS, LoraOptions, check_adapter_targe
 from ladderize.blocks import open_checkpoint
 from ladderize.console import UsageError, UserError
 from ladderize.convert.tensor_file import infos_of, locate_tensors, write_tensors
+from tests import warm
 from tests.helpers import LAYOUTS, SHAPE, edit_json, invoke, listing, make_model, one_sentence, random_ids
 
 TIGHT = {"rtol": 1e-4, "atol": 5e-5}
@@ -462,7 +462,7 @@ def test_an_interrupt_leaves_nothing(pair, tmp_path, monkeypatch, moment):
 def test_what_a_killed_merge_left_is_cleaned_by_the_next(pair, tmp_path):
     script = "import os, sys; from ladderize.adapt import merge; merge.check_merged = lambda *a: os._exit(9)\n"
     script += "merge.merge_adapter(sys.argv[1], sys.argv[2], verify=False)"
-    assert subprocess.run([sys.executable, "-c", script, pair[1], tmp_path / "out"]).returncode == 9
+    assert warm.run([sys.executable, "-c", script, pair[1], tmp_path / "out"]).returncode == 9
     assert len(listing(tmp_path)) == 4  # the output, unfinished, and what was merged
     assert ladderize_merge(pair[1], tmp_path / "out").code == 0
     assert listing(tmp_path) == ["adapter", "base", "out"]

@@ -5,7 +5,6 @@ import json
 import math
 import random
 import signal
-import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -33,7 +32,8 @@ from ladderize.console import UserError
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.layout import Layout
-from tests.helpers import ROOT, SHAPE, invoke, last_error, listing, one_sentence, run_ranks, save_llama
+from tests import warm
+from tests.helpers import SHAPE, invoke, last_error, listing, one_sentence, run_ranks, save_llama
 
 CPU = Ranks(0, 1, torch.device("cpu"))
 LENGTH, ROWS = 24, 40
@@ -327,21 +327,18 @@ def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     command = [argument for argument in arguments(place, *more, steps=30) if argument != "--no-verify"]
     work = tmp_path / "out.ladderize-work"
     kill = random.randint(3, 25)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ladderize", *map(str, [*command[:2], tmp_path / "out", *command[2:]])],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+    process = warm.WarmProcess(
+        [sys.executable, "-m", "ladderize", *map(str, [*command[:2], tmp_path / "out", *command[2:]])]
     )
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and not process.has_ended():
         metrics = work / "metrics.jsonl"
         if metrics.is_file() and f'"step": {kill},' in metrics.read_text():
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             break
         time.sleep(0.002)
-    process.wait(timeout=60)
-    assert process.returncode == -signal.SIGKILL, process.stderr.read()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, stderr
     assert work.is_dir()
     outcome = adapt(place, tmp_path / "out", *more, steps=30)
     assert outcome.code == 0, outcome.stderr
