@@ -1,6 +1,5 @@
 """Perplexity against a plain loop, lm-eval through our command against lm-eval by itself, and the errors of `eval`."""
 
-import functools
 import json
 import math
 import os
@@ -24,14 +23,22 @@ from tests.oracle import Oracle
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tasks_indexed_once():
-    """lm-eval reads thousands of YAML files for every task manager, five seconds long; those of one folder are the same
-    here."""
-    import lm_eval.evaluator
-    import lm_eval.tasks
+def lm_evals_tasks_are_read_once():
+    """lm-eval reads its thousands of YAML files for every task manager, five seconds long; they stay the same here."""
+    from lm_eval.tasks import _index
+
+    read, own, done = _index.load_yaml, Path(_index.__file__).parent, {}
+
+    def read_once(path, **options):
+        if not Path(path).is_relative_to(own):
+            return read(path, **options)
+        key = (path, *sorted(options.items()))
+        if key not in done:
+            done[key] = read(path, **options)
+        return done[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm_eval.tasks, "TaskManager", functools.cache(lm_eval.tasks.TaskManager))
+        patch.setattr(_index, "load_yaml", read_once)
         yield
 
 
