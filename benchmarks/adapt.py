@@ -26,7 +26,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 import ladderize
 from ladderize.adapt.data.packing import IGNORED, collate
 from ladderize.adapt.data.sources import parse_specs
-from ladderize.adapt.ranks import Ranks
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.run import open_stream, prepare
 from ladderize.adapt.retrain.schedule import Budget
@@ -36,8 +35,8 @@ from ladderize.adapt.retrain.trackers import Trackers
 from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.launch import Group
 
 LAYOUTS = {"ladder": Recipe(ladder="all"), "spd": Recipe(spd="all", sync_tp_size=4)}
 STEPS, LR = 4, 1e-4
@@ -306,7 +305,7 @@ def main() -> None:
                 print(f"{layout:8} {key:28} {value:6.2f}x", flush=True)
     if args.out:
         record = {
-            "schema_version": 1, "environment": environment(Group(0, 1, device), args.device),
+            "schema_version": 1, "environment": environment(Ranks(0, 1, device), args.device),
             "options": {k: str(v) for k, v in vars(args).items()}, "steps_per_round": STEPS, "results": results,
         }  # fmt: skip
         args.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -47,12 +47,12 @@ def runtime(folder: str, rank: int, store: str, backend: str):
     import torch
 
     in_group(rank, store)
+    from ladderize.ranks.group import Ranks
     from ladderize.runtime.collectives.choose import choose
     from ladderize.runtime.decode import Sampling, sample
-    from ladderize.runtime.launch import Group
     from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 
-    group = Group(rank, 2, torch.device("cpu"))
+    group = Ranks(rank, 2, torch.device("cpu"))
     spec = checkpoint_spec(folder, tp_size=2)
     collectives, _ = choose(backend, group, max_bytes=4 * PROMPT * 8192)
     generator = open_generator(spec, collectives, WeightCache(group.device, pack=True), group, 1, PROMPT + NEW)

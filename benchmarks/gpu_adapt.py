@@ -20,7 +20,6 @@ import torch
 from gpu_spd import random_checkpoint
 
 from ladderize.adapt.data.sources import parse_specs
-from ladderize.adapt.ranks import Ranks
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.outcome import read_metrics
@@ -32,8 +31,8 @@ from ladderize.adapt.retrain.trackers import Trackers
 from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.launch import Group
 from ladderize.runtime.spec import read_shape
 
 SMALL = {
@@ -165,7 +164,7 @@ def main() -> None:
     if args.out:
         record = {
             "schema_version": 1,
-            "environment": environment(Group(0, 1, device), args.device),
+            "environment": environment(Ranks(0, 1, device), args.device),
             "layers": args.layers,
             "shape": args.shape,
             "relative_loss_difference_to_cpu": worst,

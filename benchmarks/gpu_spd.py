@@ -25,9 +25,9 @@ from ladderize.console import Console
 from ladderize.eval.sensitivity import Suffixes, column_layouts, sweep_seconds
 from ladderize.layout import Layout
 from ladderize.memory import PeakMemory
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.alone_times import synchronize
 from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.launch import Group
 from ladderize.runtime.spec import known_shapes, read_shape
 
 RANKS = 8
@@ -131,7 +131,7 @@ def main() -> None:
     }
     print(json.dumps(results["projected to 32 layers of the 8b shape, 128 windows"], indent=1))
     if args.out:
-        surroundings = environment(Group(0, 1, device), args.device)
+        surroundings = environment(Ranks(0, 1, device), args.device)
         said = {
             "arguments": {key: str(value) for key, value in vars(args).items()},
             "heads_grouped": head_map is not None,

@@ -29,8 +29,8 @@ from ladderize.console import Console
 from ladderize.eval.harness import EvalOptions, evaluate_models
 from ladderize.eval.sensitivity import SensitivityOptions, measure_sensitivity
 from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.launch import Group
 from ladderize.workflows.spd import SpdOptions, permuted, run_spd
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
@@ -299,7 +299,7 @@ def main() -> None:
     args = parser.parse_args()
     document = {"table": table, "train": train, "ablation": ablation}[args.what](args)
     if args.out:
-        surroundings = environment(Group(0, 1, torch.device("cpu")), "cpu")
+        surroundings = environment(Ranks(0, 1, torch.device("cpu")), "cpu")
         said = {key: str(value) for key, value in vars(args).items() if value is not None}
         args.out.write_text(
             json.dumps(

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ladderize.ranks.launcher import is_main_rank
+
 SCHEMA_VERSION = 1
 DEBUG = "LADDERIZE_DEBUG"  # in the environment of started ranks: --debug was given
 
@@ -20,10 +22,6 @@ class UserError(Exception):
 
 class UsageError(UserError):
     """The same for what argv alone decides. Exit code 2."""
-
-
-def is_main_rank() -> bool:
-    return os.environ.get("RANK", "0") in ("", "0")
 
 
 @dataclass(frozen=True)

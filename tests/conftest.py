@@ -74,6 +74,17 @@ def quick_verification(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         monkeypatch.setattr("ladderize.convert.verify.subprocess", warm.SUBPROCESS)
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands give this process all cores, and two workers that do so on two cores wait for each other a hundredfold.
+
+    Processes that tests start have as many threads as they take.
+    """
+    set_num_threads = torch.set_num_threads
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: set_num_threads(1))
+    set_num_threads(1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm_python_ends() -> Iterator[None]:
     yield

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers, processors
 
+from ladderize.adapt.data import chunks, sources
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.files import PASSAGE_BYTES, TextRows
 from ladderize.adapt.data.formats import BadRow, BadRows, Row
 from ladderize.adapt.data.packing import segments
 from ladderize.adapt.data.show import document, show
 from ladderize.adapt.data.sources import open_rows, parse_specs
-from ladderize.adapt.data.stream import Stream, StreamOptions, chunks, fixed_rows, rank_rows, sources
+from ladderize.adapt.data.stream import Stream, StreamOptions, fixed_rows, rank_rows
 from ladderize.console import UsageError, UserError
 from ladderize.modeling import load_tokenizer
 from tests.helpers import ROOT

@@ -280,7 +280,7 @@ def test_a_different_token_needs_a_margin_below_the_tolerance(tmp_path, dtype, s
     """Two logits nearly equal: bfloat16 may take either, float32 may not."""
     folder = tmp_path / "m"
     save_llama(folder, dtype=getattr(torch, dtype), max_position_embeddings=128)
-    from ladderize.runtime.launch import Group
+    from ladderize.ranks.group import Ranks
     from ladderize.runtime.spec import checkpoint_spec
     from tests.groups import make_generator
 
@@ -293,7 +293,7 @@ def test_a_different_token_needs_a_margin_below_the_tolerance(tmp_path, dtype, s
     logits[step - 1, second] = logits[step - 1, chosen] + 1e-6  # the reference would have taken the other one
     ids = [*reference.ids[:step], int(second), *reference.ids[step + 1 :]]
     changed = gate.Reference(ids, reference.prompt, logits)
-    generator = make_generator(folder, Group(0, 1, torch.device("cpu")), Collectives(), 1, len(ids))
+    generator = make_generator(folder, Ranks(0, 1, torch.device("cpu")), Collectives(), 1, len(ids))
     whole = generator.model.logits
     generator.model.logits = lambda hidden: whole(hidden) if hidden.shape[1] == 1 else torch.from_numpy(logits)[None]
     with torch.inference_mode():

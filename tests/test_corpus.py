@@ -131,6 +131,10 @@ def stop_after(monkeypatch, batches):
     monkeypatch.setattr(CorpusFile, "write", write_or_fail)
 
 
+def work_of(out):
+    return out.with_name(out.name + ".ladderize-work")
+
+
 @pytest.fixture
 def unfinished(model, tmp_path, monkeypatch):
     """OUT of a run that was stopped after 8 of 10 samples, and what it would have been."""
@@ -138,22 +142,25 @@ def unfinished(model, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
         assert "no space left on device" in failure(command(model, tmp_path / "self.jsonl"))
-    assert listing(tmp_path) == ["self.jsonl.part", "self.jsonl.part.json", "whole.jsonl"]
-    assert len(ids_of((tmp_path / "self.jsonl.part").read_bytes())) == 8
+    assert listing(tmp_path) == ["self.jsonl.ladderize-work", "whole.jsonl"]
+    assert listing(work_of(tmp_path / "self.jsonl")) == ["run.json", "samples.jsonl"]
+    assert len(ids_of((work_of(tmp_path / "self.jsonl") / "samples.jsonl").read_bytes())) == 8
     return tmp_path / "self.jsonl", whole
 
 
 def test_goes_on_wherever_the_part_ends(model, unfinished):
     out, whole = unfinished
-    part, about = out.with_name(out.name + ".part"), out.with_name(out.name + ".part.json")
+    work = work_of(out)
+    part, about = work / "samples.jsonl", work / "run.json"
     saved = about.read_bytes()
     for keep in [0, 1, len(whole) - 1, len(whole), *random.sample(range(2, len(whole) - 1), 6)]:
+        work.mkdir(exist_ok=True)
         part.write_bytes(whole[:keep])
         about.write_bytes(saved)
         assert write(model, out) == whole, keep
-        assert not part.exists()
-        assert not about.exists()
+        assert not work.exists()
         out.unlink()
+    work.mkdir()
     part.write_bytes(whole[: len(whole) // 2] + b"\0" * 100 + b"\n" + whole)  # a power failure
     about.write_bytes(saved)
     assert write(model, out) == whole
@@ -176,34 +183,31 @@ def test_goes_on_in_batches_of_another_size_and_to_more_samples(model, unfinishe
 def test_work_of_another_run_is_not_gone_on_with(model, unfinished):
     out, _ = unfinished
     message = failure(command(model, out, seed=1, temperature=0.5))
-    assert (
-        "of a run with another seed and temperature; delete it and self.jsonl.part.json, or choose another --out"
-        in message
-    )
+    assert "of a run with another seed and temperature; delete it, or choose another --out" in message
     assert "another ignore_eos;" in failure([*command(model, out), "--ignore-eos"])
     assert "holds 8 samples already" in failure(command(model, out, 7))
-    out.with_name(out.name + ".part.json").unlink()
-    assert "is there without self.jsonl.part.json" in failure(command(model, out))
-    assert len(ids_of(out.with_name(out.name + ".part").read_bytes())) == 8
+    (work_of(out) / "run.json").unlink()
+    assert "is no folder of unfinished work, and not empty; choose another --out" in failure(command(model, out))
+    assert len(ids_of((work_of(out) / "samples.jsonl").read_bytes())) == 8
 
 
 def test_killed_between_the_rename_and_the_end(model, unfinished, monkeypatch):
     out, whole = unfinished
-    about = out.with_name(out.name + ".part.json")
+    about = work_of(out) / "run.json"
     with monkeypatch.context() as patch:
-        patch.setattr(type(out), "unlink", lambda self, missing_ok=False: pytest.fail("killed"))
+        patch.setattr(CorpusFile, "remove", lambda self: pytest.fail("killed"))
         with pytest.raises(pytest.fail.Exception):
             invoke(*command(model, out))
     assert out.read_bytes() == whole
     assert about.exists()
     assert "is there already" in failure(command(model, out, 11))
     assert write(model, out) == whole
-    assert not about.exists()
+    assert not work_of(out).exists()
 
 
 def test_kill_9_at_any_moment(model, tmp_path):
     out, samples = tmp_path / "self.jsonl", 120
-    part = tmp_path / "self.jsonl.part"
+    part = work_of(out) / "samples.jsonl"
     arguments = [sys.executable, "-m", "ladderize", *map(str, command(model, out, samples))]
     process = warm.WarmProcess(arguments)
     deadline = time.monotonic() + 60
@@ -219,11 +223,12 @@ def test_kill_9_at_any_moment(model, tmp_path):
 
 def test_a_second_run_does_not_touch_the_firsts_work(model, unfinished):
     out, _ = unfinished
-    about = json.loads(out.with_name(out.name + ".part.json").read_text())
+    about = json.loads((work_of(out) / "run.json").read_text())
+    about = {key: about[key] for key in about if key not in ("schema_version", "ladderize_version", "made_folder")}
     before = listing(out.parent)
     with CorpusFile(out, about, 10, eos=(), overwrite=False) as file:
         assert file.samples == 8
-        assert "another run is writing" in failure(command(model, out))
+        assert "another run is at work in" in failure(command(model, out))
     assert listing(out.parent) == before
 
 

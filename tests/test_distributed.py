@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from ladderize.console import DEBUG, UserError
+from ladderize.ranks.group import Ranks
+from ladderize.ranks.threads import cores
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.shm import SharedMemory
-from ladderize.runtime.launch import Group
 from tests.groups import die, fail, reduce_long, reduce_randomly, too_large, values, wait_twice
 from tests.helpers import invoke
 
@@ -30,7 +31,7 @@ def test_values_come_back_from_rank_0():
         2,
         [0, 1],
         5,
-        max(1, len(distributed.cores()) // 2),
+        max(1, len(cores()) // 2),
     ]
 
 
@@ -107,7 +108,7 @@ def test_where_shared_memory_cannot_serve(monkeypatch):
 
 
 def test_choices_that_make_no_sense_are_refused():
-    alone, pair = Group(0, 1, torch.device("cpu")), Group(0, 2, torch.device("cpu"))
+    alone, pair = Ranks(0, 1, torch.device("cpu")), Ranks(0, 2, torch.device("cpu"))
     assert choose("auto", alone, max_bytes=1)[0].name == "single"
     assert isinstance(choose("none", pair, max_bytes=1)[0], NoCommunication)
     with pytest.raises(UserError, match="--backend gloo has no effect with one rank"):
@@ -115,18 +116,18 @@ def test_choices_that_make_no_sense_are_refused():
     with pytest.raises(UserError, match="--backend nccl is for GPUs"):
         choose("nccl", pair, max_bytes=1)
     with pytest.raises(UserError, match="--backend gloo is for CPUs"):
-        choose("gloo", Group(0, 2, torch.device("cuda", 0)), max_bytes=1)
+        choose("gloo", Ranks(0, 2, torch.device("cuda", 0)), max_bytes=1)
 
 
 def test_a_launcher_that_started_another_number(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UserError, match="WORLD_SIZE is set, as a launcher does, but RANK is ''"):
-        distributed.check_tp_size(4, "cpu")
+        distributed.check_group_size(4, "cpu")
     for name, value in (("RANK", "0"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="--tp-size 2 was asked for, but the launcher started 4 processes"):
-        distributed.check_tp_size(2, "cpu")
+        distributed.check_group_size(2, "cpu")
 
 
 def test_single_and_none_keep_shapes():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ladderize.demo.run import MODEL
+from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.decode import Sampling, generate, sample
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
@@ -86,7 +87,7 @@ def test_a_row_stops_at_any_eos_and_the_others_go_on(tmp_path):
     make_model("ladder all", max_position_embeddings=128).save_pretrained(tmp_path / "m")
     prompts = [random_ids(5).tolist(), random_ids(3).tolist()]
     free = distributed.run(sampled, tmp_path / "m", prompts, Sampling(), 24, tp_size=1, device="cpu", threads=1)
-    group = distributed.Group(0, 1, torch.device("cpu"))
+    group = Ranks(0, 1, torch.device("cpu"))
     from ladderize.runtime.collectives.base import Collectives
 
     generator = make_generator(tmp_path / "m", group, Collectives(), 2, 64)
@@ -194,12 +195,17 @@ def test_joins_a_group_that_torchrun_started(tmp_path):
 
 
 def children(pid):
-    """The ranks that a process has started, in order; Linux only."""
+    """The processes that a process has started, in order; Linux only."""
     try:
-        listed = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        return sorted(child for child in listed if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes())
+        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     except FileNotFoundError:
         return []
+
+
+def ranks_of(pid):
+    """The ranks of a command: what the server that it has started has forked."""
+    servers = [child for child in children(pid) if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [rank for server in servers for rank in children(server)]
 
 
 @pytest.fixture
@@ -208,7 +214,7 @@ def two_ranks():
     command = ["generate", MODEL, "-p", "the cat", "--tp-size", 2, "--max-new-tokens", 100]
     process = warm.WarmProcess([sys.executable, "-m", "ladderize", *command])
     deadline = time.monotonic() + 60
-    while len(ranks := children(process.pid)) < 2 and time.monotonic() < deadline:
+    while len(ranks := ranks_of(process.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     yield process, ranks
     process.kill()
@@ -272,7 +278,7 @@ def test_bad_checkpoints(tmp_path, llama, monkeypatch):
     def failure(folder, *arguments):
         # nothing below may start a process: whatever is wrong is known before
         monkeypatch.setattr(
-            "multiprocessing.context.SpawnProcess.start", lambda self: pytest.fail("a process was started")
+            "multiprocessing.process.BaseProcess.start", lambda self: pytest.fail("a process was started")
         )
         return one_sentence(invoke("generate", folder, "-p", "x", "--tp-size", 2, *arguments))
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import Link, emulate
 from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.decode import Generator, Sampling, generate
-from ladderize.runtime.launch import Group
 from tests.groups import make_generator
 from tests.helpers import LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle
@@ -54,7 +54,7 @@ def test_generate_and_compile(name):
 
 
 def gpu_group():
-    return Group(0, 1, torch.device("cuda", 0))
+    return Ranks(0, 1, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import ROOT
 
 PACKAGE = ROOT / "ladderize"
-LEAVES = {"layout", "console", "files", "modeling", "data", "figure", "memory"}
+LEAVES = {"layout", "console", "files", "modeling", "ranks", "data", "figure", "memory"}
 MAY_IMPORT = {
     "convert": LEAVES | {"convert"},
     "runtime": LEAVES | {"convert", "runtime"},

@@ -460,7 +460,7 @@ def test_an_interrupt_leaves_nothing(pair, tmp_path, monkeypatch, moment):
 
 
 def test_what_a_killed_merge_left_is_cleaned_by_the_next(pair, tmp_path):
-    script = "import os, sys; from ladderize.adapt import merge; merge.check_merged = lambda *a: os._exit(9)\n"
+    script = "import os, sys; from ladderize.adapt.lora import merge; merge.check_merged = lambda *a: os._exit(9)\n"
     script += "merge.merge_adapter(sys.argv[1], sys.argv[2], verify=False)"
     assert warm.run([sys.executable, "-c", script, pair[1], tmp_path / "out"]).returncode == 9
     assert len(listing(tmp_path)) == 4  # the output, unfinished, and what was merged

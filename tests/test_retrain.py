@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import ladderize
-from ladderize.adapt.ranks import Ranks
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.engine import BETAS, EPSILON, Engine
@@ -25,13 +24,14 @@ from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters, trained_tensors
 from ladderize.adapt.retrain.outcome import read_metrics
 from ladderize.adapt.retrain.schedule import Budget, Schedule, parse_count
-from ladderize.adapt.retrain.sharding import wants_fsdp
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.blocks import open_checkpoint
 from ladderize.console import UserError
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
+from ladderize.ranks.training import wants_fsdp
 from tests import warm
 from tests.helpers import SHAPE, invoke, last_error, listing, one_sentence, run_ranks, save_llama
 
@@ -579,7 +579,7 @@ def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
     assert parts["optimizer"] == 2 * parts["gradients"] == 8000
     assert parts["teacher"] == numbers * 2
     assert "--micro-batch-size 1 would fit" in what_would_fit(demand, demand.total - 1, lora_trained=None, on_gpu=False)
-    monkeypatch.setattr(retraining, "available_bytes", lambda device: 500_500_000)
+    monkeypatch.setattr("ladderize.adapt.retrain.task.available_bytes", lambda device: 500_500_000)
     message = last_error(adapt(place, tmp_path / "out"))
     assert "this needs about 50" in message
     assert "would" in message

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from ladderize.console import UserError
+from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import FixedStep
@@ -88,6 +89,7 @@ def results(cases):
                 backend,
                 tp_size=tp_size,
                 device="cpu",
+                threads=1,
             )
         return done[tp_size, backend][int(replicate_vocab)]
 
@@ -144,7 +146,7 @@ def test_compiled_sub_modules(tmp_path):
     model.save_pretrained(tmp_path / "m")
     ids = random_ids(2, 9)
     exact, _ = Oracle(model.state_dict(), model.config)(ids)
-    group = distributed.Group(0, 1, torch.device("cpu"))
+    group = Ranks(0, 1, torch.device("cpu"))
     with torch.inference_mode():
         generator = make_generator(tmp_path / "m", group, Collectives(), 2, 16, pack=False, compile=True)
         found = generator.model.logits(generator.read(ids))
@@ -157,7 +159,7 @@ def test_the_step_that_cuda_graphs_capture(tmp_path):
     """Positions and padding from buffers, a fixed number of columns in view: the same logits as the step that knows
     them."""
     make_model("mixed", max_position_embeddings=128).save_pretrained(tmp_path / "m")
-    group = distributed.Group(0, 1, torch.device("cpu"))
+    group = Ranks(0, 1, torch.device("cpu"))
     known, fixed = (make_generator(tmp_path / "m", group, Collectives(), 2, 24) for _ in range(2))
     prompts = [random_ids(6).tolist(), random_ids(3).tolist()]
     with torch.inference_mode():
@@ -172,7 +174,7 @@ def test_the_step_that_cuda_graphs_capture(tmp_path):
 
 def test_a_batch_of_another_size_than_the_cache(tmp_path):
     make_model("dense").save_pretrained(tmp_path / "m")
-    generator = make_generator(tmp_path / "m", distributed.Group(0, 1, torch.device("cpu")), Collectives(), 2, 8)
+    generator = make_generator(tmp_path / "m", Ranks(0, 1, torch.device("cpu")), Collectives(), 2, 8)
     with pytest.raises(ValueError, match="1 prompts for a cache of 2 rows"):
         generator.prefill([[3, 4]])
     with pytest.raises(UserError, match="a prompt of 9 tokens does not fit a cache of 8"):
@@ -204,6 +206,6 @@ def test_rope_scaling_and_tied_embeddings(tmp_path, rope):
     with torch.no_grad():
         expected = model(ids).logits
     (result,) = distributed.run(
-        run_models, {"m": (tmp_path / "m", ids, [[3], [5, 7]], 2)}, "auto", tp_size=1, device="cpu"
+        run_models, {"m": (tmp_path / "m", ids, [[3], [5, 7]], 2)}, "auto", tp_size=1, device="cpu", threads=1
     ).values()
     torch.testing.assert_close(torch.from_numpy(result["logits"]), expected, rtol=1e-4, atol=1e-4)

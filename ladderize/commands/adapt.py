@@ -1,7 +1,6 @@
 """``adapt``."""
 
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +17,8 @@ from ladderize.commands.options import (
     compute_options,
 )
 from ladderize.commands.spd import MAX_LR, ComputeDtype, TrainingSeed, WorkDir, blockwise_options
-from ladderize.console import Console, UsageError, is_main_rank, table
+from ladderize.console import Console, UsageError, table
+from ladderize.ranks.launcher import is_main_rank
 
 BLOCKS, FULL, LORA = "blocks", "full", "lora"
 # options that only some methods have; the others refuse them, since they would have no effect
@@ -358,9 +358,10 @@ def _retrain_options(given: Mapping[str, Any]) -> Any:
     if given["dtype"] == "float16":
         raise UsageError("--dtype float16 is too narrow to train in; take bfloat16 or float32")
     device = compute_options(given.get("device"), given["dtype"], given.get("threads"))
-    from ladderize.runtime.launch import set_threads
+    from ladderize.ranks.group import launched
+    from ladderize.ranks.threads import set_threads
 
-    set_threads(given.get("threads"), int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    set_threads(given.get("threads"), launched().local_size)
     lora = {key.removeprefix("lora_"): given[key] for key in ONLY[LORA] if key in given}
     if "targets" in lora:
         lora["targets"] = tuple(name.strip() for name in lora["targets"].split(",") if name.strip())

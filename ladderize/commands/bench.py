@@ -16,7 +16,8 @@ from ladderize.commands.options import (
     Threads,
     _runtime_options,
 )
-from ladderize.console import Console, UserError, is_main_rank
+from ladderize.console import Console, UserError
+from ladderize.ranks.launcher import is_main_rank
 
 DEFAULT_LAYOUTS = "dense,ladder,spd,spd+ladder"
 

@@ -17,7 +17,8 @@ from ladderize.commands.options import (
     Threads,
     _runtime_options,
 )
-from ladderize.console import Console, UsageError, is_main_rank
+from ladderize.console import Console, UsageError
+from ladderize.ranks.launcher import is_main_rank
 
 DEFAULT_SAMPLES_AT_A_TIME = 64
 
@@ -101,14 +102,14 @@ def generate(
         raise UsageError("--replicate-vocab has no effect with one rank")
     from ladderize.files.documents import check_writable
     from ladderize.runtime.decode import Sampling
-    from ladderize.runtime.launch import check_tp_size
+    from ladderize.runtime.launch import check_group_size
     from ladderize.runtime.spec import checkpoint_spec
     from ladderize.runtime.texts.prompts import GenerateOptions, generate_text
 
     console = Console(as_json)
     if out is not None and is_main_rank():
         check_writable(out)
-    check_tp_size(tp_size, device)
+    check_group_size(tp_size, device)
     spec = checkpoint_spec(model, tp_size=tp_size, dtype=dtype, revision=revision)
     options = GenerateOptions(
         tp_size=tp_size,

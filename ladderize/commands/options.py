@@ -56,7 +56,8 @@ def check_taus(tau1: float | None, tau2: float) -> None:
 
 def compute_options(device: str | None, dtype: str, threads: int | None) -> str:
     """Check where and how to compute; returns the device."""
-    from ladderize.runtime.launch import cores, default_device
+    from ladderize.ranks.group import default_device
+    from ladderize.ranks.threads import cores
 
     check_dtype(dtype)
     if device not in (None, "cpu", "cuda"):

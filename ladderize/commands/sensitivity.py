@@ -65,7 +65,8 @@ def sensitivity(
     check_taus(tau1, tau2)
     device = compute_options(device, dtype, threads)
     from ladderize.files.documents import check_writable, write_json
-    from ladderize.runtime.launch import already_started, set_threads
+    from ladderize.ranks.group import already_started
+    from ladderize.ranks.threads import set_threads
 
     if already_started():
         raise UserError("sensitivity runs in one process; start it without torchrun or accelerate launch")

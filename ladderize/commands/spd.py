@@ -1,6 +1,5 @@
 """``spd``, and the options of block-to-block distillation, which ``adapt`` has too."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,8 @@ from ladderize.commands.options import (
     check_taus,
     compute_options,
 )
-from ladderize.console import Console, UsageError, is_main_rank, table
+from ladderize.console import Console, UsageError, table
+from ladderize.ranks.launcher import is_main_rank
 
 Samples = Annotated[
     int | None, typer.Option(min=1, help="Windows to train on.  [default: what the data give, up to 1024]")
@@ -77,9 +77,10 @@ def blockwise_options(
     device = compute_options(device, dtype, threads)
     from ladderize.adapt.blockwise.distill import DistillOptions
     from ladderize.adapt.blockwise.run import BlockwiseOptions
-    from ladderize.runtime.launch import set_threads
+    from ladderize.ranks.group import launched
+    from ladderize.ranks.threads import set_threads
 
-    set_threads(threads, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    set_threads(threads, launched().local_size)
     return BlockwiseOptions(
         data=data,
         samples=samples,

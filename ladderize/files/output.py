@@ -18,6 +18,7 @@ from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 
 from ladderize.console import UserError
+from ladderize.files.locks import fsync, fsync_tree, try_lock
 
 CHUNK = 64 << 20
 AT_FDCWD, RENAME_EXCHANGE, FICLONE = -100, 2, 0x40049409
@@ -154,10 +155,8 @@ def _remove_if_unlocked(path: str) -> None:
     except OSError:
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)  # with the lock held: nobody can begin to write in it meanwhile
-    except OSError:
-        return  # held, or a file system without locks: leave it alone
+        if try_lock(descriptor):  # with the lock held nobody can begin to write in it meanwhile
+            shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(descriptor)
 
@@ -221,9 +220,7 @@ def complete_journal(out: Path) -> None:
     if not journal.is_file():
         return
     with journal.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not try_lock(file.fileno()):
             return  # another run is swapping right now
         try:
             names = json.load(file)
@@ -283,19 +280,3 @@ def _move(reader: RawIOBase, writer: BufferedIOBase) -> int:
 def _reflink(source: Path, target: Path) -> None:
     with source.open("rb") as reader, target.open("xb") as writer:
         fcntl.ioctl(writer.fileno(), FICLONE, reader.fileno())
-
-
-def fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def fsync_tree(folder: Path) -> None:
-    """Force names and contents of everything below ``folder`` to disk; linked data is there already, which is cheap."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            fsync(Path(root) / name)
-        fsync(Path(root))

@@ -1,6 +1,5 @@
 """A folder that holds what a run has finished so far, so that a killed one goes on."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -10,14 +9,20 @@ from types import TracebackType
 from typing import Any
 
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import Checkpoint
 from ladderize.files.documents import read_own, write_json
+from ladderize.files.locks import lock_folder
 
 ABOUT = "run.json"
 
 
+def differences(found: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    """The keys of ``identity`` of which ``found`` says something else, in words; empty where a run may go on."""
+    plain = json.loads(json.dumps(identity))
+    return " and ".join(sorted(key for key in plain if key not in found or found[key] != plain[key]))
+
+
 class WorkFolder:
-    """A locked folder of ``CONTENT``, and what the run that fills it is about.
+    """A locked folder of ``CONTENT``, and what the run that fills it is about (``ABOUT``, a JSON object).
 
     Used as a context. Of several processes ``main`` makes, locks and removes the folder. Raises UserError if it holds
     somebody's files, the work of a run on something else (``identity``), or is in use.
@@ -25,37 +30,49 @@ class WorkFolder:
 
     CONTENT: tuple[str, ...] = (ABOUT, ".*.json.*")  # names of what may lie here
     ADVICE = "delete it"
+    OPTION = "--work-dir"  # what names another place
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], *, main: bool = True) -> None:
-        self.folder = folder
+        self.folder, self.identity = folder, dict(identity)
+        self.about: dict[str, Any] = {}
         self.lock: int | None = None
         if main:
             try:
-                self._open(json.loads(json.dumps(identity)))
+                self._open()
             except BaseException:
                 self._unlock()
                 raise
 
-    def _open(self, identity: Mapping[str, Any]) -> None:
-        folder, path = self.folder, self.folder / ABOUT
-        if folder.exists() and (not folder.is_dir() or not self._only_ours()):
-            raise UserError(f"{folder} is no folder of unfinished work, and not empty; choose another --work-dir")
-        made = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        self.lock = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another run is at work in {folder}; wait for it, or choose another --work-dir") from None
-        found = read_own(path)
-        different = " and ".join(sorted(key for key in identity if found.get(key) != identity[key]))
-        if found and different:
+    def _open(self) -> None:
+        folder = self.folder
+        while self.lock is None:
+            if folder.exists() and (not folder.is_dir() or not self._only_ours()):
+                raise UserError(
+                    f"{folder} is no folder of unfinished work, and not empty; choose another {self.OPTION}"
+                )
+            made = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.lock = lock_folder(folder)
+            except BlockingIOError:
+                raise UserError(
+                    f"another run is at work in {folder}; wait for it, or choose another {self.OPTION}"
+                ) from None
+        self.about = read_own(folder / ABOUT)
+        different = differences(self.about, self.identity)
+        if self.about and different and self.has_work():
             raise UserError(
                 f"{folder} holds unfinished work of a run with another {different}; {self.ADVICE}, or choose another"
-                " --work-dir"
+                f" {self.OPTION}"
             )
-        if not found:
-            write_json(path, {**identity, "made_folder": made})
+        if not self.about or different:
+            self.write_about(made_folder=self.about.get("made_folder", made))
+
+    def write_about(self, **more: Any) -> None:
+        """Note, atomically, what this run is about, and ``more`` than that."""
+        kept = {"made_folder": self.about.get("made_folder", False), **more}
+        write_json(self.folder / ABOUT, {**self.identity, **kept})
+        self.about = read_own(self.folder / ABOUT)
 
     def has_work(self) -> bool:
         """Whether anything lies here that a run could go on from."""
@@ -74,9 +91,11 @@ class WorkFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.lock is not None and error is not None and self.folder.is_dir() and not self.has_work():
-            self.remove()  # nothing was done that would be missed
-        self._unlock()
+        try:
+            if self.lock is not None and error is not None and self.folder.is_dir() and not self.has_work():
+                self.remove()  # nothing was done that would be missed
+        finally:
+            self._unlock()
 
     def _unlock(self) -> None:
         if self.lock is not None:
@@ -93,13 +112,13 @@ class WorkFolder:
             self.folder.rmdir()
 
 
-def work_folder(out: str, work_dir: Path | None, *sources: Checkpoint) -> Path:
+def work_folder(out: str, work_dir: Path | None, *sources: Path) -> Path:
     """Where unfinished work lies: beside OUT, unless it was said. Raises UserError for a place that is somebody's."""
     target = Path(out).expanduser().resolve()
     if work_dir is None:
         return target.with_name(f"{target.name}.ladderize-work")
     folder = work_dir.expanduser().resolve()
-    for other in (target, *(source.folder.resolve() for source in sources)):
+    for other in (target, *(source.resolve() for source in sources)):
         if folder == other or folder in other.parents or other in folder.parents:
             raise UserError(f"--work-dir {folder} is, contains or lies inside {other}; choose a folder of its own")
     return folder

@@ -14,10 +14,10 @@ from ladderize.convert.checkpoint import FLOAT_DTYPES, fetch_weights, read_check
 from ladderize.convert.llama import check_config, check_tensors, expected_tensors
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import Generator, rope_table
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.launch import Group
 from ladderize.runtime.layers import Weights
 from ladderize.runtime.loader import CheckpointReader, RandomSource, files_identity, load_weights
 from ladderize.runtime.model import TPLlama
@@ -156,7 +156,7 @@ def open_generator(
     spec: ModelSpec,
     collectives: Collectives,
     weights: WeightCache,
-    group: Group,
+    group: Ranks,
     batch: int,
     columns: int,
     *,

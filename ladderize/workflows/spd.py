@@ -21,14 +21,12 @@ from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping
 from ladderize.adapt.blockwise.run import (
     BlockwiseOptions,
     announce,
-    compute_dtype,
     heldout_perplexities,
     loaded,
     perplexity_rows,
     training_record,
     training_windows,
 )
-from ladderize.adapt.ranks import join_ranks
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_seconds, to_json
 from ladderize.convert.checkpoint import fingerprint
@@ -42,6 +40,8 @@ from ladderize.files import output
 from ladderize.files.documents import read_json, write_json
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout, check_split, format_ranges
+from ladderize.ranks.group import join_ranks
+from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 
 CALIBRATION_SAMPLES = 128  # the paper's
 __all__ = ["SpdOptions", "block_rows", "perplexity_rows", "run_spd"]
@@ -73,6 +73,7 @@ def run_spd(
     launch, torchrun) rank 0 measures and groups, and all distil.
     """
     training = options.training
+    check_launch_of_blocks()
     ranks = join_ranks(training.device)
     checkpoint = open_checkpoint(model, options.revision)
     layout = Layout.from_config(checkpoint.config)
@@ -82,7 +83,7 @@ def run_spd(
         )
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
     output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
-    folder = work_folder(out, training.work_dir, checkpoint)
+    folder = work_folder(out, training.work_dir, checkpoint.folder)
     recipe = Recipe(
         spd="auto",
         sync_tp_size=options.sync_tp_size,
@@ -92,7 +93,7 @@ def run_spd(
     )
     windows = training_windows(checkpoint, training)
     calibration = windows.train[: options.calibration_samples].numpy()
-    dtype = compute_dtype(checkpoint, training.dtype)
+    dtype = compute_dtype(training.dtype, stored_dtype(checkpoint))
     teacher = Blocks(checkpoint, dtype, ranks.device)
     stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), ranks.device)
     record = training_record(windows, training, dtype)

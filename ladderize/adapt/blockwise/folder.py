@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ladderize.console import UserError
 from ladderize.convert.checkpoint import TensorInfo, read_header
-from ladderize.files.output import fsync
+from ladderize.files.locks import fsync
 from ladderize.files.work import WorkFolder
 
 

@@ -20,7 +20,6 @@ from ladderize.adapt.blockwise.distill import (
     trainable_layers,
 )
 from ladderize.adapt.blockwise.folder import BlockFolder
-from ladderize.adapt.ranks import join_ranks
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
 from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
 from ladderize.convert.checkpoint import Checkpoint, dense_function, fingerprint
@@ -31,6 +30,8 @@ from ladderize.eval.perplexity import summarise
 from ladderize.files import output
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout, format_ranges, parse_ranges
+from ladderize.ranks.group import join_ranks
+from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 
 # Without --samples: so many windows at most, since a block sees each several times.
 SAMPLES, HELDOUT = 1024, 64
@@ -71,14 +72,6 @@ def training_windows(checkpoint: Checkpoint, options: BlockwiseOptions) -> Windo
         )
     ids = torch.from_numpy(drawn)
     return Windows(ids[:samples], ids[samples : samples + heldout])
-
-
-def compute_dtype(checkpoint: Checkpoint, asked: str) -> torch.dtype:
-    """What the dense blocks compute in, and autocast for the others: bfloat16 unless the weights are stored in
-    float32."""
-    name = asked if asked != "auto" else "float32" if stored_dtype(checkpoint) in ("float32", "float64") else "bfloat16"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def heldout_perplexities(
@@ -124,15 +117,16 @@ def adapt_blocks(
     Several processes (accelerate launch, torchrun) share the blocks out; rank 0 writes. A killed run goes on where it
     was.
     """
+    check_launch_of_blocks()
     ranks = join_ranks(options.device)
     student_checkpoint, teacher_checkpoint = open_checkpoint(model, revision), open_checkpoint(teacher_name)
     layout = check_pair(student_checkpoint, teacher_checkpoint, model, teacher_name)
     layers = chosen_layers(layout, options.layers)
     for checkpoint in (student_checkpoint, teacher_checkpoint):
         output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
-    folder = work_folder(out, options.work_dir, student_checkpoint, teacher_checkpoint)
+    folder = work_folder(out, options.work_dir, student_checkpoint.folder, teacher_checkpoint.folder)
     windows = training_windows(teacher_checkpoint, options)
-    dtype = compute_dtype(teacher_checkpoint, options.dtype)
+    dtype = compute_dtype(options.dtype, stored_dtype(teacher_checkpoint))
     teacher, own = (Blocks(checkpoint, dtype, ranks.device) for checkpoint in (teacher_checkpoint, student_checkpoint))
     stored = Blocks(student_checkpoint, getattr(torch, stored_dtype(student_checkpoint)), ranks.device)
     student = Student(layout, layers, stored.weights)

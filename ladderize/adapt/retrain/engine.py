@@ -7,47 +7,31 @@ on CPUs.
 
 import contextlib
 import importlib.util
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ladderize.adapt.ranks import Ranks
 from ladderize.adapt.retrain.losses import ScoredLogits, Student
 from ladderize.adapt.retrain.sharding import whole
 from ladderize.console import UserError
+from ladderize.ranks.group import Ranks
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8
 FLASH, FLEX = "flash_attention_2", "flex_attention"
 
 
-def check_attention(name: str, device: str, compute: str) -> None:
+def check_attention(name: str, device: str, compute: torch.dtype) -> None:
     """Raise UserError where this attention cannot run."""
     if name == FLASH and importlib.util.find_spec("flash_attn") is None:
         raise UserError(
             f"--attention {FLASH} needs the package flash-attn, which is not installed; take sdpa, or install it"
         )
-    if name == FLASH and compute == "float32":
+    if name == FLASH and compute == torch.float32:
         raise UserError(f"--attention {FLASH} computes in bfloat16 only; pass --dtype bfloat16, or take sdpa")
     if name in (FLASH, FLEX) and device != "cuda":
         raise UserError(f"--attention {name} needs a GPU; take sdpa")
-
-
-def compute_name(asked: str, stored: str) -> str:
-    """The dtype to compute in. asked: auto takes what accelerate launch says, else float32 where weights are stored so,
-    else bfloat16."""
-    if asked != "auto":
-        return asked
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()  # the launcher sets "no" where nobody asked
-    if launched == "bf16":
-        return "bfloat16"
-    if launched not in ("", "no"):
-        raise UserError(
-            f"accelerate was told mixed_precision {launched}, which is too narrow to train in; take bf16 or no"
-        )
-    return "float32" if stored in ("float32", "float64") else "bfloat16"
 
 
 class Engine:

@@ -15,13 +15,11 @@ from ladderize.adapt.data.show import document as batch_document
 from ladderize.adapt.data.show import show
 from ladderize.adapt.data.stream import Stream, fixed_rows
 from ladderize.adapt.lora.write import check_adapter_target
-from ladderize.adapt.ranks import Ranks, join_ranks
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters
 from ladderize.adapt.retrain.options import LORA, RetrainOptions
 from ladderize.adapt.retrain.outcome import write_outcome
 from ladderize.adapt.retrain.schedule import Budget
-from ladderize.adapt.retrain.sharding import reshards
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.adapt.retrain.task import Task, check_disk, check_memory, open_task, what_it_is
 from ladderize.adapt.retrain.trackers import Trackers, check_trackers
@@ -34,6 +32,8 @@ from ladderize.files.work import work_folder
 from ladderize.layout import format_ranges
 from ladderize.memory import tcmalloc_advice
 from ladderize.modeling import load_tokenizer
+from ladderize.ranks.group import Ranks, join_ranks
+from ladderize.ranks.launcher import accelerate_settings
 
 
 def open_stream(checkpoint: Checkpoint, options: RetrainOptions, how: TrainOptions) -> tuple[Stream, list[PackedRow]]:
@@ -75,7 +75,7 @@ def retrain(
             check_adapter_target(Path(out), source, overwrite=overwrite)
         else:
             output.check_target(Path(out), source.folder, overwrite=overwrite)
-    folder = work_folder(out, options.work_dir, *task.sources)
+    folder = work_folder(out, options.work_dir, *(source.folder for source in task.sources))
     check_memory(task, ranks, console)
     stream, heldout = open_stream(task.checkpoint, options, task.how)
     with stream:
@@ -129,7 +129,7 @@ def prepare(
         attention=options.attention,
         gradient_checkpointing=options.gradient_checkpointing,
         mesh=ranks.mesh() if task.sharded else None,
-        reshard=reshards(),
+        reshard=accelerate_settings().reshard,
     )
     student = build_student(
         task.checkpoint,

@@ -19,7 +19,7 @@ from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.sharding import assign, whole
 from ladderize.console import UserError, sentence, to_json
 from ladderize.convert.tensor_file import infos_of, write_tensors
-from ladderize.files.output import fsync
+from ladderize.files.locks import fsync
 from ladderize.files.work import WorkFolder
 
 WEIGHTS, OPTIMIZER, STATE, METRICS = "weights.safetensors", "optimizer.safetensors", "state.json", "metrics.jsonl"

@@ -14,12 +14,10 @@ from ladderize.adapt.blockwise.run import check_pair
 from ladderize.adapt.data.sources import identity as data_identity
 from ladderize.adapt.data.stream import Stream
 from ladderize.adapt.lora.write import LoraOptions, lora_config
-from ladderize.adapt.ranks import Ranks
-from ladderize.adapt.retrain.engine import check_attention, compute_name
+from ladderize.adapt.retrain.engine import check_attention
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.adapt.retrain.models import EMBEDDING, HEAD, trained_tensors
 from ladderize.adapt.retrain.options import LORA, RetrainOptions
-from ladderize.adapt.retrain.sharding import wants_fsdp
 from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
 from ladderize.adapt.retrain.trainer import TrainOptions
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
@@ -29,6 +27,8 @@ from ladderize.convert.llama import expected_tensors
 from ladderize.files import output
 from ladderize.layout import Layout, parse_ranges
 from ladderize.memory import available_bytes
+from ladderize.ranks.group import Ranks
+from ladderize.ranks.training import compute_dtype, wants_fsdp
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
     if (teacher is None) != (options.objective.distill_weight == 0):
         raise UserError("a teacher (distill_from) and a weight of its predictions (distill_weight) go together")
     check_tied(checkpoint, model)
-    compute = compute_name(options.dtype, stored_dtype(checkpoint))
+    compute = compute_dtype(options.dtype, stored_dtype(checkpoint))
     check_attention(options.attention, ranks.device.type, compute)
     return Task(
         model=model,
@@ -112,7 +112,7 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
         options=options,
         everything=options.train == "all",
         how=options.resolve(checkpoint.config, ranks.size),
-        compute=getattr(torch, compute),
+        compute=compute,
         sharded=wants_fsdp(ranks.size),
     )
 

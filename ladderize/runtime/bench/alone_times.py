@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.cost_model import Operation
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.emulated import Link
 from ladderize.runtime.collectives.observed import Recording
 from ladderize.runtime.decode import Generator
-from ladderize.runtime.launch import Group
 
 PHASES = ("prefill", "decode")
 ALONE_ROUNDS, ALONE_REPEAT = 6, 10
@@ -37,7 +37,7 @@ class AloneTimes:
     """Seconds of one collective with nothing beside it, by its kind and the size of its message; measured when first
     asked for."""
 
-    def __init__(self, group: Group, collectives: Collectives, link: Link | None, dtype: torch.dtype) -> None:
+    def __init__(self, group: Ranks, collectives: Collectives, link: Link | None, dtype: torch.dtype) -> None:
         self.group, self.collectives, self.link, self.dtype = group, collectives, link, dtype
         self.seen: dict[tuple[str, int], float] = {}
 

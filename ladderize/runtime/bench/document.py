@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.layout import OVERLAPPED
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.alone_times import PHASES, Communication
 from ladderize.runtime.bench.cost_model import predict
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.runtime.decode import Generator
-from ladderize.runtime.launch import Group
 from ladderize.runtime.spec import ModelSpec
 
 # Of the time in flight: less under compute than this is none at all.
@@ -37,7 +37,7 @@ class Variant:
 
 
 def _rows(
-    group: Group, variant: Variant, first: Variant, options: BenchOptions, batch: int, checks: dict[str, Any]
+    group: Ranks, variant: Variant, first: Variant, options: BenchOptions, batch: int, checks: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     yield _row(variant, "real", first, options, batch, checks)
     if variant is first and "no-comm" in options.baselines:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from ladderize.runtime.launch import Group, cores
+from ladderize.ranks.group import Ranks
+from ladderize.ranks.threads import cores
 
 
-def environment(group: Group, device: str) -> dict[str, Any]:
+def environment(group: Ranks, device: str) -> dict[str, Any]:
     """Machine, versions and settings; all ranks call it."""
     import transformers
 
@@ -42,7 +43,7 @@ def environment(group: Group, device: str) -> dict[str, Any]:
     return found
 
 
-def _link(group: Group) -> str:
+def _link(group: Ranks) -> str:
     if group.size == 1:
         return "none"
     if torch.cuda.device_count() < group.size:

@@ -8,7 +8,7 @@ from ladderize.console import UsageError, UserError
 from ladderize.convert.llama import check_config
 from ladderize.layout import Layout, LayoutError, parse_ranges
 from ladderize.runtime.collectives.emulated import Link, parse_link
-from ladderize.runtime.launch import check_tp_size
+from ladderize.runtime.launch import check_group_size
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec, read_shape, shape_spec
 
 
@@ -84,7 +84,7 @@ def plan(arguments: BenchArguments) -> tuple[list[ModelSpec], BenchOptions]:
     ranks = arguments.emulate_tp or arguments.tp_size
     link = parse_link(arguments.link, ranks) if arguments.link is not None else None
     if arguments.emulate_tp is None:
-        check_tp_size(arguments.tp_size, arguments.device)
+        check_group_size(arguments.tp_size, arguments.device)
     option = "--tp-size" if arguments.emulate_tp is None else "--emulate-tp"
     specs = (
         _random(arguments, ranks, option)

@@ -15,8 +15,9 @@ import torch
 
 from ladderize.console import UserError, human_bytes
 from ladderize.convert.llama import parameter_count
+from ladderize.ranks.threads import cores
 from ladderize.runtime.decode import Generator, Sampling, sample
-from ladderize.runtime.launch import cores, end_with_parent
+from ladderize.runtime.launch import end_with_parent
 from ladderize.runtime.spec import ModelSpec
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 32

@@ -15,6 +15,7 @@ import torch
 
 from ladderize.console import Console
 from ladderize.memory import PeakMemory
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench import reference_check
 from ladderize.runtime.bench.alone_times import PHASES, AloneTimes, instrument, synchronize
 from ladderize.runtime.bench.baselines import ParallelLlama
@@ -27,7 +28,7 @@ from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.decode import Generator, Sampling, sample
-from ladderize.runtime.launch import Group, run
+from ladderize.runtime.launch import run
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
 
@@ -43,7 +44,7 @@ def run_bench(specs: list[ModelSpec], options: BenchOptions, console: Console) -
     return document
 
 
-def _bench(group: Group, specs: list[ModelSpec], options: BenchOptions, console: Console) -> dict[str, Any]:
+def _bench(group: Ranks, specs: list[ModelSpec], options: BenchOptions, console: Console) -> dict[str, Any]:
     tokens = options.prompt_len + options.output_len
     hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
     rows_of_gate, batch = reference_check.PROMPT_TOKENS + reference_check.NEW_TOKENS, max(options.batch_sizes)
@@ -83,7 +84,7 @@ def _bench(group: Group, specs: list[ModelSpec], options: BenchOptions, console:
     }
 
 
-def _collectives(group: Group, options: BenchOptions, max_bytes: int) -> tuple[Collectives, str]:
+def _collectives(group: Ranks, options: BenchOptions, max_bytes: int) -> tuple[Collectives, str]:
     if options.emulate_tp is None:
         return choose(options.backend, group, max_bytes=max_bytes)
     assert options.link is not None
@@ -94,7 +95,7 @@ def _collectives(group: Group, options: BenchOptions, max_bytes: int) -> tuple[C
 
 
 def _check(
-    group: Group, specs: list[ModelSpec], options: BenchOptions, collectives: Collectives, weights: WeightCache
+    group: Ranks, specs: list[ModelSpec], options: BenchOptions, collectives: Collectives, weights: WeightCache
 ) -> dict[str, dict[str, float]]:
     """The correctness gate for every checkpoint. Emulated sums are not sums, so there the whole model is checked on one
     rank."""
@@ -116,7 +117,7 @@ def _check(
 
 
 def _variants(
-    group: Group,
+    group: Ranks,
     specs: list[ModelSpec],
     options: BenchOptions,
     collectives: Collectives,
@@ -146,7 +147,7 @@ def _variants(
 
 
 def _measure(
-    group: Group, variants: list[Variant], options: BenchOptions, batch: int, advance: Callable[[int], None]
+    group: Ranks, variants: list[Variant], options: BenchOptions, batch: int, advance: Callable[[int], None]
 ) -> None:
     """Rounds over all variants, each with and without communication, in an order drawn anew for each round."""
     order = [(variant, mode) for variant in variants for mode in variant.generators]
@@ -168,7 +169,7 @@ def _measure(
         advance(1)
 
 
-def _timed(group: Group, generator: Generator, options: BenchOptions, batch: int) -> tuple[float, float]:
+def _timed(group: Ranks, generator: Generator, options: BenchOptions, batch: int) -> tuple[float, float]:
     """Seconds of the prefill, and per decoded token."""
     prompts = _prompts(generator, options, batch)
     draws = torch.zeros(batch, options.output_len - 1, device=group.device)
@@ -195,7 +196,7 @@ def _prompts(generator: Generator, options: BenchOptions, batch: int) -> list[li
 
 
 def _profile(
-    group: Group,
+    group: Ranks,
     variants: list[Variant],
     options: BenchOptions,
     batch: int,

@@ -3,10 +3,11 @@
 import torch
 
 from ladderize.console import UsageError, UserError, sentence
+from ladderize.ranks.group import Ranks, host_id
+from ladderize.ranks.threads import cores
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.gloo import Gloo
 from ladderize.runtime.collectives.gpu import ONE_SHOT_BYTES, Nccl, SymmetricMemory
-from ladderize.runtime.launch import Group, cores, host_id
 
 BACKENDS = ("auto", "nccl", "symm_mem", "gloo", "shm", "none")
 
@@ -24,7 +25,7 @@ def check_backend(backend: str, ranks: int, device: str) -> None:
         )
 
 
-def choose(backend: str, group: Group, *, max_bytes: int) -> tuple[Collectives, str]:
+def choose(backend: str, group: Ranks, *, max_bytes: int) -> tuple[Collectives, str]:
     """The collectives of a group, and one sentence on the choice. Raises UserError where ``backend`` cannot work.
 
     max_bytes: the largest message that will be sent.
@@ -50,7 +51,7 @@ def choose(backend: str, group: Group, *, max_bytes: int) -> tuple[Collectives, 
     return Gloo(group.size), f"gloo: {'as asked for' if backend == 'gloo' else problem}"
 
 
-def _on_gpu(backend: str, group: Group) -> tuple[Collectives, str]:
+def _on_gpu(backend: str, group: Ranks) -> tuple[Collectives, str]:
     problem = None
     if len(set(group.gather(host_id()))) > 1:
         problem = "the ranks are on several hosts"
@@ -73,6 +74,6 @@ def _on_gpu(backend: str, group: Group) -> tuple[Collectives, str]:
     return chosen, f"symm_mem: {kernel} up to {ONE_SHOT_BYTES // 1024} KiB, nccl above"
 
 
-def _peers_reachable(group: Group) -> bool:
+def _peers_reachable(group: Ranks) -> bool:
     own, count = group.device.index, torch.cuda.device_count()
     return all(torch.cuda.can_device_access_peer(own, peer) for peer in range(min(count, group.size)) if peer != own)

@@ -11,6 +11,7 @@ architectures give no such guarantee without fences, which Python cannot issue: 
 """
 
 import mmap
+import multiprocessing
 import os
 import platform
 import shutil
@@ -22,10 +23,10 @@ import torch
 from torch import Tensor
 
 from ladderize.console import UserError, human_bytes
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
-from ladderize.runtime.launch import SEGMENTS as FOLDER
-from ladderize.runtime.launch import Group
 
+FOLDER = Path("/dev/shm")  # noqa: S108 - a memory file system is the point
 ORDERED = ("x86_64", "AMD64")
 SLOTS = 4  # messages that may be in flight; the oldest slot is free again when every rank has read it
 LINE = 128  # bytes between counters: two cache lines, which adjacent-line prefetch pairs
@@ -37,7 +38,7 @@ class SharedMemory(Collectives):
 
     name = "shm"
 
-    def __init__(self, group: Group, *, max_bytes: int) -> None:
+    def __init__(self, group: Ranks, *, max_bytes: int) -> None:
         super().__init__(group.size)
         self.rank = group.rank
         self.slot_bytes = _round_up(max_bytes)
@@ -73,7 +74,7 @@ class SharedMemory(Collectives):
         return None
 
     @staticmethod
-    def _attach(group: Group, size: int) -> mmap.mmap:
+    def _attach(group: Ranks, size: int) -> mmap.mmap:
         """A file in memory that every rank has mapped; its name is gone before this returns, so nothing stays behind.
 
         Not multiprocessing's SharedMemory: before Python 3.13 its resource tracker unlinks the segment when any process
@@ -81,9 +82,7 @@ class SharedMemory(Collectives):
         """
         path = None
         if group.is_main:
-            descriptor, path = tempfile.mkstemp(
-                prefix=f"ladderize-{os.getppid()}-", dir=FOLDER
-            )  # the parent looks for leftovers
+            descriptor, path = tempfile.mkstemp(prefix=f"ladderize-{_starter()}-", dir=FOLDER)
             try:
                 os.posix_fallocate(descriptor, 0, size)  # now, in words, rather than later by SIGBUS
             except OSError as error:
@@ -181,6 +180,18 @@ class SharedMemory(Collectives):
             alive = True
         if not alive:
             raise UserError(f"rank {peer} (process {self.pids[peer]}) has died; this rank stops too")
+
+
+def remove_segments(starter: int) -> None:
+    """Delete what ranks that process ``starter`` had started left behind when they were stopped while they attached."""
+    for left in FOLDER.glob(f"ladderize-{starter}-*"):
+        left.unlink(missing_ok=True)
+
+
+def _starter() -> int:
+    """The process that started this rank, which looks for leftovers; a rank is forked from a server, not from it."""
+    parent = multiprocessing.parent_process()
+    return os.getppid() if parent is None or parent.pid is None else parent.pid
 
 
 def _round_up(size: int) -> int:

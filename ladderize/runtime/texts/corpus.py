@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 
-from ladderize.console import Console, UserError, human_bytes, is_main_rank
+from ladderize.console import Console, UserError, human_bytes
 from ladderize.convert.checkpoint import fingerprint, read_checkpoint
 from ladderize.files.documents import read_json
 from ladderize.modeling import load_tokenizer
+from ladderize.ranks.group import Ranks
+from ladderize.ranks.launcher import is_main_rank
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.decode import Generator, generate
-from ladderize.runtime.launch import Group, run
+from ladderize.runtime.launch import run
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
-from ladderize.runtime.texts.corpus_file import CorpusFile, check_target
+from ladderize.runtime.texts.corpus_file import CorpusFile, check_corpus_target
 from ladderize.runtime.texts.prompts import GenerateOptions
 
 
@@ -57,7 +59,7 @@ def sample_corpus(
     assert spec.folder is not None
     out = out.expanduser().resolve()
     if is_main_rank():
-        check_target(out, overwrite)
+        check_corpus_target(out, overwrite)
     tokenizer = load_tokenizer(spec.folder)
     if options.max_new_tokens + 1 > spec.positions:
         raise UserError(
@@ -118,7 +120,7 @@ def identity(spec: ModelSpec, corpus: Corpus, options: GenerateOptions, tokenize
 
 
 def _sample(
-    group: Group, spec: ModelSpec, corpus: Corpus, options: GenerateOptions, console: Console
+    group: Ranks, spec: ModelSpec, corpus: Corpus, options: GenerateOptions, console: Console
 ) -> dict[str, Any]:
     """One rank's part; rank 0 alone holds the file."""
     assert spec.folder is not None
@@ -167,7 +169,7 @@ def _sample(
 
 
 def _open(
-    group: Group, spec: ModelSpec, corpus: Corpus, options: GenerateOptions, console: Console
+    group: Ranks, spec: ModelSpec, corpus: Corpus, options: GenerateOptions, console: Console
 ) -> tuple[Generator, str]:
     """A generator for one batch, checked for NaN before hours of noise are written."""
     rows = corpus.batch_size

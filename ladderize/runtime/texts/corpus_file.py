@@ -1,6 +1,5 @@
 """A file of samples that appears whole or not at all, and that a killed run goes on with."""
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -9,92 +8,71 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ladderize.console import UserError, sentence, to_json
-from ladderize.files.documents import read_own
-from ladderize.files.output import fsync
+from ladderize.console import UserError, sentence
+from ladderize.files.locks import fsync
+from ladderize.files.work import WorkFolder, work_folder
+
+SAMPLES = "samples.jsonl"  # whole lines, and after a kill perhaps a piece of one
 
 
-def part_of(out: Path) -> Path:
-    """The samples so far: whole lines, and after a kill perhaps a piece of one."""
-    return out.with_name(out.name + ".part")
+def check_corpus_target(out: Path, overwrite: bool) -> None:
+    """Raise UserError if ``out`` is there and must not be replaced.
 
-
-def about_of(out: Path) -> Path:
-    """What run the samples are of."""
-    return out.with_name(out.name + ".part.json")
-
-
-def check_target(out: Path, overwrite: bool) -> None:
-    """Raise UserError if ``out`` is there and must not be replaced; a run that was killed just after its end may still
-    tidy up."""
-    if out.exists() and not overwrite and not about_of(out).exists():
+    A run that was killed just after its end may still tidy up.
+    """
+    if out.exists() and not overwrite and not work_folder(str(out), None).exists():
         raise _is_there(out)
 
 
-class CorpusFile:
-    """OUT while it is made, one JSON line for each sample: ``OUT.part``, and ``OUT.part.json`` that says what run it is
-    of.
+class CorpusFile(WorkFolder):
+    """OUT while it is made, one JSON line for each sample, in a folder of unfinished work beside it.
 
-    Used as a context, by the one process that writes. ``identity``: all that the samples depend on, as JSON holds it.
-    ``samples``, ``tokens`` (without BOS) and ``ended`` (by EOS) count what is written. Raises UserError if OUT is there
-    already (unless ``overwrite``), if another run is at work, or if the unfinished work is another run's or nobody's.
+    Used as a context, by the one process that writes. ``identity``: all that the samples depend on. ``samples``,
+    ``tokens`` (without BOS) and ``ended`` (by EOS) count what is written. Raises UserError if OUT is there already
+    (unless ``overwrite``), if another run is at work, or if the unfinished work is another run's or nobody's.
 
-    What may be killed when: the rename to OUT is the last step but one, and before it OUT.part.json says ``finished``;
-    so OUT.part.json without OUT.part tells a run that only had to tidy up.
+    What may be killed when: the rename to OUT is the last step but one, and before it the record of the run says
+    ``finished``; so a record without samples tells a run that only had to tidy up.
     """
+
+    CONTENT = (*WorkFolder.CONTENT, SAMPLES)
+    OPTION = "--out"
 
     def __init__(
         self, out: Path, identity: Mapping[str, Any], samples: int, *, eos: Sequence[int], overwrite: bool
     ) -> None:
-        self.out, self.part, self.about = out, part_of(out), about_of(out)
-        self.identity: dict[str, Any] = json.loads(json.dumps(identity))
+        self.out = out
         self.eos = frozenset(eos)
         self.samples = self.tokens = self.ended = 0
         self.file: FileIO | None = None
+        super().__init__(work_folder(str(out), None), identity)
         try:
-            self._open(samples, overwrite)
-        except BaseException:
-            self._close()
+            self._go_on(samples, overwrite)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
 
-    def _open(self, samples: int, overwrite: bool) -> None:
-        found = read_own(self.about)
-        if (
-            found.get("finished") == samples
-            and self.out.is_file()
-            and not self.part.exists()
-            and not self._differences(found)
-        ):
+    @property
+    def part(self) -> Path:
+        return self.folder / SAMPLES
+
+    def has_work(self) -> bool:
+        """Whether there are samples: a file without any may be begun anew."""
+        return self.part.is_file() and self.part.stat().st_size > 0
+
+    def _go_on(self, samples: int, overwrite: bool) -> None:
+        if self.about.get("finished") == samples and self.out.is_file() and not self.part.exists():
             self._count(self.out)
             return
-        self.file = _locked(self.part)
         if self.out.exists() and not overwrite:
             raise _is_there(self.out)
-        found = read_own(self.about)  # anew: under the lock nobody changes it
-        if os.fstat(self.file.fileno()).st_size:
-            self._check(found)
-        if found.get("finished") is not None or self._differences(found):
-            self._write_about()
+        if "finished" in self.about:
+            self.write_about()
+        self.file = self.part.open("ab", buffering=0)
         self.file.truncate(self._count(self.part))
         if self.samples > samples:
             raise UserError(
-                f"{self.part} holds {self.samples} samples already; ask for as many with --num-samples, or delete it"
-                f" and {self.about.name}"
-            )
-
-    def _differences(self, found: Mapping[str, Any]) -> list[str]:
-        return [key for key, value in self.identity.items() if key not in found or found[key] != value]
-
-    def _check(self, found: Mapping[str, Any]) -> None:
-        if not found:
-            raise UserError(
-                f"{self.part} is there without {self.about.name}, which says of what run; delete it, or choose another"
-                " --out"
-            )
-        if different := self._differences(found):
-            raise UserError(
-                f"{self.part} holds samples of a run with another {' and '.join(different)}; delete it and"
-                f" {self.about.name}, or choose another --out"
+                f"{self.folder} holds {self.samples} samples already; ask for as many with --num-samples, or delete it"
             )
 
     def _count(self, path: Path) -> int:
@@ -132,30 +110,13 @@ class CorpusFile:
             self._add(ids)
 
     def finish(self) -> None:
-        """Give the file its name."""
+        """Give the file its name, and remove the folder."""
         if self.file is not None:
             os.fsync(self.file.fileno())
-            self._write_about(finished=self.samples)
+            self.write_about(finished=self.samples)
             os.replace(self.part, self.out)
             fsync(self.out.parent)
-        self.about.unlink(missing_ok=True)
-
-    def _write_about(self, **more: Any) -> None:
-        temporary = self.about.with_name(self.about.name + ".new")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(to_json({**self.identity, **more}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.about)
-
-    def _close(self) -> None:
-        if self.file is not None:
-            if not os.fstat(self.file.fileno()).st_size:  # nothing was done that would be missed
-                self.part.unlink(missing_ok=True)
-                if "finished" not in read_own(self.about):
-                    self.about.unlink(missing_ok=True)
-            self.file.close()
-            self.file = None
+        self.remove()
 
     def __enter__(self) -> "CorpusFile":
         return self
@@ -163,22 +124,10 @@ class CorpusFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
-
-
-def _locked(path: Path) -> FileIO:
-    """The file, made if need be, open to append, and locked as long as it is."""
-    while True:
-        file = path.open("ab", buffering=0)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise UserError(f"another run is writing {path}; wait for it, or choose another --out") from None
-        with_name = path.stat().st_ino if path.exists() else None
-        if os.fstat(file.fileno()).st_ino == with_name:
-            return file
-        file.close()  # that run has just ended: this is its OUT by now
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+        super().__exit__(kind, error, trace)
 
 
 def _ids(line: bytes) -> list[int] | None:

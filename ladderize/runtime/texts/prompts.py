@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
-from ladderize.console import Console, UserError, is_main_rank
+from ladderize.console import Console, UserError
 from ladderize.modeling import load_tokenizer
+from ladderize.ranks.group import Ranks
+from ladderize.ranks.launcher import is_main_rank
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.decode import Sampling, generate
-from ladderize.runtime.launch import Group, run
+from ladderize.runtime.launch import run
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
 
 
@@ -85,7 +87,7 @@ def generate_text(spec: ModelSpec, prompts: list[str], options: GenerateOptions,
 
 
 def _generate(
-    group: Group, spec: ModelSpec, prompts: list[str], ids: list[list[int]], options: GenerateOptions, console: Console
+    group: Ranks, spec: ModelSpec, prompts: list[str], ids: list[list[int]], options: GenerateOptions, console: Console
 ) -> dict[str, Any]:
     longest = max(map(len, ids))
     row = max(spec.config["hidden_size"] * longest, spec.config["vocab_size"])

@@ -1,0 +1,130 @@
+"""Who this process is among its ranks, and what they tell each other."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ladderize.console import UserError, silent_stdout
+from ladderize.ranks.launcher import ALONE, Place, launched_place
+
+# Loading, and the fp32 reference that rank 0 computes while the others wait, can be long; a dead rank is noticed
+# otherwise.
+INFERENCE_TIMEOUT = timedelta(hours=2)
+# In training one rank measures, or trains its last block, while the others wait: as long as that takes. The launcher
+# ends them if one fails.
+TRAINING_TIMEOUT = timedelta(days=30)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process is ``rank`` of ``size``, ``local_size`` of them on this machine; ``device`` is what it computes on.
+
+    All ranks call the same methods in the same order. Messages between them go over the CPU.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    local_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (any picklable object), in order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
+
+    def barrier(self) -> None:
+        """Wait for all ranks, blocked in the kernel rather than spinning, so that whoever is late has the cores."""
+        self.gather(None)
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Rank 0 goes through the block before the others enter it."""
+        if not self.is_main:
+            self.barrier()
+        yield
+        if self.is_main:  # not after an error: then the launcher ends the others
+            self.barrier()
+
+    def mesh(self) -> Any:
+        """All ranks in a row, for FSDP2."""
+        return dist.init_device_mesh(self.device.type, (self.size,))
+
+
+def launched() -> Place:
+    """Where a launcher has put this process, or alone; raises UserError if the launcher left out what it has to say."""
+    try:
+        return launched_place()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def already_started() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return launched() != ALONE
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def rank_device(kind: str, local_rank: int) -> torch.device:
+    """The device of a rank: cpu, or its GPU among those that it sees, which becomes torch's current one."""
+    if kind != "cuda":
+        return torch.device(kind)
+    index = local_rank % torch.cuda.device_count()  # a launcher may show each rank its own GPU only
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def join_group(place: Place, device: str, *, timeout: timedelta, init_method: str = "env://") -> Ranks:
+    """Join torch's process group as ``place`` says; device: cpu or cuda. Alone there is no group to join."""
+    ranks = Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)
+    if place.size > 1:
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        with silent_stdout():
+            dist.init_process_group(
+                backend, init_method=init_method, rank=place.rank, world_size=place.size, timeout=timeout
+            )
+    return ranks
+
+
+def join_ranks(device: str) -> Ranks:
+    """For training: the group that a launcher has started, if one has; device: cpu or cuda.
+
+    It lasts as long as the process: several trainings of one process share it.
+    """
+    place = launched()
+    if place != ALONE and dist.is_initialized():
+        return Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)
+    return join_group(place, device, timeout=TRAINING_TIMEOUT)
+
+
+def host_id() -> str:
+    """A name that is equal for processes of one running host only."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/mnt")
+    mounts = os.readlink(namespace) if namespace.is_symlink() else ""
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''} {mounts}"

@@ -1,0 +1,91 @@
+"""What torchrun or ``accelerate launch`` says to the processes that it starts: the one place that reads its variables.
+
+Imports nothing of ladderize, and no torch: the console asks here who may print.
+"""
+
+import os
+from dataclasses import dataclass
+
+WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+
+
+def is_main_rank() -> bool:
+    """Whether this process is the one that prints and writes: rank 0, or alone."""
+    return os.environ.get(RANK, "0") in ("", "0")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's number among all and among those of its machine, and how many there are of both."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+ALONE = Place(rank=0, size=1, local_rank=0, local_size=1)
+
+
+def launched_place() -> Place:
+    """What the launcher says, or ``ALONE`` without one; raises ValueError, with one sentence, if it says half of it."""
+    if os.environ.get(WORLD_SIZE, "1") in ("", "1"):
+        return ALONE
+    for name in (WORLD_SIZE, RANK, "MASTER_ADDR", "MASTER_PORT"):
+        value = os.environ.get(name, "")
+        if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
+            raise ValueError(
+                f"WORLD_SIZE is set, as a launcher does, but {name} is {value!r}; unset WORLD_SIZE or start with"
+                " torchrun"
+            )
+    size = int(os.environ[WORLD_SIZE])
+    return Place(
+        rank=int(os.environ[RANK]),
+        size=size,
+        local_rank=int(os.environ.get(LOCAL_RANK) or 0),
+        local_size=int(os.environ.get(LOCAL_WORLD_SIZE) or size),
+    )
+
+
+def started_rank_variables(place: Place) -> dict[str, str]:
+    """The variables that a rank which ladderize itself starts gets, as a launcher would set them."""
+    return {
+        RANK: str(place.rank),
+        WORLD_SIZE: str(place.size),
+        LOCAL_RANK: str(place.local_rank),
+        LOCAL_WORLD_SIZE: str(place.local_size),
+    }
+
+
+@dataclass(frozen=True)
+class AccelerateSettings:
+    """What ``accelerate launch`` was told, as its variables hold it; empty or False where it was not.
+
+    reshard: of --fsdp_reshard_after_forward; None where nothing was said.
+    """
+
+    mixed_precision: str
+    deepspeed: bool
+    accumulation_steps: str
+    fsdp: bool
+    fsdp_version: str
+    offload: bool
+    activation_checkpointing: bool
+    reshard: bool | None
+
+
+def accelerate_settings() -> AccelerateSettings:
+    def said(name: str) -> str:
+        return os.environ.get(name, "").lower()
+
+    reshard = said("FSDP_RESHARD_AFTER_FORWARD")
+    return AccelerateSettings(
+        mixed_precision=said("ACCELERATE_MIXED_PRECISION"),
+        deepspeed=said("ACCELERATE_USE_DEEPSPEED") == "true",
+        accumulation_steps=said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+        fsdp=said("ACCELERATE_USE_FSDP") == "true",
+        fsdp_version=said("FSDP_VERSION"),
+        offload=said("FSDP_OFFLOAD_PARAMS") == "true",
+        activation_checkpointing=said("FSDP_ACTIVATION_CHECKPOINTING") == "true",
+        reshard=False if reshard == "false" else None,
+    )

@@ -1,0 +1,76 @@
+"""What a launcher asks of a training: sharding and the dtype to compute in. One policy for all methods of ``adapt``."""
+
+import torch
+
+from ladderize.console import UserError
+from ladderize.ranks.launcher import accelerate_settings
+
+WIDE = ("float32", "float64")
+
+
+def compute_dtype(asked: str, stored: str) -> torch.dtype:
+    """The dtype to train in, for weights that are stored as ``stored``.
+
+    asked: a dtype's name, or auto, which takes what accelerate launch was told, else float32 where weights are stored
+    so, else bfloat16. Raises UserError for a launcher's precision that is too narrow.
+    """
+    dtype: torch.dtype = getattr(torch, asked if asked != "auto" else _launched_dtype(stored))
+    return dtype
+
+
+def _launched_dtype(stored: str) -> str:
+    launched = accelerate_settings().mixed_precision  # the launcher sets "no" where nobody asked
+    if launched == "bf16":
+        return "bfloat16"
+    if launched not in ("", "no"):
+        raise UserError(
+            f"accelerate was told mixed_precision {launched}, which is too narrow to train in; take bf16 or no"
+        )
+    return "float32" if stored in WIDE else "bfloat16"
+
+
+def check_launch_of_blocks() -> None:
+    """Raise UserError for what a launcher may ask for that has no effect where every process trains whole blocks."""
+    _refuse_common()
+    if accelerate_settings().fsdp:
+        raise UserError(
+            "accelerate was told to use FSDP, which has no effect on block-to-block distillation: every process trains"
+            " whole blocks; leave it out"
+        )
+
+
+def wants_fsdp(ranks: int) -> bool:
+    """Whether the launcher asked for FSDP2; raises UserError for what it may ask for that is not here."""
+    _refuse_common()
+    settings = accelerate_settings()
+    if not settings.fsdp:
+        return False
+    if ranks == 1:
+        raise UserError(
+            "accelerate was told to use FSDP with one process, which shards nothing; start several, or leave it out"
+        )
+    if settings.fsdp_version != "2":
+        raise UserError("accelerate was told to use FSDP 1; adapt supports FSDP 2: add --fsdp_version 2")
+    for told, option in (
+        (settings.offload, "--fsdp_offload_params"),
+        (settings.activation_checkpointing, "--fsdp_activation_checkpointing"),
+    ):
+        if told:
+            raise UserError(
+                f"accelerate's {option} has no effect on adapt; leave it out (adapt has --gradient-checkpointing)"
+            )
+    return True
+
+
+def _refuse_common() -> None:
+    settings = accelerate_settings()
+    if settings.deepspeed:
+        raise UserError(
+            "accelerate was told to use DeepSpeed, which adapt does not support; FSDP2 shards the same: --use_fsdp"
+            " --fsdp_version 2"
+        )
+    if settings.accumulation_steps not in ("", "1"):
+        raise UserError(
+            "accelerate's --gradient_accumulation_steps has no effect on adapt; it follows from --batch-size and"
+            " --micro-batch-size"
+        )
