@@ -195,17 +195,16 @@ def test_joins_a_group_that_torchrun_started(tmp_path):
 
 
 def children(pid):
-    """The processes that a process has started, in order; Linux only."""
+    """The ranks that a process has started, in order: they are forked from a server. Linux only."""
+
+    def of(parent):
+        return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
     try:
-        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+        servers = [child for child in of(pid) if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return sorted(rank for server in servers for rank in of(server))
     except FileNotFoundError:
         return []
-
-
-def ranks_of(pid):
-    """The ranks of a command: what the server that it has started has forked."""
-    servers = [child for child in children(pid) if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()]
-    return [rank for server in servers for rank in children(server)]
 
 
 @pytest.fixture
@@ -214,7 +213,7 @@ def two_ranks():
     command = ["generate", MODEL, "-p", "the cat", "--tp-size", 2, "--max-new-tokens", 100]
     process = warm.WarmProcess([sys.executable, "-m", "ladderize", *command])
     deadline = time.monotonic() + 60
-    while len(ranks := ranks_of(process.pid)) < 2 and time.monotonic() < deadline:
+    while len(ranks := children(process.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     yield process, ranks
     process.kill()

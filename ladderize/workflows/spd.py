@@ -34,8 +34,10 @@ from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_
 from ladderize.convert.llama import kv_head_count
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.selection import CLASSES, IN_SENSITIVE, Selection
-from ladderize.eval.sensitivity import TAU2, SensitivityOptions, measure_sensitivity
+from ladderize.convert.selection import Selection
+from ladderize.convert.sensitivity_file import CLASSES, IN_SENSITIVE
+from ladderize.eval.options import SensitivityOptions
+from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.files import output
 from ladderize.files.documents import read_json, write_json
 from ladderize.files.work import work_folder
@@ -58,7 +60,7 @@ class SpdOptions:
     max_ppl_increase: float | None = None
     calibration_samples: int = CALIBRATION_SAMPLES
     tau1: float | None = None
-    tau2: float = TAU2
+    tau2: float = SensitivityOptions.tau2
     distill_all: bool = False
     head_grouping: str = "error"
     revision: str | None = None
@@ -241,9 +243,9 @@ def group(
 def to_distil(selection: Selection, options: SpdOptions) -> list[int]:
     """The dropped blocks that are not in-sensitive, or all of them."""
     return [
-        row["block"]
-        for row in selection.rows
-        if row["dropped"] and (options.distill_all or row["class"] != IN_SENSITIVE)
+        entry.block
+        for entry in selection.blocks
+        if entry.dropped and (options.distill_all or entry.sensitivity_class != IN_SENSITIVE)
     ]
 
 
@@ -253,7 +255,7 @@ def to_group(selection: Selection, options: SpdOptions) -> list[int]:
     if options.head_grouping == "none":
         return []
     classes = CLASSES[-1:] if options.head_grouping == "paper" else CLASSES
-    return [block for block in to_distil(selection, options) if selection.rows[block]["class"] in classes]
+    return [block for block in to_distil(selection, options) if selection.blocks[block].sensitivity_class in classes]
 
 
 def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, Tensor]:
@@ -291,12 +293,13 @@ def block_table(
 ) -> list[dict[str, Any]]:
     """What each block got and why, with the figures of each step."""
     table = []
-    for row in selection.rows:
-        block = row["block"]
+    for entry in selection.blocks:
+        block = entry.block
+        grouping = head_map.report.get(block) if head_map is not None else None
         table.append(
             {
-                **row,
-                "grouping": head_map.report.get(block) if head_map is not None else None,
+                **entry.to_dict(),
+                "grouping": grouping.to_dict() if grouping is not None else None,
                 "distillation": work.report(block) if block in student.layers else None,
             }
         )

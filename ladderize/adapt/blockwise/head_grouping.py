@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ladderize.blocks import Blocks
 from ladderize.convert.checkpoint import fingerprint
-from ladderize.convert.heads import HeadMap
+from ladderize.convert.heads import GroupingReport, HeadMap
 from ladderize.convert.llama import kv_head_count
 from ladderize.layout import Layout, check_split
 
@@ -292,7 +292,7 @@ def group_heads(
     dropped = Layout.from_layers(blocks.num_layers, spd=range(blocks.num_layers), sync_tp_size=sync_tp_size)
     units = Units.of(config["num_attention_heads"], kv_head_count(config), sync_tp_size)
     orders: dict[int, tuple[int, ...]] = {}
-    report: dict[int, dict[str, Any]] = {}
+    report: dict[int, GroupingReport] = {}
     with torch.no_grad():
         states = [blocks.embed(torch.from_numpy(window)[None]) for window in windows[:WINDOWS]]
         for index in range(max(layers, default=-1) + 1):
@@ -310,7 +310,7 @@ def group_heads(
 
 def _group_layer(
     blocks: Blocks, layer: Any, states: list[Tensor], units: Units, criterion: str, seed: int
-) -> tuple[Assignment, dict[str, Any]]:
+) -> tuple[Assignment, GroupingReport]:
     distance, probe = _observe(blocks, layer, states, units, seed)
     identity = units.identity()
     papers = papers_assignment(probe, units, distance, seed=seed)
@@ -321,15 +321,15 @@ def _group_layer(
     )
     if criterion == "error" and probe.error(chosen) >= probe.error(identity):
         chosen = identity
-    return chosen, {
-        "criterion": criterion,
-        "freedom": units.freedom,
-        "error_before": probe.error(identity),
-        "error_after": probe.error(chosen),
-        "error_of_paper": probe.error(papers),
-        "distance_before": _total(distance, identity),
-        "distance_after": _total(distance, chosen),
-    }
+    return chosen, GroupingReport(
+        criterion=criterion,
+        freedom=units.freedom,
+        error_before=probe.error(identity),
+        error_after=probe.error(chosen),
+        error_of_paper=probe.error(papers),
+        distance_before=_total(distance, identity),
+        distance_after=_total(distance, chosen),
+    )
 
 
 def papers_assignment(probe: Probe, units: Units, distance: np.ndarray, *, seed: int = 0) -> Assignment:

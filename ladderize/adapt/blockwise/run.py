@@ -26,7 +26,7 @@ from ladderize.convert.checkpoint import Checkpoint, dense_function, fingerprint
 from ladderize.convert.llama import expected_tensors
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.eval.perplexity import summarise
+from ladderize.eval.perplexity import perplexity_from_nlls
 from ladderize.files import output
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout, format_ranges, parse_ranges
@@ -84,7 +84,7 @@ def heldout_perplexities(
     for name, layer_at in variants.items():
         begin = time.perf_counter()
         nlls = window_nlls(blocks, layer_at, ids, batch_size=batch_size).numpy()
-        results[name] = vars(summarise(nlls, list(ids.numpy()), time.perf_counter() - begin))
+        results[name] = vars(perplexity_from_nlls(nlls, list(ids.numpy()), time.perf_counter() - begin))
     return results
 
 
