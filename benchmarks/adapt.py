@@ -24,10 +24,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import ladderize
-from ladderize.adapt.data.packing import IGNORED, collate
+from ladderize.adapt.data.packing import IGNORED_TARGET, collate
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.run import open_stream, prepare
+from ladderize.adapt.retrain.run import make_trainer, open_data
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.adapt.retrain.task import open_task
@@ -98,8 +98,8 @@ class Ours:
             device=args.device,
         )
         task = open_task(str(model), options, ranks, None)
-        self.stream, heldout = open_stream(task.checkpoint, options, task.how)
-        self.trainer = prepare(
+        self.stream, heldout = open_data(task.checkpoint, options, task.training)
+        self.trainer = make_trainer(
             task, ranks, self.stream, heldout, TrainingFolder(work, {}), Console(), Trackers((), work, {}, ranks)
         )
 
@@ -176,7 +176,7 @@ def pad(examples):
     for example in examples:
         more = longest - len(example["input_ids"])
         batch["input_ids"].append([*example["input_ids"], *[0] * more])
-        batch["labels"].append([*example["labels"], *[IGNORED] * more])
+        batch["labels"].append([*example["labels"], *[IGNORED_TARGET] * more])
         batch["attention_mask"].append([1] * len(example["input_ids"]) + [0] * more)
     if all(all(row) for row in batch["attention_mask"]):
         del batch["attention_mask"]  # nothing is padded
@@ -193,7 +193,7 @@ def read_examples(stream, count: int):
     rows = stream.take(count)
     found = []
     for row in rows:
-        labels = np.full(len(row), IGNORED)
+        labels = np.full(len(row), IGNORED_TARGET)
         labels[1:] = row.targets[:-1]
         found.append({"input_ids": row.ids.tolist(), "labels": labels.tolist()})
     return found
@@ -202,19 +202,19 @@ def read_examples(stream, count: int):
 def same_loss(ours: Ours, theirs: Theirs) -> float:
     """Relative difference of the loss of the same examples under the two models as they are; and neither trains on
     them."""
-    state = ours.stream.state()
+    place = ours.stream.place()
     rows = ours.stream.take(4)
-    ours.stream.load(state)
+    ours.stream.go_to(place)
     with torch.no_grad():
         sums = ours.trainer.engine.losses(ours.trainer.engine.to_device(collate(rows)))
-        own = float(sums[0]) / sum(int((row.targets != IGNORED).sum()) for row in rows)
+        own = float(sums[0]) / sum(int((row.targets != IGNORED_TARGET).sum()) for row in rows)
         total, count = 0.0, 0
         for row in rows:
             ids = torch.from_numpy(row.ids)[None].to(theirs.model.device)
             positions = torch.from_numpy(row.positions)[None].to(theirs.model.device)
-            labels = np.full(len(row), IGNORED)
+            labels = np.full(len(row), IGNORED_TARGET)
             labels[1:] = row.targets[:-1]
-            scored = int((labels != IGNORED).sum())
+            scored = int((labels != IGNORED_TARGET).sum())
             with torch.autocast(theirs.args.device, torch.bfloat16, enabled=theirs.args.dtype == "bfloat16"):
                 loss = theirs.model(
                     ids, position_ids=positions, use_cache=False, labels=torch.from_numpy(labels)[None].to(ids.device)
@@ -288,7 +288,7 @@ def main() -> None:
             for variant in variants.values():
                 if isinstance(variant, Ours):
                     variant.stream.close()
-                    padding = variant.stream.counts["padding_share"]
+                    padding = variant.stream.counts.padding_share
             medians = {key: statistics.median(values) for key, values in samples.items()}
             ratios = {
                 "full: ladderize / Trainer": medians["full/ladderize"] / medians["full/Trainer"],

@@ -23,7 +23,7 @@ from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.outcome import read_metrics
-from ladderize.adapt.retrain.run import open_stream, prepare, retrain
+from ladderize.adapt.retrain.run import make_trainer, open_data, retrain
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.adapt.retrain.task import open_task
@@ -107,9 +107,11 @@ def measure(folder: Path, model: str, device: torch.device, steps: int, **more) 
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    stream, heldout = open_stream(task.checkpoint, options, task.how)
+    stream, heldout = open_data(task.checkpoint, options, task.training)
     with stream, tempfile.TemporaryDirectory() as work, TrainingFolder(Path(work), {}) as training:
-        trainer = prepare(task, ranks, stream, heldout, training, Console(True), Trackers((), Path(work), {}, ranks))
+        trainer = make_trainer(
+            task, ranks, stream, heldout, training, Console(True), Trackers((), Path(work), {}, ranks)
+        )
         samples = [trainer.step(0.0, lambda: False)["tokens_per_s"] for _ in range(steps + 2)][2:]
         begin = time.perf_counter()
         trainer.save()

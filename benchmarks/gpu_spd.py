@@ -17,9 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ladderize.adapt.blockwise.distill import DistillOptions, Student, Windows, distill
+from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_grouping import group_heads
+from ladderize.adapt.blockwise.options import DistillOptions
+from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
 from ladderize.eval.sensitivity import Suffixes, column_layouts, sweep_seconds
@@ -108,7 +111,7 @@ def main() -> None:
             )
         every = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS)
         work = BlockFolder(Path(folder) / "work", {})
-        student = Student(every, tuple(layers), blocks.weights)
+        student = StudentBlocks(every, tuple(layers), blocks.weights)
         options = DistillOptions(epochs=1, patience=1)
         measured(
             "distillation, 1 epoch",

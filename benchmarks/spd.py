@@ -20,10 +20,13 @@ from pathlib import Path
 
 import torch
 
-from ladderize.adapt.blockwise.distill import DistillOptions, Student, distill
+from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_grouping import group_heads
-from ladderize.adapt.blockwise.run import BlockwiseOptions, loaded, training_windows
+from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+from ladderize.adapt.blockwise.run import loaded
+from ladderize.adapt.blockwise.windows import training_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console
 from ladderize.eval.harness import evaluate_models
@@ -174,7 +177,7 @@ def ablation(args: argparse.Namespace) -> dict:
                 begin = time.perf_counter()
                 distill(
                     blocks,
-                    Student(every, tuple(layers), untrained.__getitem__),
+                    StudentBlocks(every, tuple(layers), untrained.__getitem__),
                     windows,
                     options.distill,
                     work,

@@ -181,6 +181,16 @@ class Layout:
     def is_dense(self) -> bool:
         return set(self.attention_sync + self.mlp_sync) == {BLOCKING}
 
+    @property
+    def converted_layers(self) -> list[int]:
+        """Layers that compute something else than the dense model's: of their own sync point, or of the stream that
+        they read."""
+        return [
+            layer
+            for layer in range(self.num_layers)
+            if self.attention_sync[layer] != BLOCKING or self.entering(layer) != BLOCKING
+        ]
+
     def entering(self, layer: int) -> str:
         """The mode of the MLP sync point that enters ``layer``; blocking for the first."""
         return self.mlp_sync[layer - 1] if layer else BLOCKING

@@ -11,13 +11,15 @@ import pytest
 from tokenizers import pre_tokenizers, processors
 
 from ladderize.adapt.data import chunks, sources
+from ladderize.adapt.data.chunks import StreamOptions
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.files import PASSAGE_BYTES, TextRows
 from ladderize.adapt.data.formats import BadRow, BadRows, Row
 from ladderize.adapt.data.packing import segments
-from ladderize.adapt.data.show import document, show
+from ladderize.adapt.data.place import StreamPlace
+from ladderize.adapt.data.show import batch_document, show_batch
 from ladderize.adapt.data.sources import open_rows, parse_specs
-from ladderize.adapt.data.stream import Stream, StreamOptions, fixed_rows, rank_rows
+from ladderize.adapt.data.stream import Stream, fixed_rows, rank_rows
 from ladderize.console import UsageError, UserError
 from ladderize.modeling import load_tokenizer
 from tests.helpers import ROOT
@@ -76,6 +78,10 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_ROWS", 3)
 
 
+def through_json(place):
+    return StreamPlace.from_dict(json.loads(json.dumps(place.to_dict())), "a state")
+
+
 def text_of(number):
     return f"row {number} " + "the cat sat on a mat. " * (1 + number % 4)
 
@@ -122,11 +128,11 @@ def scored_text(tokenizer, example):
 
 
 def plain(rows):
-    return [(row.ids.tolist(), row.positions.tolist(), row.targets.tolist(), row.where) for row in rows]
+    return [(row.ids.tolist(), row.positions.tolist(), row.targets.tolist(), row.origins) for row in rows]
 
 
 def origins(rows):
-    return [where for row in rows for where in row.where]
+    return [where for row in rows for where in row.origins]
 
 
 # --- what a row becomes ---
@@ -223,7 +229,7 @@ def test_conversations_that_cannot_be_used(chat, tokenizer):
 
 def test_long_rows_are_cut(tokenizer):
     encoded = encode(None, {"input_ids": list(range(2, 11))}, seq_len=4)
-    assert [(example.ids.tolist(), example.where) for example in encoded.examples] == [
+    assert [(example.ids.tolist(), example.origin) for example in encoded.examples] == [
         ([2, 3, 4, 5], "there, piece 1"),
         ([6, 7, 8, 9], "there, piece 2"),
     ]  # the 10 alone has nothing to predict
@@ -328,7 +334,7 @@ def test_globs(tmp_path, tokenizer):
     (tmp_path / "c.txt").write_text("x")
     (spec,) = parse_specs([f"{tmp_path}/*.jsonl"])
     rows = open_rows(spec)
-    assert [rows.read(number).where.rpartition("/")[2] for number in range(len(rows))] == [
+    assert [rows.read(number).origin.rpartition("/")[2] for number in range(len(rows))] == [
         "a.jsonl, line 1",
         "a.jsonl, line 2",
         "a.jsonl, line 3",
@@ -356,10 +362,10 @@ def test_bad_lines_are_named_or_skipped_and_counted(tmp_path, tokenizer):
         rows = opened.take(8)
         counts = opened.counts
     assert {where.rpartition(" ")[2] for where in origins(rows)} == {"1", "4", "7", "9"}
-    assert counts["skipped_rows"] == 5
-    assert len(counts["skipped_first"]) == 5
-    assert "line 10: is not UTF-8" in counts["skipped_first"][3]
-    assert "line 6: gives 0 tokens" in counts["skipped_first"][4]
+    assert counts.skipped_rows == 5
+    assert len(counts.skipped_first) == 5
+    assert "line 10: is not UTF-8" in counts.skipped_first[3]
+    assert "line 6: gives 0 tokens" in counts.skipped_first[4]
     bad = BadRows()
     fixed = fixed_rows(parse_specs([name]), Encodes(tokenizer), options(skip_bad_rows=True), bad=bad)
     assert (len(origins(fixed)), bad.count) == (4, 5)
@@ -431,7 +437,7 @@ def test_a_text_in_passages(tmp_path, ends):
     assert len(passages) > 3
     assert all(PASSAGE_BYTES * 0.2 < len(passage.encode()) <= PASSAGE_BYTES * 1.25 for passage in passages)
     assert all(passage.endswith(ends) for passage in passages)
-    assert rows.read(1).where.endswith(
+    assert rows.read(1).origin.endswith(
         f"a.txt, bytes {len(passages[0].encode())} to {len((passages[0] + passages[1]).encode()) - 1}"
     )
     (tmp_path / "a.txt").write_bytes(b"abc\xff")
@@ -442,11 +448,14 @@ def test_a_text_in_passages(tmp_path, ends):
 def test_arrays(tmp_path):
     np.save(tmp_path / "rows.npy", np.arange(12, dtype=np.uint16).reshape(3, 4))
     rows = fixed_rows(parse_specs([str(tmp_path / "rows.npy")]), None, options(packing=False))
-    assert [(row.ids.tolist(), row.where[0].rpartition("/")[2]) for row in rows][1] == ([4, 5, 6, 7], "rows.npy, row 2")
+    assert [(row.ids.tolist(), row.origins[0].rpartition("/")[2]) for row in rows][1] == (
+        [4, 5, 6, 7],
+        "rows.npy, row 2",
+    )
     np.savez(tmp_path / "a.npz", train=np.arange(40_000) % VOCAB, other=np.arange(3))
     opened = open_rows(*parse_specs([f"{tmp_path}/a.npz:train"]))
     assert [len(opened.read(number).values["input_ids"]) for number in range(len(opened))] == [16384, 40_000 - 16384]
-    assert opened.read(1).where.endswith("a.npz:train, ids 16384 to 39999")
+    assert opened.read(1).origin.endswith("a.npz:train, ids 16384 to 39999")
     with pytest.raises(UserError, match="holds the arrays train, other"):
         open_rows(*parse_specs([f"{tmp_path}/a.npz"]))
 
@@ -519,27 +528,27 @@ def test_resumed_at_every_row(kind, tmp_path, tokenizer, monkeypatch, small_chun
     given = {"heldout": 3, "seed": 5}
     with stream(data, tokenizer, **given) as whole:
         heldout = plain(whole.heldout_rows)
-        states, rows, counts = [whole.state()], [], []
+        states, rows, counts = [whole.place()], [], []
         for _ in range(40):
             rows.append(next(whole))
-            states.append(json.loads(json.dumps(whole.state())))
+            states.append(through_json(whole.place()))
             counts.append(whole.counts)
     reference = plain(rows)
-    assert counts[-1]["epochs"] >= 1
-    assert counts[-1]["tokens"] >= sum(map(len, rows))
-    assert max(len(json.dumps(state)) for state in states) < 2000
+    assert counts[-1].epochs >= 1
+    assert counts[-1].tokens >= sum(map(len, rows))
+    assert max(len(json.dumps(state.to_dict())) for state in states) < 2000
     with stream(data, tokenizer, **given) as other:
         assert plain(other.heldout_rows) == heldout
         for position in range(0, 39, 1 if kind in ("jsonl", "streamed", "streamed weighted") else 3):
-            other.load(states[position])
-            assert other.state() == states[position]
+            other.go_to(states[position])
+            assert other.place() == states[position]
             assert plain([next(other)]) == reference[position : position + 1]
             assert other.counts == counts[position]
-            again = json.loads(json.dumps(other.state()))
+            again = through_json(other.place())
             assert (
                 STREAMED[0] in kind or kind in STREAMED or again == states[position + 1]
             )  # datasets counts batches differently then
-            other.load(again)  # resumed again right away
+            other.go_to(again)  # resumed again right away
             assert plain([next(other)]) == reference[position + 1 : position + 2]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ladderize-data")]
 
@@ -551,8 +560,8 @@ def test_every_row_once_an_epoch_and_the_heldout_never(kind, packing, tmp_path, 
     ordered = [[], [], []]
     with stream(data, tokenizer, heldout=3, packing=packing) as opened:
         heldout = set(origins(opened.heldout_rows))
-        while (epoch := min(cursor["epoch"] for cursor in opened.state()["before"]["cursors"])) < 3:
-            ordered[epoch] += next(opened).where
+        while (epoch := min(cursor.epoch for cursor in opened.place().before.cursors)) < 3:
+            ordered[epoch] += next(opened).origins
     per_epoch = [sorted(seen) for seen in ordered]
     assert per_epoch[0] == per_epoch[1] == per_epoch[2]
     assert len(set(per_epoch[0])) == len(per_epoch[0])
@@ -568,9 +577,9 @@ def test_sources_are_mixed_in_proportion(tmp_path, tokenizer, small_chunks):
     """60 rows of one and 20 of the other: no stretch of the epoch lacks either, and both end together."""
     data = [texts(tmp_path / "a.jsonl", 60), texts(tmp_path / "b.jsonl", 20)]
     with stream(data, tokenizer, heldout=0, packing=False) as opened:
-        while opened.counts["epochs"] < 1:
+        while opened.counts.epochs < 1:
             next(opened)
-            seen = [source["epochs"] for source in opened.counts["sources"]]
+            seen = [source.epochs for source in opened.counts.sources]
             assert abs(seen[0] - seen[1]) <= 1 / 20
 
 
@@ -583,9 +592,9 @@ def test_weights_are_shares_of_tokens(streamed, tmp_path, tokenizer, monkeypatch
     with stream([first + "=1", long + "=2.5"], tokenizer, seq_len=128) as opened:
         opened.take(200)
         counts = opened.counts
-    shares = [source["tokens"] / counts["tokens"] for source in counts["sources"]]
+    shares = [source.tokens / counts.tokens for source in counts.sources]
     assert shares == pytest.approx([1 / 3.5, 2.5 / 3.5], abs=0.01)
-    assert all(source["epochs"] > 1 for source in counts["sources"])
+    assert all(source.epochs > 1 for source in counts.sources)
 
 
 def test_the_order_does_not_depend_on_the_number_of_ranks(tmp_path, tokenizer, small_chunks):
@@ -599,11 +608,11 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(tmp_path, tokenizer, s
         streams = [stream(data, tokenizer) for _ in range(ranks)]
         for opened in streams:
             if state is not None:
-                opened.load(state)
+                opened.go_to(state)
         for _ in range(4):
             parts = [rank_rows(opened.take(7), rank, ranks, 2) for rank, opened in enumerate(streams)]
             seen.append(sorted(plain([row for part in parts for micro in part for row in micro])))
-        state = json.loads(json.dumps(streams[-1].state()))
+        state = through_json(streams[-1].place())
         for opened in streams:
             opened.close()
     assert seen == steps
@@ -647,9 +656,9 @@ def test_what_is_held_out(tmp_path, tokenizer, monkeypatch):
 def test_less_than_a_batch(tmp_path, tokenizer, small_chunks):
     data = texts(tmp_path / "a.jsonl", 20)
     with stream(data, tokenizer, min_rows=1) as opened:
-        while opened.counts["epochs"] < 1:
+        while opened.counts.epochs < 1:
             next(opened)
-        count = opened.counts["rows"]
+        count = opened.counts.rows
     with stream(data, tokenizer, min_rows=count) as opened:
         opened.take(count + 5)
     with stream(data, tokenizer, min_rows=count + 1) as opened:
@@ -722,22 +731,22 @@ def test_counts_and_identity(tmp_path, chat, monkeypatch):
         counts = opened.counts
         identity = opened.identity()
     lengths = sorted(map(len, plain_ids(fixed_rows(parse_specs([data]), tokenizer, options(seq_len=50)))))
-    assert (counts["examples"], counts["truncated_examples"], counts["dropped_examples"], counts["epochs"]) == (
+    assert (counts.examples, counts.truncated_examples, counts.dropped_examples, counts.epochs) == (
         2,
         2,
         1,
         1.0,
     )
-    assert counts["padding_share"] == pytest.approx(1 - sum(lengths) / (50 * len(lengths)))
+    assert counts.padding_share == pytest.approx(1 - sum(lengths) / (50 * len(lengths)))
     assert len(taken) == 1
     assert json.loads(json.dumps(identity)) == identity
     with stream(data, tokenizer, heldout=0, seq_len=50) as same:
         assert same.identity() == identity
     for limit in (1 << 30, 8):  # hashed as a whole, and by size and ends
         monkeypatch.setattr(sources, "WHOLE_HASH", limit)
-        before = sources.identity(parse_specs([data])[0])
+        before = sources.source_identity(parse_specs([data])[0])
         Path(data).write_text(Path(data).read_text() + "\n")
-        assert sources.identity(parse_specs([data])[0]) != before
+        assert sources.source_identity(parse_specs([data])[0]) != before
 
 
 def plain_ids(rows):
@@ -751,7 +760,7 @@ def test_a_batch_for_people(tmp_path, chat):
     tokenizer = chat(PLAIN)
     rows = [{"messages": TURNS}, {"prompt": "two\nlines\t", "completion": " sat"}, {"input_ids": [5] * 600}]
     packed = fixed_rows(parse_specs([write_jsonl(tmp_path / "a.jsonl", rows)]), tokenizer, options(seq_len=700))
-    text = show(packed, tokenizer)
+    text = show_batch(packed, tokenizer)
     assert "<assistant>[[hi there </s>]]<user>and?<assistant>[[bye</s>]]" in text
     assert r"two\nlines\t[[ sat</s>]]" in text
     assert "... 100 tokens left out ..." in text
@@ -762,7 +771,7 @@ def test_a_batch_for_people(tmp_path, chat):
         "a.jsonl, line 1",
         "a.jsonl, line 2",
     ]
-    (row,) = document(packed, tokenizer)
+    (row,) = batch_document(packed, tokenizer)
     assert json.loads(json.dumps(row)) == row
     assert [part["tokens"] for part in row["examples"]] == [part.stop - part.start for part in segments(packed[0])]
     chat_part = row["examples"][1]
@@ -777,5 +786,5 @@ def test_a_batch_without_a_tokenizer(tmp_path):
         None,
         options(),
     )
-    assert show(rows, None).splitlines()[-1].strip() == "5[[ 6]] 7"
-    assert document(rows, None)[0]["examples"][0]["text"] is None
+    assert show_batch(rows, None).splitlines()[-1].strip() == "5[[ 6]] 7"
+    assert batch_document(rows, None)[0]["examples"][0]["text"] is None

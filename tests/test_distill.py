@@ -9,17 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ladderize.adapt.blockwise import run as blockwise
-from ladderize.adapt.blockwise.distill import (
-    BlockTrainer,
-    DistillOptions,
-    Student,
-    _schedule,
-    needs_pair,
-    teacher_pass,
-    trainable_layers,
-)
+from ladderize.adapt.blockwise.block_trainer import BlockTrainer, StudentBlocks, _schedule
 from ladderize.adapt.blockwise.folder import BlockFolder
-from ladderize.adapt.blockwise.hidden_states import StateStore
+from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair
+from ladderize.adapt.blockwise.options import DistillOptions
+from ladderize.adapt.blockwise.teacher import teacher_pass
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import UserError
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
@@ -65,10 +59,10 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name, extra):
     blocks = blocks_of(save_llama(tmp_path / "m", seed=int(torch.randint(1 << 30, ())), **extra))
     ids = torch.randint(3, SHAPE["vocab_size"], (5, 12))
     layout = layout_of(name)
-    layers = trainable_layers(layout)
+    layers = layout.converted_layers
     dense = streams(blocks, Layout.dense(LAYERS), ids)
     pairs = any(needs_pair(layout, layer) for layer in layers)
-    student = Student(layout, tuple(layers), blocks.weights)
+    student = StudentBlocks(layout, tuple(layers), blocks.weights)
     passed = []
     for index, before, after in teacher_pass(blocks, ids, layers, pairs, max_memory=1 << 30, path=tmp_path / "s"):
         passed.append(index)
@@ -92,11 +86,11 @@ def test_the_loss_is_that_of_whole_models(tmp_path, name, extra):
 
 
 def test_which_layers_can_be_trained():
-    assert trainable_layers(Layout.from_layers(4, ladder=[2])) == [2]
-    assert trainable_layers(Layout.from_layers(4, ladder=[2], spd=[0], sync_tp_size=2)) == [0, 2]
-    assert trainable_layers(Layout.dense(4)) == []
+    assert Layout.from_layers(4, ladder=[2]).converted_layers == [2]
+    assert Layout.from_layers(4, ladder=[2], spd=[0], sync_tp_size=2).converted_layers == [0, 2]
+    assert Layout.dense(4).converted_layers == []
     entered = Layout(("blocking",) * 4, ("overlapped", "blocking", "blocking", "blocking"))
-    assert trainable_layers(entered) == [1]  # its attention reads an incomplete stream
+    assert entered.converted_layers == [1]  # its attention reads an incomplete stream
 
 
 @pytest.mark.parametrize("pairs", [False, True])

@@ -13,10 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ladderize
-from ladderize.adapt.lora import merge, merge_check
-from ladderize.adapt.lora.merge import merge_adapter
+from ladderize.adapt.lora.config import LORA_TARGETS, LoraOptions, lora_config
 from ladderize.adapt.lora.read import Adapter, read_adapter
-from ladderize.adapt.lora.write import TARGETS, LoraOptions, check_adapter_target, lora_config, write_adapter
+from ladderize.adapt.lora.write import check_adapter_target, write_adapter
+from ladderize.adapt.merge import check as merge_check
+from ladderize.adapt.merge import run as merge
+from ladderize.adapt.merge.run import merge_adapter
 from ladderize.blocks import open_checkpoint
 from ladderize.console import UsageError, UserError
 from ladderize.convert.tensor_file import infos_of, locate_tensors, write_tensors
@@ -460,7 +462,9 @@ def test_an_interrupt_leaves_nothing(pair, tmp_path, monkeypatch, moment):
 
 
 def test_what_a_killed_merge_left_is_cleaned_by_the_next(pair, tmp_path):
-    script = "import os, sys; from ladderize.adapt.lora import merge; merge.check_merged = lambda *a: os._exit(9)\n"
+    script = (
+        "import os, sys; from ladderize.adapt.merge import run as merge; merge.check_merged = lambda *a: os._exit(9)\n"
+    )
     script += "merge.merge_adapter(sys.argv[1], sys.argv[2], verify=False)"
     assert warm.run([sys.executable, "-c", script, pair[1], tmp_path / "out"]).returncode == 9
     assert len(listing(tmp_path)) == 4  # the output, unfinished, and what was merged
@@ -531,7 +535,7 @@ def test_a_file_that_cannot_be_written_is_not_left(tmp_path, monkeypatch):
 
 
 def test_targets_are_all_projections_of_a_layer():
-    assert {*TARGETS} == {
+    assert {*LORA_TARGETS} == {
         name.split(".")[-1] for name, module in make_model("dense").named_modules() if "_proj" in name
     }
     assert {"spd all 4", "same layer", "spd with biases"} <= {*LAYOUTS}

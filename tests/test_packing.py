@@ -6,27 +6,27 @@ import torch
 from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices
 
 from ladderize.adapt.data.examples import Example
-from ladderize.adapt.data.packing import IGNORED, collate, join, pack, segments, targets_of, unpacked
+from ladderize.adapt.data.packing import IGNORED_TARGET, collate, join, pack, segments, targets_of, unpacked
 from ladderize.adapt.data.stream import rank_rows
 from tests.helpers import make_model, random_ids
 
-X = IGNORED
+X = IGNORED_TARGET
 
 
-def example(ids, scored=None, where="here"):
+def example(ids, scored=None, origin="here"):
     ids = np.asarray(ids, dtype=np.int64)
-    return Example(ids, np.ones(len(ids), dtype=bool) if scored is None else np.asarray(scored, dtype=bool), where)
+    return Example(ids, np.ones(len(ids), dtype=bool) if scored is None else np.asarray(scored, dtype=bool), origin)
 
 
-A = example([1, 50, 51, 52], where="a")
-B = example([1, 60, 61], [0, 0, 1], where="b")
-C = example([1, 70], where="c")
+A = example([1, 50, 51, 52], origin="a")
+B = example([1, 60, 61], [0, 0, 1], origin="b")
+C = example([1, 70], origin="c")
 
 
 def test_a_batch_by_hand():
     """A and B fill a row of 7; C has one of its own. No target crosses from one example into the next."""
     rows = pack([C, B, A], 7)
-    assert [row.where for row in rows] == [("a", "b"), ("c",)]
+    assert [row.origins for row in rows] == [("a", "b"), ("c",)]
     assert rows[0].ids.tolist() == [1, 50, 51, 52, 1, 60, 61]
     assert rows[0].positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert rows[0].targets.tolist() == [50, 51, 52, X, X, 61, X]
@@ -90,29 +90,29 @@ def test_targets():
 
 
 def test_unpacked():
-    assert [row.where for row in unpacked([C, A])] == [("c",), ("a",)]
+    assert [row.origins for row in unpacked([C, A])] == [("c",), ("a",)]
 
 
 def test_best_fit_decreasing():
     """Into the fullest row with room, not the first: 6 and 5 begin rows of 10; 4 goes beside 6, 3 beside 5, and 2
     beside those."""
-    rows = pack([example(range(length), where=str(length)) for length in (2, 3, 4, 5, 6)], 10)
-    assert [row.where for row in rows] == [("6", "4"), ("5", "3", "2")]
-    rows = pack([example(range(length), where=str(length)) for length in (7, 6, 3)], 10)
-    assert [row.where for row in rows] == [("7", "3"), ("6",)]
+    rows = pack([example(range(length), origin=str(length)) for length in (2, 3, 4, 5, 6)], 10)
+    assert [row.origins for row in rows] == [("6", "4"), ("5", "3", "2")]
+    rows = pack([example(range(length), origin=str(length)) for length in (7, 6, 3)], 10)
+    assert [row.origins for row in rows] == [("7", "3"), ("6",)]
 
 
 def test_packing_loses_nothing_and_little_room():
     generator = np.random.default_rng(0)
     examples = [
-        example(generator.integers(0, 97, length), where=str(number))
+        example(generator.integers(0, 97, length), origin=str(number))
         for number, length in enumerate(generator.integers(2, 64, 3000))
     ]
     rows = pack(examples, 64)
     assert [row.ids.tolist() for row in pack(examples, 64)] == [row.ids.tolist() for row in rows]
-    by_name = {item.where: item.ids.tolist() for item in examples}
+    by_name = {item.origin: item.ids.tolist() for item in examples}
     seen = [
-        (where, row.ids[part].tolist()) for row in rows for where, part in zip(row.where, segments(row), strict=True)
+        (where, row.ids[part].tolist()) for row in rows for where, part in zip(row.origins, segments(row), strict=True)
     ]
     assert len(seen) == len(by_name)
     assert dict(seen) == by_name

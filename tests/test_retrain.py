@@ -183,7 +183,7 @@ def test_training_is_a_plain_loop(place, tmp_path):
         seq_len=2 * LENGTH,
         budget=Budget(steps=3),
     )
-    stream, _ = retraining.open_stream(checkpoint, options, options.resolve(checkpoint.config, 1))
+    stream, _ = retraining.open_data(checkpoint, options, options.resolve(checkpoint.config, 1))
     model, dense = ladderize.load(place / "both").train(), ladderize.load(place / "dense")
     names = dict(model.named_parameters())
     matrices = [p for p in names.values() if p.ndim > 1]
@@ -666,7 +666,7 @@ def test_dense_models_and_missing_budgets_are_refused(place, tmp_path):
 
 
 def test_trained_parameters_have_names_that_files_give_them(place):
-    from ladderize.adapt.lora.write import LoraOptions, lora_config
+    from ladderize.adapt.lora.config import LoraOptions, lora_config
 
     checkpoint = open_checkpoint(str(place / "both"))
     layout = Layout.from_config(checkpoint.config)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ladderize.adapt.methods import BLOCKS, FULL, LORA
 from ladderize.commands.options import (
     AsJson,
     Device,
@@ -20,7 +21,6 @@ from ladderize.commands.spd import MAX_LR, ComputeDtype, TrainingSeed, WorkDir, 
 from ladderize.console import Console, UsageError, table
 from ladderize.ranks.launcher import is_main_rank
 
-BLOCKS, FULL, LORA = "blocks", "full", "lora"
 # options that only some methods have; the others refuse them, since they would have no effect
 ONLY = {
     BLOCKS: ("samples", "epochs", "patience", "max_memory"),
@@ -226,7 +226,8 @@ def adapt(
             threads,
             work_dir,
         )
-        from ladderize.adapt.blockwise.run import adapt_blocks, block_rows, perplexity_rows
+        from ladderize.adapt.blockwise.documents import distillation_rows, perplexity_rows
+        from ladderize.adapt.blockwise.run import adapt_blocks
 
         document = adapt_blocks(
             model,
@@ -240,7 +241,7 @@ def adapt(
         )
         if is_main_rank():
             console.document(document)
-            console.result(table(block_rows(document["blocks"]), right=["block"]) + "\n")
+            console.result(table(distillation_rows(document["blocks"]), right=["block"]) + "\n")
             console.result(
                 table(perplexity_rows(document["heldout_perplexity"]), right=["perplexity", "stderr", "difference"])
             )
@@ -250,7 +251,6 @@ def adapt(
     if max_steps is not None:
         defaults.pop("max_tokens", None)
     retrain_options = _retrain_options({**defaults, **given})
-    from ladderize.adapt.retrain.outcome import summary
     from ladderize.adapt.retrain.run import retrain, show_data_of
 
     if show_data:
@@ -259,12 +259,12 @@ def adapt(
         console.result(text)
         return
     assert out is not None
-    document = retrain(
+    adaptation = retrain(
         model, out, retrain_options, console=console, overwrite=overwrite, verify=not no_verify, revision=revision
     )
-    if is_main_rank():
-        console.document(document)
-        console.result(summary(document))
+    if adaptation is not None:
+        console.document(adaptation.to_dict())
+        console.result(adaptation.summary())
         console.result(
             f"wrote {out}" + (" (an adapter; `ladderize merge` makes a checkpoint of it)" if method == LORA else "")
         )
@@ -311,7 +311,7 @@ def check_method(method: str, given: Mapping[str, Any]) -> None:
 def _retrain_options(given: Mapping[str, Any]) -> Any:
     """The options of retraining, checked; given: by name, those that the user (or a preset) gave."""
     from ladderize.adapt.data.sources import parse_specs
-    from ladderize.adapt.lora.write import LoraOptions
+    from ladderize.adapt.lora.config import LoraOptions
     from ladderize.adapt.retrain.losses import Objective
     from ladderize.adapt.retrain.options import RetrainOptions
     from ladderize.adapt.retrain.schedule import SCHEDULES, Budget, parse_count

@@ -28,7 +28,7 @@ def merge(
         raise UsageError("OUT is empty; name the folder to write")
     if not adapter.strip():
         raise UsageError("ADAPTER is empty; name the folder of a PEFT adapter")
-    from ladderize.adapt.lora.merge import merge_adapter
+    from ladderize.adapt.merge.run import merge_adapter
 
     console = Console(as_json)
     report = merge_adapter(

@@ -75,8 +75,7 @@ def blockwise_options(
 
     size = parse_size(max_memory, option="--max-memory")
     device = compute_options(device, dtype, threads)
-    from ladderize.adapt.blockwise.distill import DistillOptions
-    from ladderize.adapt.blockwise.run import BlockwiseOptions
+    from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
     from ladderize.ranks.group import launched
     from ladderize.ranks.threads import set_threads
 
@@ -169,7 +168,7 @@ def spd(
         threads,
         work_dir,
     )
-    from ladderize.workflows.spd import SpdOptions, block_rows, perplexity_rows, run_spd
+    from ladderize.workflows.spd import SpdOptions, perplexity_rows, run_spd, spd_rows
 
     console = Console(as_json)
     fraction = 0.7 if spd_fraction is None and max_ppl_increase is None else spd_fraction
@@ -189,6 +188,6 @@ def spd(
     if not is_main_rank():
         return
     console.document(document)
-    console.result(table(block_rows(document), right=["block", "S"]) + "\n")
+    console.result(table(spd_rows(document), right=["block", "S"]) + "\n")
     console.result(table(perplexity_rows(document["perplexity"]), right=["perplexity", "stderr", "difference"]))
     console.result(f"wrote {out}")

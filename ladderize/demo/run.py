@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.blockwise.distill import DistillOptions
-from ladderize.adapt.blockwise.run import BlockwiseOptions
+from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.outcome import summary as summary_of_training
 from ladderize.adapt.retrain.run import retrain
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.console import Console, UserError, table
@@ -29,7 +27,7 @@ from ladderize.files.documents import write_json
 from ladderize.runtime.bench.options import BenchArguments, plan
 from ladderize.runtime.bench.report import summary
 from ladderize.runtime.bench.run import run_bench
-from ladderize.workflows.spd import SpdOptions, block_rows, perplexity_rows, run_spd
+from ladderize.workflows.spd import SpdOptions, perplexity_rows, run_spd, spd_rows
 
 HERE = Path(__file__).parent
 MODEL, TASKS = HERE / "model", HERE / "tasks"
@@ -144,7 +142,7 @@ def _distil(dense: str, folder: Path, data: str, size: DemoSize, console: Consol
     )
     document = run_spd(dense, out, options, console=console, verify=size.verify)
     console.result(f"{DISTILLED:19} {document['layout']}\n")
-    console.result(table(block_rows(document), right=["block", "S"]) + "\n")
+    console.result(table(spd_rows(document), right=["block", "S"]) + "\n")
     console.result(table(perplexity_rows(document["perplexity"]), right=["perplexity", "stderr", "difference"]))
     return out
 
@@ -163,8 +161,9 @@ def _retrain(dense: str, folder: Path, data: str, size: DemoSize, console: Conso
     )
     said = f"--distill-from {dense} --data {data} --max-tokens {tokens} --seq-len {SEQ_LEN} --batch-size 8 --lr {LR}"
     console.status(f"$ ladderize adapt {model} {out} {said}")
-    document = retrain(model, out, options, console=console, verify=size.verify)
-    console.result(f"\n{RETRAINED:19} {document['layout']}\n{summary_of_training(document)}")
+    adaptation = retrain(model, out, options, console=console, verify=size.verify)
+    assert adaptation is not None  # which it is on other ranks than 0
+    console.result(f"\n{RETRAINED:19} {adaptation.layout}\n{adaptation.summary()}")
     return out
 
 

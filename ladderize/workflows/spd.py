@@ -15,18 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.blockwise.distill import Student, Windows, distill
+from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.distill import distill
+from ladderize.adapt.blockwise.documents import perplexity_rows, training_record
 from ladderize.adapt.blockwise.folder import BlockFolder
-from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds
-from ladderize.adapt.blockwise.run import (
-    BlockwiseOptions,
-    announce,
-    heldout_perplexities,
-    loaded,
-    perplexity_rows,
-    training_record,
-    training_windows,
-)
+from ladderize.adapt.blockwise.head_assignment import Units
+from ladderize.adapt.blockwise.head_grouping import group_heads, grouping_seconds
+from ladderize.adapt.blockwise.options import BlockwiseOptions
+from ladderize.adapt.blockwise.run import announce_distillation, heldout_perplexities, loaded
+from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_seconds, to_json
 from ladderize.convert.checkpoint import fingerprint
@@ -46,7 +43,7 @@ from ladderize.ranks.group import join_ranks
 from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 
 CALIBRATION_SAMPLES = 128  # the paper's
-__all__ = ["SpdOptions", "block_rows", "perplexity_rows", "run_spd"]
+__all__ = ["SpdOptions", "perplexity_rows", "run_spd", "spd_rows"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,9 @@ def run_spd(
         layout = resolved.layout(layout)
         with ranks.main_first():
             head_map = group(teacher, selection, options, calibration, work, console)
-        student = Student(layout, tuple(to_distil(selection, options)), lambda layer: permuted(stored, layer, head_map))
+        student = StudentBlocks(
+            layout, tuple(to_distil(selection, options)), lambda layer: permuted(stored, layer, head_map)
+        )
         distill(
             teacher, student, windows, training.distill, work, console, about=record, rank=ranks.rank, ranks=ranks.size
         )
@@ -162,9 +161,9 @@ def announce_most(teacher: Blocks, stored: Blocks, windows: Windows, options: Sp
     layers, tokens = teacher.num_layers, windows.train.shape[1]
     count = layers if options.spd_fraction is None else max(1, round(options.spd_fraction * layers))
     everything = Layout.from_layers(layers, spd=range(layers), sync_tp_size=options.sync_tp_size)
-    announce(
+    announce_distillation(
         teacher,
-        Student(everything, tuple(range(layers - count, layers)), stored.weights),
+        StudentBlocks(everything, tuple(range(layers - count, layers)), stored.weights),
         windows,
         options.training,
         console,
@@ -269,7 +268,7 @@ def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, 
 
 
 def perplexities(
-    blocks: Blocks, layout: Layout, head_map: HeadMap | None, work: BlockFolder, student: Student, heldout: Tensor
+    blocks: Blocks, layout: Layout, head_map: HeadMap | None, work: BlockFolder, student: StudentBlocks, heldout: Tensor
 ) -> dict[str, Any]:
     """Held-out perplexity of the dense model and after each step."""
     dense = Layout.dense(layout.num_layers)
@@ -289,7 +288,7 @@ def perplexities(
 
 
 def block_table(
-    selection: Selection, head_map: HeadMap | None, work: BlockFolder, student: Student
+    selection: Selection, head_map: HeadMap | None, work: BlockFolder, student: StudentBlocks
 ) -> list[dict[str, Any]]:
     """What each block got and why, with the figures of each step."""
     table = []
@@ -306,7 +305,7 @@ def block_table(
     return table
 
 
-def block_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
+def spd_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
     """What each block got, for people."""
     rows = []
     for row in document["blocks"]:

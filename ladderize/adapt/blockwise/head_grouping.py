@@ -11,18 +11,17 @@ only, so it decides what is lost. Two criteria, both computed from the dense mod
   ||MLP_m(group)||.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from ladderize.adapt.blockwise.head_assignment import Assignment, Units, match, spread
+from ladderize.adapt.blockwise.head_descent import Probe, descend
 from ladderize.blocks import Blocks
 from ladderize.convert.checkpoint import fingerprint
 from ladderize.convert.heads import GroupingReport, HeadMap
@@ -30,229 +29,9 @@ from ladderize.convert.llama import kv_head_count
 from ladderize.layout import Layout, check_split
 
 CRITERIA = ("error", "paper")
-WINDOWS = 32  # of calibration, for the distances of attention maps
-TOKENS = 4096  # drawn from these windows, for everything that runs an MLP
-RESTARTS = 8
+GROUPING_WINDOWS = 32  # of calibration, for the distances of attention maps
+GROUPING_TOKENS = 4096  # drawn from these windows, for everything that runs an MLP
 PASSES = 3  # of a descent, as a rule
-MIN_GAIN = 1e-9  # relative; less is rounding
-
-Assignment = list[list[int]]  # the units of each rank
-
-
-@dataclass(frozen=True)
-class Units:
-    """What moves as a whole, and where to.
-
-    With at least as many KV heads as ranks a unit is a KV group (a head, without GQA) and may go to any rank: one
-    family. With fewer, a KV head is replicated on the ranks that share it: a unit is a query head, and a family, the
-    heads of one KV head, fills neighbouring ranks.
-    """
-
-    heads: list[list[int]]  # of each unit
-    families: list[list[int]]  # units; all of one size
-    ranks: int
-
-    @classmethod
-    def of(cls, heads: int, kv_heads: int, ranks: int) -> "Units":
-        groups = [list(range(first, first + heads // kv_heads)) for first in range(0, heads, heads // kv_heads)]
-        if kv_heads % ranks == 0:
-            return cls(groups, [list(range(kv_heads))], ranks)
-        return cls([[head] for head in range(heads)], groups, ranks)
-
-    @property
-    def ranks_per_family(self) -> int:
-        return self.ranks // len(self.families)
-
-    @property
-    def per_rank(self) -> int:
-        return len(self.heads) // self.ranks
-
-    @property
-    def freedom(self) -> str:
-        """What there is to choose, in words."""
-        if self.ranks == 1:
-            return "nothing: one rank"
-        return "the matching alone: a rank holds one unit" if self.per_rank == 1 else "grouping and matching"
-
-    def identity(self) -> Assignment:
-        """The order as it is."""
-        units = [unit for family in self.families for unit in family]
-        return [units[first : first + self.per_rank] for first in range(0, len(units), self.per_rank)]
-
-    def order(self, assignment: Assignment) -> tuple[int, ...]:
-        """The head order that puts each rank's heads where it looks for them."""
-        return tuple(head for members in assignment for unit in sorted(members) for head in self.heads[unit])
-
-
-# ---- the paper's two steps ----
-
-
-def spread(distance: np.ndarray, groups: int, *, seed: int = 0) -> list[list[int]]:
-    """Split units into ``groups`` of equal size so that the sum of pairwise distances within groups is large.
-
-    distance: [units, units], symmetric. A local search that exchanges the best pair until none helps, from the order as
-    it is and from ``RESTARTS`` random ones; never worse than the order as it is.
-    """
-    size = len(distance) // groups
-    start = np.repeat(np.arange(groups), size)
-    rng = np.random.default_rng(seed)
-    found = [
-        _exchange(distance, labels, groups) for labels in [start, *(rng.permutation(start) for _ in range(RESTARTS))]
-    ]
-    best = max(found, key=lambda labels: _within(distance, labels))
-    return [np.flatnonzero(best == group).tolist() for group in range(groups)]
-
-
-def _within(distance: np.ndarray, labels: np.ndarray) -> float:
-    return float((distance * (labels[:, None] == labels)).sum() / 2)
-
-
-def _exchange(distance: np.ndarray, labels: np.ndarray, groups: int) -> np.ndarray:
-    labels = labels.copy()
-    while True:
-        to_group = distance @ (
-            labels[:, None] == np.arange(groups)
-        )  # [units, groups]: distance of a unit to all of a group
-        own, other = to_group[np.arange(len(labels)), labels], to_group[:, labels]
-        gain = other + other.T - own[:, None] - own - 2 * distance  # of exchanging a and b
-        gain[labels[:, None] == labels] = 0.0
-        a, b = np.unravel_index(np.argmax(gain), gain.shape)
-        if gain[a, b] <= MIN_GAIN * max(1.0, float(np.abs(distance).sum())):
-            return labels
-        labels[a], labels[b] = labels[b], labels[a]
-
-
-def match(units: Units, groups: Sequence[Sequence[Sequence[int]]], values: np.ndarray) -> Assignment:
-    """Give every group a rank so that the sum of ``values`` is the largest possible, families staying on neighbouring
-    ranks.
-
-    groups: of each family. values: [groups in order, ranks].
-    """
-    from scipy.optimize import linear_sum_assignment  # here, so that the rest runs where there is no scipy
-
-    count, width = len(groups), units.ranks_per_family
-    inner = {}
-    gains = np.zeros((count, count))
-    for family, place in itertools.product(range(count), range(count)):
-        part = values[family * width : (family + 1) * width, place * width : (place + 1) * width]
-        rows, columns = linear_sum_assignment(part, maximize=True)
-        inner[family, place] = columns
-        gains[family, place] = part[rows, columns].sum()
-    assignment: Assignment = [[] for _ in range(units.ranks)]
-    for family, place in zip(*linear_sum_assignment(gains, maximize=True), strict=True):
-        for group, column in zip(groups[family], inner[family, place], strict=True):
-            assignment[place * width + column] = list(group)
-    return assignment
-
-
-# ---- one layer on calibration data ----
-
-
-class Probe:
-    """The MLP half of one SPD block on tokens of the dense model.
-
-    residual: [tokens, hidden], with o_proj's bias. partials: [units, tokens, hidden], what each unit adds through
-    o_proj.
-    """
-
-    def __init__(self, layer: Any, residual: Tensor, partials: Tensor, ranks: int) -> None:
-        self.norm, self.mlp, self.residual, self.partials, self.ranks = (
-            layer.post_attention_layernorm,
-            layer.mlp,
-            residual,
-            partials,
-            ranks,
-        )
-        everything = residual + partials.sum(0)
-        self.target = sum(
-            (self.slice(rank, everything) for rank in range(ranks)), torch.zeros((), device=residual.device)
-        )
-
-    def slice(self, rank: int, seen: Tensor) -> Tensor:
-        """Rank's part of the MLP, without down_proj's bias, where its residual stream is ``seen``; float32, so that
-        sums are exact."""
-        x = self.norm(seen)
-        gate, up = (_rows(projection, rank, self.ranks, x) for projection in (self.mlp.gate_proj, self.mlp.up_proj))
-        return linear(self.mlp.act_fn(gate) * up, self.mlp.down_proj.weight.chunk(self.ranks, 1)[rank]).float()
-
-    def output(self, rank: int, members: Iterable[int]) -> Tensor:
-        """The same where the rank has the heads of ``members``."""
-        return self.slice(rank, self.residual + self.partials[sorted(members)].sum(0))
-
-    def error(self, assignment: Assignment) -> float:
-        """Mean squared difference between the SPD block's output and the dense block's."""
-        return _mean_square(sum((self.output(rank, members) for rank, members in enumerate(assignment)), -self.target))
-
-    def norms(self, groups: Sequence[Sequence[int]]) -> np.ndarray:
-        """||MLP_m(group)||, the mean over tokens: [groups, ranks]."""
-        values = [[self.output(rank, group).norm(dim=-1).mean() for rank in range(self.ranks)] for group in groups]
-        return torch.tensor(values, dtype=torch.float64).numpy()
-
-
-def _rows(projection: torch.nn.Linear, rank: int, ranks: int, x: Tensor) -> Tensor:
-    bias = projection.bias.chunk(ranks)[rank] if projection.bias is not None else None
-    return linear(x, projection.weight.chunk(ranks)[rank], bias)
-
-
-def _mean_square(x: Tensor | float) -> float:
-    assert isinstance(x, Tensor)
-    return float(x.square().mean())
-
-
-class Descent:
-    """An assignment on its way to a smaller error."""
-
-    def __init__(self, probe: Probe, units: Units, start: Assignment) -> None:
-        self.probe, self.units = probe, units
-        self.held = [frozenset(members) for members in start]
-        self.outputs = [probe.output(rank, members) for rank, members in enumerate(self.held)]
-        self.difference = sum(self.outputs, -probe.target)
-        self.error = _mean_square(self.difference)
-
-    def attempt(self, change: Mapping[int, frozenset[int]]) -> bool:
-        """Give some ranks other units if that lowers the error; says whether it did."""
-        outputs = {rank: self.probe.output(rank, members) for rank, members in change.items()}
-        difference = self.difference + sum(
-            (output - self.outputs[rank] for rank, output in outputs.items()),
-            torch.zeros((), device=self.difference.device),
-        )
-        error = _mean_square(difference)
-        if not error < self.error * (1 - MIN_GAIN):
-            return False
-        self.difference, self.error = difference, error
-        for rank, members in change.items():
-            self.held[rank], self.outputs[rank] = members, outputs[rank]
-        return True
-
-    def exchanges(self, rng: np.random.Generator) -> Iterator[dict[int, frozenset[int]]]:
-        """Every exchange of two units, of two ranks' groups, of two families' ranks, each from what is held by then."""
-        if self.units.per_rank > 1:
-            pairs = [pair for family in self.units.families for pair in itertools.combinations(family, 2)]
-            for one, other in rng.permutation(pairs).tolist():
-                a, b = (
-                    next(rank for rank, members in enumerate(self.held) if unit in members) for unit in (one, other)
-                )
-                if a != b:
-                    yield {a: self.held[a] - {one} | {other}, b: self.held[b] - {other} | {one}}
-        width = self.units.ranks_per_family
-        places = [range(first, first + width) for first in range(0, self.units.ranks, width)]
-        for place in places:
-            for a, b in itertools.combinations(place, 2):
-                yield {a: self.held[b], b: self.held[a]}
-        for one, other in itertools.combinations(places, 2):
-            yield {a: self.held[b] for x, y in zip(one, other, strict=True) for a, b in ((x, y), (y, x))}
-
-
-def descend(probe: Probe, units: Units, start: Assignment, *, seed: int = 0) -> Assignment:
-    """Exchange units and groups between ranks until no exchange lowers the block's error any more.
-
-    An exchange computes two slices of the MLP, so a pass over U units costs about as much as U^2 / N forward passes of
-    the MLP.
-    """
-    descent, rng = Descent(probe, units, start), np.random.default_rng(seed)
-    while sum(descent.attempt(change) for change in descent.exchanges(rng)):  # a whole pass, then another
-        pass
-    return [sorted(members) for members in descent.held]
 
 
 def grouping_seconds(units: Units, layers: int, layer_seconds_per_token: float, window_tokens: int) -> float:
@@ -265,7 +44,10 @@ def grouping_seconds(units: Units, layers: int, layer_seconds_per_token: float, 
     return (
         layers
         * layer_seconds_per_token
-        * (3 * WINDOWS * window_tokens + slices / units.ranks * min(TOKENS, WINDOWS * window_tokens))
+        * (
+            3 * GROUPING_WINDOWS * window_tokens
+            + slices / units.ranks * min(GROUPING_TOKENS, GROUPING_WINDOWS * window_tokens)
+        )
     )
 
 
@@ -284,8 +66,8 @@ def group_heads(
 ) -> HeadMap:
     """The head map of ``layers`` of a dense model for ``sync_tp_size`` virtual ranks; ``advance`` counts layers passed.
 
-    windows: ids [windows, tokens], of which the first ``WINDOWS`` are read. The model passes layer by layer, one in
-    memory at a time.
+    windows: ids [windows, tokens], of which the first ``GROUPING_WINDOWS`` are read. The model passes layer by layer,
+    one in memory at a time.
     """
     config, dense = blocks.config, Layout.dense(blocks.num_layers)
     check_split(config, sync_tp_size, name="--sync-tp-size")
@@ -294,7 +76,7 @@ def group_heads(
     orders: dict[int, tuple[int, ...]] = {}
     report: dict[int, GroupingReport] = {}
     with torch.no_grad():
-        states = [blocks.embed(torch.from_numpy(window)[None]) for window in windows[:WINDOWS]]
+        states = [blocks.embed(torch.from_numpy(window)[None]) for window in windows[:GROUPING_WINDOWS]]
         for index in range(max(layers, default=-1) + 1):
             weights = blocks.weights(index)
             if index in layers:
@@ -355,7 +137,9 @@ def _observe(blocks: Blocks, layer: Any, states: list[Tensor], units: Units, see
         heads, maps = _attention(blocks, layer, state)
         flat = maps[0].flatten(1)
         between_heads = between_heads + torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist").cpu()
-        kept = torch.randperm(state.shape[1], generator=generator)[: -(-TOKENS // len(states))].to(state.device)
+        kept = torch.randperm(state.shape[1], generator=generator)[: -(-GROUPING_TOKENS // len(states))].to(
+            state.device
+        )
         residuals.append(state[0, kept] if bias is None else state[0, kept] + bias)
         attended.append(heads[0, kept])
     by_head = (

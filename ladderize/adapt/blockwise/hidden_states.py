@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ladderize.blocks import State
 from ladderize.console import UserError, human_bytes, sentence
+from ladderize.layout import OVERLAPPED, Layout
 
 
 class StateStore:
@@ -69,3 +70,8 @@ def _reserve(file: Path, size: int) -> None:
                 f"the teacher's states need {human_bytes(size)} in {file}, which cannot be had ({sentence(error)});"
                 " choose a --work-dir on another disk, or fewer --samples"
             ) from None
+
+
+def needs_pair(layout: Layout, layer: int) -> bool:
+    """Whether the layer reads the stream without the MLP before it: the sync point that enters it is overlapped."""
+    return layout.entering(layer) == OVERLAPPED

@@ -30,33 +30,34 @@ class ChatTemplate:
     after the prompt for an answer: the turn and what ends it.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", where: str) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", origin: str) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
-                f"{where}: a conversation, but the tokenizer has no chat template; put a chat_template.jinja into the"
+                f"{origin}: a conversation, but the tokenizer has no chat template; put a chat_template.jinja into the"
                 " model's folder"
             )
         if not tokenizer.is_fast:
             raise UserError(
-                f"{where}: a conversation, but the tokenizer is not a fast one, which would say where each token begins"
+                f"{origin}: a conversation, but the tokenizer is not a fast one, which would say where each token"
+                " begins"
             )
         self.tokenizer = tokenizer
         self.template: str = tokenizer.get_chat_template()
         self.has_markers = MARKERS.search(self.template) is not None
 
-    def encode(self, messages: list[dict[str, Any]], where: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, messages: list[dict[str, Any]], origin: str) -> tuple[np.ndarray, np.ndarray]:
         """int64 ids and bool scored, [tokens] each. The text is tokenised as a whole, and only the template gives it a
         BOS.
 
         Raises BadRow if the template refuses the conversation, UserError if the template does not show where the turns
         are.
         """
-        text, spans = self._marked(messages, where) if self.has_markers else self._by_prefixes(messages, where)
+        text, spans = self._marked(messages, origin) if self.has_markers else self._by_prefixes(messages, origin)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return np.asarray(encoding["input_ids"], dtype=np.int64), _inside(offsets, spans)
 
-    def _render(self, messages: list[dict[str, Any]], where: str, **options: Any) -> tuple[str, list[Span]]:
+    def _render(self, messages: list[dict[str, Any]], origin: str, **options: Any) -> tuple[str, list[Span]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -66,25 +67,25 @@ class ChatTemplate:
             rendered: Any = render_jinja_template(conversations=[messages], chat_template=self.template, **given)
         except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             raise BadRow(
-                f"{where}: the chat template refuses the conversation ({' '.join(str(error).split())[:200]})"
+                f"{origin}: the chat template refuses the conversation ({' '.join(str(error).split())[:200]})"
             ) from None
         texts, spans = rendered  # spans are empty unless asked for
         return texts[0], spans[0] if spans else []
 
-    def _marked(self, messages: list[dict[str, Any]], where: str) -> tuple[str, list[Span]]:
-        return self._render(messages, where, return_assistant_tokens_mask=True)
+    def _marked(self, messages: list[dict[str, Any]], origin: str) -> tuple[str, list[Span]]:
+        return self._render(messages, origin, return_assistant_tokens_mask=True)
 
-    def _by_prefixes(self, messages: list[dict[str, Any]], where: str) -> tuple[str, list[Span]]:
-        text, _ = self._render(messages, where)
+    def _by_prefixes(self, messages: list[dict[str, Any]], origin: str) -> tuple[str, list[Span]]:
+        text, _ = self._render(messages, origin)
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, _ = self._render(messages[:number], where, add_generation_prompt=True)
-            after, _ = self._render(messages[: number + 1], where)
+            before, _ = self._render(messages[:number], origin, add_generation_prompt=True)
+            after, _ = self._render(messages[: number + 1], origin)
             if not text.startswith(after) or not after.startswith(before):
                 raise UserError(
-                    f"{where}: turn {number + 1}: the chat template rewrites earlier turns, so that nobody can tell"
+                    f"{origin}: turn {number + 1}: the chat template rewrites earlier turns, so that nobody can tell"
                     " which text is the assistant's; put {% generation %} and {% endgeneration %} around it in the"
                     " template"
                 )

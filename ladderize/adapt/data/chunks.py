@@ -1,16 +1,16 @@
 """Chunks of the training stream: examples drawn from all sources, packed with each other and shuffled."""
 
 import threading
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from ladderize.adapt.data.examples import Encoder, Example
 from ladderize.adapt.data.packing import PackedRow, pack, unpacked
-from ladderize.adapt.data.readers import SHUFFLE, Reader
+from ladderize.adapt.data.place import Snapshot, Tally
+from ladderize.adapt.data.readers import DRAW_SHUFFLE, Reader
 from ladderize.console import UserError
 
 CHUNK_ROWS = 128
@@ -48,28 +48,8 @@ class Chunk:
 
     number: int
     rows: list[PackedRow]
-    before: dict[str, Any]
-    after: dict[str, Any]
-
-
-@dataclass
-class Tally:
-    """What was read so far. skipped: bad rows, each once and not again every epoch; skipped_first: what was wrong with
-    the first."""
-
-    examples: int = 0
-    tokens: int = 0
-    rows: int = 0
-    truncated: int = 0
-    dropped: int = 0
-    skipped: int = 0
-    skipped_first: list[str] = field(default_factory=list)
-    source_tokens: list[int] = field(default_factory=list)
-
-    def skip(self, problem: str) -> None:
-        self.skipped += 1
-        if len(self.skipped_first) < 5:
-            self.skipped_first.append(problem)
+    before: Snapshot
+    after: Snapshot
 
 
 class Stopped(Exception):
@@ -96,16 +76,16 @@ class ChunkMaker:
     def names(self) -> str:
         return " ".join(reader.name for reader in self.readers)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Where everything stands: small, and JSON can hold it."""
-        return {"cursors": [reader.cursor() for reader in self.readers], "tally": deepcopy(vars(self.tally))}
+    def snapshot(self) -> Snapshot:
+        """Where everything stands."""
+        return Snapshot([reader.cursor() for reader in self.readers], self.tally.copy())
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         if snapshot == self.snapshot():
             return
-        for reader, cursor in zip(self.readers, snapshot["cursors"], strict=True):
+        for reader, cursor in zip(self.readers, snapshot.cursors, strict=True):
             reader.seek(cursor)
-        self.tally = Tally(**deepcopy(dict(snapshot["tally"])))
+        self.tally = snapshot.tally.copy()
 
     def heldout(self, encoder: Encoder) -> list[PackedRow]:
         """The rows that the sources set aside, in their order. Raises UserError if there are some, but none can be
@@ -147,7 +127,7 @@ class ChunkMaker:
                 f"{self.names} gives only {self.tally.rows} rows of {self.options.seq_len} tokens an epoch, fewer than"
                 f" --batch-size {self.options.min_rows}; give more data or lower --batch-size"
             )
-        order = np.random.default_rng([SHUFFLE, self.options.seed, number]).permutation(len(rows))
+        order = np.random.default_rng([DRAW_SHUFFLE, self.options.seed, number]).permutation(len(rows))
         return Chunk(number, [rows[index] for index in order], before, self.snapshot())
 
     def _epoch(self) -> int:

@@ -29,12 +29,12 @@ class Example:
     """ids: int64 [tokens]; scored: bool [tokens], whether the loss counts a token as a target. The first is never one:
     nothing precedes it.
 
-    where: the row it comes from, for people.
+    origin: the row it comes from, for people.
     """
 
     ids: np.ndarray
     scored: np.ndarray
-    where: str
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -80,24 +80,24 @@ class Encoder:
                 results[number] = Encoded(problem=problem)
         for number, ids in zip(texts, self._texts([rows[number] for number in texts]), strict=True):
             try:
-                results[number] = self._pieces(ids, np.ones(len(ids), dtype=bool), rows[number].where)
+                results[number] = self._pieces(ids, np.ones(len(ids), dtype=bool), rows[number].origin)
             except BadRow as problem:
                 results[number] = Encoded(problem=problem)
         return [results[number] for number in range(len(rows))]
 
     def _one(self, row: Row, name: str) -> Encoded:
         if name == "input_ids":
-            return self._pieces(*read_ids(row), row.where)
+            return self._pieces(*read_ids(row), row.origin)
         if name == "prompt":
-            return self._cut_off(*self._completion(row), row.where)
+            return self._cut_off(*self._completion(row), row.origin)
         if self._chat is None:
-            self._chat = ChatTemplate(self._need_tokenizer(row), row.where)
-        return self._cut_off(*self._chat.encode(read_messages(row, name), row.where), row.where)
+            self._chat = ChatTemplate(self._need_tokenizer(row), row.origin)
+        return self._cut_off(*self._chat.encode(read_messages(row, name), row.origin), row.origin)
 
     def _need_tokenizer(self, row: Row) -> "PreTrainedTokenizerBase":
         if self.tokenizer is None:
             raise UserError(
-                f"{row.where}: text, but the model has no tokenizer; give rows of input_ids, .npy or .npz instead"
+                f"{row.origin}: text, but the model has no tokenizer; give rows of input_ids, .npy or .npz instead"
             )
         return self.tokenizer
 
@@ -131,34 +131,36 @@ class Encoder:
         ids = self._with_eos(both)
         return ids, np.arange(len(ids)) >= len(before)
 
-    def _check(self, ids: np.ndarray, scored: np.ndarray, where: str) -> None:
+    def _check(self, ids: np.ndarray, scored: np.ndarray, origin: str) -> None:
         if len(ids) < 2:
-            raise BadRow(f"{where}: gives {len(ids)} tokens, too few for one to be predicted from another")
+            raise BadRow(f"{origin}: gives {len(ids)} tokens, too few for one to be predicted from another")
         if not scored[1:].any():
-            raise BadRow(f"{where}: has no token that the loss could score")
+            raise BadRow(f"{origin}: has no token that the loss could score")
         if (highest := int(ids.max())) >= self.vocab_size:
             raise UserError(
-                f"{where}: holds the token id {highest}, but the model's vocabulary ends at {self.vocab_size - 1}; "
+                f"{origin}: holds the token id {highest}, but the model's vocabulary ends at {self.vocab_size - 1}; "
                 "was it another tokenizer's?"
             )
 
-    def _pieces(self, ids: np.ndarray, scored: np.ndarray, where: str) -> Encoded:
-        self._check(ids, scored, where)
+    def _pieces(self, ids: np.ndarray, scored: np.ndarray, origin: str) -> Encoded:
+        self._check(ids, scored, origin)
         if len(ids) <= self.seq_len:
-            return Encoded((Example(ids, scored, where),))
+            return Encoded((Example(ids, scored, origin),))
         starts = range(0, len(ids) - 1, self.seq_len)  # a last piece of one token would have nothing to predict
         pieces = [
-            Example(ids[start : start + self.seq_len], scored[start : start + self.seq_len], f"{where}, piece {number}")
+            Example(
+                ids[start : start + self.seq_len], scored[start : start + self.seq_len], f"{origin}, piece {number}"
+            )
             for number, start in enumerate(starts, start=1)
         ]
         kept = tuple(piece for piece in pieces if piece.scored[1:].any())
         return Encoded(kept, dropped=len(pieces) - len(kept))
 
-    def _cut_off(self, ids: np.ndarray, scored: np.ndarray, where: str) -> Encoded:
-        self._check(ids, scored, where)
+    def _cut_off(self, ids: np.ndarray, scored: np.ndarray, origin: str) -> Encoded:
+        self._check(ids, scored, origin)
         if len(ids) <= self.seq_len:
-            return Encoded((Example(ids, scored, where),))
+            return Encoded((Example(ids, scored, origin),))
         ids, scored = ids[: self.seq_len], scored[: self.seq_len]
         if not scored[1:].any():
             return Encoded(dropped=1)
-        return Encoded((Example(ids, scored, where),), truncated=1)
+        return Encoded((Example(ids, scored, origin),), truncated=1)

@@ -68,13 +68,13 @@ class JsonlRows:
                 offset += len(line)
 
     def _parse(self, line: bytes, number: int) -> Row:
-        where = f"{self.path}, line {number}"
+        origin = f"{self.path}, line {number}"
         try:
-            return Row(json.loads(line.decode("utf-8")), where)
+            return Row(json.loads(line.decode("utf-8")), origin)
         except UnicodeDecodeError:
-            raise BadRow(f"{where}: is not UTF-8 text") from None
+            raise BadRow(f"{origin}: is not UTF-8 text") from None
         except (ValueError, RecursionError):
-            raise BadRow(f"{where}: is no JSON") from None
+            raise BadRow(f"{origin}: is no JSON") from None
 
     def __len__(self) -> int:
         return len(self._offsets)

@@ -32,11 +32,11 @@ class BadRow(UserError):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a source. where: its place, for people. is_passage: cut out of a longer text, so that its end is no
+    """One row of a source. origin: its place, for people. is_passage: cut out of a longer text, so that its end is no
     end of a text."""
 
     values: Mapping[str, Any]
-    where: str
+    origin: str
     is_passage: bool = False
 
 
@@ -65,17 +65,17 @@ def find_format(columns: Collection[str]) -> str | None:
 def check_row(row: Row) -> str:
     """The format of a row whose values have the right types; raises BadRow. Cheap: nothing is tokenised."""
     if not isinstance(row.values, Mapping):
-        raise BadRow(f"{row.where}: not an object with named values; a row needs {IN_WORDS}")
+        raise BadRow(f"{row.origin}: not an object with named values; a row needs {IN_WORDS}")
     present = [name for name, value in row.values.items() if value is not None]
     name = find_format(present)
     if name is None:
-        raise BadRow(f"{row.where}: has {', '.join(map(str, present)) or 'nothing'}; a row needs {IN_WORDS}")
+        raise BadRow(f"{row.origin}: has {', '.join(map(str, present)) or 'nothing'}; a row needs {IN_WORDS}")
     if name == "input_ids":
         read_ids(row)
     elif name in ("messages", "conversations"):
         read_messages(row, name)
     elif wrong := [column for column in COLUMNS[name] if not isinstance(row.values[column], str)]:
-        raise BadRow(f"{row.where}: its {wrong[0]} is no string")
+        raise BadRow(f"{row.origin}: its {wrong[0]} is no string")
     return name
 
 
@@ -84,12 +84,12 @@ def read_ids(row: Row) -> tuple[np.ndarray, np.ndarray]:
     try:
         ids = as_ids(row.values["input_ids"])
     except ValueError as error:
-        raise BadRow(f"{row.where}: {error}") from None
+        raise BadRow(f"{row.origin}: {error}") from None
     mask = row.values.get("loss_mask")
     if mask is None:
         return ids, np.ones(len(ids), dtype=bool)
     if not isinstance(mask, list) or len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
-        raise BadRow(f"{row.where}: its loss_mask is no list of 0 and 1, one for each of the {len(ids)} input_ids")
+        raise BadRow(f"{row.origin}: its loss_mask is no list of 0 and 1, one for each of the {len(ids)} input_ids")
     return ids, np.asarray(mask, dtype=bool)
 
 
@@ -98,19 +98,19 @@ def read_messages(row: Row, column: str) -> list[dict[str, Any]]:
     role_key, content_key = ("role", "content") if column == "messages" else ("from", "value")
     turns = row.values[column]
     if not isinstance(turns, list) or not turns:
-        raise BadRow(f"{row.where}: its {column} are no list of turns")
+        raise BadRow(f"{row.origin}: its {column} are no list of turns")
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, Mapping) or not all(isinstance(turn.get(key), str) for key in (role_key, content_key)):
             raise BadRow(
-                f"{row.where}: turn {number} of its {column} has no {role_key} and {content_key} that are strings"
+                f"{row.origin}: turn {number} of its {column} has no {role_key} and {content_key} that are strings"
             )
         # other keys of a message (a name, say) are the template's business; parquet fills in None where a turn has none
         message = {key: value for key, value in turn.items() if value is not None}
         if column == "conversations":
             if turn["from"] not in SHAREGPT:
                 raise BadRow(
-                    f"{row.where}: turn {number} of its conversations is from {turn['from']!r}; known are"
+                    f"{row.origin}: turn {number} of its conversations is from {turn['from']!r}; known are"
                     f" {', '.join(SHAREGPT)}"
                 )
             message = {"role": SHAREGPT[turn["from"]], "content": turn["value"]}

@@ -8,7 +8,7 @@ from ladderize.adapt.data.files import quiet_datasets
 from ladderize.adapt.data.formats import IN_WORDS, Row, find_format
 from ladderize.console import UserError
 
-State = dict[str, Any]  # of datasets' making; JSON can hold it
+HubState = dict[str, Any]  # of datasets' making; JSON can hold it
 
 
 class HubRows:
@@ -25,7 +25,7 @@ class HubRows:
         try:
             with quiet_datasets():
                 self._dataset = datasets.load_dataset(name, config, split=split, streaming=True)
-                self._start: State = deepcopy(self._dataset.state_dict())
+                self._start: HubState = deepcopy(self._dataset.state_dict())
         except Exception as error:  # of datasets, huggingface_hub, fsspec and their HTTP client
             raise UserError(
                 f"--data {text} cannot be opened ({_reason(error)}); check its name, its split and the connection"
@@ -34,7 +34,7 @@ class HubRows:
         if columns and find_format(columns) is None:
             raise UserError(f"--data {text} has the columns {', '.join(columns)}; rows need {IN_WORDS}")
 
-    def read(self, state: State | None = None, number: int = 0) -> Iterator[tuple[Row, State]]:
+    def read(self, state: HubState | None = None, number: int = 0) -> Iterator[tuple[Row, HubState]]:
         """The rows from ``state`` on (None: from the first), and with each the state to read on behind it. number: of
         rows before."""
         self._dataset.load_state_dict(deepcopy(self._start if state is None else state))

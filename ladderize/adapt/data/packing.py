@@ -14,20 +14,20 @@ import torch
 
 from ladderize.adapt.data.examples import Example
 
-IGNORED = -100  # the target of a position whose next token is not scored
+IGNORED_TARGET = -100  # the target of a position whose next token is not scored
 
 
 @dataclass(frozen=True)
 class PackedRow:
     """int64 [tokens] each. positions: begin at 0 with each example. targets: the NEXT token of the same example where
-    the loss counts it, else -100; no shift is needed later, and no example is predicted from the one before it. where:
-    each example's origin.
+    the loss counts it, else -100; no shift is needed later, and no example is predicted from the one before it.
+    origins: each example's.
     """
 
     ids: np.ndarray
     positions: np.ndarray
     targets: np.ndarray
-    where: tuple[str, ...]
+    origins: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -35,8 +35,8 @@ class PackedRow:
 
 def targets_of(example: Example) -> np.ndarray:
     """int64 [tokens]: what each position has to predict, -100 where that does not count."""
-    following = np.where(example.scored[1:], example.ids[1:], IGNORED)
-    return np.append(following, IGNORED)
+    following = np.where(example.scored[1:], example.ids[1:], IGNORED_TARGET)
+    return np.append(following, IGNORED_TARGET)
 
 
 def join(examples: Sequence[Example]) -> PackedRow:
@@ -45,7 +45,7 @@ def join(examples: Sequence[Example]) -> PackedRow:
         ids=np.concatenate([example.ids for example in examples]),
         positions=np.concatenate([np.arange(len(example.ids)) for example in examples]),
         targets=np.concatenate([targets_of(example) for example in examples]),
-        where=tuple(example.where for example in examples),
+        origins=tuple(example.origin for example in examples),
     )
 
 
@@ -93,7 +93,7 @@ def collate(rows: Sequence[PackedRow], pad_id: int = 0) -> dict[str, torch.Tenso
     """
     longest = max((len(row) for row in rows), default=1)
     shape = (max(1, len(rows)), longest)
-    ids, targets = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+    ids, targets = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORED_TARGET, dtype=np.int64)
     positions = np.tile(np.arange(longest, dtype=np.int64), (shape[0], 1))
     for number, row in enumerate(rows):
         length = len(row)

@@ -1,7 +1,6 @@
 """One source, row by row and epoch after epoch: in which order, which rows are held out, and where it stands."""
 
 from collections import deque
-from collections.abc import Mapping
 from itertools import islice
 from typing import Any, Protocol
 
@@ -11,20 +10,19 @@ from ladderize.adapt.data.examples import Encoded, Encoder
 from ladderize.adapt.data.files import Rows
 from ladderize.adapt.data.formats import BadRows, Row
 from ladderize.adapt.data.hub import HubRows
+from ladderize.adapt.data.place import Cursor, FileCursor, HubCursor
 from ladderize.console import UserError
 
 BATCH = 64  # rows that are tokenised together, ahead of their use
 HELDOUT_OF_STREAM, MOST_HELDOUT, HELDOUT_SHARE = 64, 256, 100
 # What a random generator draws. Keys after the seed must not end in it: numpy takes [seed, 1] and [seed, 1, 0] for the
 # same.
-ORDER, HELDOUT, SHUFFLE = 1, 2, 3
-
-Cursor = dict[str, Any]
+DRAW_ORDER, DRAW_HELDOUT, DRAW_SHUFFLE = 1, 2, 3
 
 
 class Reader(Protocol):
-    """bad: the rows left out since opening. A cursor is small, JSON can hold it, and ``seek`` goes to exactly that
-    place."""
+    """bad: the rows left out since opening. ``seek`` goes to exactly where ``cursor`` was; a cursor is of the reader's
+    own kind."""
 
     name: str
     heldout: list[Row]
@@ -45,9 +43,9 @@ class Reader(Protocol):
 
     def cursor(self) -> Cursor: ...
 
-    def seek(self, cursor: Mapping[str, Any]) -> None: ...
+    def seek(self, cursor: Any) -> None: ...
 
-    def epochs(self, cursor: Mapping[str, Any]) -> float:
+    def epochs(self, cursor: Any) -> float:
         """How often the source was read at a cursor; of a stream only whole times are known."""
         ...
 
@@ -72,7 +70,7 @@ class IndexedReader:
             count = min(MOST_HELDOUT, max(1, total // HELDOUT_SHARE))
         if count >= total:
             raise UserError(f"{name} has {total} rows, and --heldout {count} would leave none to train on; lower it")
-        drawn = np.random.default_rng([HELDOUT, seed, number]).permutation(total)[:count]
+        drawn = np.random.default_rng([DRAW_HELDOUT, seed, number]).permutation(total)[:count]
         self.heldout = [rows.read(int(index)) for index in np.sort(drawn)]
         self._training = np.delete(np.arange(total), drawn)
         self._epoch = self._position = 0
@@ -80,7 +78,7 @@ class IndexedReader:
         self._ahead: deque[Encoded] = deque()
 
     def _draw(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([ORDER, self._seed, self._number, epoch]).permutation(self._training)
+        return np.random.default_rng([DRAW_ORDER, self._seed, self._number, epoch]).permutation(self._training)
 
     @property
     def epoch(self) -> int:
@@ -97,19 +95,19 @@ class IndexedReader:
         encoded = self._ahead.popleft()
         self._position += 1
         if self._position == len(self._training):
-            self.seek({"epoch": self._epoch + 1, "position": 0})
+            self.seek(FileCursor(self._epoch + 1, 0))
         return encoded
 
-    def cursor(self) -> Cursor:
-        return {"epoch": self._epoch, "position": self._position}
+    def cursor(self) -> FileCursor:
+        return FileCursor(self._epoch, self._position)
 
-    def seek(self, cursor: Mapping[str, Any]) -> None:
-        self._epoch, self._position = int(cursor["epoch"]), int(cursor["position"])
+    def seek(self, cursor: FileCursor) -> None:
+        self._epoch, self._position = cursor.epoch, cursor.position
         self._order = self._draw(self._epoch)
         self._ahead.clear()
 
-    def epochs(self, cursor: Mapping[str, Any]) -> float:
-        return float(cursor["epoch"] + cursor["position"] / len(self._training))
+    def epochs(self, cursor: FileCursor) -> float:
+        return cursor.epoch + cursor.position / len(self._training)
 
 
 class StreamedReader:
@@ -119,14 +117,14 @@ class StreamedReader:
     def __init__(self, name: str, rows: HubRows, encoder: Encoder, *, count: int | None) -> None:
         self.name, self.rows, self.encoder, self.bad = name, rows, encoder, BadRows()
         self._skip = HELDOUT_OF_STREAM if count is None else count
-        self._ahead: deque[tuple[Encoded, Cursor]] = deque()
-        self.seek({"epoch": 0, "row": 0, "state": None})
+        self._ahead: deque[tuple[Encoded, HubCursor]] = deque()
+        self.seek(HubCursor(0, 0, None))
 
-    def seek(self, cursor: Mapping[str, Any]) -> None:
-        self._cursor = dict(cursor)
+    def seek(self, cursor: HubCursor) -> None:
+        self._cursor = cursor
         self._ahead.clear()
-        self._stream = self.rows.read(cursor["state"], cursor["row"])
-        if cursor["state"] is None:
+        self._stream = self.rows.read(cursor.state, cursor.row)
+        if cursor.state is None:
             self.heldout = [row for row, _ in islice(self._stream, self._skip)]
         self._fill()
         if not self._ahead:
@@ -137,14 +135,14 @@ class StreamedReader:
 
     def _fill(self) -> None:
         read = list(islice(self._stream, BATCH))
-        number = len(self.heldout) if self._cursor["state"] is None else self._cursor["row"]
+        number = len(self.heldout) if self._cursor.state is None else self._cursor.row
         for (_, state), encoded in zip(read, self.encoder.encode([row for row, _ in read]), strict=True):
             number += 1
-            self._ahead.append((encoded, {"epoch": self._cursor["epoch"], "row": number, "state": state}))
+            self._ahead.append((encoded, HubCursor(self._cursor.epoch, number, state)))
 
     @property
     def epoch(self) -> int:
-        return int(self._cursor["epoch"])
+        return self._cursor.epoch
 
     @property
     def progress(self) -> float:
@@ -155,11 +153,11 @@ class StreamedReader:
         if not self._ahead:
             self._fill()  # only this tells whether the epoch has ended
         if not self._ahead:
-            self.seek({"epoch": self.epoch + 1, "row": 0, "state": None})
+            self.seek(HubCursor(self.epoch + 1, 0, None))
         return encoded
 
-    def cursor(self) -> Cursor:
-        return dict(self._cursor)
+    def cursor(self) -> HubCursor:
+        return self._cursor
 
-    def epochs(self, cursor: Mapping[str, Any]) -> float:
-        return float(cursor["epoch"])
+    def epochs(self, cursor: HubCursor) -> float:
+        return float(cursor.epoch)

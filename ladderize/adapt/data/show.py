@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ladderize.adapt.data.packing import IGNORED, PackedRow, segments
+from ladderize.adapt.data.packing import IGNORED_TARGET, PackedRow, segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ class Segment:
     """One example of a row, and where it begins there. ids: int64 [tokens]; scored: bool [tokens], whether the loss
     counts a token as a target."""
 
-    where: str
+    origin: str
     position: int
     ids: np.ndarray
     scored: np.ndarray
@@ -31,14 +31,14 @@ class Segment:
 def split_row(row: PackedRow) -> list[Segment]:
     """The examples that were packed into a row, as the model will see them."""
     # a target belongs to the token after it
-    scored = np.append(False, row.targets[:-1] != IGNORED)
+    scored = np.append(False, row.targets[:-1] != IGNORED_TARGET)
     return [
-        Segment(where, part.start, row.ids[part], scored[part])
-        for where, part in zip(row.where, segments(row), strict=True)
+        Segment(origin, part.start, row.ids[part], scored[part])
+        for origin, part in zip(row.origins, segments(row), strict=True)
     ]
 
 
-def show(rows: Sequence[PackedRow], tokenizer: "PreTrainedTokenizerBase | None") -> str:
+def show_batch(rows: Sequence[PackedRow], tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """Every row's segments with their origin and text; tokens that the loss counts stand in double brackets.
 
     Control characters are escaped. Of a segment of more than 500 tokens the middle is left out, and said to be.
@@ -48,7 +48,7 @@ def show(rows: Sequence[PackedRow], tokenizer: "PreTrainedTokenizerBase | None")
     lines = [f"{left}...{right}: tokens that the loss counts"]
     for number, row in enumerate(rows, start=1):
         parts = split_row(row)
-        counted = int((row.targets != IGNORED).sum())
+        counted = int((row.targets != IGNORED_TARGET).sum())
         lines += [
             "",
             (
@@ -57,21 +57,21 @@ def show(rows: Sequence[PackedRow], tokenizer: "PreTrainedTokenizerBase | None")
             ),
         ]
         for part in parts:
-            lines.append(f"  {part.where}: {len(part.ids)} tokens, {int(part.scored.sum())} scored")
+            lines.append(f"  {part.origin}: {len(part.ids)} tokens, {int(part.scored.sum())} scored")
             lines.append(f"    {_marked(part, tokenizer)}")
     return "\n".join(lines)
 
 
-def document(rows: Sequence[PackedRow], tokenizer: "PreTrainedTokenizerBase | None") -> list[dict[str, Any]]:
+def batch_document(rows: Sequence[PackedRow], tokenizer: "PreTrainedTokenizerBase | None") -> list[dict[str, Any]]:
     """The same for --json, whole: each segment's ids, which of them are scored, and its text in runs of tokens scored
     or not."""
     return [
         {
             "tokens": len(row),
-            "scored_tokens": int((row.targets != IGNORED).sum()),
+            "scored_tokens": int((row.targets != IGNORED_TARGET).sum()),
             "examples": [
                 {
-                    "where": part.where,
+                    "where": part.origin,
                     "position": part.position,
                     "tokens": len(part.ids),
                     "scored_tokens": int(part.scored.sum()),

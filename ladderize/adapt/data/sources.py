@@ -18,7 +18,7 @@ from ladderize.adapt.data.hub import HubRows
 from ladderize.console import UsageError, UserError
 from ladderize.data import file_sha256, split_name
 
-SUFFIXES = (".jsonl", ".parquet", ".txt", ".npy", ".npz")
+SOURCE_SUFFIXES = (".jsonl", ".parquet", ".txt", ".npy", ".npz")
 HUB = "hub:"
 WHOLE_HASH = 1_000_000_000  # bytes; of larger files only the ends are hashed
 
@@ -56,9 +56,9 @@ class SourceSpec:
         if not found:
             raise UserError(f"{self.name}: no file matches")
         suffixes = sorted({Path(name).suffix for name in found})
-        if len(suffixes) > 1 or suffixes[0] not in SUFFIXES:
+        if len(suffixes) > 1 or suffixes[0] not in SOURCE_SUFFIXES:
             raise UserError(
-                f"{self.name} matches files that end in {', '.join(suffixes)}; give one of {', '.join(SUFFIXES)}"
+                f"{self.name} matches files that end in {', '.join(suffixes)}; give one of {', '.join(SOURCE_SUFFIXES)}"
             )
         return [f"{name}:{key}" if key is not None else name for name in found]
 
@@ -88,7 +88,7 @@ def _parse(text: str, option: str) -> SourceSpec:
     if not (equals and _is_source(head)):
         if not _is_source(text):
             raise UsageError(
-                f"{option} {text}: neither a file that ends in {', '.join(SUFFIXES)}, nor a glob, nor"
+                f"{option} {text}: neither a file that ends in {', '.join(SOURCE_SUFFIXES)}, nor a glob, nor"
                 " hub:OWNER/NAME[:CONFIG]:SPLIT"
             )
         return SourceSpec(text, None, _parse_hub(text, option), option)
@@ -107,7 +107,7 @@ def _is_glob(text: str) -> bool:
 
 def _is_source(text: str) -> bool:
     """Whether this may be a whole SPEC; a path may hold a = too (``date=2024/x.jsonl``)."""
-    return text.startswith(HUB) or "*" in text or split_name(text)[0].suffix in SUFFIXES
+    return text.startswith(HUB) or "*" in text or split_name(text)[0].suffix in SOURCE_SUFFIXES
 
 
 def _parse_hub(text: str, option: str) -> tuple[str, str | None, str] | None:
@@ -134,7 +134,7 @@ def open_rows(spec: SourceSpec, *, skip_bad_rows: bool = False) -> Rows:
     return rows
 
 
-def open_stream(spec: SourceSpec) -> HubRows:
+def open_hub_rows(spec: SourceSpec) -> HubRows:
     """A dataset on the hub, for reading in its order. Raises UserError if it cannot be reached, or does not exist."""
     assert spec.hub is not None
     return HubRows(spec.text, *spec.hub)
@@ -149,7 +149,7 @@ def _open_file(file: str, skip_bad_rows: bool) -> Rows:
     return TextRows(path) if path.suffix == ".txt" else IdRows(path, key)
 
 
-def identity(spec: SourceSpec) -> dict[str, Any]:
+def source_identity(spec: SourceSpec) -> dict[str, Any]:
     """What a resumed run must find again: the spec, and a hash of every file (of its size and ends, over ``WHOLE_HASH``
     bytes)."""
     files = [] if spec.is_streamed else spec.files()

@@ -11,17 +11,17 @@ shuffle within a chunk is all it gets.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from ladderize.adapt.data.chunks import CHUNK_ROWS, Chunk, ChunkMaker, StreamOptions
 from ladderize.adapt.data.examples import Encoder, Example
 from ladderize.adapt.data.formats import BadRows
 from ladderize.adapt.data.packing import PackedRow
+from ladderize.adapt.data.place import DataCounts, SourceCounts, StreamPlace
 from ladderize.adapt.data.readers import IndexedReader, Reader, StreamedReader
-from ladderize.adapt.data.sources import SourceSpec, identity, open_rows, open_stream
+from ladderize.adapt.data.sources import SourceSpec, open_hub_rows, open_rows, source_identity
 from ladderize.console import UserError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Stream:
 
         def reader(number: int, spec: SourceSpec) -> Reader:
             if spec.is_streamed:
-                return StreamedReader(spec.name, open_stream(spec), encoder, count=options.heldout)
+                return StreamedReader(spec.name, open_hub_rows(spec), encoder, count=options.heldout)
             rows = open_rows(spec, skip_bad_rows=options.skip_bad_rows)
             return IndexedReader(spec.name, rows, encoder, seed=options.seed, number=number, count=options.heldout)
 
@@ -54,7 +54,7 @@ class Stream:
         readers = [reader(number, spec) for number, spec in enumerate(self.specs)]
         self._maker = ChunkMaker(readers, weights or None, options, self._stop)
         self.heldout_rows = self._maker.heldout(encoder)
-        self._place: dict[str, Any] = {"chunk": 0, "yielded": 0, "before": self._maker.snapshot()}
+        self._place = StreamPlace(0, 0, self._maker.snapshot())
         self._chunk: Chunk | None = None
         self._yielded = 0
         self._thread: ThreadPoolExecutor | None = None
@@ -74,38 +74,38 @@ class Stream:
         return [next(self) for _ in range(count)]
 
     def _advance(self) -> None:
-        """Go to the next chunk, or to the one that ``load`` asked for, and have the one after it made meanwhile."""
+        """Go to the next chunk, or to the one that ``go_to`` asked for, and have the one after it made meanwhile."""
         if self._thread is None:
-            self._maker.restore(self._place["before"])
+            self._maker.restore(self._place.before)
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ladderize-data")
-            self._next = self._thread.submit(self._maker.make, self._place["chunk"])
+            self._next = self._thread.submit(self._maker.make, self._place.chunk)
         assert self._next is not None
         chunk = self._next.result()  # an error stays there: asked again, the stream says the same
-        self._yielded = self._place["yielded"] if self._chunk is None else 0
+        self._yielded = self._place.yielded if self._chunk is None else 0
         self._chunk = chunk
         self._next = self._thread.submit(self._maker.make, chunk.number + 1)
 
-    def state(self) -> dict[str, Any]:
-        """Where the stream stands, for ``load``; small, and JSON can hold it."""
+    def place(self) -> StreamPlace:
+        """Where the stream stands, for ``go_to``."""
         if self._chunk is None:
-            return deepcopy(self._place)
+            return self._place
         if self._yielded >= len(self._chunk.rows):
-            return deepcopy({"chunk": self._chunk.number + 1, "yielded": 0, "before": self._chunk.after})
-        return deepcopy({"chunk": self._chunk.number, "yielded": self._yielded, "before": self._chunk.before})
+            return StreamPlace(self._chunk.number + 1, 0, self._chunk.after)
+        return StreamPlace(self._chunk.number, self._yielded, self._chunk.before)
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go to exactly where ``state()`` was; its chunk is made again when the next row is asked for."""
+    def go_to(self, place: StreamPlace) -> None:
+        """Go to exactly where ``place()`` was; its chunk is made again when the next row is asked for."""
         self._stop.set()
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._thread, self._next = None, None
         self._stop.clear()
         self._chunk, self._yielded = None, 0
-        self._place = deepcopy(dict(state))
+        self._place = place
 
     def close(self) -> None:
         """End the thread, and what it was at. Whoever goes on iterating begins where it was."""
-        self.load(self.state())
+        self.go_to(self.place())
 
     def __enter__(self) -> "Stream":
         return self
@@ -114,32 +114,31 @@ class Stream:
         self.close()
 
     @property
-    def counts(self) -> dict[str, Any]:
-        """What was read up to the end of the chunk in use. padding_share: of the places in rows of ``seq_len``. A
-        skipped row is counted once, a truncated or dropped example in every epoch."""
-        after = self._chunk.after if self._chunk is not None else self._place["before"]
-        tally, cursors = after["tally"], after["cursors"]
-        places = tally["rows"] * self.options.seq_len
-        epochs = [reader.epochs(cursor) for reader, cursor in zip(self._maker.readers, cursors, strict=True)]
-        return {
-            "examples": tally["examples"],
-            "tokens": tally["tokens"],
-            "rows": tally["rows"],
-            "truncated_examples": tally["truncated"],
-            "dropped_examples": tally["dropped"],
-            "skipped_rows": tally["skipped"],
-            "skipped_first": list(tally["skipped_first"]),
-            "padding_share": 1 - tally["tokens"] / places if places else 0.0,
-            "epochs": min(epochs),
-            "sources": [
-                {"data": spec.text, "weight": spec.weight, "tokens": tokens, "epochs": seen}
-                for spec, tokens, seen in zip(self.specs, tally["source_tokens"], epochs, strict=True)
+    def counts(self) -> DataCounts:
+        """What was read up to the end of the chunk in use."""
+        after = self._chunk.after if self._chunk is not None else self._place.before
+        tally = after.tally
+        places = tally.rows * self.options.seq_len
+        epochs = [reader.epochs(cursor) for reader, cursor in zip(self._maker.readers, after.cursors, strict=True)]
+        return DataCounts(
+            examples=tally.examples,
+            tokens=tally.tokens,
+            rows=tally.rows,
+            truncated_examples=tally.truncated,
+            dropped_examples=tally.dropped,
+            skipped_rows=tally.skipped,
+            skipped_first=list(tally.skipped_first),
+            padding_share=1 - tally.tokens / places if places else 0.0,
+            epochs=min(epochs),
+            sources=[
+                SourceCounts(spec.text, spec.weight, tokens, seen)
+                for spec, tokens, seen in zip(self.specs, tally.source_tokens, epochs, strict=True)
             ],
-        }
+        )
 
     def identity(self) -> dict[str, Any]:
         """What the rows depend on besides the tokenizer: a resumed run must find the same. Reads all files once."""
-        return {**self.options.record(), "sources": [identity(spec) for spec in self.specs]}
+        return {**self.options.record(), "sources": [source_identity(spec) for spec in self.specs]}
 
 
 def fixed_rows(

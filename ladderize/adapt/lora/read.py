@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.lora.write import CONFIG, DOCUMENT, PREFIX, TENSORS, adapted_layers
+from ladderize.adapt.lora.config import (
+    ADAPTATION,
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    PEFT_PREFIX,
+    AdapterBase,
+    adapted_layers,
+)
 from ladderize.console import UserError
 from ladderize.convert.checkpoint import FLOAT_DTYPES, PICKLES, TensorInfo
 from ladderize.convert.llama import expected_tensors
 from ladderize.convert.tensor_file import locate_tensors
 from ladderize.files.documents import read_document, read_json
 
-KEY = re.compile(re.escape(PREFIX) + r"(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
+KEY = re.compile(re.escape(PEFT_PREFIX) + r"(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
 # What a config may say of plain LoRA, whose product is W + scaling * B @ A. Any other key has to be off: PEFT grows new
 # variants.
 KNOWN = {
@@ -49,24 +56,19 @@ INITIALISATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
 @dataclass(frozen=True)
 class Adapter:
     """A LoRA adapter on disk. modules: A [rank, in] and B [out, rank] by the name of what they adapt, such as
-    ``model.layers.0.self_attn.q_proj``. document: adaptation.json, None where ladderize did not train it."""
+    ``model.layers.0.self_attn.q_proj``. document, base: adaptation.json, and what it says that the adapter belongs to;
+    None where ladderize did not train it."""
 
     folder: Path
     config: dict[str, Any]
     modules: dict[str, tuple[TensorInfo, TensorInfo]]
-    document: dict[str, Any] | None
+    document: dict[str, Any] | None = None
+    base: AdapterBase | None = None
 
     @property
     def layers(self) -> list[int]:
         """The layers with anything adapted, sorted."""
         return adapted_layers(self.modules)
-
-    @property
-    def base(self) -> dict[str, Any]:
-        """``base`` of adaptation.json: ``model``, ``revision``, ``fingerprint``, and the layout; {} without the
-        file."""
-        found: dict[str, Any] = (self.document or {}).get("base", {})
-        return found
 
     def rank(self, module: str) -> int:
         return int(self._of(module, "rank_pattern", "r"))
@@ -92,23 +94,25 @@ def read_adapter(folder: Path) -> Adapter:
     folder = folder.expanduser()
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; name the folder of a PEFT adapter")
-    if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} holds no {CONFIG}; it is no PEFT adapter")
-    config = read_json(folder / CONFIG)
-    check_adapter_config(config, folder / CONFIG)
-    if not (folder / TENSORS).is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{folder} holds no {ADAPTER_CONFIG}; it is no PEFT adapter")
+    config = read_json(folder / ADAPTER_CONFIG)
+    check_adapter_config(config, folder / ADAPTER_CONFIG)
+    if not (folder / ADAPTER_TENSORS).is_file():
         pickles = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(PICKLES))
         if pickles:
             raise UserError(
                 f"{folder} has its weights as pickle only ({pickles[0]}), which can run code when opened and is not"
                 " read here; write them anew with PEFT's save_pretrained(safe_serialization=True)"
             )
-        raise UserError(f"{folder} holds no {TENSORS}; the adapter is incomplete")
-    document = None
-    if (folder / DOCUMENT).is_file():
-        document = read_document(folder / DOCUMENT, DOCUMENT)
-        check_base(document.get("base"), folder / DOCUMENT)
-    return Adapter(folder, config, pair_up(locate_tensors(folder / TENSORS), folder / TENSORS), document)
+        raise UserError(f"{folder} holds no {ADAPTER_TENSORS}; the adapter is incomplete")
+    document = base = None
+    if (folder / ADAPTATION).is_file():
+        document = read_document(folder / ADAPTATION, ADAPTATION)
+        base = read_base(document, folder / ADAPTATION)
+    return Adapter(
+        folder, config, pair_up(locate_tensors(folder / ADAPTER_TENSORS), folder / ADAPTER_TENSORS), document, base
+    )
 
 
 def check_adapter_config(config: Mapping[str, Any], path: Path) -> None:
@@ -157,16 +161,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:60] + "..."
 
 
-def check_base(base: Any, path: Path) -> None:
-    """Raise UserError unless adaptation.json says what the adapter was trained on."""
-    strings = isinstance(base, dict) and all(
-        isinstance(base.get(key), str) for key in ("model", "fingerprint", "layout")
-    )
-    if not strings or not isinstance(base.get("revision"), str | None):
+def read_base(document: Mapping[str, Any], path: Path) -> AdapterBase:
+    """``base`` of adaptation.json, which lies at ``path``; raises UserError unless it says what the adapter was trained
+    on."""
+    try:
+        return AdapterBase.from_dict(document.get("base"), "base")
+    except UserError as error:
         raise UserError(
-            f"{path} does not say in `base` which model, fingerprint and layout the adapter was trained on; train it"
-            " again"
-        )
+            f"{path} does not say in `base` which model, fingerprint and layout the adapter was trained on ({error});"
+            " train it again"
+        ) from None
 
 
 def pair_up(tensors: Mapping[str, TensorInfo], path: Path) -> dict[str, tuple[TensorInfo, TensorInfo]]:
@@ -202,5 +206,5 @@ def check_fits(adapter: Adapter, config: Mapping[str, Any], name: str) -> None:
             if info.shape != wanted:
                 raise UserError(
                     f"{adapter.folder}: {key} of {module} has shape {list(info.shape)}, but {list(wanted)} fits {name}"
-                    f" and the rank in {CONFIG}"
+                    f" and the rank in {ADAPTER_CONFIG}"
                 )

@@ -1,6 +1,6 @@
-"""Forward, backward and update on any number of ranks: plain, DDP (Accelerate's), or FSDP2 (PyTorch's ``fully_shard``).
+"""Forward, backward and update on any number of ranks: plain, DDP, or FSDP2, all of them PyTorch's own.
 
-``accelerate launch --use_fsdp --fsdp_version 2`` asks for FSDP2. The sharding itself is done in ``students``, layer by
+``accelerate launch --use_fsdp --fsdp_version 2`` asks for FSDP2. The sharding itself is done in ``models``, layer by
 layer while a model is read, since Accelerate's needs the whole model in every process's memory first, and has no FSDP
 on CPUs.
 """
@@ -8,12 +8,12 @@ on CPUs.
 import contextlib
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ladderize.adapt.retrain.losses import ScoredLogits, Student
+from ladderize.adapt.retrain.losses import ScoredLogits, TrainedModel
 from ladderize.adapt.retrain.sharding import whole
 from ladderize.console import UserError
 from ladderize.ranks.group import Ranks
@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(
         self,
-        student: Student,
+        student: TrainedModel,
         parameters: Sequence[nn.Parameter],
         ranks: Ranks,
         *,
@@ -48,8 +48,6 @@ class Engine:
         weight_decay: float,
         teacher: ScoredLogits | None = None,
     ) -> None:
-        from accelerate import Accelerator, DistributedDataParallelKwargs
-
         self.student, self.teacher, self.parameters, self.ranks = student, teacher, list(parameters), ranks
         self.compute, self.sharded = compute, sharded
         decayed = [parameter for parameter in self.parameters if parameter.ndim > 1]
@@ -61,15 +59,11 @@ class Engine:
         self.optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused
         )
-        self.wrapped: Any = student
-        if not sharded:
-            # DDP would hold a second copy of all gradients; products are narrowed in ``losses``, for teacher and
-            # student alike
-            views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-            self.accelerator = Accelerator(
-                mixed_precision="no", cpu=ranks.device.type == "cpu", kwargs_handlers=[views]
-            )
-            self.wrapped = self.accelerator.prepare_model(student)
+        self.parallel: DistributedDataParallel | None = None
+        if ranks.size > 1 and not sharded:
+            # without the views it would hold a second copy of all gradients
+            own = [ranks.device] if ranks.device.type == "cuda" else None
+            self.parallel = DistributedDataParallel(student, device_ids=own, gradient_as_bucket_view=True)
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """[rows, tokens] each. FlashAttention keeps packed texts apart in a single row only, so there all rows become
@@ -87,7 +81,8 @@ class Engine:
             if self.teacher is not None:
                 with torch.no_grad():
                     scores = self.teacher(**batch)
-            sums: Tensor = self.wrapped(**batch, teacher_logits=scores)
+            forward = self.student if self.parallel is None else self.parallel
+            sums: Tensor = forward(**batch, teacher_logits=scores)
         return sums
 
     @contextlib.contextmanager
@@ -96,7 +91,7 @@ class Engine:
 
         Sharded they do so in each: gradients of which nobody has a part yet would be whole ones, on every rank.
         """
-        with contextlib.nullcontext() if last or self.sharded else self.accelerator.no_sync(self.wrapped):
+        with contextlib.nullcontext() if last or self.parallel is None else self.parallel.no_sync():
             yield
 
     def clip(self, max_norm: float) -> Tensor:

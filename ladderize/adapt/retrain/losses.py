@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.utils.checkpoint import checkpoint
 
-from ladderize.adapt.data.packing import IGNORED
+from ladderize.adapt.data.packing import IGNORED_TARGET
+from ladderize.blocks import LOGITS_AT_ONCE
+from ladderize.files.records import Record
 
 Amount = TypeVar("Amount", Tensor, float)
-LOGITS_AT_ONCE = 1 << 26  # numbers of the vocabulary's size per token that are held in fp32
 
 
 @dataclass(frozen=True)
-class Objective:
+class Objective(Record):
     """loss = (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || student); weight 0: no teacher."""
 
     distill_weight: float = 0.0
@@ -82,11 +83,11 @@ class ScoredLogits(nn.Module):
         ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins.
         """
         hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        logits: Tensor = self.model.lm_head(hidden[targets != IGNORED])
+        logits: Tensor = self.model.lm_head(hidden[targets != IGNORED_TARGET])
         return logits
 
 
-class Student(nn.Module):
+class TrainedModel(nn.Module):
     """The model in training with its losses: what is wrapped, so that gradients and parameters are in one place."""
 
     def __init__(self, model: Any, temperature: float = 1.0) -> None:
@@ -104,4 +105,4 @@ class Student(nn.Module):
         """[rows, tokens] each, teacher_logits [tokens that count, vocab] -> the sums of cross-entropy and divergence:
         [2], fp32."""
         logits = self.scored(input_ids, position_ids, targets)
-        return torch.stack(token_losses(logits, targets[targets != IGNORED], teacher_logits, self.temperature))
+        return torch.stack(token_losses(logits, targets[targets != IGNORED_TARGET], teacher_logits, self.temperature))

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ladderize.adapt.retrain.losses import LOGITS_AT_ONCE
+from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.convert.llama import head_dim, kv_head_count, parameter_count
 from ladderize.layout import DROPPED, Layout
 
 FP32 = 4
-OPTIMIZER = 2 * FP32  # Adam's two moments
-OTHER = 500_000_000  # of the interpreter and the libraries, roughly
+MOMENT_BYTES = 2 * FP32  # Adam's two moments
+OTHER_BYTES = 500_000_000  # of the interpreter and the libraries, roughly
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Demand:
             "gradients": self.trained * FP32 // self.shards,
             # autocast keeps narrow copies of fp32 weights during a pass
             "narrow copies": self.trained * self.compute if self.compute < FP32 and self.shards == 1 else 0,
-            "optimizer": self.trained * OPTIMIZER // self.shards,
+            "optimizer": self.trained * MOMENT_BYTES // self.shards,
             "teacher": own_teacher * self.compute // self.shards if self.teacher else 0,
             "activations": self.activations(),
             "logits": self.logits(),
-            "other": OTHER,
+            "other": OTHER_BYTES,
         }
 
     @property

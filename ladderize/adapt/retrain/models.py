@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ladderize.adapt.retrain.losses import ScoredLogits, Student
+from ladderize.adapt.retrain.losses import ScoredLogits, TrainedModel
 from ladderize.adapt.retrain.sharding import shard
 from ladderize.blocks import Blocks
 from ladderize.convert.checkpoint import Checkpoint
@@ -56,7 +56,7 @@ def build_student(
     lora: Any = None,
     seed: int = 0,
     temperature: float = 1.0,
-) -> Student:
+) -> TrainedModel:
     """The model in training. trained: tensors that change. lora: a ``peft.LoraConfig`` instead, whose adapters
     change."""
     model = _meta_model(checkpoint, layout, setup)
@@ -73,7 +73,7 @@ def build_student(
         value = next(iter(blocks.read([name])))
         return nn.Parameter(value if name in trained else value.to(setup.compute), requires_grad=name in trained)
 
-    student = Student(model, temperature)
+    student = TrainedModel(model, temperature)
     _materialise(student, student.model, parameter, setup)
     if setup.gradient_checkpointing:
         # transformers renamed it, and will drop the old name in version 6
@@ -82,7 +82,7 @@ def build_student(
     return student.train()
 
 
-def build_teacher(checkpoint: Checkpoint, setup: ModelSetup, student: Student) -> ScoredLogits:
+def build_teacher(checkpoint: Checkpoint, setup: ModelSetup, student: TrainedModel) -> ScoredLogits:
     """The dense model, frozen. What it has in common with the student's frozen parameters is held once (unless both are
     sharded)."""
     layout = Layout.dense(checkpoint.config["num_hidden_layers"])
@@ -153,7 +153,7 @@ def _fill(module: nn.Module, prefix: str, parameter: Callable[[str, torch.Size],
         setattr(module.get_submodule(owner), leaf, parameter(prefix + name, empty.shape))
 
 
-def trained_parameters(student: Student) -> Iterator[tuple[str, nn.Parameter]]:
+def trained_parameters(student: TrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
     """What changes in training, under the name that a file gives it: a checkpoint's tensor, or PEFT's for an
     adapter."""
     for name, parameter in student.model.named_parameters():

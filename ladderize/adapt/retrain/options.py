@@ -1,25 +1,26 @@
 """What a retraining is asked to do, and the defaults for a model."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.data.sources import SourceSpec
-from ladderize.adapt.lora.write import LoraOptions
+from ladderize.adapt.lora.config import LoraOptions
+from ladderize.adapt.methods import FULL, LORA
+from ladderize.adapt.retrain.adaptation import DecidingOptions, FixedOptions, Settings
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.schedule import Budget, Schedule
 from ladderize.adapt.retrain.trainer import TrainOptions
 from ladderize.console import UserError
 
-FULL, LORA = "full", "lora"
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
 # than from large ones.
 LEAST_PER_STEP, MOST_PER_STEP = 2048, 65536
 PER_STEP = 16384  # where the budget is of steps
-TOKENS_AT_ONCE = 8192
+MICRO_BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ class RetrainOptions:
             )
         own = batch_size // ranks
         micro = self.micro_batch_size or next(
-            rows for rows in range(own, 0, -1) if own % rows == 0 and (rows == 1 or rows * seq_len <= TOKENS_AT_ONCE)
+            rows
+            for rows in range(own, 0, -1)
+            if own % rows == 0 and (rows == 1 or rows * seq_len <= MICRO_BATCH_TOKENS)
         )
         if own % micro:
             raise UserError(
@@ -103,18 +106,25 @@ class RetrainOptions:
             keep=self.keep,
         )
 
-    def record(self, how: TrainOptions) -> dict[str, Any]:
-        """What decides the result, and must not change on the way; not on how many devices, or how often it is looked
-        at."""
-        own = {key: getattr(self, key) for key in ("method", "train", "packing", "heldout")}
-        keys = ("seq_len", "batch_size", "weight_decay", "seed")
-        return {
-            **own, **{key: getattr(how, key) for key in keys}, "objective": asdict(how.objective),
-            "lora": asdict(self.lora) if self.method == LORA else None,
-        }  # fmt: skip
+    def fixed(self, training: TrainOptions) -> FixedOptions:
+        """What must not change on the way; not on how many devices, or how often it is looked at."""
+        return FixedOptions(
+            method=self.method,
+            train=self.train,
+            packing=self.packing,
+            heldout=self.heldout,
+            seq_len=training.seq_len,
+            batch_size=training.batch_size,
+            weight_decay=training.weight_decay,
+            seed=training.seed,
+            objective=training.objective,
+            lora=self.lora if self.method == LORA else None,
+        )
 
-    def settings(self, how: TrainOptions) -> dict[str, Any]:
-        """What decides the result, too, but may be changed when a run goes on: say, after the loss exploded, or for a
-        longer training."""
-        said = {"budget": asdict(how.budget), "schedule": asdict(how.schedule), "max_gradient": how.max_gradient}
-        return {**said, "skip_bad_rows": self.skip_bad_rows}
+    def settings(self, training: TrainOptions) -> Settings:
+        """What may be changed on the way."""
+        return Settings(training.budget, training.schedule, training.max_gradient, self.skip_bad_rows)
+
+    def deciding(self, training: TrainOptions) -> DecidingOptions:
+        """Everything that decides the result."""
+        return DecidingOptions.of(self.fixed(training), self.settings(training))

@@ -1,7 +1,6 @@
 """``ladderize adapt --method full`` and ``lora``: retrain a converted checkpoint as a whole, and write a checkpoint or
 an adapter."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +10,18 @@ import torch
 
 from ladderize.adapt.data.chunks import StreamOptions
 from ladderize.adapt.data.packing import PackedRow
-from ladderize.adapt.data.show import document as batch_document
-from ladderize.adapt.data.show import show
+from ladderize.adapt.data.show import batch_document, show_batch
 from ladderize.adapt.data.stream import Stream, fixed_rows
 from ladderize.adapt.lora.write import check_adapter_target
+from ladderize.adapt.methods import LORA
+from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters
-from ladderize.adapt.retrain.options import LORA, RetrainOptions
+from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.outcome import write_outcome
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.state import TrainingFolder
-from ladderize.adapt.retrain.task import Task, check_disk, check_memory, open_task, what_it_is
+from ladderize.adapt.retrain.task import Task, check_disk, check_memory, open_task, run_identity
 from ladderize.adapt.retrain.trackers import Trackers, check_trackers
 from ladderize.adapt.retrain.trainer import Trainer, TrainOptions, probe_seconds
 from ladderize.blocks import open_checkpoint
@@ -36,17 +36,19 @@ from ladderize.ranks.group import Ranks, join_ranks
 from ladderize.ranks.launcher import accelerate_settings
 
 
-def open_stream(checkpoint: Checkpoint, options: RetrainOptions, how: TrainOptions) -> tuple[Stream, list[PackedRow]]:
+def open_data(
+    checkpoint: Checkpoint, options: RetrainOptions, training: TrainOptions
+) -> tuple[Stream, list[PackedRow]]:
     """The stream to train on, and the rows to validate on."""
     tokenizer = load_tokenizer(checkpoint.folder)
     asked = StreamOptions(
-        seq_len=how.seq_len,
+        seq_len=training.seq_len,
         vocab_size=checkpoint.config["vocab_size"],
-        seed=how.seed,
+        seed=training.seed,
         packing=options.packing,
         heldout=0 if options.eval_data else options.heldout,
         skip_bad_rows=options.skip_bad_rows,
-        min_rows=how.batch_size,
+        min_rows=training.batch_size,
     )
     stream = Stream(options.data, tokenizer, asked)
     return stream, fixed_rows(options.eval_data, tokenizer, asked) if options.eval_data else stream.heldout_rows
@@ -61,8 +63,9 @@ def retrain(
     overwrite: bool = False,
     verify: bool = True,
     revision: str | None = None,
-) -> dict[str, Any]:
-    """Retrain ``model`` and write the result to ``out``; returns the document of adaptation.json.
+) -> Adaptation | None:
+    """Retrain ``model`` and write the result to ``out``; returns the document of adaptation.json, on other ranks than 0
+    None.
 
     One process, or those of accelerate launch or torchrun. A killed run goes on where its last state was saved. Raises
     UserError.
@@ -77,9 +80,9 @@ def retrain(
             output.check_target(Path(out), source.folder, overwrite=overwrite)
     folder = work_folder(out, options.work_dir, *(source.folder for source in task.sources))
     check_memory(task, ranks, console)
-    stream, heldout = open_stream(task.checkpoint, options, task.how)
+    stream, heldout = open_data(task.checkpoint, options, task.training)
     with stream:
-        identity = what_it_is(task, stream) if ranks.is_main else {}  # it reads all data
+        identity = run_identity(task, stream) if ranks.is_main else {}  # it reads all data
         with ranks.main_first():
             if ranks.is_main and not options.resume:
                 TrainingFolder.discard(folder)
@@ -90,12 +93,12 @@ def retrain(
             trackers = Trackers(
                 options.log_with,
                 options.log_dir or Path(f"{Path(out).expanduser().resolve()}-logs"),
-                {**options.record(task.how), **options.settings(task.how)},
+                options.deciding(task.training).to_dict(),
                 ranks,
             )
             try:
-                trainer = prepare(task, ranks, stream, heldout, work, console, trackers)
-                announce(trainer, task, console)
+                trainer = make_trainer(task, ranks, stream, heldout, work, console, trackers)
+                announce_training(trainer, task, console)
                 trainer.run()
             except torch.OutOfMemoryError:
                 raise UserError(
@@ -112,7 +115,7 @@ def retrain(
     return document
 
 
-def prepare(
+def make_trainer(
     task: Task,
     ranks: Ranks,
     stream: Stream,
@@ -121,8 +124,8 @@ def prepare(
     console: Console,
     trackers: Trackers,
 ) -> Trainer:
-    """ModelSetup the models, and go on from a state if there is one."""
-    options, how = task.options, task.how
+    """Build the models, and go on from a state if there is one."""
+    options, training = task.options, task.training
     setup = ModelSetup(
         ranks.device,
         task.compute,
@@ -137,8 +140,8 @@ def prepare(
         setup,
         trained=task.trained,
         lora=task.lora,
-        seed=how.seed,
-        temperature=how.objective.temperature,
+        seed=training.seed,
+        temperature=training.objective.temperature,
     )
     teacher = build_teacher(task.teacher, setup, student) if task.teacher is not None else None
     parameters = dict(trained_parameters(student))
@@ -148,10 +151,10 @@ def prepare(
         ranks,
         compute=task.compute,
         sharded=task.sharded,
-        weight_decay=how.weight_decay,
+        weight_decay=training.weight_decay,
         teacher=teacher,
     )
-    trainer = Trainer(engine, parameters, stream, heldout, how, work, console, trackers.log)
+    trainer = Trainer(engine, parameters, stream, heldout, training, work, console, trackers.log)
     # the main process chooses: another machine may see the folder as it was
     latest = work.latest() if ranks.is_main else None
     step = int(engine.sum(torch.tensor(int(latest.name[-8:]) if latest is not None else 0, device=ranks.device)))
@@ -165,33 +168,35 @@ def prepare(
                 f"{work.state_path(step)} is there for the main process only; name a --work-dir that all machines see"
             )
         trainer.resume(work.state_path(step))
-        before, settings = trainer.progress.settings, json.loads(json.dumps(options.settings(how)))
-        other = " and ".join(key for key in settings if before.get(key) != settings[key])
+        before, settings = trainer.progress.settings, options.settings(training)
+        other = " and ".join(
+            key for key, value in vars(settings).items() if before is not None and getattr(before, key) != value
+        )
         console.note(
             f"going on after step {step}, which {work.folder} holds"
             + (f", with another {other} from here on" if other else "")
         )
-    trainer.progress.settings = options.settings(how)
+    trainer.progress.settings = options.settings(training)
     return trainer
 
 
-def announce(trainer: Trainer, task: Task, console: Console) -> None:
+def announce_training(trainer: Trainer, task: Task, console: Console) -> None:
     """What is trained, and how long it will take: measured with two micro-batches of held-out rows, if there are
     any."""
-    how, ranks = task.how, trainer.engine.ranks
+    training, ranks = task.training, trainer.engine.ranks
     numbers = sum(parameter.numel() for parameter in trainer.parameters.values())
     text = (
         f"training {numbers:,} numbers ({task.options.method}, layers"
         f" {format_ranges(task.layers)}"
         f"{', embedding and head' if task.everything and task.options.method != LORA else ''})"
         f" on {ranks.size} process{'es' if ranks.size > 1 else ''}:"
-        f" {'about ' if how.budget.tokens else ''}{how.about_steps:,} steps of {how.batch_size} rows of {how.seq_len}"
-        f" tokens, peak learning rate {how.schedule.peak:g}"
+        f" {'about ' if training.budget.tokens else ''}{training.about_steps:,} steps of {training.batch_size} rows"
+        f" of {training.seq_len} tokens, peak learning rate {training.schedule.peak:g}"
     )
-    if rows := trainer.heldout[: how.micro_batch_size]:
-        per_token = probe_seconds(trainer.engine, rows, how) / sum(len(row) for row in rows)
-        left = 1 - how.budget.share(trainer.progress.step, trainer.progress.tokens)
-        seconds = left * how.about_steps * how.batch_size * how.seq_len * per_token / ranks.size
+    if rows := trainer.heldout[: training.micro_batch_size]:
+        per_token = probe_seconds(trainer.engine, rows, training) / sum(len(row) for row in rows)
+        left = 1 - training.budget.share(trainer.progress.step, trainer.progress.tokens)
+        seconds = left * training.about_steps * training.batch_size * training.seq_len * per_token / ranks.size
         text += f", about {human_seconds(seconds)} on {ranks.device.type}"
     console.note(text)
     if ranks.device.type == "cpu" and (advice := tcmalloc_advice()):
@@ -204,8 +209,8 @@ def show_data_of(model: str, options: RetrainOptions, revision: str | None) -> t
     options = replace(
         options, budget=options.budget if options.budget.tokens else Budget(steps=options.budget.steps or 1)
     )
-    stream, _ = open_stream(checkpoint, options, how := options.resolve(checkpoint.config, 1))
+    stream, _ = open_data(checkpoint, options, training := options.resolve(checkpoint.config, 1))
     with stream:
-        rows = stream.take(how.batch_size)
+        rows = stream.take(training.batch_size)
     tokenizer = load_tokenizer(checkpoint.folder)
-    return show(rows, tokenizer), {"model": model, "rows": batch_document(rows, tokenizer)}
+    return show_batch(rows, tokenizer), {"model": model, "rows": batch_document(rows, tokenizer)}

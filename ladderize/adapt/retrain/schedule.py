@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 
 from ladderize.console import UsageError
+from ladderize.files.records import Record
 
 SCHEDULES = ("cosine", "wsd", "constant")
 DECAY = 0.2  # wsd: of the training, at its end
@@ -21,7 +22,7 @@ def parse_count(text: str, *, option: str) -> int:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Record):
     """So many tokens (padding not counted) or so many steps; one of them is None."""
 
     tokens: int | None = None
@@ -38,7 +39,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Record):
     """Linear warm-up over ``warmup_steps``, then ``kind`` down to ``floor`` times the peak.
 
     cosine: half a wave over the whole budget. wsd (warm-up, stable, decay; Hu et al., arXiv 2404.06395): constant, and

@@ -7,7 +7,7 @@ Everything is stored whole under its own name, so a run may go on with another n
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ladderize.adapt.data.place import StreamPlace
+from ladderize.adapt.retrain.adaptation import Settings
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.sharding import assign, whole
 from ladderize.console import UserError, sentence, to_json
 from ladderize.convert.tensor_file import infos_of, write_tensors
 from ladderize.files.locks import fsync
+from ladderize.files.records import Record
 from ladderize.files.work import WorkFolder
 
-WEIGHTS, OPTIMIZER, STATE, METRICS = "weights.safetensors", "optimizer.safetensors", "state.json", "metrics.jsonl"
+STATE_WEIGHTS, STATE_OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+METRICS = "metrics.jsonl"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHT_BYTES, STATE_BYTES = 4, 12  # per trained number, of a state's weights and of all of it
 STEP = "step-" + 8 * "[0-9]"
 
 
 @dataclass
-class Progress:
+class Progress(Record):
     """How far training is. stream: where the data stand. recent: losses of the last steps. seconds: spent in steps,
-    over all runs. settings: what may be changed on the way, such as the learning rate."""
+    over all runs. settings: what may be changed on the way, such as the learning rate. Both are None until something
+    is saved."""
 
     step: int = 0
     tokens: int = 0
@@ -39,8 +44,8 @@ class Progress:
     seconds: float = 0.0
     best_step: int | None = None
     best_perplexity: float | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    stream: dict[str, Any] = field(default_factory=dict)
+    settings: Settings | None = None
+    stream: StreamPlace | None = None
     recent: list[float] = field(default_factory=list)
 
 
@@ -80,7 +85,7 @@ class TrainingFolder(WorkFolder):
 
     def latest(self) -> Path | None:
         """The last state that can be gone on from."""
-        whole_ones = [path for path in self.states().values() if (path / OPTIMIZER).is_file()]
+        whole_ones = [path for path in self.states().values() if (path / STATE_OPTIMIZER).is_file()]
         return whole_ones[-1] if whole_ones else None
 
     def state_path(self, step: int) -> Path:
@@ -122,38 +127,40 @@ class TrainingFolder(WorkFolder):
         self, part: Path, progress: Progress, engine: Engine, parameters: Mapping[str, nn.Parameter], weights_only: bool
     ) -> None:
         main = engine.ranks.is_main
-        _write(part / WEIGHTS, parameters, main)
+        _write(part / STATE_WEIGHTS, parameters, main)
         moments = {
             f"{moment}/{name}": engine.optimizer.state[parameter][moment]
-            for moment in MOMENTS for name, parameter in parameters.items()
+            for moment in MOMENTS
+            for name, parameter in parameters.items()
             if parameter in engine.optimizer.state
-        }  # fmt: skip
+        }
         if not weights_only:
-            _write(part / OPTIMIZER, moments, main)
+            _write(part / STATE_OPTIMIZER, moments, main)
         if main:
             if self.metrics.is_file():
                 fsync(
                     self.metrics
                 )  # what it says of the steps up to here must not be lost to a crash that the state survives
-            (part / STATE).write_text(to_json(asdict(progress)) + "\n")
+            (part / STATE).write_text(to_json(progress.to_dict()) + "\n")
             fsync(part / STATE)
 
     def _prune(self, progress: Progress, keep: int) -> None:
         states = self.states()
-        kept = [step for step, path in states.items() if (path / OPTIMIZER).is_file()][-keep:]
+        kept = [step for step, path in states.items() if (path / STATE_OPTIMIZER).is_file()][-keep:]
         for step, path in states.items():
             if step == progress.best_step and step not in kept:
-                (path / OPTIMIZER).unlink(missing_ok=True)  # its weights are wanted, but nobody goes on from it
+                (path / STATE_OPTIMIZER).unlink(missing_ok=True)  # its weights are wanted, but nobody goes on from it
             elif step not in kept:
                 shutil.rmtree(path)
 
     def load(self, path: Path, engine: Engine, parameters: Mapping[str, nn.Parameter]) -> Progress:
         """Put a state back into the model and the optimizer."""
         try:
-            state = json.loads((path / STATE).read_text())
-            progress = Progress(**{key: state[key] for key in asdict(Progress())})
-            load_weights(path, parameters)
-            with safe_open(path / OPTIMIZER, framework="pt") as file:
+            progress = Progress.from_dict(json.loads((path / STATE).read_text()), STATE)
+            if progress.stream is None or progress.settings is None or path != self.state_path(progress.step):
+                raise UserError(f"{STATE} is not that of this step")
+            load_trained(path, parameters)
+            with safe_open(path / STATE_OPTIMIZER, framework="pt") as file:
                 names = set(file.keys())
                 for name, parameter in parameters.items():
                     if f"{MOMENTS[0]}/{name}" not in names:
@@ -166,7 +173,7 @@ class TrainingFolder(WorkFolder):
                     }
                     for moment, tensor in moments.items():
                         assign(tensor, file.get_tensor(f"{moment}/{name}"))
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, UserError) as error:
             raise UserError(
                 f"{path} is damaged ({sentence(error)}); delete it to go on from the state before it"
             ) from None
@@ -176,12 +183,12 @@ class TrainingFolder(WorkFolder):
 
     def weights(self, step: int) -> Path:
         """Where the trained tensors of a state lie."""
-        return self.state_path(step) / WEIGHTS
+        return self.state_path(step) / STATE_WEIGHTS
 
 
-def load_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+def load_trained(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
     """The trained parameters of a state, one at a time."""
-    with safe_open(path / WEIGHTS, framework="pt") as file:
+    with safe_open(path / STATE_WEIGHTS, framework="pt") as file:
         for name, parameter in parameters.items():
             assign(parameter, file.get_tensor(name))
 

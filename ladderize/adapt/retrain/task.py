@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.blockwise.distill import trainable_layers
-from ladderize.adapt.blockwise.run import check_pair
-from ladderize.adapt.data.sources import identity as data_identity
+from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.data.stream import Stream
-from ladderize.adapt.lora.write import LoraOptions, lora_config
+from ladderize.adapt.lora.config import LoraOptions, lora_config
+from ladderize.adapt.methods import LORA
+from ladderize.adapt.pair import check_pair
 from ladderize.adapt.retrain.engine import check_attention
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.adapt.retrain.models import EMBEDDING, HEAD, trained_tensors
-from ladderize.adapt.retrain.options import LORA, RetrainOptions
+from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
 from ladderize.adapt.retrain.trainer import TrainOptions
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
@@ -43,7 +43,7 @@ class Task:
     layers: tuple[int, ...]
     everything: bool
     options: RetrainOptions
-    how: TrainOptions
+    training: TrainOptions
     compute: torch.dtype
     sharded: bool
 
@@ -79,8 +79,8 @@ class Task:
             trained=count,
             adapters=self.options.method == LORA,
             compute=self.compute.itemsize,
-            rows=self.how.micro_batch_size,
-            seq_len=self.how.seq_len,
+            rows=self.training.micro_batch_size,
+            seq_len=self.training.seq_len,
             teacher=self.teacher is not None,
             shared_teacher=not self.sharded,
             gradient_checkpointing=self.options.gradient_checkpointing,
@@ -108,19 +108,19 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
         checkpoint=checkpoint,
         teacher=teacher,
         layout=layout,
-        layers=chosen_layers(layout, options.train),
+        layers=layers_to_train(layout, options.train),
         options=options,
         everything=options.train == "all",
-        how=options.resolve(checkpoint.config, ranks.size),
+        training=options.resolve(checkpoint.config, ranks.size),
         compute=compute,
         sharded=wants_fsdp(ranks.size),
     )
 
 
-def chosen_layers(layout: Layout, train: str) -> tuple[int, ...]:
+def layers_to_train(layout: Layout, train: str) -> tuple[int, ...]:
     """The layers that ``--train`` names."""
     if train == "converted":
-        return tuple(trainable_layers(layout))
+        return tuple(layout.converted_layers)
     return (
         tuple(range(layout.num_layers))
         if train == "all"
@@ -152,7 +152,7 @@ def lora_numbers(config: Mapping[str, Any], layers: Sequence[int], options: Lora
 def check_disk(task: Task, folder: Path) -> None:
     """Refuse to begin what cannot be saved: ``keep`` states and the one being written, and the best one's weights."""
     trained = task.demand(1).trained
-    needed = trained * (STATE_BYTES * (task.how.keep + 1) + WEIGHT_BYTES)
+    needed = trained * (STATE_BYTES * (task.training.keep + 1) + WEIGHT_BYTES)
     free = shutil.disk_usage(output.existing_parent(folder)).free
     if needed > free:
         raise UserError(
@@ -180,15 +180,18 @@ def check_memory(task: Task, ranks: Ranks, console: Console) -> None:
         )
 
 
-def what_it_is(task: Task, stream: Stream) -> dict[str, Any]:
+def run_identity(task: Task, stream: Stream) -> dict[str, Any]:
     """What a run has to have in common with the one that it goes on with."""
     return {
-        "model": fingerprint(task.checkpoint), "layout": task.layout.to_config(),
+        "model": fingerprint(task.checkpoint),
+        "layout": task.layout.to_config(),
         "teacher": fingerprint(task.teacher) if task.teacher is not None else None,
-        "tokenizer": tokenizer_hash(task.checkpoint.folder), "data": stream.identity(),
-        "eval_data": [data_identity(spec) for spec in task.options.eval_data],
-        "dtype": str(task.compute).removeprefix("torch."), **task.options.record(task.how),
-    }  # fmt: skip
+        "tokenizer": tokenizer_hash(task.checkpoint.folder),
+        "data": stream.identity(),
+        "eval_data": [source_identity(spec) for spec in task.options.eval_data],
+        "dtype": str(task.compute).removeprefix("torch."),
+        **task.options.fixed(task.training).to_dict(),
+    }
 
 
 def tokenizer_hash(folder: Path) -> str:

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
 
-from ladderize.adapt.data.packing import IGNORED, PackedRow, collate
+from ladderize.adapt.data.packing import IGNORED_TARGET, PackedRow, collate
+from ladderize.adapt.data.place import StreamPlace
 from ladderize.adapt.data.stream import Stream, rank_rows
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.losses import Objective
@@ -91,7 +91,8 @@ class Trainer:
 
     def resume(self, path: Path) -> None:
         self.progress = self.folder.load(path, self.engine, self.parameters)
-        self.stream.load(self.progress.stream)
+        assert self.progress.stream is not None
+        self.stream.go_to(self.progress.stream)
         if self.engine.ranks.is_main:
             keep_metrics(self.folder.metrics, self.progress.step)
 
@@ -115,16 +116,16 @@ class Trainer:
                 before = progress.tokens
                 metrics = self.step(spent, stopped)
                 spent = options.budget.share(progress.step, progress.tokens)
-                advance(1 if options.budget.steps else progress.tokens - before, detail=describe(metrics))
+                advance(1 if options.budget.steps else progress.tokens - before, detail=_bar_detail(metrics))
                 asked_to_stop = metrics.pop("stop") > 0
                 self.write(metrics)
                 last = spent >= 1
                 if self.heldout and (progress.step % options.eval_every == 0 or last):
                     self.validate()
                 if progress.step % options.save_every == 0 or last or asked_to_stop:
-                    self.save(self.stream.state())
+                    self.save(self.stream.place())
                 elif progress.best_step == progress.step:
-                    self.save(self.stream.state(), weights_only=True)
+                    self.save(self.stream.place(), weights_only=True)
                 if asked_to_stop and not last:
                     raise UserError(
                         f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; the"
@@ -136,13 +137,13 @@ class Trainer:
         """One update; returns its metrics."""
         options, engine, progress = self.options, self.engine, self.progress
         begin = time.perf_counter()
-        place = self.stream.state()
+        place = self.stream.place()
         try:
             rows = self.stream.take(options.batch_size)
         except UserError:
             self.save(place)  # every rank reads the same, so all are here
             raise
-        scored = sum(int((row.targets != IGNORED).sum()) for row in rows)
+        scored = sum(int((row.targets != IGNORED_TARGET).sum()) for row in rows)
         # ranks draw different numbers, the same ones when a step is made again
         torch.manual_seed((options.seed * 1_000_003 + progress.step) * 4096 + engine.ranks.rank)
         sums = torch.zeros(3, device=engine.ranks.device, dtype=torch.float64)
@@ -207,7 +208,7 @@ class Trainer:
                 if not math.isfinite(loss)
                 else f"the gradient of step {step} is {norm}"
             )
-        places = sorted({place for row in rows for place in row.where})
+        places = sorted({place for row in rows for place in row.origins})
         shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
         state = self.folder.latest()
         advice = (
@@ -238,11 +239,11 @@ class Trainer:
         )
         return scores
 
-    def save(self, place: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """Keep the state; place: where the stream stands (``Stream.state``)."""
+    def save(self, place: StreamPlace, *, weights_only: bool = False) -> None:
+        """Keep the state; place: where the stream stands."""
         if self.progress.step == 0:
             return  # nothing was trained
-        self.progress.stream = dict(place)
+        self.progress.stream = place
         self.folder.save(self.progress, self.engine, self.parameters, self.options.keep, weights_only=weights_only)
 
     def write(self, values: Mapping[str, float]) -> None:
@@ -274,13 +275,13 @@ def score(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> S
             own
         )  # FSDP gathers parameters in every forward, so a rank that has no rows left takes part with an empty one
         sums[:2] += engine.losses(engine.to_device(batch))
-        sums[2] += (batch["targets"] != IGNORED).sum()
+        sums[2] += (batch["targets"] != IGNORED_TARGET).sum()
     engine.student.train()
     entropy, divergence, tokens = engine.sum(sums).tolist()
     return Scores(entropy / tokens, divergence / tokens, int(tokens))
 
 
-def describe(metrics: Mapping[str, float]) -> str:
+def _bar_detail(metrics: Mapping[str, float]) -> str:
     """The moving part of the progress bar."""
     memory = f", {human_bytes(metrics['peak_memory_bytes'])}" if metrics["peak_memory_bytes"] else ""
     return f"loss {metrics['loss']:.4f}, {metrics['tokens_per_s']:,.0f} tokens/s{memory}"

@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ladderize.adapt.lora.merge_check import add_product, check_merged
+from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
 from ladderize.adapt.lora.read import Adapter, check_fits, read_adapter
-from ladderize.adapt.lora.write import DOCUMENT, TENSORS
-from ladderize.adapt.retrain.outcome import card_note
+from ladderize.adapt.merge.check import add_product, check_merged
+from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.state import METRICS
 from ladderize.blocks import open_checkpoint
 from ladderize.console import Console, UserError, human_bytes
@@ -33,7 +33,7 @@ def carried(adapter: Adapter) -> dict[str, str]:
         return {}
     return {
         name: (adapter.folder / name).read_text(encoding="utf-8")
-        for name in (DOCUMENT, METRICS)
+        for name in (ADAPTATION, METRICS)
         if (adapter.folder / name).is_file()
     }
 
@@ -41,8 +41,8 @@ def carried(adapter: Adapter) -> dict[str, str]:
 def note_of(adapter: Adapter) -> str:
     """How the adapter came about, for the model card; empty where its adaptation.json does not say."""
     try:
-        return card_note(adapter.document or {})
-    except (KeyError, TypeError, ValueError, AttributeError):  # somebody else's file
+        return Adaptation.from_dict(adapter.document, ADAPTATION).card_note()
+    except UserError:  # there is none, or it is not one of a retraining
         return ""
 
 
@@ -76,9 +76,10 @@ def merge_adapter(
     check_fits(source, checkpoint.config, name)
     if source.document is None:
         console.note(
-            f"Note: {source.folder} has no {DOCUMENT}, so nobody can tell what it was trained on; its shapes fit {name}"
+            f"Note: {source.folder} has no {ADAPTATION}, so nobody can tell what it was trained on; its shapes fit"
+            f" {name}"
         )
-    check_space(source, checkpoint, out)
+    check_merge_space(source, checkpoint, out)
     merged = {f"{module}.weight" for module in source.modules}
     with output.scratch_folder(out) as scratch:
         file = scratch / "merged.safetensors"
@@ -95,7 +96,7 @@ def merge_adapter(
             verify=verify,
             replace=locate_tensors(file),
             console=console,
-            record={"merged_adapter": record(source, found)},
+            record={"merged_adapter": merge_record(source, found)},
             check=lambda folder: check_merged(source, checkpoint, folder, console),
             extra_files=carried(source),
             note=note_of(source),
@@ -122,15 +123,15 @@ def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[s
     """Name and revision of the base: what the user says, else what the adapter does."""
     if base is not None:
         return base, revision
-    if adapter.document is None:
+    if adapter.base is None:
         raise UserError(
-            f"{adapter.folder} has no {DOCUMENT}, so ladderize did not train it; name the checkpoint that it belongs to"
-            " with --base"
+            f"{adapter.folder} has no {ADAPTATION}, so ladderize did not train it; name the checkpoint that it belongs"
+            " to with --base"
         )
-    name = adapter.base["model"]
+    name = adapter.base.model
     if Path(name).is_absolute() and not Path(name).exists():
         raise UserError(f"{name}, which {adapter.folder} was trained on, is not there; say with --base where it is now")
-    return name, revision or adapter.base.get("revision")
+    return name, revision or adapter.base.revision
 
 
 def check_base_is(adapter: Adapter, name: str, layout: Layout, found: str) -> None:
@@ -141,22 +142,22 @@ def check_base_is(adapter: Adapter, name: str, layout: Layout, found: str) -> No
             f"{name} is dense; merge an adapter for it with PEFT's merge_and_unload, or name a converted checkpoint"
             " with --base"
         )
-    if adapter.document is None:
-        return
     trained = adapter.base
-    if any(trained.get(key) != value for key, value in layout.to_config().items()):
+    if trained is None:
+        return
+    if any(getattr(trained, key) != value for key, value in layout.to_config().items()):
         raise UserError(
-            f"{adapter.folder} was trained on the layout {trained['layout']}, but {name} has {layout}; name the"
+            f"{adapter.folder} was trained on the layout {trained.layout}, but {name} has {layout}; name the"
             " checkpoint that it was trained on with --base"
         )
-    if trained["fingerprint"] != found:
+    if trained.fingerprint != found:
         raise UserError(
             f"{name} has other weights than the checkpoint that {adapter.folder} was trained on (their fingerprints"
             " differ); name that one with --base"
         )
 
 
-def check_space(adapter: Adapter, base: Checkpoint, out: Path) -> None:
+def check_merge_space(adapter: Adapter, base: Checkpoint, out: Path) -> None:
     """Find a full disk before merging: the adapted matrices lie there twice for a while, once in the files of
     ``out``."""
     adapted = [base.tensors[f"{module}.weight"] for module in adapter.modules]
@@ -206,11 +207,11 @@ def write_merged(adapter: Adapter, base: Checkpoint, path: Path, advance: Callab
         )
 
 
-def record(adapter: Adapter, found: str) -> Mapping[str, Any]:
+def merge_record(adapter: Adapter, found: str) -> Mapping[str, Any]:
     """What ladderize.yaml says about the adapter."""
     return {
         "adapter": str(adapter.folder),
-        "sha256": file_sha256(str(adapter.folder / TENSORS)),
+        "sha256": file_sha256(str(adapter.folder / ADAPTER_TENSORS)),
         "base_fingerprint": found,
         "layers": format_ranges(adapter.layers),
         "tensors": len(adapter.modules),

@@ -14,15 +14,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ladderize.adapt.lora.config import ADAPTER_TENSORS
 from ladderize.adapt.lora.read import Adapter
-from ladderize.adapt.lora.write import TENSORS
 from ladderize.blocks import Blocks, State, complete, open_checkpoint
 from ladderize.console import Console, UserError, sentence
 from ladderize.convert.checkpoint import Checkpoint
 from ladderize.convert.weights import torch_dtype
 
-WINDOWS, TOKENS = 4, 32  # random ids: what they mean does not matter here
-TOLERANCE = 1e-4  # of the largest logit: two orders of summation in float32
+CHECK_WINDOWS, CHECK_TOKENS = 4, 32  # random ids: what they mean does not matter here
+LOGIT_TOLERANCE = 1e-4  # of the largest logit: two orders of summation in float32
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -42,7 +42,7 @@ def check_merged(adapter: Adapter, base: Checkpoint, folder: Path, console: Cons
     own, theirs = Blocks(base, torch.float32, device), Blocks(merged, torch.float32, device)
     if own.layout != theirs.layout or own.ends_differ(theirs):
         raise mismatch(adapter, "its layout, embedding, final norm or LM head is not the base's")
-    with torch.no_grad(), safe_open(adapter.folder / TENSORS, framework="pt", device="cpu") as file:
+    with torch.no_grad(), safe_open(adapter.folder / ADAPTER_TENSORS, framework="pt", device="cpu") as file:
         ids = random_ids(base.config)
         peft_state: State = own.embed(ids)
         exact_state: State = peft_state
@@ -73,7 +73,7 @@ def check_merged(adapter: Adapter, base: Checkpoint, folder: Path, console: Cons
         peft, exact, stored = logits(own, peft_state), logits(own, exact_state), logits(theirs, merged_state)
     largest = float(peft.abs().max())
     apart = float((peft - exact).abs().max())
-    if not apart <= TOLERANCE * largest:  # so that NaN does not pass
+    if not apart <= LOGIT_TOLERANCE * largest:  # so that NaN does not pass
         raise mismatch(
             adapter, f"PEFT's logits differ by up to {apart:.3g} from its own, which are up to {largest:.3g}"
         )
@@ -94,8 +94,8 @@ def mismatch(adapter: Adapter, what: str) -> UserError:
 
 def random_ids(config: Mapping[str, Any]) -> Tensor:
     """[windows, tokens], the same for every run."""
-    tokens = min(TOKENS, int(config.get("max_position_embeddings") or TOKENS))
-    return torch.randint(config["vocab_size"], (WINDOWS, tokens), generator=torch.Generator().manual_seed(0))
+    tokens = min(CHECK_TOKENS, int(config.get("max_position_embeddings") or CHECK_TOKENS))
+    return torch.randint(config["vocab_size"], (CHECK_WINDOWS, tokens), generator=torch.Generator().manual_seed(0))
 
 
 def full_name(layer: int, name: str) -> str:
@@ -138,7 +138,7 @@ def with_peft(
     if different := sorted(made ^ set(tensors)) or result.unexpected_keys:
         said = "asks for" if different[0] in made else "does not ask for"
         raise UserError(
-            f"{adapter.folder}: adapter_config.json {said} {different[0]}, which {TENSORS}"
+            f"{adapter.folder}: adapter_config.json {said} {different[0]}, which {ADAPTER_TENSORS}"
             f" {'lacks' if different[0] in made else 'holds'}"
         )
     return layer.eval()

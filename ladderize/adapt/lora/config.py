@@ -1,0 +1,109 @@
+"""LoRA on the projections of a checkpoint's layers: its options, PEFT's configuration of it, and the names
+in an adapter's folder."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ladderize.console import UsageError, UserError
+from ladderize.convert.llama import expected_tensors
+from ladderize.files.records import Record
+from ladderize.layout import format_ranges
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ADAPTER_CONFIG, ADAPTER_TENSORS, ADAPTER_CARD = "adapter_config.json", "adapter_model.safetensors", "README.md"
+ADAPTATION = "adaptation.json"  # how an adapter, or a checkpoint, was trained
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PEFT_PREFIX = "base_model.model."  # what PEFT puts before the names of the model that it wraps
+
+
+@dataclass(frozen=True)
+class AdapterBase(Record):
+    """``base`` of an adapter's adaptation.json: the checkpoint that it belongs to. model: a folder or a hub id."""
+
+    model: str
+    revision: str | None
+    fingerprint: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+
+
+@dataclass(frozen=True)
+class LoraOptions(Record):
+    """rank: of every pair of matrices. alpha: their product is multiplied by alpha / rank; None is 2 * rank. dropout:
+    of what enters them, in training. targets: the projections of each layer that get them. Raises UsageError for what
+    fits no model.
+    """
+
+    rank: int = 16
+    alpha: float | None = None
+    dropout: float = 0.0
+    targets: tuple[str, ...] = LORA_TARGETS
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UsageError(f"--lora-rank must be at least 1, not {self.rank}")
+        if self.alpha is not None and not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise UsageError(f"--lora-alpha must be above 0 and finite, not {self.alpha:g}")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"--lora-dropout must be at least 0 and below 1, not {self.dropout:g}")
+        if unknown := [name for name in self.targets if name not in LORA_TARGETS]:
+            raise UsageError(
+                f"--lora-targets: {', '.join(unknown)} is no projection; a layer has {', '.join(LORA_TARGETS)}"
+            )
+        if not self.targets:
+            raise UsageError(f"--lora-targets names no projection; name some of {', '.join(LORA_TARGETS)}")
+
+    @property
+    def scale(self) -> float:
+        """Alpha, its default filled in."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+
+def lora_config(config: Mapping[str, Any], layers: Sequence[int], options: LoraOptions) -> "LoraConfig":
+    """PEFT's configuration of LoRA on exactly these layers of a Llama with this config.json.
+
+    Raises UserError for a layer that there is not, and for a rank that is no low one.
+    """
+    from peft import LoraConfig
+
+    if not layers or min(layers) < 0 or max(layers) >= config["num_hidden_layers"]:
+        raise UserError(
+            f"LoRA on layers {format_ranges(layers)}: the model has 0 to {config['num_hidden_layers'] - 1}; name some"
+            " of them"
+        )
+    first = {
+        name.split(".")[-2]: shape
+        for name, shape in expected_tensors(config).items()
+        if name.startswith("model.layers.0.")
+    }
+    sizes = {name: min(first[name]) for name in options.targets}
+    narrowest = min(sizes, key=lambda name: sizes[name])
+    if options.rank > sizes[narrowest]:
+        raise UserError(
+            f"--lora-rank {options.rank} is more than {narrowest} has itself, the smaller side of which is"
+            f" {sizes[narrowest]}; take at most {sizes[narrowest]}, or leave {narrowest} out"
+        )
+    # PEFT has no default targets for our model type, and without layers_pattern would take any number in a name for a
+    # layer
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options.rank,
+        lora_alpha=int(options.scale) if options.scale % 1 == 0 else options.scale,
+        lora_dropout=options.dropout,
+        target_modules=list(options.targets),
+        layers_to_transform=sorted(set(layers)),
+        layers_pattern="layers",
+        bias="none",
+    )
+
+
+def adapted_layers(names: Iterable[str]) -> list[int]:
+    """The layers that tensors of an adapter, or what they adapt, belong to; sorted."""
+    return sorted({int(match[1]) for name in names if (match := re.search(r"model\.layers\.(\d+)\.", name))})

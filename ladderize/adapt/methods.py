@@ -1,0 +1,3 @@
+"""The methods of ``ladderize adapt``; imports nothing, so that the command line can name them."""
+
+FULL, LORA, BLOCKS = "full", "lora", "blocks"
