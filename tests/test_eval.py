@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ladderize import convert_checkpoint, load
+from ladderize.console import UserError
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL, TASKS
@@ -147,6 +148,24 @@ def test_eval_of_two_models(pair, tmp_path):
     rows = comparison_rows(results)
     assert [row["task"] for row in rows if row["task"]] == ["perplexity", "demo_agreement", "demo_arithmetic"]
     assert {row["model"] for row in rows} == {"model", "ladder"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": {}}, "r.json: models is {}, but must be a list"),
+        ({"models": [{}]}, "r.json: models[0] has no ladderize"),
+        (
+            {"models": [{"ladderize": {"model": 3}}]},
+            "r.json: models[0]: ladderize: model is 3, but must be of type str",
+        ),
+        ({"options": {"tasks": "a"}}, "r.json: options: tasks is 'a', but must be a list"),
+    ],
+)
+def test_results_that_are_none(change, message):
+    with pytest.raises(UserError) as error:
+        EvalResults.from_dict({"options": {}, "models": []} | change, "r.json")
+    assert str(error.value) == message
 
 
 def test_the_same_as_lm_eval_by_itself(pair):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from ladderize.console import UserError
+from ladderize.blocks import check_finite
 from ladderize.eval.results import Perplexity
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray], seconds: f
     """Perplexity and its standard error. Tokens of one window are not independent, windows are taken to be."""
     counts = np.array([len(window) - 1 for window in windows])
     mean = nlls.sum() / counts.sum()
-    if not math.isfinite(mean):
-        raise UserError(
-            "the perplexity is NaN or infinite; are the model's weights sound, and is the dtype wide enough?"
-        )
+    check_finite(mean, "the perplexity")
     stderr = None
     if len(windows) > 1:
         spread = nlls - mean * counts

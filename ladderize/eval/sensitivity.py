@@ -242,7 +242,7 @@ def _estimate(suffixes: Suffixes, windows: np.ndarray, done: int, batch_size: in
 # ---- from the table to S ----
 
 
-def differences(perplexities: np.ndarray, mode: str) -> np.ndarray:
+def perplexity_increases(perplexities: np.ndarray, mode: str) -> np.ndarray:
     """S of perplexities [..., L + 1]: against the next column in a sweep, against the dense one for each block
     alone."""
     return perplexities[..., :-1] - (perplexities[..., -1:] if mode.startswith("each") else perplexities[..., 1:])
@@ -258,9 +258,9 @@ def block_sensitivities(
     perplexities = np.exp(table.mean(0) / tokens)
     rng = np.random.default_rng(0)
     counts = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES)
-    resampled = differences(np.exp(counts @ table / len(table) / tokens), mode)
+    resampled = perplexity_increases(np.exp(counts @ table / len(table) / tokens), mode)
     low, high = np.quantile(resampled, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0)
-    values = differences(perplexities, mode).tolist()
+    values = perplexity_increases(perplexities, mode).tolist()
     blocks = [
         BlockSensitivity(block, value, low=least, high=most, sensitivity_class=classify(value, tau1, tau2))
         for block, (value, least, most) in enumerate(zip(values, low.tolist(), high.tolist(), strict=True))

@@ -15,7 +15,7 @@ from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.options import TOKENS_PER_STEP, BlockwiseOptions
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.adapt.pair import check_pair
-from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
+from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_nlls
 from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
 from ladderize.convert.checkpoint import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
@@ -37,7 +37,7 @@ def heldout_perplexities(
     results = {}
     for name, layer_at in variants.items():
         begin = time.perf_counter()
-        nlls = window_nlls_by_layer(blocks, layer_at, ids, batch_size=batch_size).numpy()
+        nlls = window_nlls(blocks, layer_at, ids, batch_size=batch_size).numpy()
         results[name] = vars(perplexity_from_nlls(nlls, list(ids.numpy()), time.perf_counter() - begin))
     return results
 
