@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ladderize.eval import harness
 from ladderize.eval.comparison import comparison_rows
 from ladderize.eval.perplexity import model_perplexity, score_windows
 from ladderize.eval.results import EvalResults
+from tests import warm
 from tests.helpers import STORIES, fresh_rng, invoke, listing, make_model, one_sentence
 from tests.oracle import Oracle
 
@@ -246,7 +246,7 @@ def test_stdout_is_only_json_and_stderr_quiet(pair):
         "4",
         "--json",
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = warm.run(command)
     assert json.loads(result.stdout)["models"]
     assert result.stderr == ""
 

@@ -8,6 +8,7 @@ about, or a package must be missing, it starts a process of its own.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,10 @@ class WarmPython:
         self.server.stdin.close()
         self.server.wait(timeout=30)
 
+    def preload(self, *modules: str) -> None:
+        """Import more, for tests that start many processes which need them."""
+        self.ask({"preload": modules})
+
 
 @cache
 def warm_python() -> WarmPython:
@@ -62,7 +67,8 @@ class WarmProcess:
     def __init__(self, command: Sequence[object], *, env: Mapping[str, str] | None = None, cwd: object = None) -> None:
         python, *argv = map(str, command)
         assert python == sys.executable, python
-        self.args, self.returncode = command, None
+        self.args = command
+        self.returncode: int | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="warm-python-")
         self._streams = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
         for stream in self._streams:
@@ -72,7 +78,9 @@ class WarmProcess:
         self.pid = self._server.ask({**request, "stdout": str(self._streams[0]), "stderr": str(self._streams[1])})
 
     def has_ended(self) -> bool:
-        """Without waiting; the exit code is there after ``communicate``."""
+        """Without waiting for it."""
+        if self.returncode is not None:
+            return True
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         except FileNotFoundError:
@@ -82,17 +90,22 @@ class WarmProcess:
         if self.returncode is None:
             os.kill(self.pid, signal.SIGKILL)
 
+    def exit_code(self) -> int:
+        """Of a process that has ended."""
+        if self.returncode is None:
+            self.returncode = self._server.ask({"wait": self.pid})
+        return self.returncode
+
     def communicate(self, timeout: float = 240) -> tuple[str, str]:
         """Wait for the end; stdout and stderr. Raises TimeoutExpired, after killing it, if it takes longer."""
         deadline = time.monotonic() + timeout
         while not self.has_ended():
             if time.monotonic() > deadline:
                 self.kill()
-                self.returncode = self._server.ask({"wait": self.pid})
+                self.exit_code()
                 raise subprocess.TimeoutExpired(list(map(str, self.args)), timeout)
             time.sleep(0.005)
-        if self.returncode is None:
-            self.returncode = self._server.ask({"wait": self.pid})
+        self.exit_code()
         stdout, stderr = (stream.read_text() for stream in self._streams)
         return stdout, stderr
 
@@ -110,6 +123,38 @@ def run(
     process = WarmProcess(command, env=env, cwd=cwd)
     stdout, stderr = process.communicate(timeout)
     return subprocess.CompletedProcess(list(map(str, command)), process.returncode, stdout, stderr)
+
+
+def run_group(
+    command: Sequence[object], *, ranks: int = 2, timeout: float = 200, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A group of this Python's processes, with the variables that torchrun gives them.
+
+    Streams are those of all ranks, rank 0's first; the exit code is the first that is not 0. A rank that fails ends the
+    others, as it does under torchrun.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", **environment}
+    started = [
+        WarmProcess(command, cwd=ROOT, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    deadline = time.monotonic() + timeout
+    while not all(process.has_ended() for process in started) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        if any(process.has_ended() and process.exit_code() for process in started):
+            deadline = min(deadline, time.monotonic() + 5)  # for the others to say what they have to
+    late = [rank for rank, process in enumerate(started) if not process.has_ended()]
+    for process in started:
+        process.kill()
+    outputs = [process.communicate() for process in started]
+    stdout, stderr = ("".join(output[stream] for output in outputs) for stream in (0, 1))
+    failed = [process.returncode for process in started if process.returncode]
+    assert not late or len(failed) > len(late), f"ranks {late} did not end within {timeout} s: {stderr[-2000:]}"
+    return subprocess.CompletedProcess(list(map(str, command)), failed[0] if failed else 0, stdout, stderr)
 
 
 # what a module uses of ``subprocess``, where a fixture lets it start warm processes

@@ -1,12 +1,14 @@
 """The process that ``tests/warm.py`` forks from: it has imported torch and transformers, and nothing of ladderize.
 
 Reads a line of JSON for each process to start, ``{"argv", "env", "cwd", "stdout", "stderr"}``, and answers with its
-pid; ``{"wait": pid}`` is answered with the exit status once the process has ended. Ends with its standard input.
+pid; ``{"wait": pid}`` is answered with the exit status once the process has ended, ``{"preload": [modules]}`` once they
+are imported too. Ends with its standard input.
 """
 
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -81,6 +83,12 @@ def serve() -> None:
     print("ready", file=answers)
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
+        if "preload" in request:
+            for name in request["preload"]:
+                importlib.import_module(name)
+            gc.freeze()
+            print(0, file=answers)
+            continue
         if "wait" in request:
             _, status = os.waitpid(request["wait"], 0)
             print(os.waitstatus_to_exitcode(status), file=answers)

@@ -43,6 +43,7 @@ def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     command = [argument for argument in arguments(place, *more, steps=30) if argument != "--no-verify"]
     work = tmp_path / "out.ladderize-work"
     kill = random.randint(3, 25)
+    warm.warm_python().preload("accelerate", "datasets", "peft")
     process = warm.WarmProcess(
         [sys.executable, "-m", "ladderize", *map(str, [*command[:2], tmp_path / "out", *command[2:]])]
     )
