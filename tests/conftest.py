@@ -20,7 +20,27 @@ torch.set_num_threads(1)
 SEED = "LADDERIZE_TEST_SEED"
 # Files by the time that they take, the longest first: two workers then end together (--dist loadfile with
 # --no-loadscope-reorder takes them in this order). Files that are not named here are short.
-LONG_FILES: list[str] = []
+LONG_FILES = [
+    "test_demo.py",
+    "test_model.py",
+    "test_eval.py",
+    "test_spd.py",
+    "test_runtime.py",
+    "test_sensitivity.py",
+    "test_bench.py",
+    "test_generate.py",
+    "test_going_on.py",
+    "test_house.py",
+    "test_several_processes.py",
+    "test_stream.py",
+    "test_corpus.py",
+    "test_convert.py",
+    "test_steps.py",
+    "test_distill.py",
+    "test_merge.py",
+    "test_heads.py",
+    "test_loader.py",
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

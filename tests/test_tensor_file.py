@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ladderize.console import UserError
-from ladderize.convert.tensor_file import infos_of, locate_tensors, write_tensors
+from ladderize.convert.tensors import infos_of, locate_tensors, write_tensors
 from tests.helpers import listing
 
 
