@@ -77,6 +77,11 @@ def run_models(group, items, backend, replicate_vocab=False):
     return results
 
 
+def run_all_models(group, jobs, backend):
+    """jobs: (items, replicate_vocab) for ``run_models``, one after the other in one group."""
+    return [run_models(group, items, backend, replicate_vocab) for items, replicate_vocab in jobs]
+
+
 def sampled(group, folder, prompts, sampling, steps, backend="auto"):
     collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
     with torch.inference_mode():

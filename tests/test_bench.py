@@ -19,7 +19,7 @@ from ladderize.runtime.bench.trace import cpu_overlap, gpu_overlap
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated, Link, known_links, parse_link, sleep_until
 from ladderize.runtime.collectives.observed import Recording
-from tests.helpers import SHAPE, invoke, listing, make_model, one_sentence, run_cli, save_llama
+from tests.helpers import SHAPE, invoke, listing, make_model, one_sentence, save_llama
 
 QUICK = ["--prompt-len", 8, "--output-len", 4, "--repeat", 2, "--warmup", 1, "--threads", 1]
 REFERENCE = Path(__file__).parent.parent.parent / "shared" / "reference"
@@ -208,7 +208,7 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
     ):
         assert invoke("convert", MODEL, tmp_path / name, "--no-verify", *arguments).code == 0
     out = tmp_path / "bench.json"
-    outcome = run_cli(
+    outcome = invoke(
         "bench",
         MODEL,
         tmp_path / "ladder",
@@ -232,7 +232,7 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
         "--plot",
         tmp_path / "picture",
     )
-    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.code == 0, outcome.stderr
     assert "both" in outcome.stdout
     document = json.loads(out.read_text())
     assert_there_and_back(document)

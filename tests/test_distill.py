@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ladderize.adapt.blockwise import run as blockwise
 from ladderize.adapt.blockwise.block_trainer import BlockTrainer, StudentBlocks, _schedule
+from ladderize.adapt.blockwise.documents import BlockReport
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair
 from ladderize.adapt.blockwise.options import DistillOptions
@@ -18,7 +20,8 @@ from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import UserError
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.layout import Layout, parse_ranges
-from tests.helpers import BIASES, SHAPE, invoke, last_error, listing, one_sentence, run_ranks, save_llama
+from tests import warm
+from tests.helpers import BIASES, SHAPE, invoke, last_error, listing, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
 DEVICE = torch.device("cpu")
@@ -243,7 +246,7 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
 def test_two_processes_train_the_same_weights(pair, tmp_path):
     assert adapt(pair, tmp_path / "one").code == 0
     dense, model = pair
-    result = run_ranks(
+    command = [
         "adapt",
         model,
         tmp_path / "two",
@@ -271,7 +274,8 @@ def test_two_processes_train_the_same_weights(pair, tmp_path):
         "--json",
         "--max-memory",
         "1B",
-    )
+    ]
+    result = warm.run_group([sys.executable, "-m", "ladderize", *command])
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)["blocks"]) == 3
     assert (tmp_path / "two" / "model.safetensors").read_bytes() == (
@@ -360,9 +364,9 @@ def test_which_pairs_are_refused(pair, tmp_path):
 
 
 def test_work_of_another_run_is_not_mixed_in(tmp_path):
-    folder = tmp_path / "w"
+    folder, report = tmp_path / "w", BlockReport(0, 2.0, 1.0, 0.2, 0.1, 7, 5, True, 0.5, [(0, 2.0), (5, 1.0)])
     with BlockFolder(folder, {"a": 1, "b": (2, 3)}) as work:
-        work.save(0, {"x.weight": torch.ones(2)}, {"block": 0}, "this key")
+        work.save(0, {"x.weight": torch.ones(2)}, report, "this key")
         assert work.has(0, lambda: "this key")
         assert not work.has(0, lambda: "another")
         assert not work.has(1, lambda: pytest.fail("nothing to compare with"))
@@ -370,7 +374,7 @@ def test_work_of_another_run_is_not_mixed_in(tmp_path):
             BlockFolder(folder, {"a": 1, "b": [2, 3]})
         BlockFolder(folder, {}, main=False)  # another rank of the same run
     with BlockFolder(folder, {"a": 1, "b": [2, 3]}) as work:
-        assert work.report(0) == {"block": 0}
+        assert work.report(0) == report
         whole = work.path(0).read_bytes()
         work.path(0).write_bytes(whole[:-4])  # cut off
         assert not work.has(0, lambda: "this key")

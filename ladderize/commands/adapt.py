@@ -19,7 +19,6 @@ from ladderize.commands.options import (
 )
 from ladderize.commands.spd import MAX_LR, ComputeDtype, TrainingSeed, WorkDir, blockwise_options
 from ladderize.console import Console, UsageError, table
-from ladderize.ranks.launcher import is_main_rank
 
 # options that only some methods have; the others refuse them, since they would have no effect
 ONLY = {
@@ -229,7 +228,7 @@ def adapt(
         from ladderize.adapt.blockwise.documents import distillation_rows, perplexity_rows
         from ladderize.adapt.blockwise.run import adapt_blocks
 
-        document = adapt_blocks(
+        distillation = adapt_blocks(
             model,
             out,
             distill_from,
@@ -239,11 +238,11 @@ def adapt(
             verify=not no_verify,
             revision=revision,
         )
-        if is_main_rank():
-            console.document(document)
-            console.result(table(distillation_rows(document["blocks"]), right=["block"]) + "\n")
+        if distillation is not None:
+            console.document(distillation.to_dict())
+            console.result(table(distillation_rows(distillation.blocks), right=["block"]) + "\n")
             console.result(
-                table(perplexity_rows(document["heldout_perplexity"]), right=["perplexity", "stderr", "difference"])
+                table(perplexity_rows(distillation.heldout_perplexity), right=["perplexity", "stderr", "difference"])
             )
             console.result(f"wrote {out}")
         return

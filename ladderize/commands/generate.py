@@ -116,9 +116,7 @@ def generate(
     check_group_size(tp_size, device)
     spec = checkpoint_spec(model, tp_size=tp_size, dtype=dtype, revision=revision)
     sampling = options_from(Sampling, ctx.params, temperature=temperature)
-    options = options_from(
-        GenerateOptions, ctx.params, sampling=sampling, compile=compile_, device=device, threads=threads
-    )
+    options = options_from(GenerateOptions, ctx.params, sampling=sampling, compile=compile_, device=device)
     document: Record | None
     if out is None or num_samples is None:
         document = generate_text(spec, prompt or [], options, console)

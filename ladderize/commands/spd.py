@@ -8,7 +8,6 @@ import typer
 from ladderize.commands.options import (
     MAX_SEED,
     AsJson,
-    Data,
     Device,
     NoVerify,
     Overwrite,
@@ -19,7 +18,6 @@ from ladderize.commands.options import (
     compute_options,
 )
 from ladderize.console import Console, UsageError, table
-from ladderize.ranks.launcher import is_main_rank
 
 Samples = Annotated[
     int | None, typer.Option(min=1, help="Windows to train on.  [default: what the data give, up to 1024]")
@@ -40,6 +38,9 @@ ComputeDtype = Annotated[
     str, typer.Option("--dtype", help="To compute in: auto (float32 if stored so, else bfloat16), float32 or bfloat16.")
 ]
 TrainingSeed = Annotated[int, typer.Option("--seed", min=0, max=MAX_SEED, help="Of the windows and their order.")]
+TrainingData = Annotated[
+    str, typer.Option("--data", metavar="FILE", help="jsonl, parquet, txt, npy, npz:array, or a glob of one kind.")
+]
 MAX_LR = 1e3
 MaxMemory = Annotated[
     str, typer.Option(metavar="SIZE", help="Teacher states beyond this, of each process, lie on disk.")
@@ -101,7 +102,7 @@ def spd(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
     sync_tp_size: Annotated[int, typer.Option(min=2, help="Virtual ranks to drop sync points for; a property of OUT.")],
-    data: Data,
+    data: TrainingData,
     spd_fraction: Annotated[
         float | None, typer.Option(help="Part of all blocks to drop, least sensitive first.  [default: 0.7]")
     ] = None,
@@ -168,7 +169,9 @@ def spd(
         threads,
         work_dir,
     )
-    from ladderize.workflows.spd import SpdOptions, perplexity_rows, run_spd, spd_rows
+    from ladderize.adapt.blockwise.documents import perplexity_rows
+    from ladderize.workflows.spd import SpdOptions, run_spd
+    from ladderize.workflows.spd_document import spd_rows
 
     console = Console(as_json)
     fraction = 0.7 if spd_fraction is None and max_ppl_increase is None else spd_fraction
@@ -185,9 +188,9 @@ def spd(
         revision=revision,
     )
     document = run_spd(model, out, what, console=console, overwrite=overwrite, verify=not no_verify)
-    if not is_main_rank():
+    if document is None:
         return
-    console.document(document)
+    console.document(document.to_dict())
     console.result(table(spd_rows(document), right=["block", "S"]) + "\n")
-    console.result(table(perplexity_rows(document["perplexity"]), right=["perplexity", "stderr", "difference"]))
+    console.result(table(perplexity_rows(document.perplexity), right=["perplexity", "stderr", "difference"]))
     console.result(f"wrote {out}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ladderize.adapt.blockwise.documents import perplexity_rows
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.retrain.losses import Objective
@@ -31,7 +32,8 @@ from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.plan import plan_bench
 from ladderize.runtime.bench.report import bench_summary
 from ladderize.runtime.bench.run import run_bench
-from ladderize.workflows.spd import SpdOptions, perplexity_rows, run_spd, spd_rows
+from ladderize.workflows.spd import SpdOptions, run_spd
+from ladderize.workflows.spd_document import spd_rows
 
 HERE = Path(__file__).parent
 MODEL, TASKS = HERE / "model", HERE / "tasks"
@@ -150,9 +152,10 @@ def _distil(dense: str, folder: Path, data: str, size: DemoSize, console: Consol
         f" {size.samples} ..."
     )
     document = run_spd(dense, out, options, console=console, verify=size.verify)
-    console.result(f"{DISTILLED:19} {document['layout']}\n")
+    assert document is not None  # which it is on other ranks than 0
+    console.result(f"{DISTILLED:19} {document.layout}\n")
     console.result(table(spd_rows(document), right=["block", "S"]) + "\n")
-    console.result(table(perplexity_rows(document["perplexity"]), right=["perplexity", "stderr", "difference"]))
+    console.result(table(perplexity_rows(document.perplexity), right=["perplexity", "stderr", "difference"]))
     return out
 
 

@@ -1,7 +1,7 @@
 """``ladderize generate``: prompts in, text out as it is made."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,17 +18,17 @@ from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generat
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """See ``ladderize generate --help``, which has the defaults too."""
+    """See ``ladderize generate --help``."""
 
-    tp_size: int
-    max_new_tokens: int
-    sampling: Sampling
-    ignore_eos: bool
-    chat: bool
-    backend: str
-    replicate_vocab: bool
-    compile: bool
-    device: str
+    tp_size: int = 1
+    max_new_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    ignore_eos: bool = False
+    chat: bool = False
+    backend: str = "auto"
+    replicate_vocab: bool = False
+    compile: bool = False
+    device: str = "cpu"
     threads: int | None = None
 
 
