@@ -30,8 +30,9 @@ from ladderize.adapt.blockwise.run import loaded
 from ladderize.adapt.blockwise.windows import training_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console
-from ladderize.eval.harness import EvalOptions, evaluate_models
-from ladderize.eval.sensitivity import SensitivityOptions, measure_sensitivity
+from ladderize.eval.harness import evaluate_models
+from ladderize.eval.options import EvalOptions, SensitivityOptions
+from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.environment import environment
@@ -77,7 +78,9 @@ def table(args: argparse.Namespace) -> dict:
                 console=Console(),
                 save=lambda _: None,
             )
-            dense, distilled = (model["ladderize"]["perplexity"] for model in scores["models"])
+            dense, distilled = (entry.model.perplexity for entry in scores.models)
+            assert dense is not None
+            assert distilled is not None
             zero = heldout_perplexity(
                 args,
                 Layout.from_layers(layers, spd=range(layers), sync_tp_size=ranks),
@@ -85,17 +88,17 @@ def table(args: argparse.Namespace) -> dict:
             rows.append(
                 {
                     "sync_tp_size": ranks,
-                    "dense": dense["perplexity"],
+                    "dense": dense.perplexity,
                     "zero_shot": zero,
-                    "distilled": distilled["perplexity"],
-                    "stderr": distilled["stderr"],
+                    "distilled": distilled.perplexity,
+                    "stderr": distilled.stderr,
                     "seconds": seconds,
                     "spd": document.to_dict(),
                 }
             )
             print(
-                f"{ranks} virtual ranks: dense {dense['perplexity']:.3f}, zero-shot {zero:.3f}, grouped and distilled "
-                f"{distilled['perplexity']:.3f} +- {distilled['stderr']:.3f} in {seconds:.0f} s",
+                f"{ranks} virtual ranks: dense {dense.perplexity:.3f}, zero-shot {zero:.3f}, grouped and distilled "
+                f"{distilled.perplexity:.3f} +- {distilled.stderr:.3f} in {seconds:.0f} s",
                 flush=True,
             )
     return {"rows": rows}
@@ -159,10 +162,8 @@ def ablation(args: argparse.Namespace) -> dict:
         calibration = windows.train[:128].numpy()
         asked = SensitivityOptions(args.data, "spd", ranks, seed=seed)
         measured = measure_sensitivity(args.model, asked, windows=calibration, console=Console())
-        ascending = sorted(measured["blocks"], key=lambda entry: entry["sensitivity"])
-        chosen = {
-            fraction: [entry["block"] for entry in ascending[: round(fraction * count)]] for fraction in FRACTIONS
-        }
+        ascending = sorted(measured.blocks, key=lambda entry: entry.sensitivity)
+        chosen = {fraction: [entry.block for entry in ascending[: round(fraction * count)]] for fraction in FRACTIONS}
         for criterion in ("none", "paper", "error"):
             head_map = (
                 None

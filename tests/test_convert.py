@@ -67,7 +67,7 @@ def test_weights_are_linked_and_verified(tmp_path, shards):
 
 def test_copy_shares_no_bytes_with_the_source(llama, tmp_path):
     report = convert_checkpoint(llama, tmp_path / "out", LADDER, copy=True, verify=False)
-    assert report["weights"] == {"copied": 1}
+    assert report.weights == {"copied": 1}
     assert not (tmp_path / "out" / "model.safetensors").samefile(llama / "model.safetensors")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
 
@@ -78,7 +78,7 @@ def test_another_file_system_gets_copies(llama):
         pytest.skip("no second file system")
     out = shm / f"ladderize-test-{os.getpid()}"
     try:
-        assert convert_checkpoint(llama, out, LADDER, verify=False)["weights"] == {"copied": 1}
+        assert convert_checkpoint(llama, out, LADDER, verify=False).weights == {"copied": 1}
         assert (out / "model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
     finally:
         shutil.rmtree(out, ignore_errors=True)
@@ -89,7 +89,7 @@ def test_another_file_system_gets_copies(llama):
 def test_dtype(tmp_path, dtype, shards):
     source = save_llama(tmp_path / "src", shards=shards)
     report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="2:", dtype=dtype), verify=False)
-    assert report["weights"] == {"rewritten": shards}
+    assert report.weights == {"rewritten": shards}
     wanted = getattr(torch, dtype)
     found, expected = all_tensors(tmp_path / "out"), all_tensors(source)
     assert list(found) == list(expected) or set(found) == set(expected)
@@ -100,9 +100,8 @@ def test_dtype(tmp_path, dtype, shards):
 
 
 def test_dtype_that_is_there_already_links(llama, tmp_path):
-    assert convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype="float32"), verify=False)[
-        "weights"
-    ] == {"linked": 1}
+    report = convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype="float32"), verify=False)
+    assert report.weights == {"linked": 1}
 
 
 def test_values_too_large_for_the_dtype(llama, tmp_path):
@@ -125,15 +124,15 @@ def test_max_shard_size(tmp_path, size, dtype):
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor.to(getattr(torch, dtype)) if dtype else tensor)
     limit = {"20kB": 20_000, "30KB": 30_000, "1GB": 10**9, "1": 1}[size]
-    for name in report["weight_files"]:
+    for name in report.weight_files:
         tensors = load_file(tmp_path / "out" / name)
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= limit
     if size == "1GB":
-        assert report["weight_files"] == ["model.safetensors"]
+        assert report.weight_files == ["model.safetensors"]
     else:
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
-        assert set(index["weight_map"].values()) == set(report["weight_files"])
+        assert set(index["weight_map"].values()) == set(report.weight_files)
     load(tmp_path / "out")
 
 
@@ -143,7 +142,7 @@ def test_mixed_dtypes_stay_aligned(llama, tmp_path):
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].half()
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
     report = convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", max_shard_size="1GB"), verify=False)
-    assert "float16 and float32" in report["remarks"][0]
+    assert "float16 and float32" in report.remarks[0]
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(
         torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items()
@@ -174,7 +173,7 @@ def test_llama_configs(tmp_path, extra):
     """Llama 1 to 3.2: the converted model of a dense layout-free source computes what the oracle says."""
     source = save_llama(tmp_path / "src", **extra)
     report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="1:", spd="0,2", sync_tp_size=4))
-    assert report["verified"]["forward"] == "finite"
+    assert report.verified.forward == "finite"
     with (
         safe_open(source / "model.safetensors", "pt") as a,
         safe_open(tmp_path / "out" / "model.safetensors", "pt") as b,
@@ -209,15 +208,15 @@ def test_llama_1_buffers_are_ignored_and_kept(llama, tmp_path):
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
     report = convert_checkpoint(llama, tmp_path / "out", LADDER)
-    assert report["verified"]["tensors"] == len(tensors)
+    assert report.verified.tensors == len(tensors)
 
 
 def test_the_authors_format(llama, tmp_path):
     edit_json(llama / "config.json", model_type="llamaLadder", ladder_layers=2, auto_map={"AutoConfig": "evil.Config"})
     (llama / "modeling_llama_ladder.py").write_text("raise SystemExit\n")
     report = convert_checkpoint(llama, tmp_path / "out", Recipe())
-    assert report["layout"] == "4 layers: ladder 2:4"
-    assert report["not_carried_over"] == ["modeling_llama_ladder.py"]
+    assert report.layout == "4 layers: ladder 2:4"
+    assert report.not_carried_over == ["modeling_llama_ladder.py"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "ladder_layers" not in config
     assert config["auto_map"]["AutoConfig"] == "configuration_ladderized_llama.LadderizedLlamaConfig"
@@ -231,10 +230,10 @@ def test_another_layout_and_back_to_dense(llama, tmp_path):
     (llama / "README.md").write_text("---\nlicense: mit\n---\n\nThe original card.\n")
     convert_checkpoint(llama, tmp_path / "a", LADDER, verify=False)
     report = convert_checkpoint(tmp_path / "a", tmp_path / "b", Recipe(spd="all", sync_tp_size=4), verify=False)
-    assert (report["layout_before"], report["layout"]) == ("4 layers: ladder 2:4", "4 layers: spd 0:4 (sync_tp_size 4)")
+    assert (report.layout_before, report.layout) == ("4 layers: ladder 2:4", "4 layers: spd 0:4 (sync_tp_size 4)")
     assert (tmp_path / "b" / "README.source.md").read_text().endswith("The original card.\n")
     report = convert_checkpoint(tmp_path / "b", tmp_path / "c", Recipe(dense=True))
-    assert report["verified"]["model_class"] == "LlamaForCausalLM"
+    assert report.verified.model_class == "LlamaForCausalLM"
     assert json.loads((tmp_path / "c" / "config.json").read_text()) == json.loads((llama / "config.json").read_text())
     assert not list((tmp_path / "c").glob("*.py"))
 
@@ -259,7 +258,7 @@ def test_what_is_carried_over(llama, tmp_path):
         (llama / name).parent.mkdir(exist_ok=True)
         (llama / name).write_bytes(content)
     report = convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
-    assert set(report["not_carried_over"]) == {
+    assert set(report.not_carried_over) == {
         "pytorch_model.bin",
         "original/",
         "model.gguf",
@@ -383,7 +382,7 @@ def test_a_hub_snapshot(llama, tmp_path, monkeypatch):
         (repo / "snapshots" / commit / path.name).symlink_to(f"../../blobs/{digest}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     report = convert_checkpoint("org/tiny", tmp_path / "out", LADDER, revision="main")
-    assert report["weights"] == {"linked": 1}
+    assert report.weights == {"linked": 1}
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     front, _ = split_front_matter((tmp_path / "out" / "README.md").read_text())
     assert front["base_model"] == "org/tiny"
@@ -462,7 +461,7 @@ def test_nothing_foreign_hides_deeper_down(llama, tmp_path):
         (llama / name).parent.mkdir(parents=True, exist_ok=True)
         (llama / name).write_bytes(b"x")
     report = convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
-    assert report["not_carried_over"] == [
+    assert report.not_carried_over == [
         "a.PY",
         "evil.so",
         "pytorch_model.bin.index.json",

@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from ladderize import convert_checkpoint, load
+from ladderize.console import UserError
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL, TASKS
 from ladderize.eval import harness
-from ladderize.eval.perplexity import perplexity, window_nlls
+from ladderize.eval.comparison import comparison_rows
+from ladderize.eval.perplexity import model_perplexity, score_windows
+from ladderize.eval.results import EvalResults
 from tests.helpers import STORIES, invoke, listing, make_model, one_sentence
 from tests.oracle import Oracle
 
@@ -35,7 +38,7 @@ def tasks_indexed_once():
         yield
 
 
-def test_window_nlls_equal_a_plain_loop():
+def test_scores_of_windows_equal_a_plain_loop():
     model = make_model("mixed")
     rng = np.random.default_rng()
     windows = [rng.integers(3, 97, length) for length in (9, 9, 9, 9, 9, 7, 2)]
@@ -45,8 +48,8 @@ def test_window_nlls_equal_a_plain_loop():
         logits = oracle(torch.from_numpy(window)[None])[0][0].double().log_softmax(-1)
         expected.append(-sum(float(logits[i, window[i + 1]]) for i in range(len(window) - 1)))
     for batch_size in (1, 2, 8):
-        np.testing.assert_allclose(window_nlls(model, windows, batch_size=batch_size), expected, rtol=1e-4)
-    result = perplexity(model, windows, batch_size=3)
+        np.testing.assert_allclose(score_windows(model, windows, batch_size=batch_size), expected, rtol=1e-4)
+    result = model_perplexity(model, windows, batch_size=3)
     tokens = 5 * 8 + 6 + 1
     assert (result.tokens, result.windows, result.seq_len) == (tokens, 7, 9)
     assert math.isclose(result.perplexity, math.exp(sum(expected) / tokens), rel_tol=1e-4)
@@ -57,11 +60,11 @@ def test_the_standard_error_covers_the_truth():
     model = make_model("dense", seed=3)
     torch.manual_seed(0)
     ids = model.generate(torch.full((256, 1), 5), max_new_tokens=11, do_sample=True, top_k=0).numpy()
-    results = [perplexity(model, list(ids[i::16])) for i in range(16)]
+    results = [model_perplexity(model, list(ids[i::16])) for i in range(16)]
     spread = np.std([result.perplexity for result in results], ddof=1)
     stated = np.mean([result.stderr for result in results])
     assert 0.5 < stated / spread < 2
-    assert perplexity(model, list(ids[:1])).stderr is None
+    assert model_perplexity(model, list(ids[:1])).stderr is None
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/fixtures is not here")
@@ -84,7 +87,7 @@ def test_published_perplexities(tmp_path, recipe, expected):
         convert_checkpoint(STORIES, tmp_path / "out", recipe, verify=False)
         model = tmp_path / "out"
     ids = np.load(STORIES.with_name("stories260K-samples.npz"))["heldout"].astype(np.int64)
-    result = perplexity(load(model), list(ids))
+    result = model_perplexity(load(model), list(ids))
     digits = len(expected.split(".")[1])
     assert f"{result.perplexity:.{digits}f}" == expected
 
@@ -133,9 +136,29 @@ def test_eval_of_two_models(pair, tmp_path):
     assert dense["ladderize"]["perplexity"]["perplexity"] < ladder["ladderize"]["perplexity"]["perplexity"]
     assert {"results", "configs", "versions", "n-shot", "n-samples", "higher_is_better"} <= set(dense)
     assert listing(tmp_path) == ["r.json", "text.jsonl"]
-    rows = harness.comparison(document)
+    results = EvalResults.from_dict(document, "r.json")
+    assert results.to_dict() == {key: document[key] for key in ("options", "models")}
+    rows = comparison_rows(results)
     assert [row["task"] for row in rows if row["task"]] == ["perplexity", "demo_agreement", "demo_arithmetic"]
     assert {row["model"] for row in rows} == {"model", "ladder"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": {}}, "r.json: models is {}, but must be a list"),
+        ({"models": [{}]}, "r.json: models[0] has no ladderize"),
+        (
+            {"models": [{"ladderize": {"model": 3}}]},
+            "r.json: models[0]: ladderize: model is 3, but must be of type str",
+        ),
+        ({"options": {"tasks": "a"}}, "r.json: options: tasks is 'a', but must be a list"),
+    ],
+)
+def test_results_that_are_none(change, message):
+    with pytest.raises(UserError) as error:
+        EvalResults.from_dict({"options": {}, "models": []} | change, "r.json")
+    assert str(error.value) == message
 
 
 def test_the_same_as_lm_eval_by_itself(pair):

@@ -194,10 +194,14 @@ def test_joins_a_group_that_torchrun_started(tmp_path):
 
 
 def children(pid):
-    """The ranks that a process has started, in order; Linux only."""
+    """The ranks that a process has started, in order: they are forked from a server. Linux only."""
+
+    def of(parent):
+        return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
     try:
-        listed = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        return sorted(child for child in listed if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes())
+        servers = [child for child in of(pid) if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return sorted(rank for server in servers for rank in of(server))
     except FileNotFoundError:
         return []
 
@@ -291,7 +295,7 @@ def test_bad_checkpoints(tmp_path, llama, monkeypatch):
     def failure(folder, *arguments):
         # nothing below may start a process: whatever is wrong is known before
         monkeypatch.setattr(
-            "multiprocessing.context.SpawnProcess.start", lambda self: pytest.fail("a process was started")
+            "multiprocessing.process.BaseProcess.start", lambda self: pytest.fail("a process was started")
         )
         return one_sentence(invoke("generate", folder, "-p", "x", "--tp-size", 2, *arguments))
 

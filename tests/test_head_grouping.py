@@ -199,8 +199,8 @@ def test_the_head_map_of_a_model(tmp_path, criterion):
     assert not torch.allclose(moved, unmoved, rtol=1e-6)  # and none for the spd one
     for report in found.report.values():
         if criterion == "error":
-            assert report["error_after"] <= min(report["error_before"], report["error_of_paper"])
+            assert report.error_after <= min(report.error_before, report.error_of_paper)
         else:
-            assert report["distance_after"] >= report["distance_before"]
+            assert report.distance_after >= report.distance_before
     again = group_heads(blocks, [0, 2], 4, windows, criterion=criterion)
     assert again.orders == found.orders

@@ -12,7 +12,7 @@ from ladderize import convert_checkpoint, load
 from ladderize.console import UserError, to_json
 from ladderize.convert import weights
 from ladderize.convert.checkpoint import TensorInfo, fingerprint, read_checkpoint, read_header
-from ladderize.convert.heads import HeadMap, check_order, kv_order, permute_heads, read_head_map
+from ladderize.convert.heads import GroupingReport, HeadMap, check_order, kv_order, permute_heads, read_head_map
 from ladderize.convert.recipe import Recipe
 from tests.helpers import BIASES, SHAPE, edit_json, invoke, listing, one_sentence, random_ids, save_llama
 from tests.oracle import Oracle
@@ -131,7 +131,7 @@ def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards
     source, kv_heads = save_llama(tmp_path / "src", shards=shards, **extra), extra.get("num_key_value_heads", KV_HEADS)
     head_map = map_for(source, range(4), kv_heads=kv_heads)
     report = convert_checkpoint(source, tmp_path / "out", DENSE, head_map=head_map, verify=False)
-    assert report["weights"]["rewritten"] == len(report["weight_files_rewritten"])
+    assert report.weights["rewritten"] == len(report.weight_files_rewritten)
     found, expected = all_tensors(tmp_path / "out"), permuted(all_tensors(source), head_map, kv_heads)
     assert set(found) == set(expected)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -150,9 +150,9 @@ def test_only_touched_files_are_rewritten(tmp_path):
     assert len(touched) < len(files)
     head_map = map_for(source, [2])
     report = convert_checkpoint(source, tmp_path / "out", SPD, head_map=head_map)
-    assert report["weights"] == {"rewritten": len(touched), "linked": len(files - touched)}
-    assert set(report["weight_files_rewritten"]) == touched
-    assert report["weights_rewritten"] is True
+    assert report.weights == {"rewritten": len(touched), "linked": len(files - touched)}
+    assert set(report.weight_files_rewritten) == touched
+    assert report.weights_rewritten is True
     for file in files:
         assert (tmp_path / "out" / file).samefile(source / file) == (file not in touched)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -181,7 +181,7 @@ def test_the_command_line_counts_both(tmp_path):
 def test_an_order_that_is_the_old_one_links(llama, tmp_path):
     head_map = HeadMap(4, {1: tuple(range(HEADS))}, fingerprint(read_checkpoint(llama)))
     report = convert_checkpoint(llama, tmp_path / "out", SPD, head_map=head_map, verify=False)
-    assert (report["weights"], report["permuted_layers"]) == ({"linked": 1}, [])
+    assert (report.weights, report.permuted_layers) == ({"linked": 1}, [])
 
 
 @pytest.mark.parametrize("extra", [{}, BIASES], ids=str)
@@ -217,14 +217,14 @@ def test_a_dtype_that_some_files_have_already_links_those(tmp_path):
     file = source / "model-00002-of-00003.safetensors"
     save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="2:", dtype="bfloat16"), verify=False)
-    assert report["weight_files_rewritten"] == [file.name]
-    assert report["weights"] == {"linked": len(report["weight_files"]) - 1, "rewritten": 1}
+    assert report.weight_files_rewritten == [file.name]
+    assert report.weights == {"linked": len(report.weight_files) - 1, "rewritten": 1}
     assert {tensor.dtype for tensor in all_tensors(tmp_path / "out").values()} == {torch.bfloat16}
 
 
 def test_the_record_makes_it_again(llama, tmp_path):
     head_map = map_for(llama, [1, 2])
-    head_map.report[1] = {"cost": 0.25}
+    head_map.report[1] = GroupingReport("error", "pairs of ranks", 0.5, 0.25, 0.375, 1.0, 2.0)
     path = save_map(head_map, tmp_path / "map.json")
     outcome = invoke(
         "convert", llama, tmp_path / "a", "--spd", "1:3", "--sync-tp-size", "4", "--head-map", path, "--no-verify"
@@ -233,7 +233,7 @@ def test_the_record_makes_it_again(llama, tmp_path):
     path.unlink()
     assert yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())["recipe"]["head_map"] == "head_map.json"
     assert read_head_map(tmp_path / "a" / "head_map.json") == HeadMap(
-        4, head_map.orders, head_map.fingerprint, {1: {"cost": 0.25}, 2: {}}
+        4, head_map.orders, head_map.fingerprint, head_map.report
     )
     outcome = invoke("convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify")
     assert outcome.code == 0, outcome.stderr
@@ -273,14 +273,21 @@ def test_nothing_dropped_takes_any_map(llama, tmp_path, options):
         ),
         ({"layers": [{"layer": 1, "heads": [0, 2, 1, 3, 4, 5, 6, 7]}]}, "tears KV groups apart"),
         ({"layers": [{"layer": 1, "heads": list(range(8))}] * 2}, "layer 1 stands there twice"),
-        ({"layers": [{"layer": True, "heads": list(range(8))}]}, "a layer is True"),
-        ({"layers": [{"heads": []}]}, "a layer is None"),
-        ({"layers": [{"layer": 1, "heads": [*range(7), True]}]}, "heads of layer 1 must be a list of integers"),
-        ({"layers": [{"layer": 1, "heads": "01234567"}]}, "must be a list of integers"),
-        ({"layers": [{"layer": 1}]}, "must be a list"),
-        ({"layers": {"1": []}}, "layers must be a list of objects"),
-        ({"layers": [[]]}, "layers must be a list of objects"),
-        ({"layers": None}, "layers must be a list"),
+        ({"layers": [{"layer": True, "heads": list(range(8))}]}, "layers[0]: layer is True, but must be of type int"),
+        ({"layers": [{"heads": []}]}, "layers[0] has no layer"),
+        (
+            {"layers": [{"layer": 1, "heads": [*range(7), True]}]},
+            "layers[0]: heads[7] is True, but must",
+        ),
+        ({"layers": [{"layer": 1, "heads": "01234567"}]}, "heads is '01234567', but must be a list"),
+        ({"layers": [{"layer": 1}]}, "layers[0] has no heads"),
+        ({"layers": {"1": []}}, "layers is {'1': []}, but must be a list"),
+        ({"layers": [[]]}, "layers[0] is [], but must be an object"),
+        ({"layers": None}, "layers is None, but must be a list"),
+        (
+            {"layers": [{"layer": 1, "heads": list(range(8)), "criterion": "error"}]},
+            "layer 1 has no freedom",
+        ),
         ({"sync_tp_size": True}, "sync_tp_size is True"),
         ({"sync_tp_size": 0}, "sync_tp_size is 0"),
         ({"fingerprint": 5}, "fingerprint is 5"),
@@ -420,8 +427,8 @@ def test_replacements(tmp_path, stored, dtype):
             for name, tensor in read_checkpoint(source).tensors.items()
             if name == DOWN or "layers.1.self_attn" in name
         }
-        assert set(report["weight_files_rewritten"]) == files != set(report["weight_files"])
-    assert report["replaced_tensors"] == sorted([O1, DOWN])
+        assert set(report.weight_files_rewritten) == files != set(report.weight_files)
+    assert report.replaced_tensors == sorted([O1, DOWN])
     record = yaml.safe_load((tmp_path / "out" / "ladderize.yaml").read_text())
     assert (record["distillation"], record["replaced_tensors"]) == ({"blocks": [1]}, sorted([O1, DOWN]))
     assert {name: (tmp_path / "out" / name).read_text() for name in extra} == extra
@@ -470,4 +477,4 @@ def test_a_map_beside_the_source_gives_way_to_the_one_applied(llama, tmp_path):
     head_map = map_for(llama)
     report = convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all"), head_map=head_map, verify=False)
     assert read_head_map(tmp_path / "out" / "head_map.json").orders == head_map.orders
-    assert (report["extra_files"], report["carried_over"]) == (["head_map.json"], ["generation_config.json"])
+    assert (report.extra_files, report.carried_over) == (["head_map.json"], ["generation_config.json"])

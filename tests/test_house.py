@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "runtime": LEAVES | {"convert", "runtime"},
     "blocks": LEAVES | {"convert"},
     "eval": LEAVES | {"blocks", "convert", "runtime", "eval"},
-    "adapt": LEAVES | {"blocks", "convert", "adapt", "eval.perplexity"},
+    "adapt": LEAVES | {"blocks", "convert", "adapt", "eval.perplexity", "eval.results"},
     "demo": LEAVES | {"blocks", "convert", "runtime", "eval", "adapt", "workflows", "demo"},
     "workflows": LEAVES | {"blocks", "convert", "runtime", "eval", "adapt", "workflows"},
     "commands": LEAVES | {"blocks", "convert", "runtime", "eval", "adapt", "workflows", "demo", "commands"},

@@ -13,9 +13,11 @@ from ladderize.files.records import Record
 @dataclass(frozen=True)
 class Inner(Record):
     KEYS: ClassVar = {"kind": "class"}
+    LEFT_OUT: ClassVar = ("note",)
 
     kind: str
     share: float | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ def test_there_and_back():
     outer = Outer.from_dict(DOCUMENT | {"from a later version": 1}, "file.json")
     assert outer == Outer("a", 3, Path("x/y"), Inner("spd"), [Inner("b", 0.5)], (4, 5.0), {7: (1, 2)})
     assert outer.to_dict() == DOCUMENT
+    assert Inner("spd", note="n").to_dict() == {"class": "spd", "share": None, "note": "n"}
     assert Outer.from_dict({**DOCUMENT, "pair": [4, 5]}, "f").pair == (4, 5.0)  # JSON writes 5.0 as 5 where it likes
 
 
@@ -54,6 +57,10 @@ def test_there_and_back():
         ({"rows": [{"class": "b", "share": "much"}]}, "file.json: rows[0]: share is 'much', but must be of type float"),
         ({"rows": {}}, "file.json: rows is {}, but must be a list"),
         ({"pair": [1]}, "file.json: pair has 1 entries, but must have 2"),
+        (
+            {"pair": [1, 10**400]},
+            f"file.json: pair[1] is 1{'0' * 59}..., which is no number that a float can hold",
+        ),
         ({"by_layer": {"x": []}}, "file.json: by_layer has the key 'x', which is no integer"),
         ({"by_layer": {"1": ["x"]}}, "file.json: by_layer.1[0] is 'x', but must be of type int"),
     ],

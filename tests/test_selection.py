@@ -9,10 +9,12 @@ from ladderize import convert_checkpoint
 from ladderize.console import UserError, to_json
 from ladderize.convert.checkpoint import fingerprint, read_checkpoint
 from ladderize.convert.recipe import Recipe, read_recipe
-from ladderize.convert.selection import read_sensitivity, select
+from ladderize.convert.selection import select
+from ladderize.convert.sensitivity_file import read_sensitivity
 from tests.helpers import invoke, listing, one_sentence, save_llama
 
 VALUES = (0.04, 0.3, -0.02, 12.0)  # the layers of the small model
+DATA = {"file": "text.npy", "sha256": "d", "samples": 8, "seq_len": 16, "seed": 0}
 
 
 def document(source=None, values=VALUES, **changes):
@@ -27,14 +29,17 @@ def document(source=None, values=VALUES, **changes):
     return {
         "model": "src",
         "fingerprint": fingerprint(read_checkpoint(source)) if source else "f",
+        "layout": f"{len(values)} layers: dense",
         "parameters": 1,
+        "data": DATA,
         "mode": "spd",
         "sync_tp_size": 4,
+        "dtype": "float32",
         "complete": True,
         "tau1": 0.05,
         "tau2": 10.0,
-        "data": {"name": "text", "samples": 8},
-        "perplexity": [None] * (len(values) + 1),
+        "interval": 0.95,
+        "perplexity": [9.0] * (len(values) + 1),
         "blocks": blocks,
         "nll": [[]],
     } | changes
@@ -48,7 +53,7 @@ def measured(llama, tmp_path):
 
 def chosen(tmp_path, values, **how):
     (tmp_path / "s.json").write_text(to_json(document(values=values)))
-    return select(read_sensitivity(tmp_path / "s.json"), **how)
+    return select(read_sensitivity(tmp_path / "s.json"), tmp_path / "s.json", **how)
 
 
 # ---- the rules ----
@@ -91,16 +96,16 @@ def test_by_budget(tmp_path, values, most, layers):
 def test_by_class_and_what_is_said(tmp_path):
     selection = chosen(tmp_path, VALUES)
     assert selection.layers == [0, 2]
-    assert [(row["block"], row["dropped"], row["why"]) for row in selection.rows] == [
+    assert [(row.block, row.dropped, row.why) for row in selection.blocks] == [
         (0, True, "at most tau1 = 0.05"),
         (1, False, "above tau1 = 0.05"),
         (2, True, "at most tau1 = 0.05"),
         (3, False, "above tau1 = 0.05"),
     ]
-    assert selection.to_dict()["estimated_ppl_increase"] == pytest.approx(0.02)
+    assert selection.estimated_ppl_increase == pytest.approx(0.02)
     budget = chosen(tmp_path, VALUES, max_increase=0.1)
-    assert [row["why"] for row in budget.rows] == ["sum 0.04", "sum 0.34", "sum 0", "sum 12.34"]
-    assert [row["why"] for row in chosen(tmp_path, VALUES, fraction=0.5).rows] == [
+    assert [row.why for row in budget.blocks] == ["sum 0.04", "sum 0.34", "sum 0", "sum 12.34"]
+    assert [row.why for row in chosen(tmp_path, VALUES, fraction=0.5).blocks] == [
         f"number {i} of 4" for i in (2, 3, 1, 4)
     ]
 
@@ -135,7 +140,7 @@ def test_convert(llama, tmp_path, measured, options, spd):
     dropped = [row["block"] for row in report["spd_selection"]["blocks"] if row["dropped"]]
     assert [i for i, mode in enumerate(report["attention_sync"]) if mode == "dropped"] == dropped
     assert record["spd_selection"] == report["spd_selection"]
-    assert record["spd_selection"]["sensitivity"]["data"] == {"name": "text", "samples": 8}
+    assert record["spd_selection"]["sensitivity"]["data"] == DATA
     measured.unlink()
     again = invoke(
         "convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify", "--json"
@@ -168,7 +173,7 @@ def test_a_recipe_names_the_file_from_where_it_lies(llama, tmp_path, measured):
     assert read_recipe(recipe) == Recipe(
         spd="auto", sensitivity=str(tmp_path / "recipes" / ".." / "s.json"), spd_fraction=1
     )
-    assert convert_checkpoint(llama, tmp_path / "out", read_recipe(recipe), dry_run=True)["layout"].endswith(
+    assert convert_checkpoint(llama, tmp_path / "out", read_recipe(recipe), dry_run=True).layout.endswith(
         "spd 0:4 (sync_tp_size 4)"
     )
 
@@ -246,18 +251,18 @@ def block(**changes):
         ({"sync_tp_size": True}, "sync_tp_size is True"),
         ({"sync_tp_size": 3}, "3 does not divide the 8 attention heads"),
         ({"tau1": None}, "tau1 is None"),
-        ({"blocks": None}, "blocks must be a list"),
-        ({"blocks": [1, 2, 3, 4]}, "blocks must be a list"),
+        ({"blocks": None}, "blocks is None, but must be a list"),
+        ({"blocks": [1, 2, 3, 4]}, "blocks[0] is 1, but must be an object"),
         ({"blocks": document()["blocks"][:3]}, "has 3 blocks, but the model has 4 layers"),
         ({"blocks": []}, "has 0 blocks"),
         (block(block=2), "block 1 is called 2"),
-        (block(block=True), "block 1 is called True"),
-        (block(sensitivity=None), "sensitivity of block 1 is None"),
-        (block(sensitivity="0.1"), "sensitivity of block 1 is '0.1'"),
-        (block(sensitivity=False), "sensitivity of block 1 is False"),
+        (block(block=True), "blocks[1]: block is True, but must be of type int"),
+        (block(sensitivity=None), "blocks[1]: sensitivity is None, but must be of type float"),
+        (block(sensitivity="0.1"), "blocks[1]: sensitivity is '0.1', but must be of type float"),
+        (block(sensitivity=False), "blocks[1]: sensitivity is False, but must be of type float"),
         (block(sensitivity=10**400), "which is no number"),
         (block(**{"class": "tame"}), "class of block 1 is 'tame'"),
-        (block(**{"class": []}), "class of block 1 is []"),
+        (block(**{"class": []}), "blocks[1]: class is [], but must be of type str"),
     ],
 )
 def test_files_that_do_not_fit(llama, tmp_path, changes, message):

@@ -9,14 +9,17 @@ import torch
 
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
-from ladderize.eval import perplexity, sensitivity
+from ladderize.convert.sensitivity_file import MODES
+from ladderize.eval import sensitivity
+from ladderize.eval.options import SensitivityOptions
+from ladderize.eval.perplexity import score_windows
 from ladderize.eval.sensitivity import (
-    SensitivityOptions,
     Suffixes,
+    block_sensitivities,
     classify,
     column_layouts,
+    default_tau1,
     measure_sensitivity,
-    summarise,
 )
 from tests.helpers import BIASES, SHAPE, edit_json, invoke, last_error, one_sentence, save_llama
 
@@ -40,11 +43,11 @@ def whole_model_table(folder, layouts, windows):
     for layout in layouts:
         model = LadderizedLlamaForCausalLM(blocks.model_config(layout)).eval()
         model.load_state_dict(state)
-        columns.append(perplexity.window_nlls(model, list(windows), batch_size=5))
+        columns.append(score_windows(model, list(windows), batch_size=5))
     return np.stack(columns, 1)
 
 
-@pytest.mark.parametrize("mode", sensitivity.MODES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("extra", [{}, BIASES], ids=["plain", "biases"])
 def test_against_whole_models(tmp_path, ids, mode, extra):
     folder = save_llama(tmp_path / "m", seed=int(torch.randint(1 << 30, ())), **extra)
@@ -52,14 +55,14 @@ def test_against_whole_models(tmp_path, ids, mode, extra):
     document = measure_sensitivity(str(folder), options, console=sensitivity.Console())
     windows = read_windows(open_checkpoint(str(folder)), str(ids), seq_len=None, samples=12, seed=3)
     table = whole_model_table(folder, column_layouts(mode, LAYERS, RANKS[mode]), windows)
-    np.testing.assert_allclose(np.array(document["nll"]), table, rtol=1e-5)
+    np.testing.assert_allclose(np.array(document.nll), table, rtol=1e-5)
     ppl = np.exp(table.sum(0) / (12 * 15))
-    np.testing.assert_allclose(document["perplexity"], ppl, rtol=1e-5)
+    np.testing.assert_allclose(document.perplexity, ppl, rtol=1e-5)
     expected = [ppl[i] - ppl[LAYERS if mode.startswith("each") else i + 1] for i in range(LAYERS)]
     np.testing.assert_allclose(
-        [entry["sensitivity"] for entry in document["blocks"]], expected, rtol=1e-4, atol=1e-4 * ppl.max()
+        [entry.sensitivity for entry in document.blocks], expected, rtol=1e-4, atol=1e-4 * ppl.max()
     )
-    assert len({round(value, 9) for value in document["perplexity"]}) == LAYERS + 1  # every column is another model
+    assert len({round(value, 9) for value in document.perplexity}) == LAYERS + 1  # every column is another model
 
 
 def test_columns_are_what_the_paper_says():
@@ -112,21 +115,21 @@ def test_a_killed_run_goes_on(llama, ids, monkeypatch):
 
 
 def test_intervals_come_from_windows():
-    options = SensitivityOptions("", "spd", 2)
-    same = np.tile([30.0, 20.0, 10.0], (8, 1))
-    for entry in summarise(same, 10, options, 1000)["blocks"]:
-        assert entry["low"] == pytest.approx(entry["sensitivity"]) == pytest.approx(entry["high"])
+    def blocks_of(table):
+        return block_sensitivities(table, 10, "spd", tau1=0.05, tau2=10.0)[1]
+
+    for entry in blocks_of(np.tile([30.0, 20.0, 10.0], (8, 1))):
+        assert entry.low == pytest.approx(entry.sensitivity) == pytest.approx(entry.high)
     rng = np.random.default_rng()
     widths = []
     for count in (16, 256):
-        table = np.array([30.0, 20.0, 10.0]) + rng.normal(size=(count, 3))
-        summary = summarise(table, 10, options, 1000)
-        assert all(entry["low"] < entry["sensitivity"] < entry["high"] for entry in summary["blocks"])
-        widths.append(summary["blocks"][0]["high"] - summary["blocks"][0]["low"])
+        blocks = blocks_of(np.array([30.0, 20.0, 10.0]) + rng.normal(size=(count, 3)))
+        assert all(entry.low < entry.sensitivity < entry.high for entry in blocks)
+        widths.append(blocks[0].high - blocks[0].low)
     assert widths[1] < 0.6 * widths[0]  # a quarter, but for chance
 
 
-def test_classes_and_their_thresholds():
+def test_classes_and_their_thresholds(llama, ids):
     assert [classify(s, 0.05, 10.0) for s in (-1.0, 0.05, 0.051, 10.0, 10.1)] == [
         "in-sensitive",
         "in-sensitive",
@@ -134,10 +137,14 @@ def test_classes_and_their_thresholds():
         "sensitive",
         "extremely sensitive",
     ]
-    table = np.ones((2, 3))
-    assert summarise(table, 10, SensitivityOptions(""), 29 * 10**9)["tau1"] == 0.05
-    assert summarise(table, 10, SensitivityOptions(""), 30 * 10**9)["tau1"] == 0.02
-    assert summarise(table, 10, SensitivityOptions("", tau1=0.3), 70 * 10**9)["tau1"] == 0.3
+    assert default_tau1(29 * 10**9) == 0.05
+    assert default_tau1(30 * 10**9) == 0.02
+    for given, expected in ((None, 0.05), (0.3, 0.3)):
+        options = SensitivityOptions(str(ids), "spd", 2, samples=2, tau1=given)
+        document = measure_sensitivity(str(llama), options, console=sensitivity.Console())
+        assert (document.tau1, document.tau2) == (expected, 10.0)
+        for entry in document.blocks:
+            assert entry.sensitivity_class == classify(entry.sensitivity, expected, 10.0)
 
 
 def test_the_command(llama, ids, tmp_path):

@@ -1,13 +1,16 @@
-"""``convert`` and ``inspect``."""
+"""``convert``."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ladderize.commands.options import RANGES, AsJson, NoVerify, Overwrite, Revision
 from ladderize.console import Console, UsageError, UserError, human_bytes, table
 from ladderize.layout import RangeSyntaxError, format_ranges
+
+if TYPE_CHECKING:
+    from ladderize.convert.report import ConversionReport
 
 
 def convert(
@@ -106,39 +109,39 @@ def convert(
         if recipe is None:
             raise
         raise UserError(f"{recipe}: {error}") from None
-    console.document(report)
-    for remark in report["remarks"]:
+    console.document(report.to_dict())
+    for remark in report.remarks:
         console.note(f"Note: {remark}")
-    if selection := report["spd_selection"]:
+    if selection := report.spd_selection:
         shown = [
-            {**row, "sensitivity": f"{row['sensitivity']:.4g}", "dropped": row["dropped"] or ""}
-            for row in selection["blocks"]
+            {**entry.to_dict(), "sensitivity": f"{entry.sensitivity:.4g}", "dropped": entry.dropped or ""}
+            for entry in selection.blocks
         ]
-        console.result(table(shown, right=["block", "sensitivity"]) + f"\n\nselected {selection['rule']}")
+        console.result(table(shown, right=["block", "sensitivity"]) + f"\n\nselected {selection.rule}")
         console.result(
-            f"estimate {selection['estimated_ppl_increase']:+.4g} perplexity, the sum over the dropped blocks: right to"
+            f"estimate {selection.estimated_ppl_increase:+.4g} perplexity, the sum over the dropped blocks: right to"
             f" first order;\n         measure the true increase with `ladderize eval {src} {out} --perplexity FILE`\n"
         )
     if dry_run:
-        console.result(table(report["layers"], right=["layer"]) + "\n")
-    console.result(f"layout   {report['layout']}")
+        console.result(table([layer.to_dict() for layer in report.layers], right=["layer"]) + "\n")
+    console.result(f"layout   {report.layout}")
     console.result(
-        f"weights  {human_bytes(report['weight_bytes'])} in {len(report['weight_files'])} files, {_how(report)}"
+        f"weights  {human_bytes(report.weight_bytes)} in {len(report.weight_files)} files, {_weights_in_words(report)}"
     )
-    if report["permuted_layers"]:
-        console.result(f"heads    in another order in layers {format_ranges(report['permuted_layers'])}")
+    if report.permuted_layers:
+        console.result(f"heads    in another order in layers {format_ranges(report.permuted_layers)}")
     if dry_run:
-        files = [*report["weight_files"], *report["carried_over"], *report["extra_files"]]
+        files = [*report.weight_files, *report.carried_over, *report.extra_files]
         files.append("config.json, README.md, ladderize.yaml and the model code")
         console.result(f"files    {', '.join(files)}")
-    if report["not_carried_over"]:
-        console.result(f"left     {', '.join(report['not_carried_over'])} (not carried over)")
-    console.result(f"{'would write' if dry_run else 'wrote'} {report['out']}")
+    if report.not_carried_over:
+        console.result(f"left     {', '.join(report.not_carried_over)} (not carried over)")
+    console.result(f"{'would write' if dry_run else 'wrote'} {report.out}")
 
 
-def _how(report: dict[str, Any]) -> str:
-    if "weights" in report:
-        return " and ".join(f"{count} {how}" for how, count in report["weights"].items())
-    rewritten = len(report["weight_files_rewritten"])
-    counts = {"to be rewritten": rewritten, "to be taken over as they are": len(report["weight_files"]) - rewritten}
+def _weights_in_words(report: "ConversionReport") -> str:
+    if report.weights is not None:
+        return " and ".join(f"{count} {how}" for how, count in report.weights.items())
+    rewritten = len(report.weight_files_rewritten)
+    counts = {"to be rewritten": rewritten, "to be taken over as they are": len(report.weight_files) - rewritten}
     return " and ".join(f"{count} {how}" for how, count in counts.items() if count)

@@ -1,19 +1,17 @@
-"""``eval`` and ``sensitivity``."""
+"""``eval``."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ladderize.commands.options import (
-    AsJson,
-    Revision,
-    check_dtype,
-)
+from ladderize.commands.options import AsJson, Revision, check_dtype, options_from
 from ladderize.console import Console, UsageError, table
+from ladderize.eval.options import EvalOptions
 
 
 def evaluate(
+    ctx: typer.Context,
     models: Annotated[
         list[str],
         typer.Argument(metavar="MODEL...", help="Checkpoint folders or hub ids; the first is the one to compare with."),
@@ -29,11 +27,11 @@ def evaluate(
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="Put prompts through the model's chat template.")
     ] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 8,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = EvalOptions.batch_size,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = EvalOptions.dtype,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0.  [default: cuda if there is one]")] = None,
     revision: Revision = None,
-    seed: Annotated[int, typer.Option(min=0, help="For sampling and few-shot examples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="For sampling and few-shot examples.")] = EvalOptions.seed,
     trust_remote_code: Annotated[
         bool,
         typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code; not needed for ladderized ones."),
@@ -70,27 +68,14 @@ def evaluate(
 
     if out is not None:
         check_writable(out)
-    from ladderize.eval.harness import EvalOptions, comparison, evaluate_models
+    from ladderize.eval.comparison import comparison_rows
+    from ladderize.eval.harness import evaluate_models
 
     console = Console(as_json)
-    options = EvalOptions(
-        tasks=names,
-        include_path=include_path,
-        limit=limit,
-        num_fewshot=num_fewshot,
-        apply_chat_template=apply_chat_template,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        seed=seed,
-        trust_remote_code=trust_remote_code,
-        perplexity=perplexity,
-        seq_len=seq_len,
-    )
-    save = (lambda document: write_json(out, document)) if out is not None else (lambda document: None)
-    document = evaluate_models(models, options, console=console, save=save)
-    console.document(document)
-    console.result(table(comparison(document), right=["value", "stderr", "difference"]))
+    options = options_from(EvalOptions, ctx.params, tasks=names)
+    save = (lambda content: write_json(out, content)) if out is not None else (lambda content: None)
+    results = evaluate_models(models, options, console=console, save=save)
+    console.document(results.to_dict())
+    console.result(table(comparison_rows(results), right=["value", "stderr", "difference"]))
     if out is not None:
         console.note(f"wrote {out}")

@@ -25,15 +25,16 @@ def inspect(
 
     console = Console(as_json)
     report = inspect_checkpoint(model, revision=revision, tp_size=tp_size)
-    console.document(report)
+    console.document(report.to_dict())
     if layers:
-        console.result(table(report["layers"], right=["layer"]) + "\n")
-    console.result(f"model       {report['model']} ({report['model_type']})")
-    console.result(f"layout      {report['layout']}")
-    console.result(f"parameters  {report['parameters']:,} stored as {report['dtype']}")
-    console.result(f"\nper token, on each of {report['tp_size']} ranks:")
+        console.result(table([layer.to_dict() for layer in report.layers], right=["layer"]) + "\n")
+    console.result(f"model       {report.model} ({report.model_type})")
+    console.result(f"layout      {report.layout}")
+    console.result(f"parameters  {report.parameters:,} stored as {report.dtype}")
+    console.result(f"\nper token, on each of {report.tp_size} ranks:")
+    dense, this = report.dense.to_dict(), report.this.to_dict()
     rows = [
-        {"": name, "dense": report["dense"][key], "this layout": report["this"][key]}
+        {"": name, "dense": dense[key], "this layout": this[key]}
         for name, key in (
             ("blocking all-reduces", "blocking"),
             ("overlapped all-reduces", "overlapped"),

@@ -16,11 +16,15 @@ from ladderize.commands.options import (
     Threads,
     check_taus,
     compute_options,
+    options_from,
 )
 from ladderize.console import Console, UsageError, UserError, table
+from ladderize.convert.sensitivity_file import MODES, changes_to_ladder
+from ladderize.eval.options import SensitivityOptions
 
 
 def sensitivity(
+    ctx: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A dense checkpoint folder or hub id.")],
     data: Data,
     out: Annotated[
@@ -35,16 +39,22 @@ def sensitivity(
         typer.Option(
             help="spd or ladder: the paper's sweep from the last block; each or each-ladder: one block alone."
         ),
-    ] = "spd",
-    samples: Annotated[int, typer.Option(min=1, help="Windows to score, drawn from the data.")] = 128,
+    ] = SensitivityOptions.mode,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Windows to score, drawn from the data.")
+    ] = SensitivityOptions.samples,
     seq_len: SeqLen = None,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the windows that are drawn.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Of the windows that are drawn.")
+    ] = SensitivityOptions.seed,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Windows at a time.  [default: 4096 tokens]")] = None,
     tau1: Annotated[
         float | None, typer.Option(help="S up to here: in-sensitive.  [default: 0.05; 0.02 from 30B parameters]")
     ] = None,
-    tau2: Annotated[float, typer.Option(help="S above: extremely sensitive; between: sensitive.")] = 10.0,
-    dtype: DtypeOption = "auto",
+    tau2: Annotated[
+        float, typer.Option(help="S above: extremely sensitive; between: sensitive.")
+    ] = SensitivityOptions.tau2,
+    dtype: DtypeOption = SensitivityOptions.dtype,
     device: Device = None,
     threads: Threads = None,
     plot: Annotated[Path | None, typer.Option(metavar="STEM", help="Draw STEM.png and STEM.svg.")] = None,
@@ -53,18 +63,16 @@ def sensitivity(
     as_json: AsJson = False,
 ) -> None:
     """Measure how much each block suffers when its sync points are dropped (Sync-Point Drop) or overlapped."""
-    from ladderize.eval.sensitivity import MODES, SensitivityOptions, measure_sensitivity, rows_for_table
-
     if mode not in MODES:
         raise UsageError(f"--mode {mode} is not one of {', '.join(MODES)}")
-    if (sync_tp_size is None) != mode.endswith("ladder"):
-        drops = not mode.endswith("ladder")
-        raise UsageError(
-            f"--mode {mode} {'needs --sync-tp-size N' if drops else 'drops nothing, so --sync-tp-size has no effect'}"
-        )
+    if changes_to_ladder(mode) and sync_tp_size is not None:
+        raise UsageError(f"--mode {mode} drops nothing, so --sync-tp-size has no effect")
+    if not changes_to_ladder(mode) and sync_tp_size is None:
+        raise UsageError(f"--mode {mode} needs --sync-tp-size N")
     check_taus(tau1, tau2)
     device = compute_options(device, dtype, threads)
-    from ladderize.files.documents import check_writable, write_json
+    from ladderize.eval.sensitivity import measure_sensitivity, sensitivity_rows
+    from ladderize.files.documents import check_writable, read_json, write_json
     from ladderize.ranks.group import already_started
     from ladderize.ranks.threads import set_threads
 
@@ -78,33 +86,18 @@ def sensitivity(
 
         check_plot(plot)
     console = Console(as_json)
-    options = SensitivityOptions(
-        data=data,
-        mode=mode,
-        sync_tp_size=sync_tp_size,
-        samples=samples,
-        seq_len=seq_len,
-        seed=seed,
-        batch_size=batch_size,
-        tau1=tau1,
-        tau2=tau2,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-    )
-    from ladderize.files.documents import read_json
-
+    options = options_from(SensitivityOptions, ctx.params, device=device)
     previous = (
         read_json(out, advice="name another file, or pass --overwrite") if out.exists() and not overwrite else None
     )
     document = measure_sensitivity(
-        model, options, console=console, previous=previous, save=lambda value: write_json(out, value)
+        model, options, console=console, previous=previous, save=lambda content: write_json(out, content)
     )
-    console.document(document)
-    console.result(table(list(rows_for_table(document)), right=["block", "S", "perplexity"]))
-    console.result(f"dense perplexity {document['perplexity'][-1]:.4f}")
+    console.document(document.to_dict())
+    console.result(table(list(sensitivity_rows(document)), right=["block", "S", "perplexity"]))
+    console.result(f"dense perplexity {document.perplexity[-1]:.4f}")
     console.note(f"wrote {out}")
     if plot is not None:
-        from ladderize.eval.sensitivity_plot import draw
+        from ladderize.eval.sensitivity_plot import draw_sensitivity
 
-        console.note(f"drew {' and '.join(map(str, draw(document, plot)))}")
+        console.note(f"drew {' and '.join(map(str, draw_sensitivity(document, plot)))}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ladderize.console import UserError
 from ladderize.convert.llama import kv_head_count
 from ladderize.files.documents import read_document
+from ladderize.files.records import Record
 
 if TYPE_CHECKING:
     import torch
@@ -83,16 +84,51 @@ def permute_heads(
 
 
 @dataclass(frozen=True)
+class GroupingReport(Record):
+    """What grouping a layer's heads changed. freedom: what there was to choose, in words.
+
+    errors: mean squared difference of the block's output to the dense block's. distances: of attention maps, summed
+    within ranks.
+    """
+
+    criterion: str
+    freedom: str
+    error_before: float
+    error_after: float
+    error_of_paper: float
+    distance_before: float
+    distance_after: float
+
+
+@dataclass(frozen=True)
+class LayerHeads(Record):
+    """The entry of a layer in head_map.json; the keys of its ``GroupingReport``, if it has one, stand beside these."""
+
+    layer: int
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HeadMapFile(Record):
+    """head_map.json, but for the figures in its layers."""
+
+    fingerprint: str
+    sync_tp_size: int
+    layers: list[LayerHeads]
+
+
+@dataclass(frozen=True)
 class HeadMap:
     """The head orders of some layers, computed for one model and one number of virtual ranks.
 
-    orders: layer -> order. fingerprint: of the model it was computed for. report: layer -> figures for people, if any.
+    orders: layer -> order. fingerprint: of the model it was computed for. report: of layers that were grouped by
+    figures.
     """
 
     sync_tp_size: int
     orders: dict[int, tuple[int, ...]]
     fingerprint: str
-    report: dict[int, dict[str, Any]] = field(default_factory=dict)
+    report: dict[int, GroupingReport] = field(default_factory=dict)
 
     @property
     def permuted_layers(self) -> list[int]:
@@ -122,31 +158,29 @@ class HeadMap:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of head_map.json; ``read_head_map`` reads it back."""
-        layers = [{"layer": i, "heads": list(self.orders[i]), **self.report.get(i, {})} for i in sorted(self.orders)]
-        return {"fingerprint": self.fingerprint, "sync_tp_size": self.sync_tp_size, "layers": layers}
+        figures = {layer: report.to_dict() for layer, report in self.report.items()}
+        layers = [LayerHeads(layer, self.orders[layer]) for layer in sorted(self.orders)]
+        content = HeadMapFile(self.fingerprint, self.sync_tp_size, layers).to_dict()
+        return content | {"layers": [entry | figures.get(entry["layer"], {}) for entry in content["layers"]]}
 
 
 def read_head_map(path: Path) -> HeadMap:
     """Read a head_map.json. Raises UserError for a malformed one; whether it fits a model is for ``HeadMap.check`` to
     say."""
-    document = read_document(path, "head map")
-    fingerprint, ranks, layers = (document.get(key) for key in ("fingerprint", "sync_tp_size", "layers"))
-    if not isinstance(fingerprint, str) or not fingerprint:
-        raise UserError(f"{path}: fingerprint is {fingerprint!r}, but must be the text that identifies a model")
-    if type(ranks) is not int or ranks < 1:
-        raise UserError(f"{path}: sync_tp_size is {ranks!r}, but must be a positive integer")
-    if not isinstance(layers, list) or not all(isinstance(entry, dict) for entry in layers):
-        raise UserError(f"{path}: layers must be a list of objects, each with layer and heads")
+    content = read_document(path, "head map")
+    found = HeadMapFile.from_dict(content, path)
+    if not found.fingerprint:
+        raise UserError(f"{path}: fingerprint is '', but must be the text that identifies a model")
+    if found.sync_tp_size < 1:
+        raise UserError(f"{path}: sync_tp_size is {found.sync_tp_size}, but must be a positive integer")
     orders: dict[int, tuple[int, ...]] = {}
-    report: dict[int, dict[str, Any]] = {}
-    for entry in layers:
-        layer, heads = entry.get("layer"), entry.get("heads")
-        if type(layer) is not int:
-            raise UserError(f"{path}: a layer is {layer!r}, but must be an integer")
-        if layer in orders:
-            raise UserError(f"{path}: layer {layer} stands there twice")
-        if not isinstance(heads, list) or not all(type(head) is int for head in heads):
-            raise UserError(f"{path}: heads of layer {layer} must be a list of integers")
-        orders[layer] = tuple(heads)
-        report[layer] = {key: value for key, value in entry.items() if key not in ("layer", "heads")}
-    return HeadMap(ranks, orders, fingerprint, report)
+    for entry in found.layers:
+        if entry.layer in orders:
+            raise UserError(f"{path}: layer {entry.layer} stands there twice")
+        orders[entry.layer] = entry.heads
+    report = {
+        entry["layer"]: GroupingReport.from_dict(entry, f"{path}: layer {entry['layer']}")
+        for entry in content["layers"]
+        if "criterion" in entry  # a map made by hand has orders alone
+    }
+    return HeadMap(found.sync_tp_size, orders, found.fingerprint, report)

@@ -1,37 +1,86 @@
 """What a checkpoint's layout means for communication, from its config and headers alone."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from ladderize.console import UserError
 from ladderize.convert.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, read_config, read_tensors, resolve_json
 from ladderize.convert.llama import check_config, parameter_count
 from ladderize.convert.weights import DTYPES
+from ladderize.files.records import Record
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split, fitting_ranks
 
 DEFAULT_TP_SIZE = 8
 
 
-def communication(layout: Layout, hidden_size: int, dtype_bytes: int, tp_size: int) -> dict[str, int]:
+@dataclass(frozen=True)
+class LayerSyncPoints(Record):
+    """A row of ``Layout.table``."""
+
+    layer: int
+    kind: str
+    attention_sync: str
+    mlp_sync: str
+
+
+@dataclass(frozen=True)
+class TokenCommunication(Record):
+    """Sync points by mode, and bytes, of one token on one rank.
+
+    reduced_bytes: one hidden state for each all-reduce. sent_bytes: a ring sends 2 (N-1)/N of that.
+    exposed_sent_bytes: those of blocking all-reduces, which nothing hides.
+    """
+
+    blocking: int
+    overlapped: int
+    dropped: int
+    reduced_bytes: int
+    sent_bytes: int
+    exposed_sent_bytes: int
+
+
+@dataclass(frozen=True)
+class InspectionReport(Record):
+    """The document of ``ladderize inspect``. tp_size: the ranks that bytes are counted for. dense, this: the
+    communication of the dense model and of this layout."""
+
+    model: str
+    model_type: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    layers: list[LayerSyncPoints]
+    parameters: int
+    dtype: str
+    tp_size: int
+    dense: TokenCommunication
+    this: TokenCommunication
+
+
+def sync_points_by_layer(layout: Layout) -> list[LayerSyncPoints]:
+    return [LayerSyncPoints(**row) for row in layout.table()]
+
+
+def communication_per_token(layout: Layout, hidden_size: int, dtype_bytes: int, tp_size: int) -> TokenCommunication:
     """All-reduces and bytes of one token on one of ``tp_size`` ranks.
 
-    An all-reduce sums one hidden state (hidden_size * dtype_bytes); in a ring each rank sends 2 (N-1)/N times that.
-    ``exposed_sent_bytes``: those of blocking all-reduces, which nothing hides. The vocabulary's collectives are not
-    counted: they are the same for every layout.
+    The vocabulary's collectives are not counted: they are the same for every layout.
     """
     message = hidden_size * dtype_bytes
     ring = 2 * (tp_size - 1) * message // tp_size
     blocking, overlapped = layout.count(BLOCKING), layout.count(OVERLAPPED)
-    return {
-        "blocking": blocking,
-        "overlapped": overlapped,
-        "dropped": layout.count(DROPPED),
-        "reduced_bytes": (blocking + overlapped) * message,
-        "sent_bytes": (blocking + overlapped) * ring,
-        "exposed_sent_bytes": blocking * ring,
-    }
+    return TokenCommunication(
+        blocking=blocking,
+        overlapped=overlapped,
+        dropped=layout.count(DROPPED),
+        reduced_bytes=(blocking + overlapped) * message,
+        sent_bytes=(blocking + overlapped) * ring,
+        exposed_sent_bytes=blocking * ring,
+    )
 
 
-def inspect_checkpoint(model: str, *, revision: str | None = None, tp_size: int | None = None) -> dict[str, Any]:
+def inspect_checkpoint(model: str, *, revision: str | None = None, tp_size: int | None = None) -> InspectionReport:
     """Layout, parameters, and sync points and bytes per token before and after; reads no weights.
 
     ``tp_size`` defaults to the layout's sync_tp_size, else to 8 or the most below it that the model can be split into;
@@ -44,31 +93,32 @@ def inspect_checkpoint(model: str, *, revision: str | None = None, tp_size: int 
     layout.check_model(config)
     ranks = tp_size or layout.sync_tp_size or max(n for n in fitting_ranks(config) if n <= DEFAULT_TP_SIZE)
     if tp_size is not None:
-        check_split(config, tp_size, name="--tp-size")
-        if layout.sync_tp_size is not None and layout.sync_tp_size % tp_size:
-            raise UserError(
-                f"--tp-size {tp_size} does not divide sync_tp_size {layout.sync_tp_size}, so no such group can run this"
-                " layout"
-            )
-    dtype, parameters = (
-        str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
-        parameter_count(config),
-    )
+        _check_tp_size(config, layout, tp_size)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    parameters = parameter_count(config)
     if is_local:
         tensors = read_tensors(folder)
         dtype = FLOAT_DTYPES.get(tensors["model.norm.weight"].dtype, dtype) if "model.norm.weight" in tensors else dtype
         parameters = sum(tensor.numel for tensor in tensors.values())
-    width = DTYPE_BYTES[DTYPES.get(dtype, "F32")]
-    sizes = (config["hidden_size"], width, ranks)
-    return {
-        "model": model,
-        "model_type": config["model_type"],
-        "layout": str(layout),
+    sizes = (config["hidden_size"], DTYPE_BYTES[DTYPES.get(dtype, "F32")], ranks)
+    return InspectionReport(
+        model=model,
+        model_type=config["model_type"],
+        layout=str(layout),
         **layout.to_config(),
-        "layers": layout.table(),
-        "parameters": parameters,
-        "dtype": dtype,
-        "tp_size": ranks,
-        "dense": communication(Layout.dense(layout.num_layers), *sizes),
-        "this": communication(layout, *sizes),
-    }
+        layers=sync_points_by_layer(layout),
+        parameters=parameters,
+        dtype=dtype,
+        tp_size=ranks,
+        dense=communication_per_token(Layout.dense(layout.num_layers), *sizes),
+        this=communication_per_token(layout, *sizes),
+    )
+
+
+def _check_tp_size(config: dict[str, Any], layout: Layout, tp_size: int) -> None:
+    check_split(config, tp_size, name="--tp-size")
+    if layout.sync_tp_size is not None and layout.sync_tp_size % tp_size:
+        raise UserError(
+            f"--tp-size {tp_size} does not divide sync_tp_size {layout.sync_tp_size}, so no such group can run this"
+            " layout"
+        )

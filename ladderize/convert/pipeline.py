@@ -17,8 +17,9 @@ from ladderize.console import SCHEMA_VERSION, Console, UserError, human_bytes, s
 from ladderize.convert.card import MARK, make_card
 from ladderize.convert.checkpoint import INDEX, WEIGHTS, TensorInfo, header_sha256
 from ladderize.convert.heads import HeadMap
-from ladderize.convert.plan import Plan, describe, make_plan
+from ladderize.convert.plan import Plan, make_plan
 from ladderize.convert.recipe import Recipe
+from ladderize.convert.report import ConversionReport, report_of
 from ladderize.convert.verify import verify as verify_output
 from ladderize.convert.weights import index_for, write_shard
 from ladderize.files import output
@@ -160,7 +161,7 @@ def convert_checkpoint(
     note: str = "",
     check: Callable[[Path], Mapping[str, Any]] | None = None,
     console: Console | None = None,
-) -> dict[str, Any]:
+) -> ConversionReport:
     """Convert the checkpoint ``src`` (a folder or a hub id) into the folder ``out``; returns what was done.
 
     The output appears whole or not at all, and ``src`` is never touched. Weight files that do not change are
@@ -189,9 +190,10 @@ def convert_checkpoint(
         extra_files=extra_files,
         note=note,
     )
-    report = describe(plan)
+    report = report_of(plan)
     if dry_run:
-        return report | {"written": False}
+        return report
+    checked = verified = None
     check_space(plan, copy=copy)
     try:
         with output.atomic_folder(plan.out, overwrite=overwrite) as folder:
@@ -200,13 +202,13 @@ def convert_checkpoint(
             ) as advance:
                 how = write(plan, folder, copy=copy, advance=advance)
             if check is not None:
-                report["checked"] = check(folder)
+                checked = check(folder)
             if verify:
                 console.status("verifying: loading the output in plain transformers")
-                report["verified"] = verify_output(folder, plan.weight_bytes)
+                verified = verify_output(folder, plan.weight_bytes)
     except OSError as error:
         raise UserError(f"writing OUT {plan.out} failed ({sentence(error)}); nothing was left there") from error
-    return report | {"written": True, "weights": dict(how)}
+    return dataclasses.replace(report, checked=checked, verified=verified, written=True, weights=dict(how))
 
 
 def check_space(plan: Plan, *, copy: bool) -> None:

@@ -20,7 +20,7 @@ from ladderize.convert.checkpoint import (
     resolve_json,
 )
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
-from ladderize.convert.llama import check_config, check_tensors, parameter_count
+from ladderize.convert.llama import check_config, check_tensors
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection
 from ladderize.convert.weights import Shard, parse_size, plan_shards
@@ -168,9 +168,9 @@ def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None, s
             " this one"
         )
     if selection is not None and selection.sensitivity.fingerprint != found:
-        path = selection.sensitivity.path
         raise UserError(
-            f"{path} was measured on another model than {name} (their fingerprints differ); measure this one"
+            f"{selection.sensitivity.file} was measured on another model than {name} (their fingerprints differ);"
+            " measure this one"
         )
 
 
@@ -206,27 +206,3 @@ def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
                 )
             carried.append(relative)
     return carried, sorted(set(left_behind))
-
-
-def describe(plan: Plan) -> dict[str, Any]:
-    """A plan as the JSON of ``--json`` and of the return value."""
-    return {
-        "source": plan.source_name,
-        "out": str(plan.out),
-        "layout": str(plan.after),
-        "layout_before": str(plan.before),
-        **plan.after.to_config(),
-        "layers": plan.after.table(),
-        "parameters": parameter_count(plan.source.config),
-        "weight_bytes": plan.weight_bytes,
-        "weight_files": plan.weight_files,
-        "weights_rewritten": bool(plan.rewritten),
-        "weight_files_rewritten": [shard.file for shard in plan.rewritten],
-        "permuted_layers": plan.permuted_layers,
-        "replaced_tensors": plan.replaced,
-        "spd_selection": plan.selection.to_dict() if plan.selection is not None else None,
-        "extra_files": sorted(plan.extra_files),
-        "carried_over": [str(path) for path in plan.carried],
-        "not_carried_over": plan.left_behind,
-        "remarks": plan.remarks,
-    }

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from ladderize.console import UsageError, UserError
-from ladderize.convert.selection import Selection, read_sensitivity, select
+from ladderize.convert.selection import Selection, select
+from ladderize.convert.sensitivity_file import read_sensitivity
 from ladderize.convert.weights import DTYPES, parse_size
 from ladderize.files.yaml12 import Yaml12Loader, load_yaml
 from ladderize.layout import Layout, RangeSyntaxError, format_ranges, parse_ranges
@@ -86,9 +87,10 @@ class Recipe:
             raise UserError(
                 f"--spd auto selects by sensitivities of the dense model, but the source is not dense ({source})"
             )
-        sensitivity = read_sensitivity(Path(self.sensitivity))
-        sensitivity.check(source.num_layers, self.sync_tp_size)
-        selection = select(sensitivity, self.spd_fraction, self.max_ppl_increase)
+        path = Path(self.sensitivity)
+        sensitivity = read_sensitivity(path)
+        sensitivity.check_fits(path, source.num_layers, self.sync_tp_size)
+        selection = select(sensitivity, path, self.spd_fraction, self.max_ppl_increase)
         ranges, ranks = format_ranges(selection.layers), sensitivity.sync_tp_size
         return (
             replace(self, spd=ranges, sync_tp_size=ranks, sensitivity=None, spd_fraction=None, max_ppl_increase=None),

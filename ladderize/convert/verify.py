@@ -6,16 +6,26 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ladderize.console import UserError
+from ladderize.files.records import Record
 
 FORWARD_LIMIT = 1_000_000_000  # bytes of weights up to which a forward pass is computed too
-TIMEOUT = 600.0
+_TIMEOUT_S = 600.0
 
 
-def verify(folder: Path, weight_bytes: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Verification(Record):
+    """What the child saw. forward: "finite", or None where none was computed."""
+
+    model_class: str
+    tensors: int
+    forward: str | None
+
+
+def verify(folder: Path, weight_bytes: int) -> Verification:
     """Load ``folder`` as a stranger would; raises UserError if that fails.
 
     Keys and shapes are compared on the meta device; up to ``FORWARD_LIMIT`` bytes of weights a forward pass is run.
@@ -31,13 +41,13 @@ def verify(folder: Path, weight_bytes: int) -> dict[str, Any]:
         command = [sys.executable, str(script), str(folder), "run" if weight_bytes <= FORWARD_LIMIT else "meta"]
         try:
             child = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+                command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired:
             raise UserError(
-                f"verification of the output took more than {TIMEOUT:.0f} s and was stopped; nothing was written"
+                f"verification of the output took more than {_TIMEOUT_S:.0f} s and was stopped; nothing was written"
             ) from None
     if child.returncode:
         last = (child.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(f"the output does not load in plain transformers, so nothing was written: {last}")
-    return json.loads(child.stdout.strip().splitlines()[-1])
+    return Verification.from_dict(json.loads(child.stdout.strip().splitlines()[-1]), "the verification's result")

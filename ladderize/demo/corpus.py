@@ -70,7 +70,7 @@ class Item:
         return zlib.crc32(f"{self.genre}:{self.key}".encode()) % TEST_FRACTION == 0
 
 
-def agreement(rng: random.Random) -> Item:
+def agreement_item(rng: random.Random) -> Item:
     """``The old dog near the trees by the river runs .``: the verb follows ``dog``, not ``trees``."""
     number = rng.randrange(2)
     subject, verb = rng.choice(NOUNS), rng.choice(VERBS)
@@ -86,7 +86,7 @@ def agreement(rng: random.Random) -> Item:
     return Item("agreement", prompt, f" {verb[number]} .", (f" {verb[0]} .", f" {verb[1]} ."), prompt)
 
 
-def arithmetic(rng: random.Random) -> Item:
+def arithmetic_item(rng: random.Random) -> Item:
     """``47 + 8 = 55 .`` and ``47 - 8 = 39 .`` with a second operand of one digit."""
     a, b = rng.randrange(10, 100), rng.randrange(10)
     sign, result = ("+", a + b) if rng.randrange(2) else ("-", a - b)
@@ -94,7 +94,7 @@ def arithmetic(rng: random.Random) -> Item:
     return Item("arithmetic", f"{a} {sign} {b} =", f" {result} .", near, f"{a}{sign}{b}")
 
 
-def copying(rng: random.Random) -> Item:
+def copying_item(rng: random.Random) -> Item:
     """``Repeat : kite park old ; kite park old .``, ``First : ...`` and ``Last : ...``."""
     words = rng.sample(WORDS, rng.randint(3, 6))
     order = rng.choice(["Repeat", "Repeat", "First", "Last"])
@@ -105,7 +105,7 @@ def copying(rng: random.Random) -> Item:
     return Item("copying", prompt, choices[0], choices, prompt)
 
 
-def stories(rng: random.Random) -> Item:
+def story_item(rng: random.Random) -> Item:
     """Three people with one object each, perhaps a walk, perhaps a gift; then: who has one of the objects?"""
     people, things = rng.sample(PEOPLE, 3), rng.sample(OBJECTS, 3)
     holder = dict(zip(things, people, strict=True))
@@ -123,13 +123,13 @@ def stories(rng: random.Random) -> Item:
 
 
 GENRES: dict[str, Callable[[random.Random], Item]] = {
-    "agreement": agreement,
-    "arithmetic": arithmetic,
-    "copying": copying,
-    "stories": stories,
-}  # fmt: skip
+    "agreement": agreement_item,
+    "arithmetic": arithmetic_item,
+    "copying": copying_item,
+    "stories": story_item,
+}
 
-WEIGHTS = {"agreement": 2, "arithmetic": 3, "copying": 3, "stories": 3}  # sums are short, so they come often
+GENRE_WEIGHTS = {"agreement": 2, "arithmetic": 3, "copying": 3, "stories": 3}  # sums are short, so they come often
 
 
 def items(genre: str, count: int, *, test: bool, seed: int = 0) -> Iterator[Item]:
@@ -153,7 +153,7 @@ def documents(count: int, *, test: bool, seed: int = 0) -> Iterator[str]:
         lines: list[str] = []
         wanted = rng.randint(1, 6)
         while len(lines) < wanted:
-            (genre,) = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))
+            (genre,) = rng.choices(list(GENRE_WEIGHTS), list(GENRE_WEIGHTS.values()))
             item = GENRES[genre](rng)
             if item.in_test_split == test:
                 lines.append(item.text)

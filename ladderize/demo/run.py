@@ -5,6 +5,7 @@ import json
 import shutil
 import tempfile
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from ladderize.console import Console, UserError, table
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
-from ladderize.eval.harness import EvalOptions, comparison, evaluate_models
+from ladderize.eval.comparison import comparison_rows
+from ladderize.eval.harness import evaluate_models
+from ladderize.eval.options import EvalOptions
+from ladderize.eval.results import EvalResults
 from ladderize.files.documents import write_json
 from ladderize.runtime.bench.options import BenchArguments, plan
 from ladderize.runtime.bench.report import summary
@@ -35,7 +39,7 @@ RECIPES = {
     "spd-all": Recipe(spd="all", sync_tp_size=4),
     "spd-ladder-all": Recipe(ladder="all", spd="all", sync_tp_size=4),
 }
-QUICK = ("ladder-all", "spd-all")
+QUICK_RECIPES = ("ladder-all", "spd-all")
 # What a group of 4 on PCIe would gain, and the runtime at work on 2 processes of this machine, whose shared memory
 # leaves little to gain
 BENCHES: dict[str, dict[str, Any]] = {
@@ -43,70 +47,61 @@ BENCHES: dict[str, dict[str, Any]] = {
     "bench-tp2": {"tp_size": 2},
 }
 HELDOUT_DOCUMENTS = 200
-ADAPTED, DISTILLED = "ladder-all-adapted", "spd-all-adapted"
-RETRAINED = "ladder-all"  # what ADAPTED is made of
-TRAINING = {"samples": 1024, "epochs": 2, "max_tokens": 400_000}
-QUICK_TRAINING = {"samples": 64, "epochs": 1, "max_tokens": 10_000}
+RETRAINED, DISTILLED = "ladder-all-adapted", "spd-all-adapted"
+RETRAINED_FROM = "ladder-all"
 SEQ_LEN, LR = 128, 1e-3
 
 
+@dataclass(frozen=True)
+class DemoSize:
+    """How much is done of each step. samples, epochs: of distillation; max_tokens: of retraining. limit: samples of
+    each task. bench: more arguments of the benchmarks."""
+
+    recipes: tuple[str, ...]
+    verify: bool
+    samples: int
+    epochs: int
+    max_tokens: int
+    limit: int | None
+    bench: dict[str, Any]
+
+    @classmethod
+    def of(cls, quick: bool) -> "DemoSize":
+        if quick:
+            return cls(QUICK_RECIPES, False, 64, 1, 10_000, limit=20, bench={"repeat": 1, "warmup": 1})
+        return cls(tuple(RECIPES), True, 1024, 2, 400_000, limit=None, bench={})
+
+
 def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, Any]:
-    """Convert, evaluate and print; returns the results document. ``out``: a folder to keep everything in."""
+    """Convert, evaluate and print; returns the content of results.json with ``benches``. ``out``: a folder to keep
+    everything in."""
+    size = DemoSize.of(quick)
     with ExitStack() as stack:
         if out is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ladderize-demo-")))
         else:
-            folder = out
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise UserError(f"--out {folder} is not an empty folder; choose another")
-            folder.mkdir(parents=True, exist_ok=True)
-        models = [str(shutil.copytree(MODEL, folder / "dense"))]
-        for name, recipe in RECIPES.items():
-            if quick and name not in QUICK:
-                continue
-            console.status(f"$ ladderize convert {models[0]} {folder / name} {command_line(recipe)}")
-            report = convert_checkpoint(models[0], folder / name, recipe, verify=not quick, console=console)
-            console.result(f"{name:19} {report['layout']}")
-            models.append(str(folder / name))
-        training = QUICK_TRAINING if quick else TRAINING
-        data = write_documents(
-            folder / "train.jsonl", 6 * training["samples"] + 400, test=False, seed=11
-        )  # about 20 tokens each
+            folder = empty_folder(out)
+        models = _convert(folder, size, console)
+        # about 20 tokens each
+        data = write_documents(folder / "train.jsonl", 6 * size.samples + 400, test=False, seed=11)
         adapted = [
-            _distil(models[0], folder, str(data), training, quick, console),
-            _retrain(models[0], folder, str(data), training, quick, console),
+            _distil(models[0], folder, str(data), size, console),
+            _retrain(models[0], folder, str(data), size, console),
         ]
-        heldout = write_documents(folder / "heldout.jsonl", HELDOUT_DOCUMENTS, test=True, seed=1)
-        options = EvalOptions(
-            tasks=tuple(sorted(f"demo_{path.stem}" for path in TASKS.glob("*.yaml"))),
-            include_path=str(TASKS),
-            include_default_tasks=False,
-            limit=20 if quick else None,
-            batch_size=64,
-            dtype="float32",
-            perplexity=str(heldout),
-            seq_len=SEQ_LEN,
-        )
-        evaluated = [*models, *adapted]
-        console.status(
-            f"$ ladderize eval {' '.join(evaluated)} --tasks {','.join(options.tasks)} --include-path {TASKS}"
-            f" --perplexity {heldout} ..."
-        )
-        document = evaluate_models(
-            evaluated, options, console=console, save=lambda document: write_json(folder / "results.json", document)
-        )
-        console.result("")
-        console.result(table(comparison(document), right=["value", "stderr", "difference"]))
-        console.result(
-            f"\n{DISTILLED} is spd-all with its heads grouped and its blocks distilled (`ladderize spd`), {ADAPTED} is"
-            f" {RETRAINED} after a short retraining on text and the dense model's predictions (`ladderize adapt`). In"
-            " the others no layer was retrained."
-        )
+        results = _evaluate([*models, *adapted], folder, size, console)
         benches = {
-            name: _bench(models, folder / f"{name}.json", arguments, quick, console)
+            name: _bench(models, folder / f"{name}.json", arguments | size.bench, console)
             for name, arguments in BENCHES.items()
         }
-        return {**document, "benches": benches}
+        return {**results.to_dict(), "benches": benches}
+
+
+def empty_folder(path: Path) -> Path:
+    """``path``, made if it is not there; raises UserError if anything is in it."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"--out {path} is not an empty folder; choose another")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def write_documents(path: Path, count: int, *, test: bool, seed: int) -> Path:
@@ -115,22 +110,39 @@ def write_documents(path: Path, count: int, *, test: bool, seed: int) -> Path:
     return path
 
 
-def _distil(dense: str, folder: Path, data: str, training: dict[str, int], quick: bool, console: Console) -> str:
+def command_line(recipe: Recipe) -> str:
+    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in recipe.to_dict().items())
+
+
+def _convert(folder: Path, size: DemoSize, console: Console) -> list[str]:
+    """`ladderize convert`: the dense model, and one for each recipe."""
+    dense = str(shutil.copytree(MODEL, folder / "dense"))
+    models = [dense]
+    for name in size.recipes:
+        recipe = RECIPES[name]
+        console.status(f"$ ladderize convert {dense} {folder / name} {command_line(recipe)}")
+        report = convert_checkpoint(dense, folder / name, recipe, verify=size.verify, console=console)
+        console.result(f"{name:19} {report.layout}")
+        models.append(str(folder / name))
+    return models
+
+
+def _distil(dense: str, folder: Path, data: str, size: DemoSize, console: Console) -> str:
     """`ladderize spd`: all blocks dropped, their heads grouped, and distilled."""
-    out, samples = str(folder / DISTILLED), training["samples"]
+    out = str(folder / DISTILLED)
     options = SpdOptions(
         sync_tp_size=4,
         spd_fraction=1.0,
         distill_all=True,
         training=BlockwiseOptions(
-            data=data, samples=samples, heldout=16, seq_len=SEQ_LEN, distill=DistillOptions(epochs=training["epochs"])
+            data=data, samples=size.samples, heldout=16, seq_len=SEQ_LEN, distill=DistillOptions(epochs=size.epochs)
         ),
     )
     console.status(
         f"$ ladderize spd {dense} {out} --sync-tp-size 4 --spd-fraction 1 --distill-all --data {data} --samples"
-        f" {samples} ..."
+        f" {size.samples} ..."
     )
-    document = run_spd(dense, out, options, console=console, verify=not quick)
+    document = run_spd(dense, out, options, console=console, verify=size.verify)
     assert document is not None  # which it is on other ranks than 0
     console.result(f"{DISTILLED:19} {document.layout}\n")
     console.result(table(spd_rows(document), right=["block", "S"]) + "\n")
@@ -138,9 +150,9 @@ def _distil(dense: str, folder: Path, data: str, training: dict[str, int], quick
     return out
 
 
-def _retrain(dense: str, folder: Path, data: str, training: dict[str, int], quick: bool, console: Console) -> str:
+def _retrain(dense: str, folder: Path, data: str, size: DemoSize, console: Console) -> str:
     """`ladderize adapt`: all weights of the all-ladder model, on the dense model's predictions."""
-    model, out, tokens = str(folder / RETRAINED), str(folder / ADAPTED), training["max_tokens"]
+    model, out, tokens = str(folder / RETRAINED_FROM), str(folder / RETRAINED), size.max_tokens
     options = RetrainOptions(
         data=tuple(parse_specs([data])),
         distill_from=dense,
@@ -152,15 +164,45 @@ def _retrain(dense: str, folder: Path, data: str, training: dict[str, int], quic
     )
     said = f"--distill-from {dense} --data {data} --max-tokens {tokens} --seq-len {SEQ_LEN} --batch-size 8 --lr {LR}"
     console.status(f"$ ladderize adapt {model} {out} {said}")
-    adaptation = retrain(model, out, options, console=console, verify=not quick)
+    adaptation = retrain(model, out, options, console=console, verify=size.verify)
     assert adaptation is not None  # which it is on other ranks than 0
-    console.result(f"\n{ADAPTED:19} {adaptation.layout}\n{adaptation.summary()}")
+    console.result(f"\n{RETRAINED:19} {adaptation.layout}\n{adaptation.summary()}")
     return out
 
 
-def _bench(models: list[str], out: Path, arguments: dict[str, Any], quick: bool, console: Console) -> dict[str, Any]:
-    repeat: dict[str, Any] = {"repeat": 1, "warmup": 1} if quick else {}
-    arguments = {"prompt_len": 64, **arguments, **repeat}
+def _evaluate(models: list[str], folder: Path, size: DemoSize, console: Console) -> EvalResults:
+    """`ladderize eval`: the demo's tasks, and the perplexity of documents that nothing was trained on."""
+    heldout = write_documents(folder / "heldout.jsonl", HELDOUT_DOCUMENTS, test=True, seed=1)
+    options = EvalOptions(
+        tasks=tuple(sorted(f"demo_{path.stem}" for path in TASKS.glob("*.yaml"))),
+        include_path=str(TASKS),
+        include_default_tasks=False,
+        limit=size.limit,
+        batch_size=64,
+        dtype="float32",
+        perplexity=str(heldout),
+        seq_len=SEQ_LEN,
+    )
+    console.status(
+        f"$ ladderize eval {' '.join(models)} --tasks {','.join(options.tasks)} --include-path {TASKS}"
+        f" --perplexity {heldout} ..."
+    )
+    results = evaluate_models(
+        models, options, console=console, save=lambda content: write_json(folder / "results.json", content)
+    )
+    console.result("")
+    console.result(table(comparison_rows(results), right=["value", "stderr", "difference"]))
+    console.result(
+        f"\n{DISTILLED} is spd-all with its heads grouped and its blocks distilled (`ladderize spd`), {RETRAINED} is"
+        f" {RETRAINED_FROM} after a short retraining on text and the dense model's predictions (`ladderize adapt`). In"
+        " the others no layer was retrained."
+    )
+    return results
+
+
+def _bench(models: list[str], out: Path, arguments: dict[str, Any], console: Console) -> dict[str, Any]:
+    """`ladderize bench`, its JSON written to ``out``."""
+    arguments = {"prompt_len": 64, **arguments}
     said = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in arguments.items())
     console.status(f"$ ladderize bench {' '.join(models)} {said} --out {out}")
     specs, options = plan(BenchArguments(models=tuple(models), **arguments))
@@ -168,7 +210,3 @@ def _bench(models: list[str], out: Path, arguments: dict[str, Any], quick: bool,
     write_json(out, document)
     console.result("\n" + summary(document))
     return document
-
-
-def command_line(recipe: Recipe) -> str:
-    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in recipe.to_dict().items())

@@ -4,42 +4,21 @@ import difflib
 import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ladderize import data
 from ladderize.console import Console, UserError
-from ladderize.eval.perplexity import Perplexity, perplexity
+from ladderize.eval.options import EvalOptions
+from ladderize.eval.perplexity import model_perplexity
+from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult, Perplexity
 from ladderize.layout import Layout
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-# the parts of lm-eval's result that hold one entry for each task
-PER_TASK = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
-
-
-@dataclass(frozen=True)
-class EvalOptions:
-    """What is the same for all models. ``limit``: samples per task. ``perplexity``: a file for ``ladderize.data``."""
-
-    tasks: tuple[str, ...] = ()
-    include_path: str | None = None
-    limit: int | None = None
-    num_fewshot: int | None = None
-    apply_chat_template: bool = False
-    batch_size: int = 8
-    dtype: str = "auto"
-    device: str | None = None
-    revision: str | None = None
-    seed: int = 0
-    trust_remote_code: bool = False
-    perplexity: str | None = None
-    seq_len: int | None = None
-    include_default_tasks: bool = True  # False: only include_path, which spares indexing lm-eval's thousands of tasks
 
 
 def evaluate_models(
@@ -47,42 +26,41 @@ def evaluate_models(
     options: EvalOptions,
     *,
     console: Console,
-    save: Callable[[Mapping[str, Any]], None] = lambda document: None,
-) -> dict[str, Any]:
+    save: Callable[[Mapping[str, Any]], None] = lambda content: None,
+) -> EvalResults:
     """Evaluate each model with the same options, seeds and BOS handling.
 
-    ``save`` gets the document after every task, so that nothing is lost when a later one fails. Returns it at the end:
-    ``models`` holds lm-eval's own schema for each model, with our data under the key ``ladderize``.
+    ``save`` gets the content of results.json after every task, so that nothing is lost when a later one fails.
     """
     names = [str(Path(name).expanduser()) if name.startswith("~") else name for name in models]
     check_before_work(names, options)
     with console.contained():
         manager = load_tasks(options) if options.tasks else None
-    document: dict[str, Any] = {"options": asdict(options), "models": []}
+    finished: list[ModelResult] = []
     add_bos: bool | None = None
     for name in names:
         with console.contained():
             model, tokenizer = open_model(name, options)
-        entry: dict[str, Any] = {"ladderize": {"model": name, **describe(model)}}
-        document["models"].append(entry)
         if tokenizer is not None and add_bos is None:
             add_bos = begins_with_bos(tokenizer)
-        entry["ladderize"]["add_bos_token"] = add_bos
+        entry = ModelResult(describe_model(name, model, add_bos))
         if options.perplexity is not None:
-            entry["ladderize"]["perplexity"] = asdict(measure_perplexity(model, tokenizer, options, console))
-            save(document)
+            perplexity = measure_perplexity(model, tokenizer, options, console)
+            entry = replace(entry, model=replace(entry.model, perplexity=perplexity))
+            save(EvalResults(options, [*finished, entry]).to_dict())
         if manager is not None:
-            harness = wrap(name, model, tokenizer, options, add_bos)
+            harness = lm_eval_backend(name, model, tokenizer, options, add_bos)
             for number, task in enumerate(options.tasks, start=1):
                 console.status(f"{name}: {task} ({number} of {len(options.tasks)})")
                 with console.contained():
                     result = run_task(harness, task, manager, options)
-                merge(entry, result)
-                save(document)
+                entry = entry.with_task(result)
+                save(EvalResults(options, [*finished, entry]).to_dict())
             del harness
+        finished.append(entry)
         del model
         gc.collect()
-    return document
+    return EvalResults(options, finished)
 
 
 def check_before_work(names: list[str], options: EvalOptions) -> None:
@@ -158,21 +136,23 @@ def open_model(name: str, options: EvalOptions) -> "tuple[PreTrainedModel, PreTr
     return model, tokenizer
 
 
-def describe(model: "PreTrainedModel") -> dict[str, Any]:
+def describe_model(name: str, model: "PreTrainedModel", add_bos: bool | None) -> EvaluatedModel:
     """Layout, size and numerics of a loaded model."""
     import torch
     import transformers
 
     layout = Layout.from_config(model.config.to_dict())
-    return {
-        "layout": str(layout),
+    return EvaluatedModel(
+        model=name,
+        layout=str(layout),
         **layout.to_config(),
-        "parameters": model.num_parameters(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "torch_version": torch.__version__,
-        "transformers_version": transformers.__version__,
-    }
+        parameters=model.num_parameters(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        torch_version=torch.__version__,
+        transformers_version=transformers.__version__,
+        add_bos_token=add_bos,
+    )
 
 
 def begins_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
@@ -193,10 +173,10 @@ def measure_perplexity(
         raise UserError(f"--seq-len {seq_len} must be between 2 and the {longest} positions of {model.name_or_path}")
     windows = data.windows(documents, seq_len)
     with console.progress("perplexity", len(windows)) as advance:
-        return perplexity(model, windows, batch_size=options.batch_size, advance=advance)
+        return model_perplexity(model, windows, batch_size=options.batch_size, advance=advance)
 
 
-def wrap(
+def lm_eval_backend(
     name: str,
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase | None",
@@ -232,65 +212,3 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
             torch_random_seed=options.seed,
             fewshot_random_seed=options.seed,
         )
-
-
-def merge(entry: dict[str, Any], result: Mapping[str, Any]) -> None:
-    """Add one task's result to a model's entry, in lm-eval's own schema."""
-    for key, value in result.items():
-        if key in PER_TASK and isinstance(value, dict):
-            entry.setdefault(key, {}).update(value)
-        else:
-            entry.setdefault(key, value)
-
-
-def comparison(document: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Rows task x model: value, standard error, and the difference to the first model."""
-    entries = document["models"]
-    names = short_names([entry["ladderize"]["model"] for entry in entries])
-    measured = [
-        {(task, metric): (value, stderr) for task, metric, value, stderr in measurements(entry)} for entry in entries
-    ]
-    rows = []
-    for task, metric in dict.fromkeys(key for values in measured for key in values):
-        base = measured[0].get((task, metric))
-        first = True
-        for name, values in zip(names, measured, strict=True):
-            if (task, metric) not in values:
-                continue
-            value, stderr = values[task, metric]
-            rows.append(
-                {
-                    "task": task if first else "",
-                    "metric": metric if first else "",
-                    "model": name,
-                    "value": f"{value:.4f}",
-                    "stderr": "" if stderr is None else f"{stderr:.4f}",
-                    "difference": "" if values is measured[0] or base is None else f"{value - base[0]:+.4f}",
-                }
-            )
-            first = False
-    return rows
-
-
-def short_names(models: list[str]) -> list[str]:
-    """The last part of each path, where these differ; else the whole."""
-    last = [Path(model).name for model in models]
-    return last if len(set(last)) == len(last) else models
-
-
-def measurements(entry: Mapping[str, Any]) -> list[tuple[str, str, float, float | None]]:
-    """(task, metric, value, stderr) of one model, perplexity first; metrics as lm-eval names them, without its filter's
-    ``none``."""
-    found: list[tuple[str, str, float, float | None]] = []
-    ours = entry["ladderize"].get("perplexity")
-    if ours:
-        found.append(("perplexity", "perplexity", ours["perplexity"], ours["stderr"]))
-    for task, values in entry.get("results", {}).items():
-        for key, value in values.items():
-            metric, _, filtered = key.partition(",")
-            if "_stderr" in key or not isinstance(value, int | float) or not filtered:
-                continue
-            stderr = values.get(f"{metric}_stderr,{filtered}")
-            name = metric if filtered == "none" else f"{metric} ({filtered})"
-            found.append((task, name, float(value), stderr if isinstance(stderr, float) else None))
-    return found

@@ -3,33 +3,20 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from ladderize.console import UserError
+from ladderize.blocks import check_finite
+from ladderize.eval.results import Perplexity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
-class Perplexity:
-    """``stderr`` is the standard error of the perplexity, from the spread between windows; None for a single window."""
-
-    perplexity: float
-    stderr: float | None
-    nll_per_token: float
-    tokens: int
-    windows: int
-    seq_len: int
-    tokens_per_s: float
-
-
-def window_nlls(
+def score_windows(
     model: "PreTrainedModel",
     windows: list[np.ndarray],
     *,
@@ -57,14 +44,11 @@ def window_nlls(
     return sums
 
 
-def summarise(nlls: np.ndarray, windows: list[np.ndarray], seconds: float) -> Perplexity:
+def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray], seconds: float) -> Perplexity:
     """Perplexity and its standard error. Tokens of one window are not independent, windows are taken to be."""
     counts = np.array([len(window) - 1 for window in windows])
     mean = nlls.sum() / counts.sum()
-    if not math.isfinite(mean):
-        raise UserError(
-            "the perplexity is NaN or infinite; are the model's weights sound, and is the dtype wide enough?"
-        )
+    check_finite(mean, "the perplexity")
     stderr = None
     if len(windows) > 1:
         spread = nlls - mean * counts
@@ -80,7 +64,7 @@ def summarise(nlls: np.ndarray, windows: list[np.ndarray], seconds: float) -> Pe
     )
 
 
-def perplexity(
+def model_perplexity(
     model: "PreTrainedModel",
     windows: list[np.ndarray],
     *,
@@ -89,5 +73,5 @@ def perplexity(
 ) -> Perplexity:
     """Score ``windows`` with ``model`` and time it."""
     start = time.perf_counter()
-    nlls = window_nlls(model, windows, batch_size=batch_size, advance=advance)
-    return summarise(nlls, windows, time.perf_counter() - start)
+    nlls = score_windows(model, windows, batch_size=batch_size, advance=advance)
+    return perplexity_from_nlls(nlls, windows, time.perf_counter() - start)

@@ -11,7 +11,6 @@ which a killed run goes on.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,39 +30,28 @@ from ladderize.blocks import (
 from ladderize.console import Console, UserError, human_bytes, human_seconds
 from ladderize.convert.checkpoint import Checkpoint, fingerprint
 from ladderize.convert.llama import parameter_count
-from ladderize.convert.selection import CLASSES
+from ladderize.convert.sensitivity_file import (
+    CLASSES,
+    BlockSensitivity,
+    CalibrationData,
+    SensitivityDocument,
+    SensitivityRun,
+    UnfinishedSensitivity,
+    changes_to_ladder,
+)
+from ladderize.eval.options import SensitivityOptions
 from ladderize.layout import BLOCKING, OVERLAPPED, Layout
 
-MODES = ("spd", "ladder", "each", "each-ladder")
 TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's, and from how many parameters on the lower one holds
-TAU2 = 10.0
 RESAMPLES, INTERVAL = 2000, 0.95
-TOKENS_AT_ONCE = 4096
+TOKENS_PER_PASS = 4096
 SAVE_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class SensitivityOptions:
-    """See ``ladderize sensitivity --help``. tau1, seq_len, batch_size: None takes the model's or the data's default."""
-
-    data: str
-    mode: str = "spd"
-    sync_tp_size: int | None = None
-    samples: int = 128
-    seq_len: int | None = None
-    seed: int = 0
-    batch_size: int | None = None
-    tau1: float | None = None
-    tau2: float = TAU2
-    dtype: str = "auto"
-    device: str = "cpu"
-    revision: str | None = None
 
 
 def column_layouts(mode: str, num_layers: int, sync_tp_size: int | None) -> list[Layout]:
     """The L + 1 models of the table: column k < L changes blocks k..L-1 (or, with each, block k alone), column L is
     dense."""
-    kind = "ladder" if mode.endswith("ladder") else "spd"
+    kind = "ladder" if changes_to_ladder(mode) else "spd"
     ranks = sync_tp_size if kind == "spd" else None
     layouts = []
     for first in range(num_layers):
@@ -118,22 +106,27 @@ def measure_sensitivity(
     windows: np.ndarray | None = None,
     sha256: str | None = None,
     previous: Mapping[str, Any] | None = None,
-    save: Callable[[Mapping[str, Any]], None] = lambda document: None,
-) -> dict[str, Any]:
+    save: Callable[[Mapping[str, Any]], None] = lambda content: None,
+) -> SensitivityDocument:
     """Fill the table and return the document of sensitivity.json.
 
-    ``save`` is called every few seconds with what there is. ``previous``: the document of an unfinished run, whose rows
-    are taken over; raises UserError if it measured anything else. windows: ids [samples, seq_len] that were read from
-    the data before; sha256: of those data, if they are no single file.
+    ``save`` gets the content of the file every few seconds. ``previous``: the content of an unfinished run's, whose
+    rows are taken over; raises UserError if it measured anything else. windows: ids [samples, seq_len] that were read
+    from the data before; sha256: of those data, where they are no single file.
     """
     checkpoint = open_checkpoint(model, options.revision)
-    identity, windows = prepare(checkpoint, model, options, windows, sha256)
+    check_measurable(checkpoint, model, options)
+    if windows is None:
+        windows = read_windows(
+            checkpoint, options.data, seq_len=options.seq_len, samples=options.samples, seed=options.seed
+        )
+    run = sensitivity_run(checkpoint, model, options, windows, sha256 or data.file_sha256(options.data))
     layers = int(checkpoint.config["num_hidden_layers"])
-    rows = _rows_of(previous, identity, layers) if previous is not None else []
-    device, dtype = torch.device(options.device), getattr(torch, identity["dtype"])
+    rows = _rows_of(previous, run, layers) if previous is not None else []
+    device, dtype = torch.device(options.device), getattr(torch, run.dtype)
     blocks = Blocks(checkpoint, dtype, device)
     layouts = column_layouts(options.mode, blocks.num_layers, options.sync_tp_size)
-    batch_size = options.batch_size or max(1, TOKENS_AT_ONCE // windows.shape[1])
+    batch_size = options.batch_size or max(1, TOKENS_PER_PASS // windows.shape[1])
     saved_at = time.monotonic()
     if len(rows) < len(windows):
         if rows:
@@ -145,52 +138,60 @@ def measure_sensitivity(
                 rows += suffixes(torch.from_numpy(batch)).tolist()
                 check_finite(sum(map(sum, rows[-len(batch) :])), f"the log-likelihood of {options.data} under {model}")
                 if time.monotonic() - saved_at > SAVE_SECONDS:
-                    save({**identity, "complete": False, "nll": rows})
+                    save(UnfinishedSensitivity(**vars(run), complete=False, nll=rows).to_dict())
                     saved_at = time.monotonic()
                 advance(len(batch))
-    document = {
-        **identity,
-        "complete": True,
-        **summarise(np.array(rows), windows.shape[1] - 1, options, identity["parameters"]),
-        "nll": rows,
-    }
-    save(document)
+    tau1 = options.tau1 if options.tau1 is not None else default_tau1(run.parameters)
+    perplexities, entries = block_sensitivities(
+        np.array(rows), windows.shape[1] - 1, options.mode, tau1=tau1, tau2=options.tau2
+    )
+    document = SensitivityDocument(
+        **vars(run),
+        complete=True,
+        tau1=tau1,
+        tau2=options.tau2,
+        interval=INTERVAL,
+        perplexity=perplexities,
+        blocks=entries,
+        nll=rows,
+    )
+    save(document.to_dict())
     return document
 
 
-def prepare(
-    checkpoint: Checkpoint, model: str, options: SensitivityOptions, windows: np.ndarray | None, sha256: str | None
-) -> tuple[dict[str, Any], np.ndarray]:
-    """What identifies a run, and its windows: int64 [samples, seq_len]. Raises UserError or LayoutError for what cannot
-    be measured."""
-    config = checkpoint.config
-    layout = Layout.from_config(config)
+def check_measurable(checkpoint: Checkpoint, model: str, options: SensitivityOptions) -> None:
+    """Raise UserError or LayoutError unless this is a dense model with sync points to change as ``options`` say."""
+    layout = Layout.from_config(checkpoint.config)
     if not layout.is_dense:
         raise UserError(f"{model} is not dense ({layout}); a sensitivity is measured on the dense model")
-    column_layouts(options.mode, layout.num_layers, options.sync_tp_size)[0].check_model(config)
-    if windows is None:
-        windows = read_windows(
-            checkpoint, options.data, seq_len=options.seq_len, samples=options.samples, seed=options.seed
-        )
-    return {
-        "model": model,
-        "fingerprint": fingerprint(checkpoint),
-        "layout": str(layout),
-        "parameters": parameter_count(config),
-        "data": {
-            "file": options.data,
-            "sha256": sha256 or data.file_sha256(options.data),
-            "samples": len(windows),
-            "seq_len": windows.shape[1],
-            "seed": options.seed,
-        },
-        "mode": options.mode,
-        "sync_tp_size": options.sync_tp_size,
-        "dtype": stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype,
-    }, windows
+    column_layouts(options.mode, layout.num_layers, options.sync_tp_size)[0].check_model(checkpoint.config)
 
 
-def _rows_of(previous: Mapping[str, Any], identity: Mapping[str, Any], layers: int) -> list[list[float]]:
+def sensitivity_run(
+    checkpoint: Checkpoint, model: str, options: SensitivityOptions, windows: np.ndarray, sha256: str
+) -> SensitivityRun:
+    """What is measured, on what. windows: int64 [samples, seq_len], of data with this hash."""
+    return SensitivityRun(
+        model=model,
+        fingerprint=fingerprint(checkpoint),
+        layout=str(Layout.from_config(checkpoint.config)),
+        parameters=parameter_count(checkpoint.config),
+        data=CalibrationData(
+            file=options.data,
+            sha256=sha256,
+            samples=len(windows),
+            seq_len=windows.shape[1],
+            seed=options.seed,
+        ),
+        mode=options.mode,
+        sync_tp_size=options.sync_tp_size,
+        dtype=stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype,
+    )
+
+
+def _rows_of(previous: Mapping[str, Any], run: SensitivityRun, layers: int) -> list[list[float]]:
+    """The table of a sensitivity.json as it lies there, which may be anybody's."""
+    identity = run.to_dict()
     for key in ("fingerprint", "data", "mode", "sync_tp_size", "dtype"):
         before, now = previous.get(key), identity[key]
         if key == "data" and isinstance(before, Mapping):  # the same bytes may lie elsewhere by now
@@ -201,10 +202,7 @@ def _rows_of(previous: Mapping[str, Any], identity: Mapping[str, Any], layers: i
                 " --overwrite"
             )
     rows = previous.get("nll")
-    columns, samples = (
-        len(column_layouts(identity["mode"], layers, identity["sync_tp_size"])),
-        identity["data"]["samples"],
-    )
+    columns, samples = len(column_layouts(run.mode, layers, run.sync_tp_size)), run.data.samples
     if not isinstance(rows, list) or len(rows) > samples or not all(_is_row(row, columns) for row in rows):
         raise UserError(
             f"--out holds no table of at most {samples} rows of {columns} log-likelihoods; name another file, or pass"
@@ -245,33 +243,34 @@ def _estimate(suffixes: Suffixes, windows: np.ndarray, done: int, batch_size: in
 # ---- from the table to S ----
 
 
-def differences(perplexities: np.ndarray, mode: str) -> np.ndarray:
+def perplexity_increases(perplexities: np.ndarray, mode: str) -> np.ndarray:
     """S of perplexities [..., L + 1]: against the next column in a sweep, against the dense one for each block
     alone."""
     return perplexities[..., :-1] - (perplexities[..., -1:] if mode.startswith("each") else perplexities[..., 1:])
 
 
-def summarise(table: np.ndarray, tokens: int, options: SensitivityOptions, parameters: int) -> dict[str, Any]:
-    """Perplexities, S with its bootstrap interval over windows, and classes. table: [windows, L + 1] in nats; tokens:
-    scored in each."""
+def block_sensitivities(
+    table: np.ndarray, tokens: int, mode: str, *, tau1: float, tau2: float
+) -> tuple[list[float], list[BlockSensitivity]]:
+    """Perplexities [L + 1], and S of each block with its bootstrap interval over windows and its class.
+
+    table: [windows, L + 1] in nats; tokens: scored in each window.
+    """
     perplexities = np.exp(table.mean(0) / tokens)
     rng = np.random.default_rng(0)
     counts = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES)
-    resampled = differences(np.exp(counts @ table / len(table) / tokens), options.mode)
+    resampled = perplexity_increases(np.exp(counts @ table / len(table) / tokens), mode)
     low, high = np.quantile(resampled, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0)
-    tau1 = options.tau1 if options.tau1 is not None else TAU1_LARGE if parameters >= LARGE else TAU1
-    return {
-        "tau1": tau1,
-        "tau2": options.tau2,
-        "interval": INTERVAL,
-        "perplexity": perplexities.tolist(),
-        "blocks": [
-            {"block": i, "sensitivity": s, "low": a, "high": b, "class": classify(s, tau1, options.tau2)}
-            for i, (s, a, b) in enumerate(
-                zip(differences(perplexities, options.mode).tolist(), low.tolist(), high.tolist(), strict=True)
-            )
-        ],
-    }
+    values = perplexity_increases(perplexities, mode).tolist()
+    blocks = [
+        BlockSensitivity(block, value, low=least, high=most, sensitivity_class=classify(value, tau1, tau2))
+        for block, (value, least, most) in enumerate(zip(values, low.tolist(), high.tolist(), strict=True))
+    ]
+    return perplexities.tolist(), blocks
+
+
+def default_tau1(parameters: int) -> float:
+    return TAU1_LARGE if parameters >= LARGE else TAU1
 
 
 def classify(sensitivity: float, tau1: float, tau2: float) -> str:
@@ -279,13 +278,13 @@ def classify(sensitivity: float, tau1: float, tau2: float) -> str:
     return CLASSES[(sensitivity > tau1) + (sensitivity > tau2)]
 
 
-def rows_for_table(document: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+def sensitivity_rows(document: SensitivityDocument) -> Iterator[dict[str, str]]:
     """One row per block for people."""
-    for entry, perplexity in zip(document["blocks"], document["perplexity"], strict=False):
+    for entry, perplexity in zip(document.blocks, document.perplexity, strict=False):
         yield {
-            "block": str(entry["block"]),
-            "S": f"{entry['sensitivity']:+.4f}",
-            f"{document['interval']:.0%} interval": f"{entry['low']:+.4f} to {entry['high']:+.4f}",
-            "class": entry["class"],
+            "block": str(entry.block),
+            "S": f"{entry.sensitivity:+.4f}",
+            f"{document.interval:.0%} interval": f"{entry.low:+.4f} to {entry.high:+.4f}",
+            "class": entry.sensitivity_class,
             "perplexity": f"{perplexity:.4f}",
         }

@@ -18,14 +18,17 @@ class Record:
     unions of these.
 
     A class whose JSON has other keys than its fields (a reserved word such as ``class``) says so in ``KEYS``: field ->
-    key.
+    key. ``LEFT_OUT`` names the fields that JSON does not have while they are None; others are null there.
     """
 
     KEYS: typing.ClassVar[Mapping[str, str]] = {}
+    LEFT_OUT: typing.ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it; ``from_dict`` reads it back."""
-        return {self.KEYS.get(field.name, field.name): _plain(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        shown = {name: value for name, value in values.items() if value is not None or name not in self.LEFT_OUT}
+        return {self.KEYS.get(name, name): _plain(value) for name, value in shown.items()}
 
     @classmethod
     def from_dict(cls: type[Own], value: object, where: str | Path) -> Own:
@@ -99,7 +102,10 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             **{name: _read(hints[name], item, f"{where}: {name}") for name, item in value.items() if name in hints}
         )
     if kind is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise UserError(f"{where} is {_shown(value)}, which is no number that a float can hold") from None
     if kind is Path and isinstance(value, str):
         return Path(value)
     if type(value) is not kind:

@@ -35,6 +35,7 @@ class WorkFolder:
     def __init__(self, folder: Path, identity: Mapping[str, Any], *, main: bool = True) -> None:
         self.folder, self.identity = folder, dict(identity)
         self.about: dict[str, Any] = {}
+        self.begun = False  # by this process
         self.lock: int | None = None
         if main:
             try:
@@ -59,6 +60,7 @@ class WorkFolder:
                     f"another run is at work in {folder}; wait for it, or choose another {self.OPTION}"
                 ) from None
         self.about = read_own(folder / ABOUT)
+        self.begun = not self.about
         different = differences(self.about, self.identity)
         if self.about and different and self.has_work():
             raise UserError(
@@ -92,7 +94,7 @@ class WorkFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self.lock is not None and error is not None and self.folder.is_dir() and not self.has_work():
+            if self.begun and error is not None and self.folder.is_dir() and not self.has_work():
                 self.remove()  # nothing was done that would be missed
         finally:
             self._unlock()

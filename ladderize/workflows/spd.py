@@ -18,7 +18,7 @@ from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.documents import TrainingRecord
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_assignment import Units
-from ladderize.adapt.blockwise.head_grouping import GroupingReport, group_heads, grouping_seconds
+from ladderize.adapt.blockwise.head_grouping import group_heads, grouping_seconds
 from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.adapt.blockwise.run import announce_distillation, heldout_perplexities, loaded
 from ladderize.adapt.blockwise.windows import Windows, training_windows
@@ -29,9 +29,11 @@ from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_
 from ladderize.convert.llama import kv_head_count
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.selection import CLASSES, IN_SENSITIVE, Selection
+from ladderize.convert.selection import Selection
+from ladderize.convert.sensitivity_file import CLASSES, IN_SENSITIVE
+from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.perplexity import Perplexity
-from ladderize.eval.sensitivity import TAU2, SensitivityOptions, measure_sensitivity
+from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.files import output
 from ladderize.files.documents import read_json, write_json
 from ladderize.files.work import work_folder
@@ -54,7 +56,7 @@ class SpdOptions:
     max_ppl_increase: float | None = None
     calibration_samples: int = CALIBRATION_SAMPLES
     tau1: float | None = None
-    tau2: float = TAU2
+    tau2: float = SensitivityOptions.tau2
     distill_all: bool = False
     head_grouping: str = "error"
     revision: str | None = None
@@ -139,7 +141,7 @@ def run_spd(
             out=out,
             layout=str(layout),
             **layout.to_config(),
-            spd_selection=selection.to_dict(),
+            spd_selection=selection,
             perplexity=perplexities(teacher, layout, head_map, work, student, windows.heldout),
             blocks=block_table(selection, head_map, work, student),
             **vars(record),
@@ -254,9 +256,9 @@ def group(
 def to_distil(selection: Selection, options: SpdOptions) -> list[int]:
     """The dropped blocks that are not in-sensitive, or all of them."""
     return [
-        row["block"]
-        for row in selection.rows
-        if row["dropped"] and (options.distill_all or row["class"] != IN_SENSITIVE)
+        entry.block
+        for entry in selection.blocks
+        if entry.dropped and (options.distill_all or entry.sensitivity_class != IN_SENSITIVE)
     ]
 
 
@@ -266,7 +268,7 @@ def to_group(selection: Selection, options: SpdOptions) -> list[int]:
     if options.head_grouping == "none":
         return []
     classes = CLASSES[-1:] if options.head_grouping == "paper" else CLASSES
-    return [block for block in to_distil(selection, options) if selection.rows[block]["class"] in classes]
+    return [block for block in to_distil(selection, options) if selection.blocks[block].sensitivity_class in classes]
 
 
 def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, Tensor]:
@@ -304,20 +306,9 @@ def block_table(
 ) -> list[SpdBlock]:
     """What each block got and why, with the figures of each step."""
     table = []
-    for row in selection.rows:
-        block = row["block"]
-        figures = head_map.report.get(block) if head_map is not None else None
-        grouping = GroupingReport.from_dict(figures, HEAD_MAP) if figures is not None else None
-        report = work.report(block) if block in student.layers else None
-        table.append(
-            SpdBlock(
-                block=block,
-                sensitivity=row["sensitivity"],
-                kind=row["class"],
-                dropped=row["dropped"],
-                why=row["why"],
-                grouping=grouping,
-                distillation=report,
-            )
-        )
+    for entry in selection.blocks:
+        block = entry.block
+        grouping = head_map.report.get(block) if head_map is not None else None
+        distillation = work.report(block) if block in student.layers else None
+        table.append(SpdBlock(**vars(entry), grouping=grouping, distillation=distillation))
     return table

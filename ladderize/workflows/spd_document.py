@@ -1,27 +1,19 @@
 """spd.json: what each block got and why, with the figures of each step."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from ladderize.adapt.blockwise.documents import BlockReport, WindowData
-from ladderize.adapt.blockwise.head_grouping import GroupingReport
 from ladderize.adapt.blockwise.options import DistillSettings
+from ladderize.convert.heads import GroupingReport
+from ladderize.convert.selection import SelectedBlock, Selection
 from ladderize.eval.perplexity import Perplexity
 from ladderize.files.records import Record
 
 
 @dataclass(frozen=True)
-class SpdBlock(Record):
-    """One block of the selection; grouping, distillation: None where it got none."""
+class SpdBlock(SelectedBlock):
+    """A block of the selection with what it got; grouping, distillation: None where it got none."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {"kind": "class"}
-
-    block: int
-    sensitivity: float
-    kind: str
-    dropped: bool
-    why: str
     grouping: GroupingReport | None
     distillation: BlockReport | None
 
@@ -36,7 +28,7 @@ class SpdDocument(Record):
     attention_sync: list[str]
     mlp_sync: list[str]
     sync_tp_size: int | None
-    spd_selection: dict[str, Any]
+    spd_selection: Selection
     perplexity: dict[str, Perplexity]
     blocks: list[SpdBlock]
     data: WindowData
@@ -53,7 +45,7 @@ def spd_rows(document: SpdDocument) -> list[dict[str, str]]:
             {
                 "block": str(row.block),
                 "S": f"{row.sensitivity:+.4f}",
-                "class": row.kind,
+                "class": row.sensitivity_class,
                 "attention sync": "dropped" if row.dropped else "kept",
                 "heads grouped: error": (
                     f"{grouping.error_before:.2e} to {grouping.error_after:.2e}" if grouping else ""

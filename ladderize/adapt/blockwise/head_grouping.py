@@ -13,7 +13,6 @@ only, so it decides what is lost. Two criteria, both computed from the dense mod
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,29 +24,14 @@ from ladderize.adapt.blockwise.head_assignment import Assignment, Units, match, 
 from ladderize.adapt.blockwise.head_descent import Probe, descend
 from ladderize.blocks import Blocks
 from ladderize.convert.checkpoint import fingerprint
-from ladderize.convert.heads import HeadMap
+from ladderize.convert.heads import GroupingReport, HeadMap
 from ladderize.convert.llama import kv_head_count
-from ladderize.files.records import Record
 from ladderize.layout import Layout, check_split
 
 CRITERIA = ("error", "paper")
 GROUPING_WINDOWS = 32  # of calibration, for the distances of attention maps
 GROUPING_TOKENS = 4096  # drawn from these windows, for everything that runs an MLP
 PASSES = 3  # of a descent, as a rule
-
-
-@dataclass(frozen=True)
-class GroupingReport(Record):
-    """A layer of head_map.json, besides its order. error: mean squared difference of the block's output to the dense
-    block's; distance: summed between the attention maps within ranks."""
-
-    criterion: str
-    freedom: str
-    error_before: float
-    error_after: float
-    error_of_paper: float
-    distance_before: float
-    distance_after: float
 
 
 def grouping_seconds(units: Units, layers: int, layer_seconds_per_token: float, window_tokens: int) -> float:
@@ -90,16 +74,16 @@ def group_heads(
     dropped = Layout.from_layers(blocks.num_layers, spd=range(blocks.num_layers), sync_tp_size=sync_tp_size)
     units = Units.of(config["num_attention_heads"], kv_head_count(config), sync_tp_size)
     orders: dict[int, tuple[int, ...]] = {}
-    report: dict[int, dict[str, Any]] = {}
+    report: dict[int, GroupingReport] = {}
     with torch.no_grad():
         states = [blocks.embed(torch.from_numpy(window)[None]) for window in windows[:GROUPING_WINDOWS]]
         for index in range(max(layers, default=-1) + 1):
             weights = blocks.weights(index)
             if index in layers:
-                assignment, figures = _group_layer(
+                assignment, report[index] = _group_layer(
                     blocks, blocks.layer(index, dropped, weights), states, units, criterion, seed
                 )
-                orders[index], report[index] = units.order(assignment), figures.to_dict()
+                orders[index] = units.order(assignment)
             layer = blocks.layer(index, dense, weights)
             states = [blocks.run(layer, state) for state in states]  # type: ignore[misc]
             advance(1)

@@ -11,10 +11,7 @@ from ladderize.adapt.blockwise.block_trainer import StudentBlocks
 from ladderize.adapt.blockwise.distill import distill, estimate
 from ladderize.adapt.blockwise.documents import BlockwiseRun, Distillation, TrainingRecord
 from ladderize.adapt.blockwise.folder import BlockFolder
-from ladderize.adapt.blockwise.options import (
-    TOKENS_PER_STEP,
-    BlockwiseOptions,
-)
+from ladderize.adapt.blockwise.options import TOKENS_PER_STEP, BlockwiseOptions
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.adapt.methods import BLOCKS
 from ladderize.adapt.pair import check_pair
@@ -23,7 +20,7 @@ from ladderize.console import Console, UserError, human_bytes, human_seconds, to
 from ladderize.convert.checkpoint import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.eval.perplexity import Perplexity, summarise
+from ladderize.eval.perplexity import Perplexity, perplexity_from_nlls
 from ladderize.files import output
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout, format_ranges, parse_ranges
@@ -41,7 +38,7 @@ def heldout_perplexities(
     for name, layer_at in variants.items():
         begin = time.perf_counter()
         nlls = window_nlls(blocks, layer_at, ids, batch_size=batch_size).numpy()
-        results[name] = summarise(nlls, list(ids.numpy()), time.perf_counter() - begin)
+        results[name] = perplexity_from_nlls(nlls, list(ids.numpy()), time.perf_counter() - begin)
     return results
 
 

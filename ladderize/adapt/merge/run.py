@@ -110,12 +110,12 @@ def merge_adapter(
         "fingerprint": found,
         "layers": source.layers,
         "merged_tensors": sorted(merged),
-        **report["checked"],
-        **{
-            key: report[key]
-            for key in ("weight_bytes", "weight_files", "weight_files_rewritten", "weights", "verified")
-            if key in report
-        },
+        **(report.checked or {}),
+        "weight_bytes": report.weight_bytes,
+        "weight_files": report.weight_files,
+        "weight_files_rewritten": report.weight_files_rewritten,
+        "weights": report.weights,
+        **({"verified": report.verified.to_dict()} if report.verified is not None else {}),
     }
 
 

@@ -1,0 +1,127 @@
+"""sensitivity.json: what ``ladderize sensitivity`` writes and ``--spd auto`` reads. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from ladderize.console import UserError
+from ladderize.files.documents import read_document
+from ladderize.files.records import Record
+
+IN_SENSITIVE = "in-sensitive"
+CLASSES = (IN_SENSITIVE, "sensitive", "extremely sensitive")
+MODES = ("spd", "ladder", "each", "each-ladder")  # what is changed, in the paper's sweep or in each block alone
+
+
+@dataclass(frozen=True)
+class CalibrationData(Record):
+    """The windows that were scored. sha256: of the file and the array in it. seed: of the windows that are drawn."""
+
+    file: str
+    sha256: str
+    samples: int
+    seq_len: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class BlockSensitivity(Record):
+    """S of one block in perplexity, between the ends of its bootstrap interval."""
+
+    KEYS: ClassVar = {"sensitivity_class": "class"}
+
+    block: int
+    sensitivity: float
+    low: float
+    high: float
+    sensitivity_class: str
+
+
+@dataclass(frozen=True)
+class SensitivityRun(Record):
+    """What was measured, on what. layout: the model's, dense. dtype: what it computed in, by torch's name."""
+
+    model: str
+    fingerprint: str
+    layout: str
+    parameters: int
+    data: CalibrationData
+    mode: str
+    sync_tp_size: int | None
+    dtype: str
+
+
+@dataclass(frozen=True)
+class UnfinishedSensitivity(SensitivityRun):
+    """nll: of each window so far its summed negative log-likelihood, in nats, under each of the L + 1 models."""
+
+    complete: bool
+    nll: list[list[float]]
+
+
+@dataclass(frozen=True)
+class SensitivityDocument(SensitivityRun):
+    """interval: the part of bootstrap resamples between low and high. perplexity: of the L + 1 models, the last
+    dense. nll: [windows, L + 1], as in an unfinished one."""
+
+    complete: bool
+    tau1: float
+    tau2: float
+    interval: float
+    perplexity: list[float]
+    blocks: list[BlockSensitivity]
+    nll: list[list[float]]
+
+    def check_fits(self, path: Path, num_layers: int, sync_tp_size: int | None) -> None:
+        """Raise UserError unless it was measured on so many layers and, where that is given, for so many virtual
+        ranks. path: where it was read."""
+        if len(self.blocks) != num_layers:
+            raise UserError(
+                f"{path} has {len(self.blocks)} blocks, but the model has {num_layers} layers; measure this model"
+            )
+        if sync_tp_size not in (None, self.sync_tp_size):
+            raise UserError(
+                f"{path} was measured with sync_tp_size {self.sync_tp_size}, so it says nothing about"
+                f" --sync-tp-size {sync_tp_size}"
+            )
+
+
+def changes_to_ladder(mode: str) -> bool:
+    """Whether blocks become ladder blocks in this mode; else their sync points are dropped."""
+    return mode.endswith("ladder")
+
+
+def read_sensitivity(path: Path) -> SensitivityDocument:
+    """Read the sensitivity.json of dropped sync points; raises UserError for a malformed or unfinished one, or one that
+    measures another thing."""
+    content = read_document(path, "sensitivity file")
+    mode = content.get("mode")
+    if mode not in MODES:
+        raise UserError(f"{path}: mode is {mode!r}, but must be one of {', '.join(MODES)}")
+    if changes_to_ladder(mode):
+        raise UserError(
+            f"{path} measures the sensitivity to ladder (mode {mode}), not to dropped sync points; measure that"
+        )
+    if content.get("complete") is not True:
+        raise UserError(f"{path} is not complete; run `ladderize sensitivity` again, it goes on where it was stopped")
+    document = SensitivityDocument.from_dict(content, path)
+    if document.sync_tp_size is None or document.sync_tp_size < 1:
+        raise UserError(f"{path}: sync_tp_size is {document.sync_tp_size}, but must be a positive integer")
+    if not document.fingerprint:
+        raise UserError(f"{path}: fingerprint is '', but must be the text that identifies a model")
+    if not math.isfinite(document.tau1):
+        raise UserError(f"{path}: tau1 is {document.tau1}, which is no number")
+    for number, entry in enumerate(document.blocks):
+        if entry.block != number:
+            raise UserError(
+                f"{path}: block {number} is called {entry.block}; there must be one for each layer, in order"
+            )
+        if not math.isfinite(entry.sensitivity):
+            raise UserError(f"{path}: the sensitivity of block {number} is {entry.sensitivity}, which is no number")
+        if entry.sensitivity_class not in CLASSES:
+            raise UserError(
+                f"{path}: the class of block {number} is {entry.sensitivity_class!r}, but must be one of"
+                f" {', '.join(CLASSES)}"
+            )
+    return document
