@@ -5,7 +5,6 @@ A whole model need not fit in memory: ``Blocks`` reads one layer's weights at a 
 that every converted checkpoint carries, so that nothing here has its own notion of what a layout computes.
 """
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,14 +12,15 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from ladderize import data
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import FLOAT_DTYPES, Checkpoint, fetch_weights, read_checkpoint, resolve_json
+from ladderize.convert.checkpoint import Checkpoint, fetch_weights, read_checkpoint, resolve_json
+from ladderize.convert.dtypes import FLOAT_DTYPES
 from ladderize.convert.llama import check_config, check_tensors
+from ladderize.convert.tensors import TensorReader
 from ladderize.layout import Layout
 from ladderize.modeling import load_tokenizer
 
@@ -94,15 +94,9 @@ class Blocks:
 
     def read(self, names: Iterable[str]) -> Iterator[Tensor]:
         """Whole tensors by name, in order, as ``dtype`` on ``device``."""
-        with contextlib.ExitStack() as stack:
-            files: dict[str, Any] = {}
-            for name in names:
-                file = self.checkpoint.tensors[name].file
-                if file not in files:
-                    files[file] = stack.enter_context(
-                        safe_open(self.checkpoint.folder / file, framework="pt", device="cpu")
-                    )
-                yield files[file].get_tensor(name).to(self.device, self.dtype)
+        reader = TensorReader(self.checkpoint.folder)
+        for name in names:
+            yield reader.read(self.checkpoint.tensors[name], dtype=self.dtype, device=self.device)
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         """The parameters of one layer by their names within it, such as ``self_attn.q_proj.weight``."""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from ladderize.console import UserError
 from ladderize.convert.checkpoint import read_checkpoint
 from ladderize.layout import Layout
-from ladderize.runtime.loader import CheckpointReader, RandomSource
+from ladderize.runtime.loader import CheckpointSource, RandomSource
 from ladderize.runtime.shards import Shape, Slice
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, known_shapes, shape_spec
 from tests.helpers import ROOT, SHAPE, invoke, make_model, save_llama
@@ -26,16 +26,16 @@ def test_slices_are_those_of_the_tensor(tmp_path, shards, dtype):
     whole = {}
     for file in (tmp_path / "m").glob("*.safetensors"):
         whole |= load_file(file)
-    with CheckpointReader(read_checkpoint(tmp_path / "m"), torch.float32, CPU) as reader:
-        for name, tensor in whole.items():
-            assert torch.equal(reader.read(Slice(name)), tensor.float())
-            for dim in range(tensor.ndim):
-                start, stop = sorted(torch.randint(0, tensor.shape[dim] + 1, (2,)).tolist())
-                part = reader.read(Slice(name, dim, start, stop))
-                assert torch.equal(part, tensor.narrow(dim, start, stop - start).float())
-        padded = reader.read(Slice("model.embed_tokens.weight", 0, 90, 97, rows=10))
-        assert torch.equal(padded[:7], whole["model.embed_tokens.weight"][90:].float())
-        assert not padded[7:].any()
+    reader = CheckpointSource(read_checkpoint(tmp_path / "m"), torch.float32, CPU)
+    for name, tensor in whole.items():
+        assert torch.equal(reader.read(Slice(name)), tensor.float())
+        for dim in range(tensor.ndim):
+            start, stop = sorted(torch.randint(0, tensor.shape[dim] + 1, (2,)).tolist())
+            part = reader.read(Slice(name, dim, start, stop))
+            assert torch.equal(part, tensor.narrow(dim, start, stop - start).float())
+    padded = reader.read(Slice("model.embed_tokens.weight", 0, 90, 97, rows=10))
+    assert torch.equal(padded[:7], whole["model.embed_tokens.weight"][90:].float())
+    assert not padded[7:].any()
 
 
 def test_a_file_that_shrinks_meanwhile(llama):
@@ -43,11 +43,8 @@ def test_a_file_that_shrinks_meanwhile(llama):
     path = llama / "model.safetensors"
     path.write_bytes(path.read_bytes()[:2000])
     last = max(checkpoint.tensors.values(), key=lambda tensor: tensor.start).name
-    with (
-        CheckpointReader(checkpoint, torch.float32, CPU) as reader,
-        pytest.raises(UserError, match="became shorter while it was read"),
-    ):
-        reader.read(Slice(last))
+    with pytest.raises(UserError, match="became shorter while it was read"):
+        CheckpointSource(checkpoint, torch.float32, CPU).read(Slice(last))
 
 
 SCRIPT = """
@@ -66,7 +63,7 @@ print(json.dumps([memory.rise, weights.nbytes]))
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_rank_never_holds_the_whole_model(tmp_path, pack):
-    """Peak memory of one of 4 ranks: its weights, and at most two of its fused tensors on the way."""
+    """Peak memory of one of 4 ranks: its weights, and on the way at most two of its fused tensors and a mapped one."""
     save_llama(
         tmp_path / "m",
         dtype=torch.bfloat16,
@@ -83,7 +80,7 @@ def test_a_rank_never_holds_the_whole_model(tmp_path, pack):
         assert outcome.returncode == 0, outcome.stderr
         rise, held = json.loads(outcome.stdout)
         assert held < 0.3 * size
-        assert rise < 0.45 * size
+        assert rise < 0.47 * size
 
 
 def test_models_that_share_files_share_weights(tmp_path, llama):
@@ -139,6 +136,6 @@ def test_odd_source_files(tmp_path):
     }
     model.save_pretrained(tmp_path / "m")
     save_file(dict(reversed(state.items())), tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
-    with CheckpointReader(read_checkpoint(tmp_path / "m"), torch.float32, CPU) as reader:
-        for name, tensor in state.items():
-            assert torch.equal(reader.read(Slice(name)), tensor.float())
+    reader = CheckpointSource(read_checkpoint(tmp_path / "m"), torch.float32, CPU)
+    for name, tensor in state.items():
+        assert torch.equal(reader.read(Slice(name)), tensor.float())

@@ -22,7 +22,7 @@ from ladderize.adapt.merge import run as merge
 from ladderize.adapt.merge.run import merge_adapter
 from ladderize.blocks import open_checkpoint
 from ladderize.console import UsageError, UserError
-from ladderize.convert.tensor_file import infos_of, locate_tensors, write_tensors
+from ladderize.convert.tensors import infos_of, locate_tensors, write_tensors
 from tests.helpers import LAYOUTS, SHAPE, edit_json, invoke, listing, make_model, one_sentence, random_ids
 
 TIGHT = {"rtol": 1e-4, "atol": 5e-5}

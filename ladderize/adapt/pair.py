@@ -1,7 +1,8 @@
 """A converted checkpoint and the dense one that it was converted from."""
 
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import Checkpoint, dense_function
+from ladderize.convert.checkpoint import Checkpoint
+from ladderize.convert.fingerprint import dense_function
 from ladderize.convert.llama import expected_tensors
 from ladderize.layout import Layout
 

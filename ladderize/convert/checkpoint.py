@@ -9,37 +9,16 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ladderize.console import UserError
+from ladderize.convert.dtypes import DTYPE_BYTES
 from ladderize.files.documents import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
-DTYPE_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "C64": 8,
-}
-FINGERPRINT_BYTES = 4096  # of each tensor
-FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -186,41 +165,6 @@ def header_sha256(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(8)
         return hashlib.sha256(start + file.read(int.from_bytes(start, "little"))).hexdigest()
-
-
-def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a config decides a Llama's function, defaults filled in, so that how it is written does not matter."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    rope = {"rope_type": rope.pop("type", "default"), "rope_theta": config.get("rope_theta", 10000.0), **rope}
-    heads = config["num_attention_heads"]
-    return {
-        "heads": [
-            heads,
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or config["hidden_size"] // heads,
-        ],
-        "rope": {**rope, "rope_theta": float(rope["rope_theta"])},
-        "norm": float(config.get("rms_norm_eps", 1e-6)),
-        "activation": config.get("hidden_act", "silu"),
-        "tied": bool(config.get("tie_word_embeddings", False)),
-    }
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """Which model this is, however it is sharded: a sha256 of names, dtypes, shapes and a few values of every tensor.
-
-    The values are those in the middle of each, which tells two fine-tunes of one shape apart without reading gigabytes.
-    Of the config counts what its dense function depends on; the layout does not.
-    """
-    digest = hashlib.sha256(json.dumps(dense_function(checkpoint.config), sort_keys=True).encode())
-    with ExitStack() as stack:
-        files = {name: stack.enter_context((checkpoint.folder / name).open("rb")) for name in checkpoint.weight_files}
-        for name, tensor in sorted(checkpoint.tensors.items()):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            count = min(FINGERPRINT_BYTES, tensor.nbytes)
-            files[tensor.file].seek(tensor.start + (tensor.nbytes - count) // 2)
-            digest.update(files[tensor.file].read(count))
-    return digest.hexdigest()
 
 
 def _no_weights(folder: Path) -> UserError:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, read_config, read_tensors, resolve_json
+from ladderize.convert.checkpoint import read_config, read_tensors, resolve_json
+from ladderize.convert.dtypes import DTYPE_BYTES, FLOAT_DTYPES, STORED_NAMES
 from ladderize.convert.llama import check_config, parameter_count
-from ladderize.convert.weights import DTYPES
 from ladderize.files.records import Record
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split, fitting_ranks
 
@@ -100,7 +100,7 @@ def inspect_checkpoint(model: str, *, revision: str | None = None, tp_size: int 
         tensors = read_tensors(folder)
         dtype = FLOAT_DTYPES.get(tensors["model.norm.weight"].dtype, dtype) if "model.norm.weight" in tensors else dtype
         parameters = sum(tensor.numel for tensor in tensors.values())
-    sizes = (config["hidden_size"], DTYPE_BYTES[DTYPES.get(dtype, "F32")], ranks)
+    sizes = (config["hidden_size"], DTYPE_BYTES[STORED_NAMES.get(dtype, "F32")], ranks)
     return InspectionReport(
         model=model,
         model_type=config["model_type"],

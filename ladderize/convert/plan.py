@@ -14,11 +14,11 @@ from ladderize.convert.checkpoint import (
     Checkpoint,
     TensorInfo,
     fetch_weights,
-    fingerprint,
     read_checkpoint,
     read_config,
     resolve_json,
 )
+from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
 from ladderize.convert.llama import check_config, check_tensors
 from ladderize.convert.recipe import Recipe

@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 
 from ladderize.console import UsageError, UserError
+from ladderize.convert.dtypes import CAST_DTYPES
 from ladderize.convert.selection import Selection, select
 from ladderize.convert.sensitivity_file import read_sensitivity
-from ladderize.convert.weights import DTYPES, parse_size
+from ladderize.convert.weights import parse_size
 from ladderize.files.yaml12 import Yaml12Loader, load_yaml
 from ladderize.layout import Layout, RangeSyntaxError, format_ranges, parse_ranges
 
@@ -51,8 +52,8 @@ class Recipe:
             raise UsageError("--sync-tp-size has no effect without --spd; leave it out, or name the layers to drop")
         if self.sync_tp_size is not None and (type(self.sync_tp_size) is not int or self.sync_tp_size < 1):
             raise UsageError(f"--sync-tp-size must be a positive integer, not {self.sync_tp_size!r}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UsageError(f"--dtype {self.dtype} is not one of {', '.join(DTYPES)}")
+        if self.dtype is not None and self.dtype not in CAST_DTYPES:
+            raise UsageError(f"--dtype {self.dtype} is not one of {', '.join(CAST_DTYPES)}")
         if self.max_shard_size is not None:
             parse_size(self.max_shard_size)
 

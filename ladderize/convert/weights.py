@@ -1,25 +1,19 @@
 """Writing safetensors anew, for another dtype, other shards, heads or values: a chunk at a time, never a whole tensor
 in memory."""
 
-import json
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from ladderize.console import UsageError, UserError
-from ladderize.convert.checkpoint import DTYPE_BYTES, FLOAT_DTYPES, WEIGHTS, Checkpoint, TensorInfo
+from ladderize.convert.checkpoint import WEIGHTS, Checkpoint, TensorInfo
+from ladderize.convert.dtypes import DTYPE_BYTES, FLOAT_DTYPES, STORED_NAMES, torch_dtype
 from ladderize.convert.heads import Move
-
-if TYPE_CHECKING:
-    import torch
+from ladderize.convert.tensors import TensorReader, encode_header
 
 CHUNK = 4 << 20  # bytes read at a time; a multiple of every element size
-DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -83,7 +77,7 @@ def plan_shards(
     entries: dict[str, Entry] = {}
     for name, old in checkpoint.tensors.items():
         move = moves.get(name) if name not in replace else None
-        entries[name] = Entry(name, DTYPES[dtype] if dtype else old.dtype, replace.get(name, old), move)
+        entries[name] = Entry(name, STORED_NAMES[dtype] if dtype else old.dtype, replace.get(name, old), move)
     if max_bytes is None:
         changed = {name for name, old in checkpoint.tensors.items() if entries[name] != Entry(name, old.dtype, old)}
         by_file = {
@@ -126,36 +120,16 @@ def _aligned(entries: list[Entry]) -> tuple[Entry, ...]:
     return tuple(sorted(entries, key=lambda entry: -DTYPE_BYTES[entry.dtype]))
 
 
-def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """What a safetensors file begins with: the length of its header, and the header.
-
-    tensors: (name, safetensors dtype, shape), in the order in which their values will follow.
-    """
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, dtype, shape in tensors:
-        begin, end = end, end + math.prod(shape) * DTYPE_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    return len(encoded).to_bytes(8, "little") + encoded
-
-
 def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Callable[[int], None]) -> None:
     """Stream the tensors of one shard from where they lie into ``path``."""
     header = encode_header(((entry.name, entry.dtype, entry.source.shape) for entry in shard.entries), {"format": "pt"})
-    with ExitStack() as stack:
-        writer = stack.enter_context(path.open("xb"))
+    with TensorReader(checkpoint.folder) as reader, path.open("xb") as writer:
         writer.write(header)
-        readers: dict[str, BufferedReader] = {}
         for entry in shard.entries:
-            file = entry.source.file
-            if file not in readers:
-                readers[file] = stack.enter_context((checkpoint.folder / file).open("rb"))
-            _stream(entry, readers[file], writer, advance)
+            _stream(entry, reader, writer, advance)
 
 
-def _stream(entry: Entry, reader: BufferedReader, writer: BinaryIO, advance: Callable[[int], None]) -> None:
+def _stream(entry: Entry, reader: TensorReader, writer: BinaryIO, advance: Callable[[int], None]) -> None:
     """Copy one tensor: a chunk at a time, whole rows where columns move, one block of rows after the other where rows
     move."""
     source, move, step = entry.source, entry.move, CHUNK
@@ -166,22 +140,12 @@ def _stream(entry: Entry, reader: BufferedReader, writer: BinaryIO, advance: Cal
     elif move is not None:
         row = source.nbytes // source.shape[0]
         step = max(1, CHUNK // row) * row
-    buffer = memoryview(
-        bytearray(min(step, source.nbytes))
-    )  # one for all chunks: fresh memory costs more than the copy
-    for begin, end in spans:
-        reader.seek(begin)
-        for at in range(begin, end, step):
-            chunk = buffer[: min(step, end - at)]
-            if reader.readinto(chunk) != len(chunk):
-                raise UserError(f"{source.file} became shorter while it was being read; nothing was written")
-            values = (
-                _move_columns(chunk, move.order, source.nbytes // source.shape[0])
-                if move is not None and move.axis
-                else chunk
-            )
-            writer.write(values if entry.dtype == source.dtype else _cast(values, entry))
-            advance(len(chunk))
+    for chunk in reader.chunks(source, spans, step):
+        values = chunk
+        if move is not None and move.axis:
+            values = _move_columns(chunk, move.order, source.nbytes // source.shape[0])
+        writer.write(values if entry.dtype == source.dtype else _cast(values, entry))
+        advance(len(chunk))
 
 
 def _move_columns(chunk: memoryview, order: tuple[int, ...], row: int) -> memoryview:
@@ -205,12 +169,6 @@ def _cast(chunk: memoryview, entry: Entry) -> memoryview:
             f"{entry.name} has values too large for {FLOAT_DTYPES[entry.dtype]}; take --dtype bfloat16 or float32"
         )
     return cast.view(torch.uint8).numpy().data
-
-
-def torch_dtype(name: str) -> "torch.dtype":
-    import torch
-
-    return getattr(torch, FLOAT_DTYPES[name])
 
 
 def index_for(shards: list[Shard]) -> Mapping[str, object] | None:

@@ -28,7 +28,8 @@ from ladderize.blocks import (
     stored_dtype,
 )
 from ladderize.console import Console, UserError, human_bytes, human_seconds
-from ladderize.convert.checkpoint import Checkpoint, fingerprint
+from ladderize.convert.checkpoint import Checkpoint
+from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.llama import parameter_count
 from ladderize.convert.sensitivity_file import (
     CLASSES,
@@ -123,24 +124,9 @@ def measure_sensitivity(
     run = sensitivity_run(checkpoint, model, options, windows, sha256 or data.file_sha256(options.data))
     layers = int(checkpoint.config["num_hidden_layers"])
     rows = _rows_of(previous, run, layers) if previous is not None else []
-    device, dtype = torch.device(options.device), getattr(torch, run.dtype)
-    blocks = Blocks(checkpoint, dtype, device)
-    layouts = column_layouts(options.mode, blocks.num_layers, options.sync_tp_size)
-    batch_size = options.batch_size or max(1, TOKENS_PER_PASS // windows.shape[1])
-    saved_at = time.monotonic()
     if len(rows) < len(windows):
-        if rows:
-            console.note(f"going on after {len(rows)} of {len(windows)} windows")
-        suffixes = Suffixes(blocks, layouts)
-        console.note(_estimate(suffixes, windows, len(rows), batch_size))
-        with console.progress(f"sensitivity ({options.mode})", len(windows) - len(rows)) as advance:
-            for batch in np.split(windows[len(rows) :], range(batch_size, len(windows) - len(rows), batch_size)):
-                rows += suffixes(torch.from_numpy(batch)).tolist()
-                check_finite(sum(map(sum, rows[-len(batch) :])), f"the log-likelihood of {options.data} under {model}")
-                if time.monotonic() - saved_at > SAVE_SECONDS:
-                    save(UnfinishedSensitivity(**vars(run), complete=False, nll=rows).to_dict())
-                    saved_at = time.monotonic()
-                advance(len(batch))
+        blocks = Blocks(checkpoint, getattr(torch, run.dtype), torch.device(options.device))
+        _fill_table(rows, blocks, run, windows, options, console, save)
     tau1 = options.tau1 if options.tau1 is not None else default_tau1(run.parameters)
     perplexities, entries = block_sensitivities(
         np.array(rows), windows.shape[1] - 1, options.mode, tau1=tau1, tau2=options.tau2
@@ -157,6 +143,33 @@ def measure_sensitivity(
     )
     save(document.to_dict())
     return document
+
+
+def _fill_table(
+    rows: list[list[float]],
+    blocks: Blocks,
+    run: SensitivityRun,
+    windows: np.ndarray,
+    options: SensitivityOptions,
+    console: Console,
+    save: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Add the rows of the windows that have none yet. windows: ids [samples, seq_len]."""
+    if rows:
+        console.note(f"going on after {len(rows)} of {len(windows)} windows")
+    suffixes = Suffixes(blocks, column_layouts(run.mode, blocks.num_layers, run.sync_tp_size))
+    batch_size = options.batch_size or max(1, TOKENS_PER_PASS // windows.shape[1])
+    console.note(_estimate(suffixes, windows, len(rows), batch_size))
+    saved_at = time.monotonic()
+    left = windows[len(rows) :]
+    with console.progress(f"sensitivity ({run.mode})", len(left)) as advance:
+        for batch in np.split(left, range(batch_size, len(left), batch_size)):
+            rows += suffixes(torch.from_numpy(batch)).tolist()
+            check_finite(sum(map(sum, rows[-len(batch) :])), f"the log-likelihood of {run.data.file} under {run.model}")
+            if time.monotonic() - saved_at > SAVE_SECONDS:
+                save(UnfinishedSensitivity(**vars(run), complete=False, nll=rows).to_dict())
+                saved_at = time.monotonic()
+            advance(len(batch))
 
 
 def check_measurable(checkpoint: Checkpoint, model: str, options: SensitivityOptions) -> None:

@@ -5,19 +5,16 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ladderize.console import UserError
-from ladderize.convert.checkpoint import Checkpoint, TensorInfo
+from ladderize.convert.checkpoint import Checkpoint
+from ladderize.convert.tensors import TensorReader
 from ladderize.layout import Layout
 from ladderize.runtime.layers import LayerWeights, Linear, RMSNorm, Weights
 from ladderize.runtime.shards import Shape, Slice, virtual_ranks
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Source(Protocol):
@@ -26,66 +23,19 @@ class Source(Protocol):
     def read(self, part: Slice) -> Tensor: ...
 
 
-class CheckpointReader:
-    """Reads slices of a checkpoint's tensors with pread: nothing is mapped, so memory holds what was asked for and no
-    more."""
+class CheckpointSource:
+    """A checkpoint's tensors, of which every slice is read by itself, as ``dtype`` on ``device``."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
-        self.files: dict[str, int] = {}
-
-    def __enter__(self) -> "CheckpointReader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for descriptor in self.files.values():
-            os.close(descriptor)
-        self.files.clear()
+        self.reader = TensorReader(checkpoint.folder)
 
     def read(self, part: Slice) -> Tensor:
         info = self.checkpoint.tensors[part.name]
-        shape = list(info.shape)
-        start, stop = (0, shape[0]) if part.dim is None else (part.start, part.stop)
-        if part.dim is not None:
-            shape[part.dim] = stop - start
-        staged = torch.empty(shape, dtype=DTYPES[info.dtype], pin_memory=self.device.type == "cuda")
-        if staged.numel():
-            if part.dim in (None, 0):
-                row = info.nbytes // info.shape[0]
-                self._fill(info, staged.view(-1).view(torch.uint8).numpy(), start * row)
-            else:
-                self._fill_columns(info, staged, start)
-        loaded = staged.to(self.device, self.dtype, non_blocking=False)
-        return loaded if part.rows in (None, shape[0]) else _padded(loaded, part.rows)
-
-    def _fill_columns(self, info: TensorInfo, staged: Tensor, start: int) -> None:
-        """A block of columns: a piece of each row."""
-        width = info.shape[1] * staged.element_size()
-        piece = staged.shape[1] * staged.element_size()
-        columns: Any = staged.view(torch.uint8).numpy()
-        raw = memoryview(columns).cast("B")
-        file, base = self._file(info.file), info.start + start * staged.element_size()
-        for row in range(info.shape[0]):
-            if os.preadv(file, [raw[row * piece : (row + 1) * piece]], base + row * width) != piece:
-                raise self._truncated(info)
-
-    def _fill(self, info: TensorInfo, target: Any, offset: int) -> None:
-        view, position = memoryview(target), info.start + offset
-        while view:
-            count = os.preadv(self._file(info.file), [view], position)
-            if not count:
-                raise self._truncated(info)
-            view, position = view[count:], position + count
-
-    def _file(self, name: str) -> int:
-        if name not in self.files:
-            self.files[name] = os.open(self.checkpoint.folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        return self.files[name]
-
-    def _truncated(self, info: TensorInfo) -> UserError:
-        return UserError(f"{self.checkpoint.folder / info.file} became shorter while it was read; load it again")
+        loaded = self.reader.read(
+            info, dim=part.dim, start=part.start, stop=part.stop, dtype=self.dtype, device=self.device
+        )
+        return loaded if part.rows in (None, loaded.shape[0]) else _padded(loaded, part.rows)
 
 
 class RandomSource:

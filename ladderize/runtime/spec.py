@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import FLOAT_DTYPES, fetch_weights, read_checkpoint, read_config, resolve_json
+from ladderize.convert.checkpoint import fetch_weights, read_checkpoint, read_config, resolve_json
+from ladderize.convert.dtypes import FLOAT_DTYPES
 from ladderize.convert.llama import check_config, check_tensors, expected_tensors
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
@@ -19,7 +20,7 @@ from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import Generator, rope_table
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import Weights
-from ladderize.runtime.loader import CheckpointReader, RandomSource, files_identity, load_weights
+from ladderize.runtime.loader import CheckpointSource, RandomSource, files_identity, load_weights
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.shards import Shape, check_tp_size, virtual_ranks
 
@@ -147,8 +148,7 @@ class WeightCache:
         checkpoint = read_checkpoint(spec.folder)
         key = (files_identity(checkpoint), shape, apart, spec.dtype)
         if key not in self.loaded:
-            with CheckpointReader(checkpoint, spec.torch_dtype, self.device) as reader:
-                self.loaded[key] = load(reader)
+            self.loaded[key] = load(CheckpointSource(checkpoint, spec.torch_dtype, self.device))
         return shape, self.loaded[key]
 
 

@@ -24,7 +24,7 @@ from ladderize.adapt.blockwise.run import announce_distillation, heldout_perplex
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_seconds, to_json
-from ladderize.convert.checkpoint import fingerprint
+from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
 from ladderize.convert.llama import kv_head_count
 from ladderize.convert.pipeline import convert_checkpoint

@@ -17,9 +17,10 @@ from ladderize.adapt.lora.config import (
     adapted_layers,
 )
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import FLOAT_DTYPES, PICKLES, TensorInfo
+from ladderize.convert.checkpoint import PICKLES, TensorInfo
+from ladderize.convert.dtypes import FLOAT_DTYPES
 from ladderize.convert.llama import expected_tensors
-from ladderize.convert.tensor_file import locate_tensors
+from ladderize.convert.tensors import locate_tensors
 from ladderize.files.documents import read_document, read_json
 
 KEY = re.compile(re.escape(PEFT_PREFIX) + r"(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")

@@ -21,8 +21,9 @@ from ladderize.adapt.lora.config import (
 )
 from ladderize.console import UserError, sentence, to_json
 from ladderize.convert.card import TAGS
-from ladderize.convert.checkpoint import Checkpoint, fingerprint
-from ladderize.convert.tensor_file import infos_of, write_tensors
+from ladderize.convert.checkpoint import Checkpoint
+from ladderize.convert.fingerprint import fingerprint
+from ladderize.convert.tensors import infos_of, write_tensors
 from ladderize.files import output
 from ladderize.layout import Layout, format_ranges
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from ladderize.adapt.lora.config import ADAPTER_TENSORS
@@ -19,7 +18,8 @@ from ladderize.adapt.lora.read import Adapter
 from ladderize.blocks import Blocks, State, complete, open_checkpoint
 from ladderize.console import Console, UserError, sentence
 from ladderize.convert.checkpoint import Checkpoint
-from ladderize.convert.weights import torch_dtype
+from ladderize.convert.dtypes import torch_dtype
+from ladderize.convert.tensors import TensorReader
 
 CHECK_WINDOWS, CHECK_TOKENS = 4, 32  # random ids: what they mean does not matter here
 LOGIT_TOLERANCE = 1e-4  # of the largest logit: two orders of summation in float32
@@ -42,14 +42,14 @@ def check_merged(adapter: Adapter, base: Checkpoint, folder: Path, console: Cons
     own, theirs = Blocks(base, torch.float32, device), Blocks(merged, torch.float32, device)
     if own.layout != theirs.layout or own.ends_differ(theirs):
         raise mismatch(adapter, "its layout, embedding, final norm or LM head is not the base's")
-    with torch.no_grad(), safe_open(adapter.folder / ADAPTER_TENSORS, framework="pt", device="cpu") as file:
+    with torch.no_grad():
         ids = random_ids(base.config)
         peft_state: State = own.embed(ids)
         exact_state: State = peft_state
         merged_state: State = theirs.embed(ids)
         with console.progress("comparing logits", own.num_layers) as advance:
             for index in range(own.num_layers):
-                matrices = read_matrices(adapter, index, file)
+                matrices = read_matrices(adapter, index)
                 weights = own.weights(index)
                 peft_state = own.run(
                     with_peft(adapter, own.layer(index, own.layout, weights), index, matrices), peft_state
@@ -102,10 +102,14 @@ def full_name(layer: int, name: str) -> str:
     return f"model.layers.{layer}.{name}"
 
 
-def read_matrices(adapter: Adapter, layer: int, file: Any) -> dict[str, tuple[Tensor, Tensor]]:
+def read_matrices(adapter: Adapter, layer: int) -> dict[str, tuple[Tensor, Tensor]]:
     """A and B of one layer by the names of its projections, such as ``mlp.up_proj``; float32."""
     pairs = {name: pair for name, pair in adapter.modules.items() if name.startswith(full_name(layer, ""))}
-    read = {name: (file.get_tensor(a.name).float(), file.get_tensor(b.name).float()) for name, (a, b) in pairs.items()}
+    reader = TensorReader(adapter.folder)
+    read = {
+        name: (reader.read(a, dtype=torch.float32), reader.read(b, dtype=torch.float32))
+        for name, (a, b) in pairs.items()
+    }
     return {name.removeprefix(full_name(layer, "")): pair for name, pair in read.items()}
 
 

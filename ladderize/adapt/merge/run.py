@@ -2,12 +2,10 @@
 
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
@@ -17,11 +15,12 @@ from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.state import METRICS
 from ladderize.blocks import open_checkpoint
 from ladderize.console import Console, UserError, human_bytes
-from ladderize.convert.checkpoint import Checkpoint, fingerprint
+from ladderize.convert.checkpoint import Checkpoint
+from ladderize.convert.dtypes import torch_dtype
+from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.tensor_file import locate_tensors, write_tensors
-from ladderize.convert.weights import torch_dtype
+from ladderize.convert.tensors import TensorReader, locate_tensors, write_tensors
 from ladderize.data import file_sha256
 from ladderize.files import output
 from ladderize.layout import Layout, format_ranges
@@ -174,21 +173,15 @@ def check_merge_space(adapter: Adapter, base: Checkpoint, out: Path) -> None:
 
 def write_merged(adapter: Adapter, base: Checkpoint, path: Path, advance: Callable[[int], None]) -> None:
     """Write every W + scaling * B @ A into one safetensors file, in the dtype in which the base has W."""
-    with ExitStack() as stack, torch.no_grad():
-        readers: dict[str, Any] = {}
-
-        def read(file: str, name: str) -> Tensor:
-            if file not in readers:
-                readers[file] = stack.enter_context(safe_open(base.folder / file, framework="pt", device="cpu"))
-            tensor: Tensor = readers[file].get_tensor(name)
-            return tensor
+    reader = TensorReader(base.folder)
+    with torch.no_grad():
 
         def produce(name: str) -> Tensor:
             module, info = name.removesuffix(".weight"), base.tensors[name]
-            a, b = (read(part.file, part.name) for part in adapter.modules[module])
+            a, b = (reader.read(part) for part in adapter.modules[module])
             if not (a.isfinite().all() and b.isfinite().all()):
                 raise UserError(f"{adapter.folder}: the LoRA of {module} holds NaN or infinity; train it again")
-            stored = read(info.file, name)
+            stored = reader.read(info)
             exact = add_product(stored, a, b, adapter.scaling(module))
             result = exact.to(stored.dtype)
             if not result.isfinite().all() and exact.isfinite().all() and stored.isfinite().all():

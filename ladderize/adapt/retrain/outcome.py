@@ -24,10 +24,10 @@ from ladderize.adapt.retrain.state import METRICS, load_trained
 from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.blocks import open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, to_json
-from ladderize.convert.checkpoint import fingerprint
+from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.tensor_file import locate_tensors
+from ladderize.convert.tensors import locate_tensors
 
 if TYPE_CHECKING:
     from ladderize.adapt.retrain.task import Task

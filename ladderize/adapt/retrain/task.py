@@ -22,7 +22,8 @@ from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
 from ladderize.adapt.retrain.trainer import TrainOptions
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_bytes
-from ladderize.convert.checkpoint import Checkpoint, fingerprint
+from ladderize.convert.checkpoint import Checkpoint
+from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.llama import expected_tensors
 from ladderize.files import output
 from ladderize.layout import Layout, parse_ranges

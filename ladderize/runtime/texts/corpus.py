@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ladderize.console import Console, UserError, human_bytes
-from ladderize.convert.checkpoint import fingerprint, read_checkpoint
+from ladderize.convert.checkpoint import read_checkpoint
+from ladderize.convert.fingerprint import fingerprint
 from ladderize.files.documents import read_json
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.group import Ranks

@@ -1,0 +1,175 @@
+"""Tensors of safetensors files, read and written one at a time: a whole file is never in memory."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from io import BufferedReader
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from safetensors import safe_open
+
+from ladderize.console import UserError, sentence
+from ladderize.convert.checkpoint import TensorInfo, read_header
+from ladderize.convert.dtypes import DTYPE_BYTES, stored_dtype_name
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class TensorReader:
+    """The one way to the values of a checkpoint's tensors: as bytes, chunk by chunk, or as a tensor or a part of one.
+
+    Used as a context. folder: what the files of the ``TensorInfo``s are relative to. Raises UserError for a file that
+    became shorter since its header was read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, BufferedReader] = {}
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def read(
+        self,
+        info: TensorInfo,
+        *,
+        dim: int | None = None,
+        start: int = 0,
+        stop: int = 0,
+        dtype: "torch.dtype | None" = None,
+        device: "torch.device | str" = "cpu",
+    ) -> "Tensor":
+        """A tensor, or the indices ``start`` to ``stop`` of its dimension ``dim``; None keeps the stored dtype.
+
+        The file is mapped for as long as this takes, so that memory holds what was asked for and no more: with the
+        mapping kept, a rank's resident set grows by every page that it ever read (benchmarks/read_slices.py).
+        """
+        path = self.folder / info.file
+        self._check_length(path, info)
+        with safe_open(path, framework="pt", device="cpu") as file:
+            part = file.get_slice(info.name)
+            if dim is None:
+                values = part[...] if info.shape else file.get_tensor(info.name)
+            else:
+                values = part[start:stop] if dim == 0 else part[:, start:stop]
+            copied: Tensor = values.to(device, dtype or values.dtype, copy=True)
+        return copied
+
+    def chunks(self, info: TensorInfo, spans: Sequence[tuple[int, int]], step: int) -> Iterator[memoryview]:
+        """The bytes of a file from each span's start to its stop, at most ``step`` at a time.
+
+        A chunk is valid until the next one is asked for: one buffer serves all, since fresh memory costs more than the
+        copy.
+        """
+        reader = self._open(info.file)
+        buffer = memoryview(bytearray(min(step, max(stop - start for start, stop in spans))))
+        for begin, end in spans:
+            reader.seek(begin)
+            for at in range(begin, end, step):
+                chunk = buffer[: min(step, end - at)]
+                if reader.readinto(chunk) != len(chunk):
+                    raise _shorter(self.folder / info.file)
+                yield chunk
+
+    def middle(self, info: TensorInfo, count: int) -> bytes:
+        """The ``count`` bytes in the middle of a tensor, or all there are."""
+        count = min(count, info.nbytes)
+        reader = self._open(info.file)
+        reader.seek(info.start + (info.nbytes - count) // 2)
+        return reader.read(count)
+
+    def _open(self, name: str) -> BufferedReader:
+        if name not in self._files:
+            self._files[name] = self._stack.enter_context((self.folder / name).open("rb"))
+        return self._files[name]
+
+    def _check_length(self, path: Path, info: TensorInfo) -> None:
+        if path.stat().st_size < info.stop:  # a mapped page that is not there would end the process without a word
+            raise _shorter(path)
+
+
+def _shorter(path: Path) -> UserError:
+    return UserError(f"{path} became shorter while it was read; nothing was written, read it again")
+
+
+def infos_of(tensors: "Mapping[str, Tensor]") -> "dict[str, tuple[torch.dtype, tuple[int, ...]]]":
+    """What ``write_tensors`` has to know beforehand of tensors that are in memory."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """What a safetensors file begins with: the length of its header, and the header.
+
+    tensors: (name, safetensors dtype, shape), in the order in which their values will follow.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def write_tensors(
+    path: Path,
+    infos: "Mapping[str, tuple[torch.dtype, Sequence[int]]]",
+    produce: "Callable[[str], Tensor]",
+    *,
+    metadata: Mapping[str, str] | None = None,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Write ``path`` anew, with the tensors that ``produce(name)`` returns one after the other, and fsync it.
+
+    infos: name -> (dtype, shape) of each, floats and integers of any shape, 0-d too. A produced tensor may lie on any
+    device and need not be contiguous; ValueError if it is not as announced. metadata: strings for the header; "format":
+    "pt" is always among them. Raises UserError where the system cannot write, for example on a full disk; then, as with
+    any error, no file is left. (safetensors' own save_file wants all tensors in memory at once.)
+    """
+    import torch
+
+    # wide elements first, so that each tensor is aligned
+    ordered = sorted(infos, key=lambda name: -infos[name][0].itemsize)
+    described = ((name, stored_dtype_name(infos[name][0]), infos[name][1]) for name in ordered)
+    header = encode_header(described, {"format": "pt", **(metadata or {})})
+    try:
+        with path.open("wb") as file:
+            file.write(header)
+            for name in ordered:
+                dtype, shape = infos[name]
+                tensor = produce(name).detach()
+                if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+                    raise ValueError(
+                        f"{name} was announced as {dtype} {list(shape)}, but is {tensor.dtype} {list(tensor.shape)}"
+                    )
+                values = tensor.cpu().reshape(-1).view(torch.uint8).numpy()
+                file.write(values.data)
+                advance(values.nbytes)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise UserError(f"{path} cannot be written ({sentence(error)}); nothing was left there") from error
+        raise
+
+
+def locate_tensors(path: Path) -> dict[str, TensorInfo]:
+    """Where the tensors of one file lie, with its absolute path: what the converter takes as replacements."""
+    path = path.resolve()
+    return {name: replace(info, file=str(path)) for name, info in read_header(path.parent, path.name).items()}
