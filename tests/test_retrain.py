@@ -22,8 +22,8 @@ from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.engine import BETAS, EPSILON, Engine
 from ladderize.adapt.retrain.losses import Objective, token_losses
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
+from ladderize.adapt.retrain.metrics import read_metrics
 from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters, trained_tensors
-from ladderize.adapt.retrain.outcome import read_metrics
 from ladderize.adapt.retrain.schedule import Budget, Schedule, parse_count
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.blocks import open_checkpoint
