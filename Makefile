@@ -9,7 +9,7 @@ demo: install
 	$(BIN)/ladderize demo
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: install-dev
 	$(BIN)/ruff check .

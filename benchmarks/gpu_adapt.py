@@ -166,7 +166,7 @@ def main() -> None:
     if args.out:
         record = {
             "schema_version": 1,
-            "environment": environment(Ranks(0, 1, device), args.device),
+            "environment": environment(Ranks(0, 1, device)).to_dict(),
             "layers": args.layers,
             "shape": args.shape,
             "relative_loss_difference_to_cpu": worst,

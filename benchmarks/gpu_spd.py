@@ -134,7 +134,7 @@ def main() -> None:
     }
     print(json.dumps(results["projected to 32 layers of the 8b shape, 128 windows"], indent=1))
     if args.out:
-        surroundings = environment(Ranks(0, 1, device), args.device)
+        surroundings = environment(Ranks(0, 1, device)).to_dict()
         said = {
             "arguments": {key: str(value) for key, value in vars(args).items()},
             "heads_grouped": head_map is not None,

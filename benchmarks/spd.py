@@ -302,7 +302,7 @@ def main() -> None:
     args = parser.parse_args()
     document = {"table": table, "train": train, "ablation": ablation}[args.what](args)
     if args.out:
-        surroundings = environment(Ranks(0, 1, torch.device("cpu")), "cpu")
+        surroundings = environment(Ranks(0, 1, torch.device("cpu"))).to_dict()
         said = {key: str(value) for key, value in vars(args).items() if value is not None}
         args.out.write_text(
             json.dumps(

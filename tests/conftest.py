@@ -1,16 +1,115 @@
 import os
+import random
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import numpy as np
 import pytest
 import torch
 
+from tests import warm
 from tests.helpers import STORIES, save_llama
 
 torch.set_num_threads(1)
+
+SEED = "LADDERIZE_TEST_SEED"
+# Files by the time that they take, the longest first: two workers then end together (--dist loadfile with
+# --no-loadscope-reorder takes them in this order). Files that are not named here are short.
+LONG_FILES = [
+    "test_demo.py",
+    "test_model.py",
+    "test_eval.py",
+    "test_spd.py",
+    "test_runtime.py",
+    "test_sensitivity.py",
+    "test_bench.py",
+    "test_generate.py",
+    "test_going_on.py",
+    "test_house.py",
+    "test_several_processes.py",
+    "test_stream.py",
+    "test_corpus.py",
+    "test_convert.py",
+    "test_steps.py",
+    "test_distill.py",
+    "test_merge.py",
+    "test_heads.py",
+    "test_loader.py",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))  # stable: a file's own order stays
+
+
+# ---- seeds: inputs are fresh in every run, and can be had again ----
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(1 << 31)))  # xdist's workers inherit it
+    config.addinivalue_line("markers", "own_process: the verifying child is started as users have it, not forked")
+
+
+def pytest_report_header() -> str:
+    return f"{SEED}={os.environ[SEED]}"
+
+
+def set_seeds(name: str) -> None:
+    """Seed what tests draw from, for something that has a name: it draws the same whatever ran before it."""
+    value = zlib.crc32(f"{os.environ[SEED]} {name}".encode())
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
+    if fixturedef.scope != "function":  # what is made once does not depend on the test that asks first
+        set_seeds(f"{fixturedef.baseid}::{fixturedef.argname}")
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> None:
+    """Each test draws from a seed of its own, made of LADDERIZE_TEST_SEED, which the report of a failure shows."""
+    request.node.add_report_section("setup", "seed", f"{SEED}={os.environ[SEED]}")
+    set_seeds(request.node.nodeid)
+
+
+# ---- processes ----
+
+
+@pytest.fixture(autouse=True)
+def quick_verification(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child that verifies a written checkpoint is forked from a process that has imported transformers already.
+
+    It runs the same script, without ladderize. ``@pytest.mark.own_process`` leaves it as users have it.
+    """
+    if request.node.get_closest_marker("own_process") is None:
+        monkeypatch.setattr("ladderize.convert.verify.subprocess", warm.SUBPROCESS)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands give this process all cores, and two workers that do so on two cores wait for each other a hundredfold.
+
+    Processes that tests start have as many threads as they take.
+    """
+    set_num_threads = torch.set_num_threads
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: set_num_threads(1))
+    set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_python_ends() -> Iterator[None]:
+    yield
+    if warm.warm_python.cache_info().currsize:
+        warm.warm_python().close()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -84,13 +85,13 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def fresh_rng() -> np.random.Generator:
+    """A generator of numpy with another seed in every test; torch's has the test's own (conftest.py)."""
+    return np.random.default_rng(int(torch.randint(1 << 30, ())))
+
+
 def random_ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, SHAPE["vocab_size"], shape)
-
-
-def run_cli(*arguments: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ladderize", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, **kwargs)  # type: ignore[call-overload]
 
 
 def listing(folder: Path) -> list[str]:

@@ -16,6 +16,7 @@ from ladderize.console import UserError
 from ladderize.convert import pipeline
 from ladderize.convert.recipe import Recipe
 from ladderize.files import output
+from tests import warm
 from tests.helpers import invoke, listing, one_sentence, save_llama
 from tests.test_convert import fingerprint
 
@@ -50,17 +51,16 @@ pipeline.convert_checkpoint(source, out, Recipe(ladder="2:"), overwrite=True, ve
 def kill_at(moment: str, source: Path, out: Path, tmp_path: Path) -> None:
     """Start a conversion, wait until it reaches ``moment``, and kill -9 it."""
     flag = tmp_path / "flag"
-    child = subprocess.Popen([sys.executable, "-c", STOPPER, str(source), str(out), moment, str(flag)])
+    child = warm.WarmProcess([sys.executable, "-c", STOPPER, source, out, moment, flag])
     try:
         deadline = time.monotonic() + 60
         while not flag.exists():
-            assert child.poll() is None, "the conversion ended before it was killed"
+            assert not child.has_ended(), "the conversion ended before it was killed"
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        child.send_signal(signal.SIGKILL)
     finally:
         child.kill()
-        child.wait(timeout=10)
+        child.communicate(timeout=10)
     flag.unlink()
 
 

@@ -2,9 +2,7 @@
 
 import errno
 import json
-import os
 import random
-import subprocess
 import sys
 import time
 
@@ -16,6 +14,7 @@ from ladderize.modeling import load_tokenizer
 from ladderize.runtime.decode import Generator, Sampling
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
 from ladderize.runtime.texts.corpus_file import CorpusFile
+from tests import warm
 from tests.helpers import SHAPE, edit_json, invoke, last_error, listing, make_model, one_sentence, save_llama
 
 EOS = 5
@@ -210,15 +209,13 @@ def test_kill_9_at_any_moment(model, tmp_path):
     out, samples = tmp_path / "self.jsonl", 120
     part = work_of(out) / "samples.jsonl"
     arguments = [sys.executable, "-m", "ladderize", *map(str, command(model, out, samples))]
-    process = subprocess.Popen(
-        arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    process = warm.WarmProcess(arguments)
     deadline = time.monotonic() + 60
-    while not (part.exists() and part.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
+    while not (part.exists() and part.stat().st_size) and not process.has_ended() and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(random.uniform(0, 0.3))
     process.kill()
-    process.wait()
+    process.communicate()
     assert not out.exists()
     assert write(model, out, samples) == write(model, tmp_path / "whole.jsonl", samples)
     assert listing(tmp_path) == ["self.jsonl", "whole.jsonl"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import UserError
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.layout import Layout, parse_ranges
-from tests.helpers import BIASES, SHAPE, invoke, last_error, listing, one_sentence, run_ranks, save_llama
+from tests import warm
+from tests.helpers import BIASES, SHAPE, invoke, last_error, listing, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
 DEVICE = torch.device("cpu")
@@ -244,7 +246,7 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
 def test_two_processes_train_the_same_weights(pair, tmp_path):
     assert adapt(pair, tmp_path / "one").code == 0
     dense, model = pair
-    result = run_ranks(
+    command = [
         "adapt",
         model,
         tmp_path / "two",
@@ -272,7 +274,8 @@ def test_two_processes_train_the_same_weights(pair, tmp_path):
         "--json",
         "--max-memory",
         "1B",
-    )
+    ]
+    result = warm.run_group([sys.executable, "-m", "ladderize", *command])
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)["blocks"]) == 3
     assert (tmp_path / "two" / "model.safetensors").read_bytes() == (

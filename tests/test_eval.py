@@ -1,11 +1,9 @@
 """Perplexity against a plain loop, lm-eval through our command against lm-eval by itself, and the errors of `eval`."""
 
-import functools
 import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,25 +20,34 @@ from ladderize.eval import harness
 from ladderize.eval.comparison import comparison_rows
 from ladderize.eval.perplexity import model_perplexity, score_windows
 from ladderize.eval.results import EvalResults
-from tests.helpers import STORIES, invoke, listing, make_model, one_sentence
+from tests import warm
+from tests.helpers import STORIES, fresh_rng, invoke, listing, make_model, one_sentence
 from tests.oracle import Oracle
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tasks_indexed_once():
-    """lm-eval reads thousands of YAML files for every task manager, five seconds long; those of one folder are the same
-    here."""
-    import lm_eval.evaluator
-    import lm_eval.tasks
+def lm_evals_tasks_are_read_once():
+    """lm-eval reads its thousands of YAML files for every task manager, five seconds long; they stay the same here."""
+    from lm_eval.tasks import _index
+
+    read, own, done = _index.load_yaml, Path(_index.__file__).parent, {}
+
+    def read_once(path, **options):
+        if not Path(path).is_relative_to(own):
+            return read(path, **options)
+        key = (path, *sorted(options.items()))
+        if key not in done:
+            done[key] = read(path, **options)
+        return done[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm_eval.tasks, "TaskManager", functools.cache(lm_eval.tasks.TaskManager))
+        patch.setattr(_index, "load_yaml", read_once)
         yield
 
 
 def test_scores_of_windows_equal_a_plain_loop():
     model = make_model("mixed")
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     windows = [rng.integers(3, 97, length) for length in (9, 9, 9, 9, 9, 7, 2)]
     oracle = Oracle(model.state_dict(), model.config)
     expected = []
@@ -239,7 +246,7 @@ def test_stdout_is_only_json_and_stderr_quiet(pair):
         "4",
         "--json",
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = warm.run(command)
     assert json.loads(result.stdout)["models"]
     assert result.stderr == ""
 

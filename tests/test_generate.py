@@ -14,11 +14,12 @@ import torch
 from ladderize.demo.run import MODEL
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
-from ladderize.runtime.decode import Sampling, generate, sample
+from ladderize.runtime.decode import Sampling, generate_tokens, sample
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
 from ladderize.runtime.texts.prompts import TextStream
+from tests import warm
 from tests.groups import make_generator, sampled
-from tests.helpers import ROOT, edit_json, invoke, make_model, one_sentence, random_ids, run_cli, save_llama
+from tests.helpers import ROOT, edit_json, invoke, make_model, one_sentence, random_ids, save_llama
 
 GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
 
@@ -93,7 +94,7 @@ def test_a_row_stops_at_any_eos_and_the_others_go_on(tmp_path):
     stop = free[0][6]
     with torch.inference_mode():
         rows = [[], []]
-        for made in generate(generator, prompts, max_new_tokens=24, sampling=Sampling(), eos=(stop, 10**6)):
+        for made in generate_tokens(generator, prompts, max_new_tokens=24, sampling=Sampling(), eos=(stop, 10**6)):
             for row, more in zip(rows, made, strict=True):
                 row += more
     for row, whole in zip(rows, free, strict=True):
@@ -133,7 +134,7 @@ def test_generate_streams_the_models_text(stories):
 
 
 def test_two_ranks_and_a_batch_and_json(stories):
-    outcome = run_cli(
+    outcome = invoke(
         "generate",
         stories,
         "-p",
@@ -148,7 +149,7 @@ def test_two_ranks_and_a_batch_and_json(stories):
         "float32",
         "--json",
     )
-    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     assert document["schema_version"] == 1
     assert document["tp_size"] == 2
@@ -206,24 +207,20 @@ def children(pid):
         return []
 
 
-def test_kill_9_of_one_rank_ends_the_command_within_10_seconds():
-    command = [
-        sys.executable,
-        "-m",
-        "ladderize",
-        "generate",
-        MODEL,
-        "-p",
-        "the cat",
-        "--tp-size",
-        "2",
-        "--max-new-tokens",
-        "100",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def two_ranks():
+    """``generate`` at work on two ranks: its process, and the pids of the ranks."""
+    command = ["generate", MODEL, "-p", "the cat", "--tp-size", 2, "--max-new-tokens", 100]
+    process = warm.WarmProcess([sys.executable, "-m", "ladderize", *command])
     deadline = time.monotonic() + 60
     while len(ranks := children(process.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
+    yield process, ranks
+    process.kill()
+
+
+def test_kill_9_of_one_rank_ends_the_command_within_10_seconds(two_ranks):
+    process, ranks = two_ranks
     os.kill(ranks[1], signal.SIGKILL)
     killed = time.monotonic()
     _, stderr = process.communicate(timeout=60)
@@ -235,26 +232,11 @@ def test_kill_9_of_one_rank_ends_the_command_within_10_seconds():
             os.kill(rank, 0)
 
 
-def test_ranks_end_when_their_parent_is_killed():
-    command = [
-        sys.executable,
-        "-m",
-        "ladderize",
-        "generate",
-        MODEL,
-        "-p",
-        "the cat",
-        "--tp-size",
-        "2",
-        "--max-new-tokens",
-        "100",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while len(ranks := children(process.pid)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+def test_ranks_end_when_their_parent_is_killed(two_ranks):
+    process, ranks = two_ranks
+    assert len(ranks) == 2
     process.kill()
-    process.wait()
+    process.communicate()
     deadline = time.monotonic() + 10
 
     def alive(pid):

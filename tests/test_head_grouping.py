@@ -12,7 +12,7 @@ from ladderize.adapt.blockwise.head_grouping import CRITERIA, _observe, group_he
 from ladderize.blocks import Blocks, open_checkpoint, window_nlls
 from ladderize.convert.heads import check_order, permute_heads
 from ladderize.layout import Layout
-from tests.helpers import BIASES, SHAPE, save_llama
+from tests.helpers import BIASES, SHAPE, fresh_rng, save_llama
 
 SHAPES = {
     "mha, 2 ranks": ({"num_key_value_heads": 8}, 2),
@@ -48,7 +48,7 @@ def within(distance, groups):
 
 @pytest.mark.parametrize(("units", "groups"), [(6, 2), (8, 2), (8, 4), (9, 3), (4, 4)])
 def test_spread_finds_what_brute_force_finds(units, groups):
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     for seed in range(10):
         points = rng.normal(size=(units, 3))
         distance = np.linalg.norm(points[:, None] - points, axis=-1)
@@ -64,7 +64,7 @@ def test_spread_finds_what_brute_force_finds(units, groups):
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(8, 8, 4), (8, 4, 4), (8, 2, 4), (8, 1, 4), (12, 3, 6)])
 def test_match_is_the_best_assignment(heads, kv_heads, ranks):
     units = Units.of(heads, kv_heads, ranks)
-    values = np.random.default_rng().random((ranks, ranks))
+    values = fresh_rng().random((ranks, ranks))
     width = units.ranks_per_family
     groups = [[identity for identity in units.identity() if identity[0] in family] for family in units.families]
     flat = [group for family in groups for group in family]
@@ -89,7 +89,7 @@ def test_units_and_orders(name):
     units = Units.of(8, kv_heads, ranks)
     assert units.order(units.identity()) == tuple(range(8))
     assert units.per_rank * ranks == len(units.heads)
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     for _ in range(20):  # any way to fill the ranks that keeps families on neighbouring ones is a legal order
         filled = []
         for family in rng.permutation(len(units.families)):
@@ -173,7 +173,7 @@ def test_descent_ends_where_no_exchange_helps(tmp_path, name):
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_the_head_map_of_a_model(tmp_path, criterion):
     blocks = random_blocks(tmp_path, {"num_key_value_heads": 8})
-    windows = np.random.default_rng().integers(3, SHAPE["vocab_size"], (6, 24))
+    windows = fresh_rng().integers(3, SHAPE["vocab_size"], (6, 24))
     passed = []
     found = group_heads(blocks, [0, 2], 4, windows, criterion=criterion, advance=passed.append)
     assert sorted(found.orders) == [0, 2]

@@ -1,6 +1,9 @@
 """The rules of the house: who may import whom, no import-time work, what the runtime does not need."""
 
 import ast
+import dataclasses
+import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +61,183 @@ def test_import_rules(path):
         allowed = any(name == rule or name.startswith(rule + ".") for rule in MAY_IMPORT[parts[0]])
         excepted = any(parts[0] == who and name.startswith(what) for who, what in EXCEPTIONS)
         assert allowed or excepted, f"{'/'.join(parts)} must not import ladderize.{name}"
+
+
+# ---- no circles ----
+
+
+def module_files() -> dict[str, Path]:
+    """Dotted name -> file, of every module and package."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def import_graph() -> dict[str, set[str]]:
+    """module -> modules of the package that it imports anywhere in its file: lazily and for types too."""
+    files = module_files()
+    graph = {}
+    for name, path in files.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= (whole & files.keys()) or {node.module}
+        graph[name] = (found & files.keys()) - {name, "ladderize"}  # ladderize itself: __version__, and lazy names
+    graph["ladderize"] = set()
+    return graph
+
+
+def rooms_of(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The same graph of folders; modules that lie in no room are none."""
+
+    def room(name: str) -> str:
+        return name if module_files()[name].name == "__init__.py" else name.rpartition(".")[0]
+
+    rooms: dict[str, set[str]] = {}
+    for name, imported in graph.items():
+        rooms.setdefault(room(name), set()).update(room(other) for other in imported)
+    rooms.pop("ladderize", None)
+    return {name: others - {name, "ladderize"} for name, others in rooms.items()}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Some circle of a graph, or nothing: what is left when all that leads nowhere is taken away, again and again."""
+    left = dict(graph)
+    while ends := [name for name, others in left.items() if not others & left.keys()]:
+        for name in ends:
+            del left[name]
+    path = [min(left)] if left else []
+    while path and path[-1] not in path[:-1]:
+        path.append(min(left[path[-1]] & left.keys()))
+    return path[path.index(path[-1]) :] if path else []
+
+
+def test_a_circle_is_found():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set(), "e": {"a"}}
+    assert circle(graph) == ["b", "c", "b"]
+    assert circle(graph | {"c": set()}) == []
+
+
+def test_no_module_imports_itself_in_a_circle():
+    """Also not for types, and not inside functions."""
+    graph = import_graph()
+    assert "ladderize.runtime.model" in graph["ladderize.runtime.spec"] | graph["ladderize.runtime.decode"]
+    assert circle(graph) == []
+
+
+def test_no_room_imports_itself_in_a_circle():
+    assert circle(rooms_of(import_graph())) == []
+
+
+# ---- one meaning for a name ----
+
+# `main` is what a program begins with: the command line, and the script that verifies a checkpoint on its own
+DEFINED_TWICE_STILL = {"main", "CHUNK", "DTYPES", "differences", "generate"}
+
+
+def public_names(path: Path) -> set[str]:
+    """Functions, classes and constants at module level, without leading underscore; imports are none."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_a_public_name_means_one_thing():
+    """Outside the files that are copied into checkpoints and those that lm-eval reads."""
+    places: dict[str, list[str]] = {}
+    for path in sources():
+        if "remote_code" in path.parts or path.is_relative_to(PACKAGE / "demo" / "tasks"):
+            continue
+        for name in public_names(path):
+            places.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert {name: found for name, found in twice.items() if name not in DEFINED_TWICE_STILL} == {}
+    assert not DEFINED_TWICE_STILL - twice.keys(), "defined once now: leave these out of DEFINED_TWICE_STILL"
+
+
+# ---- lines ----
+
+
+def python_files() -> list[Path]:
+    folders = ("ladderize", "tests", "benchmarks", "scripts", "examples")
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_lines_are_short_and_calls_are_formatted():
+    """At most 120 columns; ``fmt: skip`` is for tables of values, not to press a signature or a call into a line."""
+    problems = []
+    for path in python_files():
+        text = path.read_text()
+        lines = text.splitlines()
+        problems += [f"{path}:{number}: too long" for number, line in enumerate(lines, start=1) if len(line) > 120]
+        skipped = {number for number, line in enumerate(lines, start=1) if line.rstrip().endswith("# fmt: " + "skip")}
+        if not skipped:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            is_call = isinstance(node, ast.Expr | ast.Assign | ast.Return) and isinstance(node.value, ast.Call)
+            if is_call and skipped & {node.lineno, node.end_lineno}:
+                problems.append(f"{path}:{node.lineno}: a call with fmt: skip")
+            is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if is_definition and skipped & set(range(node.lineno, node.body[0].lineno)):
+                problems.append(f"{path}:{node.lineno}: a signature with fmt: skip")
+    assert problems == []
+
+
+# ---- one default for an option ----
+
+
+def filled_options() -> list[tuple[str, str, str, set[str]]]:
+    """(command, dataclass, prefix, fields given otherwise) for each ``options_from(Dataclass, ...)`` of commands/."""
+    found = []
+    for path in sorted((PACKAGE / "commands").glob("*.py")):
+        tree = ast.parse(path.read_text())
+        homes = {a.asname or a.name: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+            for call in ast.walk(function):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "options_from":
+                    assert isinstance(call.args[0], ast.Name), f"{path}: options_from takes the dataclass by its name"
+                    name = call.args[0].id
+                    prefix = next((k.value.value for k in call.keywords if k.arg == "prefix"), "")
+                    more = {keyword.arg for keyword in call.keywords}
+                    found.append((f"{path.stem}.{function.name}", f"{homes[name]}.{name}", prefix, more))
+    return found
+
+
+def test_commands_fill_dataclasses():
+    assert filled_options()
+
+
+@pytest.mark.parametrize(("function", "dataclass", "prefix", "more"), filled_options())
+def test_an_option_has_the_default_of_its_field(function, dataclass, prefix, more):
+    """Or None, which means that it was not said: no default is written down twice, to differ one day."""
+    module, _, name = function.partition(".")
+    parameters = inspect.signature(getattr(importlib.import_module(f"ladderize.commands.{module}"), name)).parameters
+    home, _, kind = dataclass.rpartition(".")
+    shared = 0
+    for field in dataclasses.fields(getattr(importlib.import_module(home), kind)):
+        option = parameters.get(prefix + field.name)
+        if option is None or field.name in more:
+            continue
+        shared += 1
+        defaults = [None, inspect.Parameter.empty]  # not said; must be said
+        defaults += [field.default] if field.default is not dataclasses.MISSING else []
+        defaults += [field.default_factory()] if field.default_factory is not dataclasses.MISSING else []
+        assert option.default in defaults, (
+            f"--{field.name} of {function}: {option.default!r}, in {kind}: {defaults[2:]}"
+        )
+    assert shared
+
+
+# ---- what starts without what ----
 
 
 def test_every_module_has_a_rule():

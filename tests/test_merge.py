@@ -1,16 +1,13 @@
 """Adapters and their merging: an ordinary PEFT folder, the same logits merged and not, and what is refused."""
 
-import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ladderize
@@ -22,7 +19,7 @@ from ladderize.adapt.merge import run as merge
 from ladderize.adapt.merge.run import merge_adapter
 from ladderize.blocks import open_checkpoint
 from ladderize.console import UsageError, UserError
-from ladderize.convert.tensors import infos_of, locate_tensors, write_tensors
+from tests import warm
 from tests.helpers import LAYOUTS, SHAPE, edit_json, invoke, listing, make_model, one_sentence, random_ids
 
 TIGHT = {"rtol": 1e-4, "atol": 5e-5}
@@ -183,6 +180,13 @@ def test_only_adapters_are_replaced(pair, tmp_path):
 def test_an_adapter_is_no_checkpoint(pair, tmp_path, command):
     name, *options = [str(tmp_path / "out") if word == "OUT" else word for word in command]
     assert "is a PEFT adapter; `ladderize merge" in one_sentence(invoke(name, pair[1], *options))
+
+
+def test_targets_are_all_projections_of_a_layer():
+    assert {*LORA_TARGETS} == {
+        name.split(".")[-1] for name, module in make_model("dense").named_modules() if "_proj" in name
+    }
+    assert {"spd all 4", "same layer", "spd with biases"} <= {*LAYOUTS}
 
 
 # ---- merging ----
@@ -466,7 +470,7 @@ def test_what_a_killed_merge_left_is_cleaned_by_the_next(pair, tmp_path):
         "import os, sys; from ladderize.adapt.merge import run as merge; merge.check_merged = lambda *a: os._exit(9)\n"
     )
     script += "merge.merge_adapter(sys.argv[1], sys.argv[2], verify=False)"
-    assert subprocess.run([sys.executable, "-c", script, pair[1], tmp_path / "out"]).returncode == 9
+    assert warm.run([sys.executable, "-c", script, pair[1], tmp_path / "out"]).returncode == 9
     assert len(listing(tmp_path)) == 4  # the output, unfinished, and what was merged
     assert ladderize_merge(pair[1], tmp_path / "out").code == 0
     assert listing(tmp_path) == ["adapter", "base", "out"]
@@ -476,66 +480,3 @@ def test_too_small_a_disk_is_found_beforehand(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
     assert "for a while, but only 1 kB are free there" in one_sentence(ladderize_merge(pair[1], tmp_path / "out"))
     assert listing(tmp_path) == ["adapter", "base"]
-
-
-# ---- the file of tensors ----
-
-
-def test_tensors_of_every_kind_are_written(tmp_path):
-    tensors = {
-        "step": torch.tensor(7),
-        "odd": torch.arange(5, dtype=torch.uint8),
-        "moments": torch.randn(3, 4, 5).transpose(0, 2),
-        "half": torch.randn(6, 2).bfloat16()[::2],
-        "parameter": torch.nn.Parameter(torch.randn(3)),
-        "empty": torch.zeros(0, 4),
-        "flags": torch.tensor([True, False]),
-        "wide": torch.randn(2, dtype=torch.float64),
-        "scalar": torch.tensor(2.5, dtype=torch.float16),
-    }
-    path, asked = tmp_path / "x.safetensors", []
-
-    def produce(name):
-        asked.append(name)
-        return tensors[name]
-
-    write_tensors(path, infos_of(tensors), produce, metadata={"epoch": "3"})
-    assert sorted(asked) == sorted(tensors)
-    with safe_open(path, framework="pt") as file:
-        assert file.metadata() == {"format": "pt", "epoch": "3"}
-    found = load_file(path)
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert torch.equal(found[name], tensor)
-    for info in locate_tensors(path).values():
-        assert info.file == str(path)
-        assert info.start % tensors[info.name].dtype.itemsize == 0
-
-
-def test_a_file_that_cannot_be_written_is_not_left(tmp_path, monkeypatch):
-    path, tensors = tmp_path / "x.safetensors", {"a": torch.ones(3)}
-    with pytest.raises(ValueError, match=r"a was announced as torch.float32 \[3\], but is torch.float32 \[2\]"):
-        write_tensors(path, infos_of(tensors), lambda name: torch.ones(2))
-    with pytest.raises(ValueError, match="complex64 are not written"):
-        write_tensors(path, {"a": (torch.complex64, (3,))}, tensors.__getitem__)
-    with pytest.raises(UserError, match="cannot be written .*no such file or directory"):
-        write_tensors(tmp_path / "nowhere" / "x", infos_of(tensors), tensors.__getitem__)
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        UserError, match="x.safetensors cannot be written .no space left on device.; nothing was left there"
-    ):
-        write_tensors(path, infos_of(tensors), tensors.__getitem__)
-    assert listing(tmp_path) == []
-
-
-def test_targets_are_all_projections_of_a_layer():
-    assert {*LORA_TARGETS} == {
-        name.split(".")[-1] for name, module in make_model("dense").named_modules() if "_proj" in name
-    }
-    assert {"spd all 4", "same layer", "spd with biases"} <= {*LAYOUTS}

@@ -9,7 +9,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import FixedStep
-from tests.groups import make_generator, run_models
+from tests.groups import make_generator, run_all_models, run_models
 from tests.helpers import LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle
 
@@ -17,6 +17,22 @@ STEPS = 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # a vocabulary of 97 is divided by no number of ranks here, so padding is always tested
 GROUPS = [(1, "auto"), (2, "shm"), (2, "gloo")]
+# All pairs of (layout, group), (layout, dtype) and (group, dtype), not the whole product: every layout runs in every
+# group, in bfloat16 in one of them, a group further for each next layout, and in float32 in the other two.
+RUNS = [
+    (name, tp_size, backend, "bfloat16" if place == index % len(GROUPS) else "float32")
+    for index, name in enumerate(LAYOUTS)
+    for place, (tp_size, backend) in enumerate(GROUPS)
+]
+
+
+def runs(dtype):
+    return [(name, tp_size, backend) for name, tp_size, backend, run_dtype in RUNS if run_dtype == dtype]
+
+
+def test_all_pairs_are_run():
+    found = {(a, run[a], b, run[b]) for run in ((r[0], r[1:3], r[3]) for r in RUNS) for a in range(3) for b in range(a)}
+    assert len(found) == len(LAYOUTS) * len(GROUPS) + len(LAYOUTS) * len(DTYPES) + len(GROUPS) * len(DTYPES)
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +54,49 @@ def cases(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(cases):
+def expected_tokens(cases):
+    """What transformers makes of a case's prompts, one by one; computed once for all groups."""
     done = {}
 
-    def of(tp_size, backend):
-        if (tp_size, backend) not in done:
-            items = {
-                name: case["item"]
-                for name, case in cases.items()
-                if case["model"].config.sync_tp_size in (None, 2, 4, 8) or tp_size == 1
-            }
-            done[tp_size, backend] = distributed.run(run_models, items, backend, tp_size=tp_size, device="cpu")
-        return done[tp_size, backend]
+    def of(case_name):
+        if case_name not in done:
+            model, prompts = cases[case_name]["model"], cases[case_name]["item"][2]
+            greedy = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
+            with torch.no_grad():
+                texts = [model.generate(torch.tensor([prompt]), **greedy)[0].tolist() for prompt in prompts]
+            done[case_name] = [text[len(prompt) :] for prompt, text in zip(prompts, texts, strict=True)]
+        return done[case_name]
 
     return of
 
 
-@pytest.mark.parametrize(("tp_size", "backend"), GROUPS)
-@pytest.mark.parametrize("name", LAYOUTS)
+REPLICATED = ["mixed float32", "same layer with biases float32"]  # also run with a replicated vocabulary, over shm
+
+
+@pytest.fixture(scope="module")
+def results(cases):
+    """What a group of ranks computed; each group is started once, for all that it runs."""
+    done = {}
+
+    def of(tp_size, backend, replicate_vocab=False):
+        if (tp_size, backend) not in done:
+            jobs = [({f"{name} {dtype}" for name, *group, dtype in RUNS if group == [tp_size, backend]}, False)]
+            if backend == "shm":
+                jobs.append((set(REPLICATED), True))
+            done[tp_size, backend] = distributed.run(
+                run_all_models,
+                [({name: case["item"] for name, case in cases.items() if name in names}, more) for names, more in jobs],
+                backend,
+                tp_size=tp_size,
+                device="cpu",
+                threads=1,
+            )
+        return done[tp_size, backend][int(replicate_vocab)]
+
+    return of
+
+
+@pytest.mark.parametrize(("name", "tp_size", "backend"), runs("float32"))
 def test_float32_logits_equal_the_oracle(cases, results, name, tp_size, backend):
     case, result = cases[f"{name} float32"], results(tp_size, backend)[f"{name} float32"]
     assert result["backend"].startswith("one rank" if tp_size == 1 else backend)
@@ -63,21 +104,13 @@ def test_float32_logits_equal_the_oracle(cases, results, name, tp_size, backend)
     torch.testing.assert_close(torch.from_numpy(result["last"]), case["exact"][:, -1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("tp_size", "backend"), GROUPS)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_float32_tokens_equal_transformers(cases, results, name, tp_size, backend):
+@pytest.mark.parametrize(("name", "tp_size", "backend"), runs("float32"))
+def test_float32_tokens_equal_transformers(expected_tokens, results, name, tp_size, backend):
     """64 greedy steps of two prompts of different lengths in one batch, token by token."""
-    case, result = cases[f"{name} float32"], results(tp_size, backend)[f"{name} float32"]
-    for prompt, tokens in zip(case["item"][2], result["tokens"], strict=True):
-        with torch.no_grad():
-            expected = case["model"].generate(
-                torch.tensor([prompt]), max_new_tokens=STEPS, do_sample=False, pad_token_id=0
-            )
-        assert tokens == expected[0, len(prompt) :].tolist()
+    assert results(tp_size, backend)[f"{name} float32"]["tokens"] == expected_tokens(f"{name} float32")
 
 
-@pytest.mark.parametrize(("tp_size", "backend"), GROUPS)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "tp_size", "backend"), runs("bfloat16"))
 def test_bfloat16_stays_within_the_tolerance(cases, results, name, tp_size, backend):
     """Logits within 0.3 standard deviations of the exact ones (the bench's own rule) and close on average."""
     case, result = cases[f"{name} bfloat16"], results(tp_size, backend)[f"{name} bfloat16"]
@@ -87,21 +120,21 @@ def test_bfloat16_stays_within_the_tolerance(cases, results, name, tp_size, back
         assert error.std() < 0.05 * case["exact"].std()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_all_reduces_are_those_of_the_layout_and_waited_for_once(cases, results, name):
-    config = cases[f"{name} float32"]["model"].config
-    result = results(2, "shm")[f"{name} float32"]
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, _, backend, dtype in RUNS if backend == "shm"])
+def test_all_reduces_are_those_of_the_layout_and_waited_for_once(cases, results, name, dtype):
+    config = cases[f"{name} {dtype}"]["model"].config
+    result = results(2, "shm")[f"{name} {dtype}"]
     modes = [*config.attention_sync, *config.mlp_sync]
     assert result["all_reduces"] == 1 + sum(mode != "dropped" for mode in modes)  # one for the embedding
     assert result["started"] == result["waited"]
     assert result["in_flight"] == 1
 
 
-def test_replicated_vocabulary(cases):
+def test_replicated_vocabulary(cases, results):
     """The option that spares the embedding's all-reduce changes nothing else."""
-    names = ["mixed float32", "same layer with biases float32"]
-    items = {name: cases[name]["item"] for name in names}
-    for name, result in distributed.run(run_models, items, "shm", True, tp_size=2, device="cpu").items():
+    found = results(2, "shm", replicate_vocab=True)
+    assert list(found) == REPLICATED
+    for name, result in found.items():
         torch.testing.assert_close(torch.from_numpy(result["logits"]), cases[name]["exact"], rtol=1e-4, atol=1e-4)
         modes = [*cases[name]["model"].config.attention_sync, *cases[name]["model"].config.mlp_sync]
         assert result["all_reduces"] == sum(mode != "dropped" for mode in modes)
@@ -173,6 +206,6 @@ def test_rope_scaling_and_tied_embeddings(tmp_path, rope):
     with torch.no_grad():
         expected = model(ids).logits
     (result,) = distributed.run(
-        run_models, {"m": (tmp_path / "m", ids, [[3], [5, 7]], 2)}, "auto", tp_size=1, device="cpu"
+        run_models, {"m": (tmp_path / "m", ids, [[3], [5, 7]], 2)}, "auto", tp_size=1, device="cpu", threads=1
     ).values()
     torch.testing.assert_close(torch.from_numpy(result["logits"]), expected, rtol=1e-4, atol=1e-4)

@@ -21,7 +21,7 @@ from ladderize.eval.sensitivity import (
     default_tau1,
     measure_sensitivity,
 )
-from tests.helpers import BIASES, SHAPE, edit_json, invoke, last_error, one_sentence, save_llama
+from tests.helpers import BIASES, SHAPE, edit_json, fresh_rng, invoke, last_error, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
 RANKS = {"spd": 4, "each": 4, "ladder": None, "each-ladder": None}
@@ -31,7 +31,7 @@ RANKS = {"spd": 4, "each": 4, "ladder": None, "each-ladder": None}
 def ids(tmp_path):
     """Windows of random ids as a file: 12 x 16."""
     path = tmp_path / "ids.npy"
-    np.save(path, np.random.default_rng().integers(3, SHAPE["vocab_size"], (12, 16)))
+    np.save(path, fresh_rng().integers(3, SHAPE["vocab_size"], (12, 16)))
     return path
 
 
@@ -120,7 +120,7 @@ def test_intervals_come_from_windows():
 
     for entry in blocks_of(np.tile([30.0, 20.0, 10.0], (8, 1))):
         assert entry.low == pytest.approx(entry.sensitivity) == pytest.approx(entry.high)
-    rng = np.random.default_rng()
+    rng = fresh_rng()
     widths = []
     for count in (16, 256):
         blocks = blocks_of(np.array([30.0, 20.0, 10.0]) + rng.normal(size=(count, 3)))

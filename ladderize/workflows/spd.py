@@ -24,6 +24,7 @@ from ladderize.adapt.blockwise.run import announce_distillation, heldout_perplex
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_seconds, to_json
+from ladderize.convert.changes import Changes
 from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
 from ladderize.convert.llama import kv_head_count
@@ -32,7 +33,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection
 from ladderize.convert.sensitivity_file import CLASSES, IN_SENSITIVE
 from ladderize.eval.options import SensitivityOptions
-from ladderize.eval.perplexity import Perplexity
+from ladderize.eval.results import Perplexity
 from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.files import output
 from ladderize.files.documents import read_json, write_json
@@ -153,16 +154,18 @@ def run_spd(
             revision=options.revision,
             overwrite=overwrite,
             verify=verify,
-            head_map=head_map,
-            replace=work.tensors(student.layers),
+            changes=Changes(
+                head_map=head_map,
+                replace=work.tensors(student.layers),
+                record={"distillation": {"layers": format_ranges(student.layers), **record.to_dict()}}
+                if student.layers
+                else {},
+                extra_files={
+                    "sensitivity.json": (folder / "sensitivity.json").read_text(),
+                    "spd.json": to_json(document.to_dict()) + "\n",
+                },
+            ),
             console=console,
-            record={"distillation": {"layers": format_ranges(student.layers), **record.to_dict()}}
-            if student.layers
-            else None,
-            extra_files={
-                "sensitivity.json": (folder / "sensitivity.json").read_text(),
-                "spd.json": to_json(document.to_dict()) + "\n",
-            },
         )
         work.remove()
     return document
@@ -308,7 +311,11 @@ def block_table(
     table = []
     for entry in selection.blocks:
         block = entry.block
-        grouping = head_map.report.get(block) if head_map is not None else None
-        distillation = work.report(block) if block in student.layers else None
-        table.append(SpdBlock(**vars(entry), grouping=grouping, distillation=distillation))
+        table.append(
+            SpdBlock(
+                **vars(entry),
+                grouping=head_map.report.get(block) if head_map is not None else None,
+                distillation=work.report(block) if block in student.layers else None,
+            )
+        )
     return table

@@ -6,7 +6,7 @@ from ladderize.adapt.blockwise.documents import BlockReport, WindowData
 from ladderize.adapt.blockwise.options import DistillSettings
 from ladderize.convert.heads import GroupingReport
 from ladderize.convert.selection import SelectedBlock, Selection
-from ladderize.eval.perplexity import Perplexity
+from ladderize.eval.results import Perplexity
 from ladderize.files.records import Record
 
 

@@ -17,10 +17,12 @@ from ladderize.adapt.methods import BLOCKS
 from ladderize.adapt.pair import check_pair
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_nlls
 from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
+from ladderize.convert.changes import Changes
 from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.eval.perplexity import Perplexity, perplexity_from_nlls
+from ladderize.eval.perplexity import perplexity_from_nlls
+from ladderize.eval.results import Perplexity
 from ladderize.files import output
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout, format_ranges, parse_ranges
@@ -143,17 +145,19 @@ def adapt_blocks(
             revision=revision,
             overwrite=overwrite,
             verify=verify,
-            replace=work.tensors(layers),
+            changes=Changes(
+                replace=work.tensors(layers),
+                record={
+                    "distillation": {
+                        "teacher": teacher_name,
+                        "fingerprints": identity.to_dict(),
+                        "layers": format_ranges(layers),
+                        **record.to_dict(),
+                    }
+                },
+                extra_files={"distillation.json": to_json(document.to_dict()) + "\n"},
+            ),
             console=console,
-            record={
-                "distillation": {
-                    "teacher": teacher_name,
-                    "fingerprints": identity.to_dict(),
-                    "layers": format_ranges(layers),
-                    **record.to_dict(),
-                }
-            },
-            extra_files={"distillation.json": to_json(document.to_dict()) + "\n"},
         )
         work.remove()
     return document

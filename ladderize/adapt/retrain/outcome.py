@@ -25,6 +25,7 @@ from ladderize.adapt.retrain.task import Task
 from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.blocks import open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, to_json
+from ladderize.convert.changes import Changes
 from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
@@ -123,10 +124,12 @@ def write_outcome(
         overwrite=overwrite,
         verify=verify,
         console=console,
-        replace=replaced,
-        record={"adaptation": {key: content[key] for key in RECORDED}},
-        extra_files={ADAPTATION: to_json(content) + "\n", **metrics},
-        note=adaptation.card_note(),
+        changes=Changes(
+            replace=replaced,
+            record={"adaptation": {key: content[key] for key in RECORDED}},
+            extra_files={ADAPTATION: to_json(content) + "\n", **metrics},
+            note=adaptation.card_note(),
+        ),
     )
     return adaptation
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ladderize.console import UsageError, UserError
+from ladderize.files.records import Record
 from ladderize.runtime.collectives.base import Collectives, Handle, side_by_side
 
 TABLE = Path(__file__).parent / "links.csv"
@@ -22,7 +23,7 @@ LONGEST_US, SLOWEST_GB_S = 1e8, 1e-6  # slower than any link, and short enough f
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Record):
     """The time of one all-reduce over the whole group: ``alpha_us`` + bytes / ``beta_gb_s`` (GB = 1e9 bytes).
 
     beta_gb_s: None where only the latency is known; longer messages than ``max_bytes`` are then refused.
@@ -47,10 +48,6 @@ class Link:
 
     def in_range(self, size: int) -> bool:
         return size >= self.min_bytes and (self.max_bytes is None or size <= self.max_bytes)
-
-    def to_dict(self) -> dict[str, object]:
-        """For bench.json."""
-        return {**vars(self)}
 
 
 def parse_link(text: str, ranks: int) -> Link:

@@ -22,7 +22,7 @@ from ladderize.modeling import load_tokenizer
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.launcher import is_main_rank
 from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.decode import Generator, generate
+from ladderize.runtime.decode import Generator, generate_tokens
 from ladderize.runtime.launch import run
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
 from ladderize.runtime.texts.corpus_file import CorpusFile, check_corpus_target
@@ -217,7 +217,7 @@ def batches(
         )  # the others are computed, and not waited for
         new: list[list[int]] = [[] for _ in range(rows)]
         ended = 0
-        steps = generate(
+        steps = generate_tokens(
             generator,
             [[corpus.bos]] * rows,
             max_new_tokens=options.max_new_tokens,

@@ -11,7 +11,7 @@ from ladderize.modeling import load_tokenizer
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.launcher import is_main_rank
 from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.decode import Sampling, generate
+from ladderize.runtime.decode import Sampling, generate_tokens
 from ladderize.runtime.launch import run
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
 
@@ -107,7 +107,9 @@ def _generate(
     begin = first = time.perf_counter()
     steps = 0
     with torch.inference_mode():
-        for made in generate(generator, ids, max_new_tokens=options.max_new_tokens, sampling=options.sampling, eos=eos):
+        for made in generate_tokens(
+            generator, ids, max_new_tokens=options.max_new_tokens, sampling=options.sampling, eos=eos
+        ):
             if not steps:
                 first = time.perf_counter()
             steps += max(map(len, made))

@@ -1,0 +1,24 @@
+"""The models and data of the tests of retraining."""
+
+import numpy as np
+import pytest
+
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.recipe import Recipe
+from tests.helpers import SHAPE, save_llama
+from tests.retrain.commands import LENGTH, ROWS
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """A dense model, the same with every layer ladder and dropped, and data."""
+    folder = tmp_path_factory.mktemp("retrain")
+    save_llama(folder / "dense")
+    convert_checkpoint(
+        str(folder / "dense"), folder / "both", Recipe(ladder="all", spd="all", sync_tp_size=4), verify=False
+    )
+    convert_checkpoint(str(folder / "dense"), folder / "upper", Recipe(ladder="2:"), verify=False)
+    ids = np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (ROWS, LENGTH))
+    np.save(folder / "ids.npy", ids)
+    np.save(folder / "eval.npy", ids[:3])
+    return folder

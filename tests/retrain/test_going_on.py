@@ -1,0 +1,205 @@
+"""Retraining that was killed, stopped or changed on the way goes on where it was."""
+
+import json
+import math
+import random
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ladderize.adapt.retrain import run as retraining
+from ladderize.adapt.retrain import trainer as training
+from ladderize.adapt.retrain.engine import Engine
+from ladderize.adapt.retrain.metrics import read_metrics
+from ladderize.adapt.retrain.state import TrainingFolder
+from ladderize.console import UserError
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.recipe import Recipe
+from tests import warm
+from tests.helpers import SHAPE, invoke, last_error, listing, save_llama
+from tests.retrain.commands import LENGTH, adapt, arguments, losses_of, succeed
+
+
+def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
+    """SIGKILL at a random moment; the same command then makes the same steps."""
+    more = [
+        "--method",
+        "lora",
+        "--lora-rank",
+        2,
+        "--lora-dropout",
+        0.2,
+        "--save-every",
+        2,
+        "--distill-from",
+        place / "dense",
+    ]
+    succeed(place, tmp_path / "whole", *more, steps=30)
+    command = [argument for argument in arguments(place, *more, steps=30) if argument != "--no-verify"]
+    work = tmp_path / "out.ladderize-work"
+    kill = random.randint(3, 25)
+    warm.warm_python().preload("accelerate", "datasets", "peft")
+    process = warm.WarmProcess(
+        [sys.executable, "-m", "ladderize", *map(str, [*command[:2], tmp_path / "out", *command[2:]])]
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not process.has_ended():
+        metrics = work / "metrics.jsonl"
+        if metrics.is_file() and f'"step": {kill},' in metrics.read_text():
+            process.kill()
+            break
+        time.sleep(0.002)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, stderr
+    assert work.is_dir()
+    outcome = adapt(place, tmp_path / "out", *more, steps=30)
+    assert outcome.code == 0, outcome.stderr
+    assert "going on after step" in outcome.stderr
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+    assert [line["step"] for line in map(json.loads, (tmp_path / "out" / "metrics.jsonl").open())] == [
+        line["step"] for line in map(json.loads, (tmp_path / "whole" / "metrics.jsonl").open())
+    ]
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert not work.exists()
+
+
+def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
+    def step(self, rate, original=Engine.step):
+        original(self, rate)
+        if self.optimizer.state and next(iter(self.optimizer.state.values()))["step"] == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    succeed(place, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", step)
+        outcome = adapt(place, tmp_path / "out")
+    assert outcome.code == 1
+    assert "stopped by a signal after step 4, which is saved" in last_error(
+        outcome
+    )  # the flag is looked at when a step begins
+    assert not (tmp_path / "out").exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    other = adapt(place, tmp_path / "out", "--weight-decay", "0.5")
+    assert "another weight_decay; give it again as it was, begin anew with --resume no" in last_error(other)
+    np.save(tmp_path / "other.npy", np.load(place / "eval.npy")[:1])
+    other = adapt(place, tmp_path / "out", "--eval-data", tmp_path / "other.npy")
+    assert "another eval_data; give it again" in last_error(other)
+    assert adapt(place, tmp_path / "out").code == 0
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+    written = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole")]
+    assert all(torch.equal(written[0][name], written[1][name]) for name in written[1])
+
+
+def test_the_schedule_may_change_on_the_way(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(retraining, "write_outcome", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
+    assert "no outcome" in last_error(adapt(place, tmp_path / "out"))
+    monkeypatch.undo()
+    outcome = adapt(place, tmp_path / "out", "--lr", "1e-4", steps=9)
+    assert outcome.code == 0, outcome.stderr
+    assert "going on after step 6" in outcome.stderr
+    assert "with another budget and schedule from here on" in outcome.stderr
+    rates = read_metrics(tmp_path / "out" / "metrics.jsonl", "lr")
+    assert len(rates) == 9
+    assert max(rates[6:]) <= 1e-4 < rates[2]
+
+
+def test_what_a_killed_run_left_before_its_first_state_is_no_harm(place, tmp_path):
+    work = tmp_path / "out.ladderize-work"
+    succeed(place, tmp_path / "whole")
+    work.mkdir()
+    (work / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
+    assert "no folder of unfinished work" in last_error(
+        adapt(place, tmp_path / "out")
+    )  # without run.json it is somebody's
+    (work / "run.json").write_text("")
+    (work / "step-00000002.part").mkdir()
+    assert adapt(place, tmp_path / "out").code == 0
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
+def test_somebodys_folder_is_left_alone(place, tmp_path):
+    (tmp_path / "mine" / "step-00001000").mkdir(parents=True)
+    for more in ([], ["--resume", "no"]):
+        message = last_error(adapt(place, tmp_path / "out", "--work-dir", tmp_path / "mine", *more))
+        assert "no folder of unfinished work" in message
+    assert listing(tmp_path / "mine") == ["step-00001000"]
+
+
+def test_a_bad_row_on_the_way_can_be_skipped_from_there(place, tmp_path, monkeypatch):
+    """The state before it is saved, and --skip-bad-rows goes on."""
+    from datasets import Dataset
+
+    rows = np.random.default_rng(1).integers(3, SHAPE["vocab_size"], (60, LENGTH)).tolist()
+    rows[7] = [5]
+    Dataset.from_dict({"input_ids": rows}).to_parquet(tmp_path / "rows.parquet")
+    more = ["--data", tmp_path / "rows.parquet", "--save-every", 1000, "--no-packing"]
+    monkeypatch.setattr("ladderize.adapt.data.chunks.CHUNK_ROWS", 4)
+    command = [argument for argument in arguments(place, *more, steps=12) if argument != place / "ids.npy"]
+    command.remove("--data")
+    message = last_error(invoke(*command[:2], tmp_path / "out", *command[2:]))
+    assert "row 8" in message
+    assert "--skip-bad-rows" in message
+    outcome = invoke(*command[:2], tmp_path / "out", *command[2:], "--skip-bad-rows")
+    assert outcome.code == 0, outcome.stderr
+    assert "going on after step" in outcome.stderr
+    whole = invoke(*command[:2], tmp_path / "whole", *command[2:], "--skip-bad-rows")
+    assert whole.code == 0, whole.stderr
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
+def test_a_tied_head_that_the_file_has_twice(place, tmp_path):
+    from safetensors.torch import save_file
+
+    save_llama(tmp_path / "dense", tie_word_embeddings=True)
+    convert_checkpoint(str(tmp_path / "dense"), tmp_path / "both", Recipe(ladder="all"), verify=False)
+    path = tmp_path / "both" / "model.safetensors"
+    tensors = load_file(path)
+    path.unlink()
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path, metadata={"format": "pt"}
+    )
+    command = arguments(place, "--train", "all", steps=2)
+    command[1] = tmp_path / "both"
+    outcome = invoke(*command[:2], tmp_path / "out", *command[2:])
+    assert outcome.code == 0, outcome.stderr
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
+    assert not torch.equal(written["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    path.unlink()
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path, metadata={"format": "pt"})
+    assert "has an lm_head.weight of its own" in last_error(invoke(*command[:2], tmp_path / "another", *command[2:]))
+
+
+def test_resume_no_begins_anew(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(retraining, "write_outcome", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
+    assert "no outcome" in last_error(adapt(place, tmp_path / "out"))
+    assert "going on after step 6" in adapt(place, tmp_path / "out").stderr
+    assert "going on" not in adapt(place, tmp_path / "out", "--resume", "no").stderr
+    (tmp_path / "out.ladderize-work" / "somebody's.txt").write_text("x")
+    assert "no folder of unfinished work" in last_error(adapt(place, tmp_path / "out", "--resume", "no"))
+
+
+def test_states_kept_and_the_best_one_written(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingFolder, "remove", lambda self: None)
+    values = iter([9.0, 5.0, 4.0, 6.0, 7.0, 8.0, 4.5])
+
+    def score(*arguments, original=training.score):
+        scores = original(*arguments)
+        return training.Scores(math.log(next(values, 1.0)), scores.divergence, scores.tokens)
+
+    monkeypatch.setattr(training, "score", score)
+    document = succeed(place, tmp_path / "out", "--eval-every", 1, "--save-every", 1, "--keep", 2)
+    work = tmp_path / "out.ladderize-work"
+    assert listing(work) == ["metrics.jsonl", "run.json", "step-00000002", "step-00000005", "step-00000006"]
+    assert listing(work / "step-00000002") == ["state.json", "weights.safetensors"]
+    assert document["written_step"] == 2
+    kept = load_file(work / "step-00000002" / "weights.safetensors")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in kept.items())
+    assert document["heldout_perplexity"]["before"] == pytest.approx(9.0)

@@ -1,0 +1,147 @@
+"""What retraining refuses, and what it says when something goes wrong."""
+
+import json
+import math
+
+import pytest
+
+import ladderize
+from ladderize.adapt.retrain import trainer as training
+from ladderize.adapt.retrain.engine import Engine
+from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
+from ladderize.console import UserError
+from ladderize.layout import Layout
+from ladderize.ranks.training import wants_fsdp
+from tests.helpers import invoke, last_error, listing, one_sentence
+from tests.retrain.commands import adapt, arguments, losses_of, succeed
+
+
+def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monkeypatch):
+    def losses(self, batch, original=Engine.losses):
+        sums = original(self, batch)
+        return (
+            sums * math.nan
+            if self.student.training and (tmp_path / "out.ladderize-work" / "step-00000002").is_dir()
+            else sums
+        )
+
+    succeed(place, tmp_path / "whole", "--save-every", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "losses", losses)
+        message = last_error(adapt(place, tmp_path / "out", "--save-every", 2))
+    assert "the loss of step 3 is nan; step 3, of " in message
+    assert "ids.npy, row" in message
+    assert "was not applied; go on from step 2, which is saved in" in message
+    assert adapt(place, tmp_path / "out", "--save-every", 2).code == 0
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
+def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
+    def losses(self, batch, original=Engine.losses):
+        taken = next((int(state["step"]) for state in self.optimizer.state.values()), 0)
+        return original(self, batch) * (4 if taken in (15, *range(17, 30)) else 1)
+
+    monkeypatch.setattr(Engine, "losses", losses)
+    message = last_error(adapt(place, tmp_path / "out", steps=30))
+    assert "the loss exploded: " in message  # not in step 16, after which it fell again
+    assert "in steps 18 to 20" in message
+    assert "lower --lr" in message
+    bound = training.explosion_bound([2.0] * 20)
+    assert bound == 6.0
+    assert training.explosion_bound([3.0] * 20) == 9.0
+    assert training.explosion_bound([2.0] * 9) == math.inf
+
+
+def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
+    config = json.loads((place / "both" / "config.json").read_text())
+    demand = Demand(config, Layout.from_config(config), trained=1000, compute=2, rows=4, seq_len=10, teacher=True)
+    parts = demand.parts()
+    numbers = sum(parameter.numel() for parameter in ladderize.load(place / "dense").parameters())
+    assert parts["parameters"] == 1000 * 4 + (numbers - 1000) * 2
+    assert parts["optimizer"] == 2 * parts["gradients"] == 8000
+    assert parts["teacher"] == numbers * 2
+    assert "--micro-batch-size 1 would fit" in what_would_fit(demand, demand.total - 1, lora_trained=None, on_gpu=False)
+    monkeypatch.setattr("ladderize.adapt.retrain.task.available_bytes", lambda device: 500_500_000)
+    message = last_error(adapt(place, tmp_path / "out"))
+    assert "this needs about 50" in message
+    assert "would" in message
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "expected"),
+    [
+        (["--method", "half"], 2, "--method half is not one of full, lora, blocks"),
+        (["--samples", "4"], 2, "--samples has no effect with --method full"),
+        (["--lora-rank", "4"], 2, "--lora-rank has no effect with --method full"),
+        (["--method", "blocks"], 2, "--max-steps has no effect with --method blocks"),
+        (["--temperature", "2"], 2, "--temperature has no effect without --distill-from"),
+        (["--max-tokens", "9"], 2, "give one of them"),
+        (["--schedule", "linear"], 2, "--schedule linear is not one of cosine, wsd, constant"),
+        (["--preset", "best"], 2, "--preset best is not one of ladder-paper"),
+        (["--heldout", "3"], 2, "--heldout has no effect with --eval-data"),
+        (["--lr", "0"], 2, "--lr must be above 0"),
+        (["--log-dir", "x"], 2, "--log-dir has no effect without --log-with"),
+        (["--log-with", "pigeon"], 1, "--log-with pigeon is not one of tensorboard, wandb, trackio"),
+        (["--log-with", "trackio"], 1, "needs the package trackio, which is not installed"),
+        (["--seq-len", "65"], 1, "--seq-len 65 is more than the 64 positions"),
+        (["--train", "9"], 1, "--train: 9 is out of range"),
+        (["--micro-batch-size", "3"], 1, "--micro-batch-size 3 does not divide the 4 rows"),
+        (["--batch-size", "99"], 1, "fewer than --batch-size 99"),
+        (["--distill-from", "OTHER"], 1, "--distill-from OTHER is not dense"),
+        (["--attention", "magic"], 2, "--attention magic is not one of"),
+        (["--attention", "flash_attention_2"], 1, "needs the package flash-attn"),
+        (["--attention", "flex_attention"], 1, "--attention flex_attention needs a GPU"),
+        (
+            ["--log-dir", "x", "--log-with", "trackio"],
+            2,
+            "--log-dir has no effect without --log-with tensorboard or wandb",
+        ),
+        (["--log-with", ","], 2, "--log-with names no tracker"),
+        (["--min-lr", "0.1", "--schedule", "constant"], 2, "--min-lr has no effect with --schedule constant"),
+    ],
+)
+def test_bad_arguments(place, tmp_path, more, code, expected):
+    more = [str(place / "upper") if argument == "OTHER" else argument for argument in more]
+    outcome = adapt(place, tmp_path / "out", *more)
+    assert outcome.code == code, outcome
+    assert expected.replace("OTHER", str(place / "upper")) in last_error(outcome)
+    assert listing(tmp_path) == []
+
+
+def test_the_launcher_is_believed_or_refused(place, tmp_path, monkeypatch):
+    for variables, expected in (
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed, which adapt does not support"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "FSDP with one process"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision fp16"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}, "--gradient_accumulation_steps has no effect"),
+    ):
+        with monkeypatch.context() as patch:
+            for key, value in variables.items():
+                patch.setenv(key, value)
+            assert expected in last_error(adapt(place, tmp_path / "out"))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert succeed(place, tmp_path / "out", steps=1)["dtype"] == "bfloat16"
+
+
+def test_of_fsdp_what_is_here(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(UserError, match="FSDP 1"):
+        wants_fsdp(2)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert wants_fsdp(2)
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    with pytest.raises(UserError, match="--fsdp_offload_params has no effect"):
+        wants_fsdp(2)
+
+
+def test_dense_models_and_missing_budgets_are_refused(place, tmp_path):
+    assert "is dense; there is nothing to win back" in one_sentence(adapt(place, tmp_path / "out", model="dense"))
+    command = [argument for argument in arguments(place) if argument not in ("--max-steps", 6)]
+    assert "say how long to train" in one_sentence(invoke(*command[:2], tmp_path / "out", *command[2:]))
+    assert "OUT is missing" in one_sentence(invoke(*command, "--max-steps", 1))
+    shown = invoke(*command, "--show-data")
+    assert shown.code == 0
+    assert "row 1:" in shown.stdout
+    assert listing(tmp_path) == []

@@ -1,0 +1,202 @@
+"""A step against a plain loop, what it trains, and that how it is cut changes nothing."""
+
+import json
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+import ladderize
+from ladderize.adapt.retrain import run as retraining
+from ladderize.adapt.retrain.engine import BETAS, EPSILON
+from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters, trained_tensors
+from ladderize.adapt.retrain.schedule import Budget
+from ladderize.blocks import open_checkpoint
+from ladderize.layout import Layout
+from tests.helpers import invoke
+from tests.retrain.commands import CPU, LENGTH, arguments, losses_of, succeed
+
+
+def test_training_is_a_plain_loop(place, tmp_path):
+    """Examples one by one through the whole transformers model, AdamW, the mean over the step's tokens: the same
+    weights."""
+    weight, rate = 0.6, 2e-3
+    document = succeed(
+        place,
+        tmp_path / "out",
+        "--distill-from",
+        place / "dense",
+        "--distill-weight",
+        weight,
+        "--lr",
+        rate,
+        "--schedule",
+        "constant",
+        "--warmup-steps",
+        0,
+        "--weight-decay",
+        0.1,
+        "--max-gradient",
+        0.5,
+        "--micro-batch-size",
+        2,
+        "--write",
+        "last",
+        "--train",
+        "all",
+        steps=3,
+    )
+    checkpoint = open_checkpoint(str(place / "both"))
+    options = retraining.RetrainOptions(
+        data=tuple(retraining_specs(place / "ids.npy")),
+        eval_data=tuple(retraining_specs(place / "eval.npy")),
+        batch_size=4,
+        seq_len=2 * LENGTH,
+        budget=Budget(steps=3),
+    )
+    stream, _ = retraining.open_data(checkpoint, options, options.resolve(checkpoint.config, 1))
+    model, dense = ladderize.load(place / "both").train(), ladderize.load(place / "dense")
+    names = dict(model.named_parameters())
+    matrices = [p for p in names.values() if p.ndim > 1]
+    vectors = [p for p in names.values() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=BETAS, eps=EPSILON)
+    losses = []
+    with stream:
+        for _ in range(3):
+            entropy, divergence, count = 0.0, 0.0, 0
+            for row in stream.take(4):
+                starts = [*np.flatnonzero(row.positions == 0), len(row)]
+                for begin, end in pairwise(starts):
+                    ids = torch.from_numpy(row.ids[begin:end])[None]
+                    scores, targets = model(ids).logits[0, :-1], ids[0, 1:]
+                    with torch.no_grad():
+                        p = dense(ids).logits[0, :-1].softmax(-1)
+                    entropy = entropy + cross_entropy(scores, targets, reduction="sum")
+                    divergence = divergence + (p * (p.log() - scores.log_softmax(-1))).sum()
+                    count += len(targets)
+            loss = ((1 - weight) * entropy + weight * divergence) / count
+            losses.append(float(loss.detach()))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(list(names.values()), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses_of(tmp_path / "out") == pytest.approx(losses, rel=1e-4)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name, parameter in names.items():
+        if name in written:
+            torch.testing.assert_close(written[name], parameter.detach(), rtol=2e-3, atol=2e-5, msg=name)
+    assert document["options"]["train"] == "all"
+
+
+def retraining_specs(path):
+    from ladderize.adapt.data.sources import parse_specs
+
+    return parse_specs([str(path)])
+
+
+def test_only_what_is_named_is_trained(place, tmp_path):
+    before = load_file(place / "upper" / "model.safetensors")
+    for train, layers in (("converted", {1, 2, 3}), ("1", {1}), ("all", {0, 1, 2, 3})):
+        out = tmp_path / f"out-{train}"
+        document = succeed(place, out, "--train", train, model="upper", steps=1)
+        after = load_file(out / "model.safetensors")
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert {int(name.split(".")[2]) for name in changed if ".layers." in name} <= layers | {1}
+        assert {"model.embed_tokens.weight", "model.norm.weight"} <= changed or train != "all"
+        assert set(document["layers"]) == {int(name.split(".")[2]) for name in changed if ".layers." in name}
+        assert "embed" not in str(changed) or train == "all"
+        ladderize.load(out)
+
+
+def test_student_and_teacher_share_what_is_frozen(place):
+    student_checkpoint, dense = open_checkpoint(str(place / "upper")), open_checkpoint(str(place / "dense"))
+    layout, setup = Layout.from_config(student_checkpoint.config), ModelSetup(CPU.device, torch.bfloat16)
+    student = build_student(
+        student_checkpoint, layout, setup, trained=trained_tensors(student_checkpoint.tensors, [2, 3], False)
+    )
+    teacher = build_teacher(dense, setup, student)
+    own, theirs = dict(student.model.named_parameters()), dict(teacher.model.named_parameters())
+    assert own.keys() == theirs.keys()
+    for name in own:
+        trained = name.startswith(("model.layers.2.", "model.layers.3."))
+        assert own[name].requires_grad == trained
+        assert own[name].dtype == (torch.float32 if trained else torch.bfloat16)
+        assert (own[name] is theirs[name]) == (not trained)
+    ids = torch.randint(3, 90, (2, 9))
+    expected = ladderize.load(place / "dense")(ids).logits
+    positions, targets = torch.arange(9).expand(2, 9), torch.zeros(2, 9, dtype=torch.long)
+    plain = build_teacher(dense, ModelSetup(CPU.device), student)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids, positions, targets).view(2, 9, -1), expected, rtol=1e-4, atol=1e-4)
+
+
+CUTS = [["--micro-batch-size", 1], ["--gradient-checkpointing"], ["--micro-batch-size", 4, "--attention", "eager"]]
+
+
+@pytest.mark.parametrize("more", CUTS)
+def test_how_a_step_is_cut_does_not_matter(place, tmp_path, more):
+    distil = ["--distill-from", place / "dense"]
+    succeed(place, tmp_path / "a", *distil, "--micro-batch-size", 2, steps=3)
+    succeed(place, tmp_path / "b", *distil, *more, steps=3)
+    assert losses_of(tmp_path / "a") == pytest.approx(losses_of(tmp_path / "b"), rel=1e-4)
+
+
+def test_bfloat16_and_no_packing(place, tmp_path):
+    document = succeed(
+        place, tmp_path / "out", "--dtype", "bfloat16", "--no-packing", "--distill-from", place / "dense", steps=12
+    )
+    assert document["dtype"] == "bfloat16"
+    assert document["heldout_perplexity"]["after"] < document["heldout_perplexity"]["before"]
+    assert document["tokens"] == 12 * 4 * LENGTH
+    assert load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"].dtype == torch.float32  # as stored
+
+
+def test_token_budget_and_document(place, tmp_path):
+    document = succeed(place, tmp_path / "out", "--max-steps", "1", steps=1)
+    assert document["steps"] == 1
+    command = [argument for argument in arguments(place) if argument not in ("--max-steps", 6)]
+    outcome = invoke(*command[:2], tmp_path / "tokens", *command[2:], "--max-tokens", "500", "--json")
+    assert outcome.code == 0, outcome.stderr
+    document = json.loads(outcome.stdout)
+    rows = 4 * 2 * LENGTH  # two examples fill a row
+    assert document["tokens"] == math.ceil(500 / rows) * rows
+    assert document["scored_tokens"] == document["tokens"] // LENGTH * (LENGTH - 1)
+    assert document["heldout_perplexity"]["after"] == pytest.approx(
+        perplexity(tmp_path / "tokens", place / "eval.npy"), rel=1e-4
+    )
+    card = (tmp_path / "tokens" / "README.md").read_text()
+    assert "retrained" in card.lower()
+    assert f"{document['tokens']:,} tokens" in card
+
+
+def perplexity(folder, data):
+    ids = torch.from_numpy(np.load(data))
+    with torch.no_grad():
+        logits = ladderize.load(folder)(ids).logits[:, :-1]
+    return float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).exp())
+
+
+def test_trained_parameters_have_names_that_files_give_them(place):
+    from ladderize.adapt.lora.config import LoraOptions, lora_config
+
+    checkpoint = open_checkpoint(str(place / "both"))
+    layout = Layout.from_config(checkpoint.config)
+    student = build_student(
+        checkpoint, layout, ModelSetup(CPU.device), trained=trained_tensors(checkpoint.tensors, [1], False)
+    )
+    assert {name for name, _ in trained_parameters(student)} == {
+        name for name in checkpoint.tensors if name.startswith("model.layers.1.")
+    }
+    config = lora_config(checkpoint.config, [1], LoraOptions(rank=2, targets=("o_proj",)))
+    lora = build_student(checkpoint, layout, ModelSetup(CPU.device), lora=config, seed=3)
+    prefix = "base_model.model.model.layers.1.self_attn.o_proj."
+    values = dict(trained_parameters(lora))
+    assert set(values) == {f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"}
+    assert values[f"{prefix}lora_B.weight"].abs().sum() == 0
+    again = dict(trained_parameters(build_student(checkpoint, layout, ModelSetup(CPU.device), lora=config, seed=3)))
+    assert torch.equal(values[f"{prefix}lora_A.weight"], again[f"{prefix}lora_A.weight"])

@@ -1,0 +1,66 @@
+"""Files of tensors: every kind is written, and a file that cannot be written is not left."""
+
+import errno
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ladderize.console import UserError
+from ladderize.convert.tensors import infos_of, locate_tensors, write_tensors
+from tests.helpers import listing
+
+
+def test_tensors_of_every_kind_are_written(tmp_path):
+    tensors = {
+        "step": torch.tensor(7),
+        "odd": torch.arange(5, dtype=torch.uint8),
+        "moments": torch.randn(3, 4, 5).transpose(0, 2),
+        "half": torch.randn(6, 2).bfloat16()[::2],
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False]),
+        "wide": torch.randn(2, dtype=torch.float64),
+        "scalar": torch.tensor(2.5, dtype=torch.float16),
+    }
+    path, asked = tmp_path / "x.safetensors", []
+
+    def produce(name):
+        asked.append(name)
+        return tensors[name]
+
+    write_tensors(path, infos_of(tensors), produce, metadata={"epoch": "3"})
+    assert sorted(asked) == sorted(tensors)
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "epoch": "3"}
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(found[name], tensor)
+    for info in locate_tensors(path).values():
+        assert info.file == str(path)
+        assert info.start % tensors[info.name].dtype.itemsize == 0
+
+
+def test_a_file_that_cannot_be_written_is_not_left(tmp_path, monkeypatch):
+    path, tensors = tmp_path / "x.safetensors", {"a": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"a was announced as torch.float32 \[3\], but is torch.float32 \[2\]"):
+        write_tensors(path, infos_of(tensors), lambda name: torch.ones(2))
+    with pytest.raises(ValueError, match="complex64 are not written"):
+        write_tensors(path, {"a": (torch.complex64, (3,))}, tensors.__getitem__)
+    with pytest.raises(UserError, match="cannot be written .*no such file or directory"):
+        write_tensors(tmp_path / "nowhere" / "x", infos_of(tensors), tensors.__getitem__)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        UserError, match="x.safetensors cannot be written .no space left on device.; nothing was left there"
+    ):
+        write_tensors(path, infos_of(tensors), tensors.__getitem__)
+    assert listing(tmp_path) == []
