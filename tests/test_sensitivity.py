@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
+from ladderize.console import UserError
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.convert.sensitivity_file import MODES
 from ladderize.eval import sensitivity
@@ -249,6 +250,34 @@ def test_a_table_that_is_none_is_not_gone_on_from(llama, ids, tmp_path, rows):
     assert "--out holds no table of at most 12 rows of 5" in one_sentence(invoke(*command))
     out.write_text("{cut off")
     assert "name another file, or pass --overwrite" in one_sentence(invoke(*command))
+
+
+def test_a_killed_command_goes_on_and_nobody_works_beside_it(llama, ids, tmp_path, monkeypatch):
+    out = tmp_path / "s.json"
+    command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--samples", 12, "--batch-size", 2]
+    assert invoke(*command, "--out", tmp_path / "whole.json").code == 0
+    calls = []
+
+    def stopped(self, batch, original=sensitivity.Suffixes.__call__):
+        calls.append(len(batch))
+        if len(calls) > 3:
+            raise UserError("stopped")
+        return original(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sensitivity, "SAVE_SECONDS", 0.0)
+        patch.setattr(sensitivity.Suffixes, "__call__", stopped)
+        assert "stopped" in last_error(invoke(*command, "--out", out))
+    assert not out.exists()
+    folder = out.with_name("s.json.ladderize-work")
+    assert len(json.loads((folder / "table.json").read_text())["nll"]) == 6
+    assert "holds a measurement with another mode" in one_sentence(invoke(*command, "--out", out, "--mode", "each"))
+    with sensitivity.SensitivityFolder(folder, {}):
+        assert "another run is at work in" in one_sentence(invoke(*command, "--out", out))
+    resumed = invoke(*command, "--out", out)
+    assert "going on after 6 of 12 windows" in resumed.stderr
+    assert json.loads(out.read_text()) == json.loads((tmp_path / "whole.json").read_text())
+    assert not folder.exists()
 
 
 def test_a_home_folder_is_understood_everywhere(llama, ids, tmp_path, monkeypatch):

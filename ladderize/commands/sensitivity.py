@@ -29,9 +29,7 @@ def sensitivity(
     data: Data,
     out: Annotated[
         Path,
-        typer.Option(
-            metavar="FILE", help="Write sensitivity.json here, as it grows; the same command goes on from it."
-        ),
+        typer.Option(metavar="FILE", help="Write sensitivity.json here; if killed, run the same command again."),
     ],
     sync_tp_size: Annotated[int | None, typer.Option(min=1, help="Virtual ranks to drop sync points for.")] = None,
     mode: Annotated[
@@ -71,8 +69,9 @@ def sensitivity(
         raise UsageError(f"--mode {mode} needs --sync-tp-size N")
     check_taus(tau1, tau2)
     device = compute_options(device, dtype, threads)
-    from ladderize.eval.sensitivity import measure_sensitivity, sensitivity_rows
+    from ladderize.eval.sensitivity import SensitivityFolder, measure_sensitivity, sensitivity_rows
     from ladderize.files.documents import check_writable, read_json, write_json
+    from ladderize.files.work import work_folder
     from ladderize.ranks.group import already_started
     from ladderize.ranks.threads import set_threads
 
@@ -87,12 +86,14 @@ def sensitivity(
         check_plot(plot)
     console = Console(as_json)
     options = options_from(SensitivityOptions, ctx.params, device=device)
-    previous = (
-        read_json(out, advice="name another file, or pass --overwrite") if out.exists() and not overwrite else None
-    )
-    document = measure_sensitivity(
-        model, options, console=console, previous=previous, save=lambda content: write_json(out, content)
-    )
+    with SensitivityFolder(work_folder(str(out), None), {}) as work:
+        known = [path for path in (work.table, out) if path.is_file() and not overwrite]
+        previous = read_json(known[0], advice="name another file, or pass --overwrite") if known else None
+        document = measure_sensitivity(
+            model, options, console=console, previous=previous, save=lambda content: write_json(work.table, content)
+        )
+        write_json(out, document.to_dict())
+        work.remove()
     console.document(document.to_dict())
     console.result(table(list(sensitivity_rows(document)), right=["block", "S", "perplexity"]))
     console.result(f"dense perplexity {document.perplexity[-1]:.4f}")

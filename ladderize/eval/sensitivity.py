@@ -11,6 +11,7 @@ which a killed run goes on.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from ladderize.convert.sensitivity_file import (
     changes_to_ladder,
 )
 from ladderize.eval.options import SensitivityOptions
+from ladderize.files.work import WorkFolder, differences
 from ladderize.layout import BLOCKING, OVERLAPPED, Layout
 
 TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's, and from how many parameters on the lower one holds
@@ -97,6 +99,18 @@ class Suffixes:
                     state = self.blocks.run(self.layer(index, layout), state)
                 columns.append(self.blocks.nll(complete(state), ids))
         return torch.stack(columns, 1).cpu().numpy()
+
+
+class SensitivityFolder(WorkFolder):
+    """The table of a ``ladderize sensitivity`` while it grows, beside the file that it becomes."""
+
+    TABLE = "table.json"
+    CONTENT = (*WorkFolder.CONTENT, TABLE)
+    OPTION = "--out"
+
+    @property
+    def table(self) -> Path:
+        return self.folder / self.TABLE
 
 
 def measure_sensitivity(
@@ -204,16 +218,8 @@ def sensitivity_run(
 
 def _rows_of(previous: Mapping[str, Any], run: SensitivityRun, layers: int) -> list[list[float]]:
     """The table of a sensitivity.json as it lies there, which may be anybody's."""
-    identity = run.to_dict()
-    for key in ("fingerprint", "data", "mode", "sync_tp_size", "dtype"):
-        before, now = previous.get(key), identity[key]
-        if key == "data" and isinstance(before, Mapping):  # the same bytes may lie elsewhere by now
-            before, now = ({name: value for name, value in one.items() if name != "file"} for one in (before, now))
-        if before != now:
-            raise UserError(
-                f"--out holds a measurement with another {key} ({before} instead of {now}); name another file, or pass"
-                " --overwrite"
-            )
+    if different := differences(_decisive(previous), _decisive(run.to_dict())):
+        raise UserError(f"--out holds a measurement with another {different}; name another file, or pass --overwrite")
     rows = previous.get("nll")
     columns, samples = len(column_layouts(run.mode, layers, run.sync_tp_size)), run.data.samples
     if not isinstance(rows, list) or len(rows) > samples or not all(_is_row(row, columns) for row in rows):
@@ -222,6 +228,16 @@ def _rows_of(previous: Mapping[str, Any], run: SensitivityRun, layers: int) -> l
             " --overwrite"
         )
     return rows
+
+
+def _decisive(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What rows have to agree in to stand in one table. Of the data not where they lie: the same bytes may by now lie
+    elsewhere."""
+    told = {key: run[key] for key in ("fingerprint", "mode", "sync_tp_size", "dtype") if key in run}
+    data = run.get("data")
+    return (
+        {**told, **{f"data {key}": data[key] for key in data if key != "file"}} if isinstance(data, Mapping) else told
+    )
 
 
 def _is_row(row: object, columns: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ladderize.console import UserError
 
-Own = typing.TypeVar("Own", bound="Record")
+OwnRecord = typing.TypeVar("OwnRecord", bound="Record")
 
 
 class Record:
@@ -31,7 +31,7 @@ class Record:
         return {self.KEYS.get(name, name): _plain(value) for name, value in shown.items()}
 
     @classmethod
-    def from_dict(cls: type[Own], value: object, where: str | Path) -> Own:
+    def from_dict(cls: type[OwnRecord], value: object, where: str | Path) -> OwnRecord:
         """Read what ``to_dict`` made. Unknown keys are ignored: a later version may have more.
 
         Raises UserError, which begins with ``where``, for anything else than the fields' types.

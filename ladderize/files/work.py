@@ -6,13 +6,14 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from ladderize.console import UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.locks import lock_folder
 
 ABOUT = "run.json"
+Folder = TypeVar("Folder", bound="WorkFolder")
 
 
 def differences(found: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
@@ -87,7 +88,7 @@ class WorkFolder:
         known = (self.folder / ABOUT).is_file() or all(entry.match(f".{ABOUT}.*") for entry in entries)
         return known and all(any(entry.match(pattern) for pattern in self.CONTENT) for entry in entries)
 
-    def __enter__(self) -> "WorkFolder":
+    def __enter__(self: Folder) -> Folder:
         return self
 
     def __exit__(

@@ -118,9 +118,6 @@ class CorpusFile(WorkFolder):
             fsync(self.out.parent)
         self.remove()
 
-    def __enter__(self) -> "CorpusFile":
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
