@@ -63,7 +63,8 @@ class BlockFolder(WorkFolder):
     def weights(self, layer: int) -> dict[str, Tensor]:
         """The trained weights by their names within the layer."""
         with safe_open(self.path(layer), framework="pt") as file:
-            return {name.removeprefix(f"model.layers.{layer}."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            return {name.removeprefix(f"model.layers.{layer}."): file.get_tensor(name) for name in names}
 
     def tensors(self, layers: Sequence[int]) -> dict[str, TensorInfo]:
         """Where every trained tensor lies, for the converter."""
