@@ -1,6 +1,7 @@
 """bench.json: described in docs/files.md. What runs writes it, and reports and pictures read it, by attribute."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ladderize.files.records import Record
 from ladderize.runtime.bench.environment import Environment
@@ -40,6 +41,8 @@ class BenchRow(Record):
     communication and its samples are None in the row of the first model without communication, overlap without
     --profile.
     """
+
+    LEFT_OUT: ClassVar = ("communication", "no_communication_samples_ms", "overlap")
 
     model: str
     kind: str

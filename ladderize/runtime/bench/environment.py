@@ -4,6 +4,7 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -14,7 +15,9 @@ from ladderize.ranks.threads import cores
 
 @dataclass(frozen=True)
 class Environment(Record):
-    """Machine, versions and settings. From ``gpus`` on: null where the ranks compute on CPUs."""
+    """Machine, versions and settings. ``LEFT_OUT``: what only GPUs have."""
+
+    LEFT_OUT: ClassVar = ("gpus", "gpu_memory_bytes", "cuda", "nccl", "link")
 
     device: str
     processor: str

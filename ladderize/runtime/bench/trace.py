@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -30,6 +30,8 @@ class Overlap(Record):
 
     proven: whether that is any overlap at all; None where the layout promises none.
     """
+
+    LEFT_OUT: ClassVar = ("proven",)
 
     in_flight_ms: float
     under_compute_ms: float

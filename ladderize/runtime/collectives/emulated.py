@@ -15,7 +15,7 @@ from ladderize.console import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.runtime.collectives.base import Collectives, Handle, side_by_side
 
-TABLE = Path(__file__).parent / "links.csv"
+LINK_TABLE = Path(__file__).parent / "links.csv"
 # Only the long part of a long delay is slept: waking up is late by a fraction of a millisecond, and the core is cold by
 # then.
 SLEEP_SLACK = 2e-3
@@ -81,7 +81,7 @@ def parse_link(text: str, ranks: int) -> Link:
 
 def known_links() -> list[tuple[int, Link]]:
     """(ranks, link) for each row of the table of published latencies."""
-    with TABLE.open(encoding="utf-8") as file:
+    with LINK_TABLE.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     return [
         (
