@@ -68,10 +68,12 @@ def make_record(plan: Plan) -> dict[str, Any]:
     """The content of ladderize.yaml: what was done, to what, by which version."""
     folder = plan.source.folder
     files = [folder / name for name in ("config.json", INDEX) if (folder / name).is_file()]
-    hashes = {path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in files}
+    hashes: dict[str, dict[str, str | int]] = {
+        path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in files
+    }
     for name in plan.source.weight_files:
         path = folder / name
-        hashes[name] = {"size_bytes": path.stat().st_size, "header_sha256": header_sha256(path)}  # type: ignore[dict-item]
+        hashes[name] = {"size_bytes": path.stat().st_size, "header_sha256": header_sha256(path)}
         if re.fullmatch(r"[0-9a-f]{64}", path.resolve().name):  # a blob of the hub's cache is named by its hash
             hashes[name]["sha256"] = path.resolve().name
     record = {

@@ -1,28 +1,19 @@
 """spd.json: what each block got and why, with the figures of each step."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ladderize.adapt.blockwise.documents import BlockReport, WindowData
 from ladderize.adapt.blockwise.options import DistillSettings
 from ladderize.convert.heads import GroupingReport
-from ladderize.convert.selection import Selection
+from ladderize.convert.selection import SelectedBlock, Selection
 from ladderize.eval.results import Perplexity
 from ladderize.files.records import Record
 
 
 @dataclass(frozen=True)
-class SpdBlock(Record):
-    """One block of the selection; grouping, distillation: None where it got none."""
+class SpdBlock(SelectedBlock):
+    """A block of the selection with what it got; grouping, distillation: None where it got none."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {"sensitivity_class": "class"}
-
-    block: int
-    sensitivity: float
-    sensitivity_class: str
-    dropped: bool
-    why: str
     grouping: GroupingReport | None
     distillation: BlockReport | None
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -12,6 +11,7 @@ from torch import Tensor
 from ladderize.adapt.blockwise.documents import BlockReport
 from ladderize.console import UserError
 from ladderize.convert.checkpoint import TensorInfo, read_header
+from ladderize.convert.tensors import TensorReader, locate_tensors
 from ladderize.files.locks import fsync
 from ladderize.files.work import WorkFolder
 
@@ -62,13 +62,13 @@ class BlockFolder(WorkFolder):
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         """The trained weights by their names within the layer."""
-        with safe_open(self.path(layer), framework="pt") as file:
-            return {name.removeprefix(f"model.layers.{layer}."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        prefix, reader = f"model.layers.{layer}.", TensorReader(self.folder)
+        infos = read_header(self.folder, self.path(layer).name)
+        return {name.removeprefix(prefix): reader.read(info) for name, info in infos.items()}
 
     def tensors(self, layers: Sequence[int]) -> dict[str, TensorInfo]:
         """Where every trained tensor lies, for the converter."""
         found: dict[str, TensorInfo] = {}
         for layer in layers:
-            path = self.path(layer).resolve()
-            found |= {name: replace(info, file=str(path)) for name, info in read_header(path.parent, path.name).items()}
+            found |= locate_tensors(self.path(layer))
         return found

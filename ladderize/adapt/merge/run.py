@@ -12,7 +12,7 @@ from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
 from ladderize.adapt.lora.read import Adapter, check_fits, read_adapter
 from ladderize.adapt.merge.check import add_product, check_merged
 from ladderize.adapt.retrain.adaptation import Adaptation
-from ladderize.adapt.retrain.state import METRICS
+from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.blocks import open_checkpoint
 from ladderize.console import Console, UserError, human_bytes
 from ladderize.convert.changes import Changes
