@@ -1,0 +1,105 @@
+"""What launchers say, and that every way to train understands it alike."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from ladderize.console import UserError
+from ladderize.ranks.group import already_started, join_ranks, launched
+from ladderize.ranks.launcher import ALONE, Place, started_rank_variables
+from ladderize.ranks.training import compute_dtype
+from tests.helpers import SHAPE, invoke, listing, one_sentence, save_llama
+
+REFUSED = {
+    "DeepSpeed": {"ACCELERATE_USE_DEEPSPEED": "true"},
+    "--gradient_accumulation_steps": {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+    "FSDP": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+    "mixed_precision fp16": {"ACCELERATE_MIXED_PRECISION": "fp16"},
+}
+
+
+def test_without_a_launcher_a_process_is_alone():
+    assert launched() == ALONE
+    assert not already_started()
+    ranks = join_ranks("cpu")
+    assert (ranks.rank, ranks.size, ranks.local_size, ranks.is_main) == (0, 1, 1, True)
+    assert ranks.gather("x") == ["x"]
+    assert ranks.broadcast("x") == "x"
+
+
+def test_a_started_rank_reads_what_it_was_given(monkeypatch):
+    place = Place(rank=3, size=4, local_rank=1, local_size=2)
+    for name, value in {**started_rank_variables(place), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert launched() == place
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # torchrun says it, other launchers may not
+    assert launched().local_size == 4
+    monkeypatch.setenv("RANK", "three")
+    with pytest.raises(UserError, match="WORLD_SIZE is set, as a launcher does, but RANK is 'three'"):
+        launched()
+
+
+@pytest.mark.parametrize(
+    ("asked", "launcher", "stored", "dtype"),
+    [
+        ("auto", "", "float32", torch.float32),
+        ("auto", "no", "bfloat16", torch.bfloat16),
+        ("auto", "bf16", "float32", torch.bfloat16),
+        ("auto", "", "float64", torch.float32),
+        ("auto", "", "float16", torch.bfloat16),
+        ("float32", "bf16", "bfloat16", torch.float32),
+    ],
+)
+def test_one_policy_for_the_dtype(monkeypatch, asked, launcher, stored, dtype):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+    assert compute_dtype(asked, stored) == dtype
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    save_llama(folder / "dense")
+    assert (
+        invoke("convert", folder / "dense", folder / "spd", "--spd", "0", "--sync-tp-size", 2, "--no-verify").code == 0
+    )
+    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (24, 16)))
+    return folder
+
+
+def commands(place, out):
+    same = ["--data", place / "ids.npy", "--threads", 1, "--no-verify", "--device", "cpu"]
+    blocks = [
+        "adapt",
+        place / "spd",
+        out,
+        "--method",
+        "blocks",
+        "--distill-from",
+        place / "dense",
+        "--epochs",
+        1,
+        *same,
+    ]
+    spd = ["spd", place / "dense", out, "--sync-tp-size", 2, "--epochs", 1, *same]
+    return {"blocks": blocks, "spd": spd}
+
+
+@pytest.mark.parametrize("command", ["blocks", "spd"])
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_block_to_block_distillation_refuses(place, tmp_path, monkeypatch, command, what):
+    """As the other methods do: none of it would take effect."""
+    for name, value in REFUSED[what].items():
+        monkeypatch.setenv(name, value)
+    outcome = invoke(*commands(place, tmp_path / "out")[command])
+    assert what in one_sentence(outcome)
+    assert outcome.code == 1
+    assert listing(tmp_path) == []
+
+
+def test_blocks_train_in_the_launchers_precision(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    outcome = invoke(*commands(place, tmp_path / "out")["blocks"])
+    assert outcome.code == 0, outcome.stderr
+    assert json.loads((tmp_path / "out" / "distillation.json").read_text())["dtype"] == "bfloat16"
