@@ -305,7 +305,7 @@ def main() -> None:
                 print(f"{layout:8} {key:28} {value:6.2f}x", flush=True)
     if args.out:
         record = {
-            "schema_version": 1, "environment": environment(Ranks(0, 1, device), args.device),
+            "schema_version": 1, "environment": environment(Ranks(0, 1, device)).to_dict(),
             "options": {k: str(v) for k, v in vars(args).items()}, "steps_per_round": STEPS, "results": results,
         }  # fmt: skip
         args.out.write_text(json.dumps(record, indent=1) + "\n")

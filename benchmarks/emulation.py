@@ -11,7 +11,10 @@ import json
 from pathlib import Path
 
 from ladderize.console import Console
-from ladderize.runtime.bench.options import BenchArguments, plan
+from ladderize.files.documents import read_document
+from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.plan import plan_bench
 from ladderize.runtime.bench.run import run_bench
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -22,67 +25,54 @@ def main() -> None:
     parser.add_argument("measured", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    measured = json.loads(args.measured.read_text())
-    sizes = {int(key.split()[2]): value for key, value in measured["alone_ms"].items() if key.startswith("all_reduce")}
+    measured = BenchDocument.from_dict(read_document(args.measured, "benchmark"), args.measured)
+    sizes = {int(key.split()[2]): value for key, value in measured.alone_ms.items() if key.startswith("all_reduce")}
     (small, small_ms), (large, large_ms) = min(sizes.items()), max(sizes.items())
     beta = (large - small) / ((large_ms - small_ms) * 1e-3) / 1e9
     alpha = small_ms * 1e3 - small / beta / 1e3
-    options = measured["options"]
-    emulated = run_bench(
-        *plan(
-            BenchArguments(
-                random_weights=str(SHAPES / "slow_link.json"),
-                dtype="float32",
-                emulate_tp=2,
-                link=f"{max(alpha, 0):.1f},{beta:.6f}",
-                prompt_len=options["prompt_len"],
-                output_len=options["output_len"],
-                replicate_vocab=True,
-                repeat=9,
-                threads=1,
-            )
-        ),
-        Console(),
+    emulated_options = BenchOptions(
+        emulate_tp=2,
+        prompt_len=measured.options.prompt_len,
+        output_len=measured.options.output_len,
+        replicate_vocab=True,
+        repeat=9,
+        threads=1,
     )
+    slow = ModelChoice(random_weights=str(SHAPES / "slow_link.json"), dtype="float32")
+    link = f"{max(alpha, 0):.1f},{beta:.6f}"
+    emulated = run_bench(plan_bench(slow, emulated_options, link), Console())
     print(
         f"link fitted to the measured all-reduces: {alpha:.0f} us + bytes / {beta:.4f} GB/s; prefill of"
-        f" {options['prompt_len']} tokens"
+        f" {emulated_options.prompt_len} tokens"
     )
     rows = []
-    for real, made in zip(measured["rows"], emulated["rows"], strict=True):
-        ratio = made["speedup_prefill"] / real["speedup_prefill"]
+    for real, made in zip(measured.rows, emulated.rows, strict=True):
+        ratio = made.speedup_prefill / real.speedup_prefill
         rows.append(
             {
-                "layout": real["model"],
-                "measured": real["speedup_prefill"],
-                "emulated": made["speedup_prefill"],
+                "layout": real.model,
+                "measured": real.speedup_prefill,
+                "emulated": made.speedup_prefill,
                 "ratio": ratio,
             }
         )
-        told = [f"{row['prefill_ms']:6.1f} ms {row['speedup_prefill']:.3f}x" for row in (real, made)]
-        print(f"{real['model']:12} measured {told[0]}   emulated {told[1]}   ratio {ratio:.3f}")
-    arguments = BenchArguments(
-        random_weights=str(SHAPES / "200m.json"),
-        layout="dense,ladder,spd+ladder",
-        emulate_tp=8,
-        link="200,1",
-        repeat=15,
-        threads=1,
-    )
-    hiding = run_bench(*plan(arguments), Console())
-    for row in hiding["rows"]:
+        told = [f"{row.prefill_ms:6.1f} ms {row.speedup_prefill:.3f}x" for row in (real, made)]
+        print(f"{real.model:12} measured {told[0]}   emulated {told[1]}   ratio {ratio:.3f}")
+    shape = ModelChoice(random_weights=str(SHAPES / "200m.json"), layout="dense,ladder,spd+ladder")
+    options = BenchOptions(emulate_tp=8, repeat=15, threads=1)
+    hiding = run_bench(plan_bench(shape, options, "200,1"), Console())
+    for row in hiding.rows:
         for phase in ("prefill", "decode"):
-            found = row["communication"][phase]
-            if found["hidden_share"] is not None:
+            found = row.communication[phase]
+            if found.hidden_share is not None:
                 hid = (
-                    f"{found['hidden_ms']:.2f} ms of the {found['hideable_ms']:.2f} that can be hidden"
-                    f" ({found['hidden_share']:.1%})"
+                    f"{found.hidden_ms:.2f} ms of the {found.hideable_ms:.2f} that can be hidden"
+                    f" ({found.hidden_share:.1%})"
                 )
-                print(f"{row['model']:12} --emulate-tp 8 --link 200,1, {phase}: hid {hid}")
+                print(f"{row.model:12} --emulate-tp 8 --link 200,1, {phase}: hid {hid}")
     if args.out:
-        args.out.write_text(
-            json.dumps({"schema_version": 1, "fitted": rows, "emulated": emulated, "hiding": hiding}, indent=1) + "\n"
-        )
+        record = {"schema_version": 1, "fitted": rows, "emulated": emulated.to_dict(), "hiding": hiding.to_dict()}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from gpu_spd import random_checkpoint
 
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.retrain.losses import Objective
+from ladderize.adapt.retrain.metrics import read_metrics
 from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.outcome import read_metrics
 from ladderize.adapt.retrain.run import make_trainer, open_data, retrain
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.state import TrainingFolder
@@ -166,7 +166,7 @@ def main() -> None:
     if args.out:
         record = {
             "schema_version": 1,
-            "environment": environment(Ranks(0, 1, device), args.device),
+            "environment": environment(Ranks(0, 1, device)).to_dict(),
             "layers": args.layers,
             "shape": args.shape,
             "relative_loss_difference_to_cpu": worst,

@@ -9,6 +9,7 @@ H100). What is then compared is the share of the exposed communication that each
 """
 
 import argparse
+import dataclasses
 import gc
 import json
 import statistics
@@ -17,7 +18,9 @@ from pathlib import Path
 import torch
 
 from ladderize.console import Console
-from ladderize.runtime.bench.options import BenchArguments, plan
+from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.plan import plan_bench
 from ladderize.runtime.bench.run import run_bench
 
 # Seconds of 511 decode steps at tp_size 8: batch -> dense, ladder, no communication
@@ -39,9 +42,8 @@ def bandwidth() -> float:
     return statistics.median(samples[2:])
 
 
-def bench(**arguments) -> dict:
-    specs, options = plan(BenchArguments(device="cuda", dtype="bfloat16", warmup=1, **arguments))
-    document = run_bench(specs, options, Console(as_json=True))
+def bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -> BenchDocument:
+    document = run_bench(plan_bench(choice, options, link), Console(as_json=True))
     gc.collect()
     torch.cuda.empty_cache()
     return document
@@ -71,48 +73,51 @@ def main() -> None:
     rate = bandwidth()
     for compiled in (False, True):
         whole = bench(
-            random_weights=args.model,
-            layout="dense,ladder,spd+ladder",
-            sync_tp_size=8,
-            prompt_len=128,
-            output_len=args.output_len,
-            repeat=5,
-            compile=compiled,
+            ModelChoice(random_weights=args.model, layout="dense,ladder,spd+ladder", sync_tp_size=8, dtype="bfloat16"),
+            BenchOptions(
+                device="cuda", prompt_len=128, output_len=args.output_len, warmup=1, repeat=5, compile=compiled
+            ),
         )
-        record["whole_compiled" if compiled else "whole"] = whole
+        record["whole_compiled" if compiled else "whole"] = whole.to_dict()
         save()
-        dense, ladder, both = whole["rows"]
-        limit = dense["weight_bytes"] / rate * 1e3
+        dense, ladder, both = whole.rows
+        limit = dense.weight_bytes / rate * 1e3
         lines.append(
-            f"{args.model} bf16, TP1, batch 1{', compiled' if compiled else ''}: {dense['decode_ms_per_token']:.3f} ms"
-            f" per token, {limit / dense['decode_ms_per_token']:.1%} of the bandwidth limit ({rate / 1e12:.2f} TB/s);"
-            f" ladder {ladder['decode_ms_per_token'] / dense['decode_ms_per_token']:.4f}x of dense, spd 8 + ladder"
-            f" {both['decode_ms_per_token'] / dense['decode_ms_per_token']:.4f}x"
+            f"{args.model} bf16, TP1, batch 1{', compiled' if compiled else ''}: {dense.decode_ms_per_token:.3f} ms"
+            f" per token, {limit / dense.decode_ms_per_token:.1%} of the bandwidth limit ({rate / 1e12:.2f} TB/s);"
+            f" ladder {ladder.decode_ms_per_token / dense.decode_ms_per_token:.4f}x of dense, spd 8 + ladder"
+            f" {both.decode_ms_per_token / dense.decode_ms_per_token:.4f}x"
         )
     for batch, (dense_s, ladder_s, free_s) in PUBLISHED.items():
-        common = {
-            "random_weights": args.shard, "emulate_tp": 8, "batch_size": str(batch), "prompt_len": args.prompt_len,
-            "output_len": args.output_len, "replicate_vocab": True, "compile": True,
-        }  # fmt: skip
+        options = BenchOptions(
+            device="cuda",
+            emulate_tp=8,
+            batch_sizes=(batch,),
+            prompt_len=args.prompt_len,
+            output_len=args.output_len,
+            warmup=1,
+            repeat=2,
+            replicate_vocab=True,
+            compile=True,
+        )
+        shard = ModelChoice(random_weights=args.shard, layout="dense", dtype="bfloat16")
         guess = 0.025
-        first = bench(layout="dense", link=f"{guess * 1e3},1e6", repeat=2, **common)["rows"][0]["communication"][
-            "decode"
-        ]
-        wanted = first["no_communication_ms"] * (dense_s / free_s - 1)
-        delay = max(0.0, guess + (wanted - first["exposed_ms"]) / first["all_reduces"])
-        document = bench(layout="dense,ladder,spd,spd+ladder", link=f"{delay * 1e3:.3f},1e6", repeat=3, **common)
-        record[f"shard_batch_{batch}"] = document
+        first = bench(shard, options, f"{guess * 1e3},1e6").rows[0].communication["decode"]
+        wanted = first.no_communication_ms * (dense_s / free_s - 1)
+        delay = max(0.0, guess + (wanted - first.exposed_ms) / first.all_reduces)
+        shard = dataclasses.replace(shard, layout="dense,ladder,spd,spd+ladder")
+        document = bench(shard, dataclasses.replace(options, repeat=3), f"{delay * 1e3:.3f},1e6")
+        record[f"shard_batch_{batch}"] = document.to_dict()
         save()
-        dense = document["rows"][0]
-        free = dense["communication"]["decode"]["no_communication_ms"]
-        exposed = dense["decode_ms_per_token"] - free
+        dense = document.rows[0]
+        free = dense.communication["decode"].no_communication_ms
+        exposed = dense.decode_ms_per_token - free
         shares = {
-            row["model"]: (dense["decode_ms_per_token"] - row["decode_ms_per_token"]) / exposed
-            for row in document["rows"][1:]
+            row.model: (dense.decode_ms_per_token - row.decode_ms_per_token) / exposed for row in document.rows[1:]
         }
         lines.append(
             f"{args.shard} shard, emulated TP8, batch {batch}, {delay * 1e3:.1f} us: dense"
-            f" {dense['decode_ms_per_token']:.3f} ms, without communication {free:.3f}; recovered: "
+            f" {dense.decode_ms_per_token:.3f} ms, without communication {free:.3f}; recovered: "
             + ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
             + f" (ladder published: {(dense_s - ladder_s) / (dense_s - free_s):.2f})"
         )

@@ -119,7 +119,7 @@ def main() -> None:
             results,
             device,
         )
-        results["losses"] = [[work.report(layer)[key] for key in ("loss_before", "loss_after")] for layer in layers]
+        results["losses"] = [[report.loss_before, report.loss_after] for report in map(work.report, layers)]
         assert all(after <= before < float("inf") for before, after in results["losses"])
     per_layer = results["sensitivity, 2 windows"]["seconds"] / (args.layers + args.layers * (args.layers + 1) / 2)
     more_layers = (32 - args.layers) * (
@@ -134,7 +134,7 @@ def main() -> None:
     }
     print(json.dumps(results["projected to 32 layers of the 8b shape, 128 windows"], indent=1))
     if args.out:
-        surroundings = environment(Ranks(0, 1, device), args.device)
+        surroundings = environment(Ranks(0, 1, device)).to_dict()
         said = {
             "arguments": {key: str(value) for key, value in vars(args).items()},
             "heads_grouped": head_map is not None,

@@ -1,8 +1,9 @@
 """Sync-Point Drop measured: the trained fixtures as tables, and the paper's ablation of head grouping as a picture.
 
-python benchmarks/spd.py table MODEL --data FILE --heldout FILE [--ranks 4,2] [--samples N] [--out FILE] python
-benchmarks/spd.py train FOLDER --data FILE             # a small MHA model, whose heads may go to any rank python
-benchmarks/spd.py ablation MODEL --data FILE --heldout FILE [--ranks 4] [--seeds 3] [--out FILE] [--plot STEM]
+    python benchmarks/spd.py table MODEL --data FILE --heldout FILE [--ranks 4,2] [--samples N] [--out FILE]
+    python benchmarks/spd.py train FOLDER --data FILE             # a small MHA model, whose heads may go to any rank
+    python benchmarks/spd.py ablation MODEL --data FILE --heldout FILE [--ranks 4] [--seeds 3] [--plot STEM]
+        [--out FILE]
 
 ``table`` runs `ladderize spd` on all blocks and scores the checkpoint on data that nothing was chosen or trained by.
 ``ablation`` compares zero-shot, distillation alone, and distillation after head grouping by the paper's criterion and
@@ -68,6 +69,8 @@ def table(args: argparse.Namespace) -> dict:
             )
             begin = time.perf_counter()
             document = run_spd(args.model, f"{folder}/out", options, console=Console())
+            assert document is not None
+            layers = len(document.blocks)
             seconds = time.perf_counter() - begin
             scores = evaluate_models(
                 [args.model, f"{folder}/out"],
@@ -80,7 +83,7 @@ def table(args: argparse.Namespace) -> dict:
             assert distilled is not None
             zero = heldout_perplexity(
                 args,
-                Layout.from_layers(document_layers(document), spd=range(document_layers(document)), sync_tp_size=ranks),
+                Layout.from_layers(layers, spd=range(layers), sync_tp_size=ranks),
             )
             rows.append(
                 {
@@ -90,7 +93,7 @@ def table(args: argparse.Namespace) -> dict:
                     "distilled": distilled.perplexity,
                     "stderr": distilled.stderr,
                     "seconds": seconds,
-                    "spd": document,
+                    "spd": document.to_dict(),
                 }
             )
             print(
@@ -99,10 +102,6 @@ def table(args: argparse.Namespace) -> dict:
                 flush=True,
             )
     return {"rows": rows}
-
-
-def document_layers(document: dict) -> int:
-    return len(document["blocks"])
 
 
 def heldout_perplexity(args: argparse.Namespace, layout: Layout) -> float:
@@ -186,7 +185,7 @@ def ablation(args: argparse.Namespace) -> dict:
                 )
                 seconds = time.perf_counter() - begin
                 trained = {layer: loaded(work, layer, blocks) for layer in layers}
-                reports = [work.report(layer) for layer in layers]
+                reports = [work.report(layer).to_dict() for layer in layers]
             for fraction, dropped in chosen.items():
                 layout = Layout.from_layers(count, spd=dropped, sync_tp_size=ranks)
                 for distilled, weights in ((False, untrained), (True, trained)):
@@ -303,7 +302,7 @@ def main() -> None:
     args = parser.parse_args()
     document = {"table": table, "train": train, "ablation": ablation}[args.what](args)
     if args.out:
-        surroundings = environment(Ranks(0, 1, torch.device("cpu")), "cpu")
+        surroundings = environment(Ranks(0, 1, torch.device("cpu"))).to_dict()
         said = {key: str(value) for key, value in vars(args).items() if value is not None}
         args.out.write_text(
             json.dumps(

@@ -69,10 +69,7 @@ def read_windows(
     tokenizer = load_tokenizer(checkpoint.folder) if data.needs_tokenizer(file) else None
     documents = data.read_documents(file, tokenizer, vocab_size=config["vocab_size"])
     positions = int(config.get("max_position_embeddings") or 2048)
-    length = seq_len or data.default_seq_len(documents, file, positions)
-    if length > positions:
-        raise UserError(f"--seq-len {length} is over the model's {positions} positions")
-    return data.sample_windows(documents, length, samples, seed, spec=file)
+    return data.draw_windows(documents, spec=file, positions=positions, seq_len=seq_len, samples=samples, seed=seed)
 
 
 class Blocks:

@@ -8,7 +8,7 @@ import torch
 
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.decode import Generator, Sampling, generate
+from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 
 MAX_BYTES = 1 << 18
@@ -58,7 +58,7 @@ def run_models(group, items, backend, replicate_vocab=False):
             for token in ids[:, 4:].unbind(1):
                 last = generator.decode_one_token(token)
             rows = [[] for _ in prompts]
-            for made in generate(generator, prompts, max_new_tokens=steps, sampling=Sampling()):
+            for made in generate_tokens(generator, prompts, max_new_tokens=steps, sampling=Sampling()):
                 for row, more in zip(rows, made, strict=True):
                     row += more
             results[name] = {
@@ -87,7 +87,7 @@ def sampled(group, folder, prompts, sampling, steps, backend="auto"):
     with torch.inference_mode():
         generator = make_generator(folder, group, collectives, len(prompts), 96)
         rows = [[] for _ in prompts]
-        for made in generate(generator, prompts, max_new_tokens=steps, sampling=sampling):
+        for made in generate_tokens(generator, prompts, max_new_tokens=steps, sampling=sampling):
             for row, more in zip(rows, made, strict=True):
                 row += more
     collectives.close()

@@ -9,10 +9,12 @@ import torch
 
 from ladderize.console import UsageError, UserError
 from ladderize.demo.run import MODEL
-from ladderize.runtime.bench import reference_check as gate
+from ladderize.runtime.bench import reference_check
 from ladderize.runtime.bench import run as bench
 from ladderize.runtime.bench.cost_model import Operation, predict
-from ladderize.runtime.bench.options import BenchArguments, named_layout, plan
+from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice, parse_batch_sizes
+from ladderize.runtime.bench.plan import named_layout, plan_bench
 from ladderize.runtime.bench.trace import cpu_overlap, gpu_overlap
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated, Link, known_links, parse_link, sleep_until
@@ -109,13 +111,9 @@ def test_recording_keeps_what_happened():
     handle = recording.all_reduce_async(torch.zeros(4))
     recording.all_reduce(torch.zeros(2))
     handle.wait()
-    assert [record["bytes"] for record in recording.records] == [16, 8]
-    assert (
-        recording.records[0]["started"]
-        < recording.records[1]["start"]
-        < recording.records[1]["end"]
-        <= recording.records[0]["wait"]
-    )
+    assert [seen.bytes for seen in recording.all_reduces] == [16, 8]
+    first, second = recording.all_reduces
+    assert first.started < second.start < second.end <= first.wait
 
 
 # ---- proof of overlap ----
@@ -178,7 +176,9 @@ def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatc
     ]
     outcome = invoke(*arguments, "--profile", tmp_path / "traces", "--json")
     assert outcome.code == 0, outcome.stderr
-    dense, ladder = json.loads(outcome.stdout)["rows"]
+    document = json.loads(outcome.stdout)
+    assert_there_and_back(document)
+    dense, ladder = document["rows"]
     assert "proven" not in dense["overlap"]
     assert ladder["overlap"]["proven"] is True
     assert ladder["overlap"]["share"] > 2 * dense["overlap"]["share"]
@@ -193,6 +193,12 @@ def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatc
 
 
 # ---- whole runs ----
+
+
+def assert_there_and_back(document):
+    """A bench.json, read and written again."""
+    rest = {key: value for key, value in document.items() if key not in ("schema_version", "ladderize_version")}
+    assert BenchDocument.from_dict(document, "bench.json").to_dict() == rest
 
 
 def test_two_real_ranks_on_checkpoints(tmp_path):
@@ -229,6 +235,7 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
     assert outcome.code == 0, outcome.stderr
     assert "both" in outcome.stdout
     document = json.loads(out.read_text())
+    assert_there_and_back(document)
     assert document["emulated"] is False
     assert document["backend"].startswith("shm")
     assert set(document["checks"]) == {str(MODEL), str(tmp_path / "ladder"), str(tmp_path / "both")}
@@ -243,7 +250,9 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
         assert row["output_tokens_per_s"] == pytest.approx(row["batch_size"] * row["tokens_per_s_per_user"])
         assert row["end_to_end_ms"] == pytest.approx(row["prefill_ms"] + 3 * row["decode_ms_per_token"])
         assert (row["peak_memory_bytes"] or row["weight_bytes"] + row["kv_cache_bytes"]) >= row["weight_bytes"]
-        if reduces is not None:
+        if reduces is None:
+            assert not {"communication", "no_communication_samples_ms"} & row.keys()
+        else:
             for phase, tokens in (("prefill", 8), ("decode", 1)):
                 assert row["communication"][phase]["all_reduces"] == reduces
                 assert row["communication"][phase]["bytes"] == reduces * tokens * hidden * 2
@@ -252,24 +261,26 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
 
 
 def test_a_wrong_model_is_not_timed(tmp_path, monkeypatch):
-    """The same files under a layout that they were not: the gate has to see it."""
+    """The same files under a layout that they were not: the reference check has to see it."""
     make_model("ladder all", max_position_embeddings=128).save_pretrained(tmp_path / "m")
-    right = gate.references
+    right = reference_check.references
 
     def wrong(specs, device):
         noise = np.random.default_rng(0).normal(scale=0.01, size=(200, SHAPE["vocab_size"]))
         return {
-            name: gate.Reference(r.ids, r.prompt, r.logits + noise[: len(r.logits)])
+            name: reference_check.Reference(r.ids, r.prompt, r.logits + noise[: len(r.logits)])
             for name, r in right(specs, device).items()
         }
 
     arguments = ["bench", tmp_path / "m", *QUICK]
     assert invoke(*arguments).code == 0
-    monkeypatch.setattr(gate, "references", wrong)
+    monkeypatch.setattr(reference_check, "references", wrong)
     message = one_sentence(invoke(*arguments, "--out", tmp_path / "bench.json"))
     assert "off the fp32 reference" in message
     assert not (tmp_path / "bench.json").exists()
-    monkeypatch.setattr(gate, "references", lambda specs, device: pytest.fail("--no-check asks for no reference"))
+    monkeypatch.setattr(
+        reference_check, "references", lambda specs, device: pytest.fail("--no-check asks for no reference")
+    )
     outcome = invoke(*arguments, "--no-check")
     assert outcome.code == 0
     assert "Not checked against a reference" in outcome.stdout
@@ -285,23 +296,23 @@ def test_a_different_token_needs_a_margin_below_the_tolerance(tmp_path, dtype, s
     from tests.groups import make_generator
 
     spec = checkpoint_spec(str(folder), tp_size=1)
-    reference = gate._reference(spec, "cpu")
+    reference = reference_check._reference(spec, "cpu")
     torch.set_num_threads(1)
     logits = reference.logits.copy()
     step = reference.prompt + 5
     chosen, second = np.argsort(logits[step - 1])[::-1][:2]
     logits[step - 1, second] = logits[step - 1, chosen] + 1e-6  # the reference would have taken the other one
     ids = [*reference.ids[:step], int(second), *reference.ids[step + 1 :]]
-    changed = gate.Reference(ids, reference.prompt, logits)
+    changed = reference_check.Reference(ids, reference.prompt, logits)
     generator = make_generator(folder, Ranks(0, 1, torch.device("cpu")), Collectives(), 1, len(ids))
     whole = generator.model.logits
     generator.model.logits = lambda hidden: whole(hidden) if hidden.shape[1] == 1 else torch.from_numpy(logits)[None]
     with torch.inference_mode():
         if stops:
             with pytest.raises(UserError, match="greedy decoding chose token"):
-                gate.check(generator, changed, spec)
+                reference_check.check_against_reference(generator, changed, spec)
         else:
-            assert gate.check(generator, changed, spec)["equal_greedy_tokens"] <= 5
+            assert reference_check.check_against_reference(generator, changed, spec).equal_greedy_tokens <= 5
 
 
 def test_random_weights_emulated_with_compile_off_and_more_virtual_ranks(tmp_path, shape):
@@ -381,18 +392,23 @@ def test_named_layouts():
 
 
 def test_the_default_layouts(shape):
-    specs, options = plan(
-        BenchArguments(random_weights=str(shape), emulate_tp=2, link="1,1", batch_size="1,4", prompt_len=8)
-    )
-    assert [spec.name for spec in specs] == ["dense", "ladder", "spd", "spd+ladder"]
+    options = BenchOptions(emulate_tp=2, batch_sizes=parse_batch_sizes("1,4,1"), prompt_len=8)
     assert options.batch_sizes == (1, 4)
-    assert options.ranks == 2
+    plan = plan_bench(ModelChoice(random_weights=str(shape)), options, "1,1")
+    assert [spec.name for spec in plan.specs] == ["dense", "ladder", "spd", "spd+ladder"]
+    assert plan.options.ranks == 2
+    assert plan.link.seconds(0) == pytest.approx(1e-6)
 
 
 def test_too_large_for_the_reference(monkeypatch):
     from ladderize.runtime.spec import checkpoint_spec
 
     spec = checkpoint_spec(str(MODEL), tp_size=1)
-    monkeypatch.setattr(gate, "parameter_count", lambda config: 10**15)
+    monkeypatch.setattr(reference_check, "parameter_count", lambda config: 10**15)
     with pytest.raises(UserError, match="--no-check leaves it out"):
-        gate.references([spec], "cpu")
+        reference_check.references([spec], "cpu")
+    monkeypatch.undo()
+    # the one reader of free memory, which knows the limits of containers too
+    monkeypatch.setattr(reference_check, "available_bytes", lambda device: 1000)
+    with pytest.raises(UserError, match="1 kB are free; --no-check leaves it out"):
+        reference_check.references([spec], "cpu")

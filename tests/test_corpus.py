@@ -13,6 +13,7 @@ from ladderize.demo.run import MODEL
 from ladderize.modeling import load_tokenizer
 from ladderize.runtime.decode import Generator, Sampling
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
+from ladderize.runtime.texts.corpus import CorpusDocument
 from ladderize.runtime.texts.corpus_file import CorpusFile
 from tests import warm
 from tests.helpers import SHAPE, edit_json, invoke, last_error, listing, make_model, one_sentence, save_llama
@@ -69,6 +70,7 @@ def test_a_line_is_ids_from_bos_to_eos(model, tmp_path):
     assert document["schema_version"] == 1
     assert document["layout"] == "4 layers: dense"
     assert document["output_tokens_per_s"] > 0
+    assert CorpusDocument.from_dict(document, "stdout").to_dict().items() <= document.items()
 
 
 def test_text_is_the_ids_without_special_tokens(tmp_path):

@@ -10,8 +10,8 @@ from ladderize.data import check_data_file, default_seq_len, read_documents, spl
 class Letters:
     """A tokenizer for the tests: BOS, then one id for each character."""
 
-    def __call__(self, text, **_):
-        return {"input_ids": [1, *map(ord, text)]}
+    def __call__(self, texts, **_):
+        return {"input_ids": [[1, *map(ord, text)] for text in texts]}
 
 
 def lists(arrays):
@@ -74,7 +74,7 @@ def test_split_name():
 def test_unreadable_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        read_documents(str(tmp_path / name), lambda text, **_: {"input_ids": list(map(ord, text))})
+        read_documents(str(tmp_path / name), lambda texts, **_: {"input_ids": [list(map(ord, text)) for text in texts]})
 
 
 def test_unusable_arrays(tmp_path):

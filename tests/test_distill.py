@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ladderize.adapt.blockwise import run as blockwise
 from ladderize.adapt.blockwise.block_trainer import BlockTrainer, StudentBlocks, _schedule
+from ladderize.adapt.blockwise.documents import BlockReport
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair
 from ladderize.adapt.blockwise.options import DistillOptions
@@ -363,9 +364,9 @@ def test_which_pairs_are_refused(pair, tmp_path):
 
 
 def test_work_of_another_run_is_not_mixed_in(tmp_path):
-    folder = tmp_path / "w"
+    folder, report = tmp_path / "w", BlockReport(0, 2.0, 1.0, 0.2, 0.1, 7, 5, True, 0.5, [(0, 2.0), (5, 1.0)])
     with BlockFolder(folder, {"a": 1, "b": (2, 3)}) as work:
-        work.save(0, {"x.weight": torch.ones(2)}, {"block": 0}, "this key")
+        work.save(0, {"x.weight": torch.ones(2)}, report, "this key")
         assert work.has(0, lambda: "this key")
         assert not work.has(0, lambda: "another")
         assert not work.has(1, lambda: pytest.fail("nothing to compare with"))
@@ -373,7 +374,7 @@ def test_work_of_another_run_is_not_mixed_in(tmp_path):
             BlockFolder(folder, {"a": 1, "b": [2, 3]})
         BlockFolder(folder, {}, main=False)  # another rank of the same run
     with BlockFolder(folder, {"a": 1, "b": [2, 3]}) as work:
-        assert work.report(0) == {"block": 0}
+        assert work.report(0) == report
         whole = work.path(0).read_bytes()
         work.path(0).write_bytes(whole[:-4])  # cut off
         assert not work.has(0, lambda: "this key")

@@ -14,9 +14,9 @@ import torch
 from ladderize.demo.run import MODEL
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
-from ladderize.runtime.decode import Sampling, generate, sample
+from ladderize.runtime.decode import Sampling, generate_tokens, sample
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
-from ladderize.runtime.texts.prompts import TextStream
+from ladderize.runtime.texts.prompts import GenerateDocument, TextStream
 from tests import warm
 from tests.groups import make_generator, sampled
 from tests.helpers import ROOT, edit_json, invoke, make_model, one_sentence, random_ids, save_llama
@@ -94,7 +94,7 @@ def test_a_row_stops_at_any_eos_and_the_others_go_on(tmp_path):
     stop = free[0][6]
     with torch.inference_mode():
         rows = [[], []]
-        for made in generate(generator, prompts, max_new_tokens=24, sampling=Sampling(), eos=(stop, 10**6)):
+        for made in generate_tokens(generator, prompts, max_new_tokens=24, sampling=Sampling(), eos=(stop, 10**6)):
             for row, more in zip(rows, made, strict=True):
                 row += more
     for row, whole in zip(rows, free, strict=True):
@@ -162,6 +162,7 @@ def test_two_ranks_and_a_batch_and_json(stories):
     assert [t["new_ids"] for t in document["texts"]] == [t["new_ids"] for t in alone["texts"]]
     assert document["texts"][1]["text"].startswith(GREEDY[:20])
     assert {t["finish_reason"] for t in document["texts"]} == {"length"}
+    assert GenerateDocument.from_dict(document, "stdout").to_dict().items() <= document.items()
 
 
 def test_joins_a_group_that_torchrun_started(tmp_path):

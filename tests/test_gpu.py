@@ -8,7 +8,7 @@ from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import Link, emulate
 from ladderize.runtime.collectives.observed import Traced
-from ladderize.runtime.decode import Generator, Sampling, generate
+from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from tests.groups import make_generator
 from tests.helpers import LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle
@@ -76,7 +76,7 @@ def test_runtime_equals_the_oracle(tmp_path, name, graphs):
             torch.testing.assert_close(step, exact[:, position], rtol=1e-3, atol=1e-3)
         prompts = [ids[0].tolist(), ids[1, :7].tolist()]
         rows = [[], []]
-        for made in generate(generator, prompts, max_new_tokens=20, sampling=Sampling()):
+        for made in generate_tokens(generator, prompts, max_new_tokens=20, sampling=Sampling()):
             for row, more in zip(rows, made, strict=True):
                 row += more
     for prompt, tokens in zip(prompts, rows, strict=True):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from ladderize import convert_checkpoint, load
 from ladderize.console import UserError, to_json
 from ladderize.convert import weights
+from ladderize.convert.changes import Changes
 from ladderize.convert.checkpoint import TensorInfo, read_checkpoint, read_header
 from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.heads import GroupingReport, HeadMap, check_order, kv_order, permute_heads, read_head_map
@@ -128,10 +129,10 @@ def test_orders_that_are_none(order, message):
 def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards, chunk):
     """MHA, GQA, MQA, with biases: the tensors are those of permute_heads, and logits differ by the order of a sum
     only."""
-    monkeypatch.setattr(weights, "CHUNK", chunk)  # many chunks to a head and to o_proj, and one
+    monkeypatch.setattr(weights, "READ_AT_ONCE", chunk)  # many chunks to a head and to o_proj, and one
     source, kv_heads = save_llama(tmp_path / "src", shards=shards, **extra), extra.get("num_key_value_heads", KV_HEADS)
     head_map = map_for(source, range(4), kv_heads=kv_heads)
-    report = convert_checkpoint(source, tmp_path / "out", DENSE, head_map=head_map, verify=False)
+    report = convert_checkpoint(source, tmp_path / "out", DENSE, changes=Changes(head_map=head_map), verify=False)
     assert report.weights["rewritten"] == len(report.weight_files_rewritten)
     found, expected = all_tensors(tmp_path / "out"), permuted(all_tensors(source), head_map, kv_heads)
     assert set(found) == set(expected)
@@ -150,7 +151,7 @@ def test_only_touched_files_are_rewritten(tmp_path):
     files = set(places.values())
     assert len(touched) < len(files)
     head_map = map_for(source, [2])
-    report = convert_checkpoint(source, tmp_path / "out", SPD, head_map=head_map)
+    report = convert_checkpoint(source, tmp_path / "out", SPD, changes=Changes(head_map=head_map))
     assert report.weights == {"rewritten": len(touched), "linked": len(files - touched)}
     assert set(report.weight_files_rewritten) == touched
     assert report.weights_rewritten is True
@@ -181,7 +182,7 @@ def test_the_command_line_counts_both(tmp_path):
 
 def test_an_order_that_is_the_old_one_links(llama, tmp_path):
     head_map = HeadMap(4, {1: tuple(range(HEADS))}, fingerprint(read_checkpoint(llama)))
-    report = convert_checkpoint(llama, tmp_path / "out", SPD, head_map=head_map, verify=False)
+    report = convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(head_map=head_map), verify=False)
     assert (report.weights, report.permuted_layers) == ({"linked": 1}, [])
 
 
@@ -189,7 +190,7 @@ def test_an_order_that_is_the_old_one_links(llama, tmp_path):
 def test_spd_with_a_map_is_spd_of_permuted_weights(tmp_path, extra):
     source = save_llama(tmp_path / "src", **extra)
     head_map = map_for(source, [1, 2])
-    convert_checkpoint(source, tmp_path / "mapped", SPD, head_map=head_map, verify=False)
+    convert_checkpoint(source, tmp_path / "mapped", SPD, changes=Changes(head_map=head_map), verify=False)
     convert_checkpoint(source, tmp_path / "plain", SPD, verify=False)
     ids, model = random_ids(2, 7), load(tmp_path / "plain")
     before = model(ids).logits.detach()
@@ -207,7 +208,7 @@ def test_with_another_dtype_and_other_shards(tmp_path, dtype, size):
     source = save_llama(tmp_path / "src", shards=2, **BIASES)
     head_map = map_for(source)
     recipe = Recipe(spd="all", sync_tp_size=4, dtype=dtype, max_shard_size=size)
-    convert_checkpoint(source, tmp_path / "out", recipe, head_map=head_map, verify=False)
+    convert_checkpoint(source, tmp_path / "out", recipe, changes=Changes(head_map=head_map), verify=False)
     found = all_tensors(tmp_path / "out")
     for name, tensor in permuted(all_tensors(source), head_map).items():
         assert torch.equal(found[name], tensor.to(getattr(torch, dtype)) if dtype else tensor), name
@@ -329,7 +330,9 @@ def test_other_ways_to_name_no_head_map(llama, tmp_path):
     (tmp_path / "r.yaml").write_text("ladder: all\nhead_map: 5\n")
     assert "head_map is 5, but must be a str" in convert("--recipe", tmp_path / "r.yaml")
     with pytest.raises(UserError, match="and another is given"):
-        convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all", head_map=str(path)), head_map=map_for(llama))
+        convert_checkpoint(
+            llama, tmp_path / "out", Recipe(ladder="all", head_map=str(path)), changes=Changes(head_map=map_for(llama))
+        )
     assert listing(tmp_path) == ["map.json", "r.yaml", "src"]
 
 
@@ -412,10 +415,9 @@ def test_replacements(tmp_path, stored, dtype):
         source,
         tmp_path / "out",
         Recipe(spd="1:3", sync_tp_size=4, dtype=dtype),
-        replace=replace,
-        head_map=head_map,
-        record={"distillation": {"blocks": [1]}},
-        extra_files=extra,
+        changes=Changes(
+            replace=replace, head_map=head_map, record={"distillation": {"blocks": [1]}}, extra_files=extra
+        ),
         verify=stored == torch.float32 and dtype is None,
     )
     values = load_file(tmp_path / "adapted" / "trained.safetensors")
@@ -446,10 +448,10 @@ def test_replacements_that_do_not_fit(llama, tmp_path):
         (trained(tmp_path / "b", [O1], torch.int8), "stored as I8, which is no float"),
     ):
         with pytest.raises(UserError, match=message):
-            convert_checkpoint(llama, tmp_path / "out", SPD, replace=replace)
+            convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(replace=replace))
     (tmp_path / "new" / "trained.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="became shorter"):
-        convert_checkpoint(llama, tmp_path / "out", SPD, replace=good)
+        convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(replace=good))
     assert "out" not in listing(tmp_path)
 
 
@@ -458,7 +460,7 @@ def test_a_replacement_too_large_for_the_stored_dtype(tmp_path):
     replace = trained(tmp_path / "new", [O1], torch.float32)
     save_file({O1: torch.full((32, 32), 1e6)}, tmp_path / "new" / "trained.safetensors")
     with pytest.raises(UserError, match=f"{O1} has values too large for float16"):
-        convert_checkpoint(source, tmp_path / "out", SPD, replace=replace)
+        convert_checkpoint(source, tmp_path / "out", SPD, changes=Changes(replace=replace))
 
 
 @pytest.mark.parametrize(
@@ -466,9 +468,9 @@ def test_a_replacement_too_large_for_the_stored_dtype(tmp_path):
 )
 def test_extra_files_have_plain_names(llama, tmp_path, name):
     with pytest.raises(ValueError, match="is no plain name"):
-        convert_checkpoint(llama, tmp_path / "out", SPD, extra_files={name: "{}"})
+        convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(extra_files={name: "{}"}))
     with pytest.raises(ValueError, match="has its own recipe"):
-        convert_checkpoint(llama, tmp_path / "out", SPD, record={"recipe": {}}, verify=False)
+        convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(record={"recipe": {}}), verify=False)
     assert listing(tmp_path) == ["src"]
 
 
@@ -476,6 +478,8 @@ def test_a_map_beside_the_source_gives_way_to_the_one_applied(llama, tmp_path):
     (llama / "head_map.json").write_text("{}")
     edit_json(llama / "generation_config.json", mine=1)
     head_map = map_for(llama)
-    report = convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all"), head_map=head_map, verify=False)
+    report = convert_checkpoint(
+        llama, tmp_path / "out", Recipe(ladder="all"), changes=Changes(head_map=head_map), verify=False
+    )
     assert read_head_map(tmp_path / "out" / "head_map.json").orders == head_map.orders
     assert (report.extra_files, report.carried_over) == (["head_map.json"], ["generation_config.json"])

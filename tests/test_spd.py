@@ -19,9 +19,11 @@ from tests.helpers import invoke, listing, one_sentence
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents(400, test=False, seed=7)))
-    return path
+    """A glob of two files."""
+    folder, texts = tmp_path_factory.mktemp("data"), list(documents(400, test=False, seed=7))
+    for name, part in (("a", texts[:150]), ("b", texts[150:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    return folder / "*.jsonl"
 
 
 def run(out, text, *options):
@@ -129,7 +131,7 @@ def test_classes_decide_what_a_block_gets(tmp_path, text):
         (["--head-grouping", "magic"], 2, "--head-grouping magic is not one of error, paper, none"),
         (["--samples", "100000"], 1, "too few for 100000 to train on"),
         (["--lr", "-1"], 2, "--lr must be above 0"),
-        (["--data", "{tmp}/empty.txt"], 1, "empty.txt gives"),
+        (["--data", "{tmp}/empty.txt"], 1, "empty.txt holds no rows"),
     ],
 )
 def test_what_is_refused(tmp_path, text, options, code, message):

@@ -1,9 +1,9 @@
 """``adapt``."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,17 +15,18 @@ from ladderize.commands.options import (
     Revision,
     SeqLen,
     Threads,
-    compute_options,
+    names_of,
+    options_from,
+    said,
 )
-from ladderize.commands.spd import MAX_LR, ComputeDtype, TrainingSeed, WorkDir, blockwise_options
+from ladderize.commands.training import MAX_LR, ComputeDtype, TrainingSeed, WorkDir, memory_limit, start_training_on
 from ladderize.console import Console, UsageError, table
-from ladderize.ranks.launcher import is_main_rank
 
-# options that only some methods have; the others refuse them, since they would have no effect
-ONLY = {
-    BLOCKS: ("samples", "epochs", "patience", "max_memory"),
-    LORA: ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
-}
+if TYPE_CHECKING:
+    from ladderize.adapt.retrain.options import RetrainOptions
+
+# options of retraining that no field of its dataclasses is called after
+ONLY_RETRAINING = {"preset", "no_packing", "show_data"}
 PRESETS: dict[str, dict[str, Any]] = {
     # Ladder Residual, arXiv 2501.06589, section 4: supervised fine-tuning of Llama-3.1-8B-Instruct
     "ladder-paper": {"lr": 5e-6, "warmup_steps": 200, "schedule": "cosine", "max_tokens": "3B"},
@@ -33,6 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def adapt(
+    ctx: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A converted checkpoint folder or hub id; it is never touched.")
     ],
@@ -200,207 +202,186 @@ def adapt(
 ) -> None:
     """Win back accuracy: retrain a converted checkpoint, whole or block by block, on text and on the dense model's
     answers."""
-    given = {key: value for key, value in locals().items() if value is not None and value is not False}
-    check_method(method, given)
-    console = Console(as_json)
-    if out is None and not show_data:
-        raise UsageError("OUT is missing: name the folder to write")
-    if method == BLOCKS:
-        if distill_from is None:
-            raise UsageError("--method blocks needs --distill-from DENSE, the checkpoint that MODEL was converted from")
-        assert out is not None
-        options = blockwise_options(
-            data[0],
-            samples,
-            heldout,
-            seq_len,
-            train if train != "converted" else None,
-            epochs or 10,
-            patience or 2,
-            lr,
-            batch_size,
-            max_memory or "8GB",
-            seed,
-            dtype,
-            device,
-            threads,
-            work_dir,
-        )
-        from ladderize.adapt.blockwise.documents import distillation_rows, perplexity_rows
-        from ladderize.adapt.blockwise.run import adapt_blocks
-
-        document = adapt_blocks(
-            model,
-            out,
-            distill_from,
-            options,
-            console=console,
-            overwrite=overwrite,
-            verify=not no_verify,
-            revision=revision,
-        )
-        if is_main_rank():
-            console.document(document)
-            console.result(table(distillation_rows(document["blocks"]), right=["block"]) + "\n")
-            console.result(
-                table(perplexity_rows(document["heldout_perplexity"]), right=["perplexity", "stderr", "difference"])
-            )
-            console.result(f"wrote {out}")
-        return
-    defaults = dict(PRESETS.get(preset or "", {}))
-    if max_steps is not None:
-        defaults.pop("max_tokens", None)
-    retrain_options = _retrain_options({**defaults, **given})
-    from ladderize.adapt.retrain.run import retrain, show_data_of
-
-    if show_data:
-        text, document = show_data_of(model, retrain_options, revision)
-        console.document(document)
-        console.result(text)
-        return
-    assert out is not None
-    adaptation = retrain(
-        model, out, retrain_options, console=console, overwrite=overwrite, verify=not no_verify, revision=revision
-    )
-    if adaptation is not None:
-        console.document(adaptation.to_dict())
-        console.result(adaptation.summary())
-        console.result(
-            f"wrote {out}" + (" (an adapter; `ladderize merge` makes a checkpoint of it)" if method == LORA else "")
-        )
-
-
-def check_method(method: str, given: Mapping[str, Any]) -> None:
-    """Raise UsageError for a method that is not known, and for options that have no effect on the one that is asked
-    for."""
     if method not in (FULL, LORA, BLOCKS):
         raise UsageError(f"--method {method} is not one of full, lora, blocks")
-    common = (
-        "model",
-        "out",
-        "data",
-        "method",
-        "distill_from",
-        "train",
-        "seq_len",
-        "batch_size",
-        "lr",
-        "heldout",
-        "seed",
-        "dtype",
-        "device",
-        "threads",
-        "work_dir",
-        "overwrite",
-        "no_verify",
-        "revision",
-        "as_json",
-    )
-    for key in given:
-        owners = [owner for owner, keys in ONLY.items() if key in keys]
-        if (owners and method not in owners) or (method == BLOCKS and not owners and key not in common):
-            raise UsageError(f"--{key.replace('_', '-')} has no effect with --method {method}")
-    if method == BLOCKS and len(given["data"]) > 1:
-        raise UsageError("--method blocks reads one --data file")
-    if method == LORA and given.get("no_verify"):
+    if preset not in (None, *PRESETS):
+        raise UsageError(f"--preset {preset} is not one of {', '.join(PRESETS)}")
+    check_effect(method, said(ctx))
+    if out is None and not show_data:
+        raise UsageError("OUT is missing: name the folder to write")
+    console = Console(as_json)
+    run = _adapt_blocks if method == BLOCKS else _retrain
+    run(model, out, preset_filled_in(ctx.params), console)
+
+
+def check_effect(method: str, given: Sequence[str]) -> None:
+    """Raise UsageError for options that were given and have no effect on this method."""
+    from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+    from ladderize.adapt.lora.config import LoraOptions
+    from ladderize.adapt.retrain.losses import Objective
+    from ladderize.adapt.retrain.options import RetrainOptions
+    from ladderize.adapt.retrain.schedule import Budget
+
+    lora = names_of(LoraOptions, "lora_")
+    retraining = names_of(RetrainOptions) | names_of(Objective) | names_of(Budget, "max_") | ONLY_RETRAINING
+    blocks = names_of(BlockwiseOptions) | names_of(DistillOptions) | {"train", "method", "distill_from"}
+    for name in given:
+        elsewhere = (name in lora and method != LORA) or (
+            name in retraining - blocks if method == BLOCKS else name in blocks - retraining
+        )
+        if elsewhere:
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with --method {method}")
+    if method == LORA and "no_verify" in given:
         raise UsageError(
             "--no-verify has no effect with --method lora: an adapter is no checkpoint that could be loaded alone"
         )
 
 
-def _retrain_options(given: Mapping[str, Any]) -> Any:
-    """The options of retraining, checked; given: by name, those that the user (or a preset) gave."""
+def preset_filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters with the preset's values where the user said nothing."""
+    values = dict(PRESETS.get(params["preset"] or "", {}))
+    if params["max_steps"] is not None:
+        values.pop("max_tokens", None)
+    return {**params, **{name: value for name, value in values.items() if params[name] is None}}
+
+
+def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], console: Console) -> None:
+    assert out is not None
+    if params["distill_from"] is None:
+        raise UsageError("--method blocks needs --distill-from DENSE, the checkpoint that MODEL was converted from")
+    if len(params["data"]) > 1:
+        raise UsageError("--method blocks reads one --data file")
+    device = start_training_on(params["device"], params["dtype"], params["threads"], params["lr"])
+    from ladderize.adapt.blockwise.documents import distillation_rows, perplexity_rows
+    from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+    from ladderize.adapt.blockwise.run import adapt_blocks
+
+    distill = options_from(DistillOptions, params, max_memory=memory_limit(params["max_memory"]))
+    options = options_from(
+        BlockwiseOptions,
+        params,
+        data=params["data"][0],
+        layers=params["train"] if params["train"] != "converted" else None,
+        distill=distill,
+        device=device,
+    )
+    distillation = adapt_blocks(
+        model,
+        out,
+        params["distill_from"],
+        options,
+        console=console,
+        overwrite=params["overwrite"],
+        verify=not params["no_verify"],
+        revision=params["revision"],
+    )
+    if distillation is not None:
+        console.document(distillation.to_dict())
+        console.result(table(distillation_rows(distillation.blocks), right=["block"]) + "\n")
+        rows = perplexity_rows(distillation.heldout_perplexity)
+        console.result(table(rows, right=["perplexity", "stderr", "difference"]))
+        console.result(f"wrote {out}")
+
+
+def _retrain(model: str, out: str | None, params: Mapping[str, Any], console: Console) -> None:
+    options = retrain_options(params)
+    from ladderize.adapt.retrain.run import retrain, show_data_of
+
+    if params["show_data"]:
+        text, document = show_data_of(model, options, params["revision"])
+        console.document(document)
+        console.result(text)
+        return
+    assert out is not None
+    adaptation = retrain(
+        model,
+        out,
+        options,
+        console=console,
+        overwrite=params["overwrite"],
+        verify=not params["no_verify"],
+        revision=params["revision"],
+    )
+    if adaptation is not None:
+        console.document(adaptation.to_dict())
+        console.result(adaptation.summary())
+        merge = " (an adapter; `ladderize merge` makes a checkpoint of it)" if options.method == LORA else ""
+        console.result(f"wrote {out}{merge}")
+
+
+def retrain_options(params: Mapping[str, Any]) -> "RetrainOptions":
+    """The options of retraining, checked."""
     from ladderize.adapt.data.sources import parse_specs
     from ladderize.adapt.lora.config import LoraOptions
     from ladderize.adapt.retrain.losses import Objective
     from ladderize.adapt.retrain.options import RetrainOptions
-    from ladderize.adapt.retrain.schedule import SCHEDULES, Budget, parse_count
+    from ladderize.adapt.retrain.schedule import Budget, parse_count
 
-    if given.get("preset") not in (None, *PRESETS):
-        raise UsageError(f"--preset {given['preset']} is not one of {', '.join(PRESETS)}")
+    given = {name: value for name, value in params.items() if value is not None}
+    check_retraining(given)
     tokens = parse_count(given["max_tokens"], option="--max-tokens") if "max_tokens" in given else None
     steps = given.get("max_steps")
     if steps is not None and tokens is not None:
         raise UsageError("--max-tokens and --max-steps both say how long to train; give one of them")
-    if steps is None and tokens is None and not given.get("show_data"):
+    if steps is None and tokens is None and not given["show_data"]:
         raise UsageError("say how long to train: --max-tokens, such as 20M, or --max-steps")
-    for key, allowed in (
+    trackers = split_names(given.get("log_with", ""))
+    if "log_with" in given and not trackers:
+        raise UsageError("--log-with names no tracker; write for example tensorboard")
+    if "log_dir" in given and not {"tensorboard", "wandb"} & set(trackers):
+        raise UsageError("--log-dir has no effect without --log-with tensorboard or wandb")
+    device = start_training_on(params["device"], params["dtype"], params["threads"], None)
+    distill_weight = given.get("distill_weight", 1.0) if "distill_from" in given else 0.0
+    targets = {"targets": split_names(given["lora_targets"])} if "lora_targets" in given else {}
+    return options_from(
+        RetrainOptions,
+        params,
+        data=tuple(parse_specs(given["data"])),
+        eval_data=tuple(parse_specs(given.get("eval_data") or [], "--eval-data")),
+        objective=options_from(Objective, params, distill_weight=distill_weight),
+        lora=options_from(LoraOptions, params, prefix="lora_", **targets),
+        packing=not given["no_packing"],
+        budget=Budget(tokens, steps),
+        resume=given.get("resume") != "no",
+        device=device,
+        log_with=trackers,
+    )
+
+
+def check_retraining(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for values that no retraining can have, and for options that take no effect together."""
+    from ladderize.adapt.retrain.schedule import SCHEDULES
+
+    for name, allowed in (
         ("schedule", SCHEDULES),
         ("write", ("best", "last")),
         ("resume", ("auto", "no")),
         ("attention", ("sdpa", "eager", "flash_attention_2", "flex_attention")),
     ):
-        if key in given and given[key] not in allowed:
-            raise UsageError(f"--{key} {given[key]} is not one of {', '.join(allowed)}")
-    for key, most in (("lr", MAX_LR), ("temperature", 100.0), ("max_gradient", math.inf), ("lora_alpha", math.inf)):
-        if key in given and not 0 < given[key] <= most:
+        if name in given and given[name] not in allowed:
+            raise UsageError(f"--{name} {given[name]} is not one of {', '.join(allowed)}")
+    for name, most in (("lr", MAX_LR), ("temperature", 100.0), ("max_gradient", math.inf), ("lora_alpha", math.inf)):
+        if name in given and not 0 < given[name] <= most:
             raise UsageError(
-                f"--{key.replace('_', '-')} must be above 0{f' and at most {most:g}' if most < math.inf else ''}, not"
-                f" {given[key]:g}"
+                f"--{name.replace('_', '-')} must be above 0{f' and at most {most:g}' if most < math.inf else ''}, not"
+                f" {given[name]:g}"
             )
-    for key in ("distill_weight", "temperature"):
-        if key in given and "distill_from" not in given:
-            raise UsageError(f"--{key.replace('_', '-')} has no effect without --distill-from")
+    for name in ("distill_weight", "temperature"):
+        if name in given and "distill_from" not in given:
+            raise UsageError(f"--{name.replace('_', '-')} has no effect without --distill-from")
     if "distill_from" in given and given.get("distill_weight", 1.0) == 0:
         raise UsageError("--distill-weight 0 makes --distill-from useless; leave both out")
     if "heldout" in given and "eval_data" in given:
         raise UsageError("--heldout has no effect with --eval-data")
-    trackers = tuple(name.strip() for name in given.get("log_with", "").split(",") if name.strip())
-    if "log_with" in given and not trackers:
-        raise UsageError("--log-with names no tracker; write for example tensorboard")
-    if "log_dir" in given and not {"tensorboard", "wandb"} & set(trackers):
-        raise UsageError("--log-dir has no effect without --log-with tensorboard or wandb")
-    for key in ("write", "eval_every"):
-        if key in given and given.get("heldout") == 0:
-            raise UsageError(f"--{key.replace('_', '-')} has no effect with --heldout 0, where nothing is validated on")
+    for name in ("write", "eval_every"):
+        if name in given and given.get("heldout") == 0:
+            raise UsageError(
+                f"--{name.replace('_', '-')} has no effect with --heldout 0, where nothing is validated on"
+            )
     if "min_lr" in given and given.get("schedule") == "constant":
         raise UsageError("--min-lr has no effect with --schedule constant")
-    if given["dtype"] == "float16":
-        raise UsageError("--dtype float16 is too narrow to train in; take bfloat16 or float32")
-    device = compute_options(given.get("device"), given["dtype"], given.get("threads"))
-    from ladderize.ranks.group import launched
-    from ladderize.ranks.threads import set_threads
 
-    set_threads(given.get("threads"), launched().local_size)
-    lora = {key.removeprefix("lora_"): given[key] for key in ONLY[LORA] if key in given}
-    if "targets" in lora:
-        lora["targets"] = tuple(name.strip() for name in lora["targets"].split(",") if name.strip())
-    same = (
-        "method",
-        "train",
-        "distill_from",
-        "heldout",
-        "seq_len",
-        "skip_bad_rows",
-        "batch_size",
-        "micro_batch_size",
-        "lr",
-        "schedule",
-        "warmup_steps",
-        "min_lr",
-        "weight_decay",
-        "max_gradient",
-        "gradient_checkpointing",
-        "attention",
-        "eval_every",
-        "save_every",
-        "keep",
-        "write",
-        "seed",
-        "dtype",
-        "work_dir",
-        "log_dir",
-    )
-    weight = given.get("distill_weight", 1.0) if "distill_from" in given else 0.0
-    return RetrainOptions(
-        data=tuple(parse_specs(given["data"])),
-        eval_data=tuple(parse_specs(given.get("eval_data") or [], "--eval-data")),
-        objective=Objective(weight, given.get("temperature", 1.0)),
-        lora=LoraOptions(**lora),
-        packing=not given.get("no_packing"),
-        budget=Budget(tokens, steps),
-        resume=given.get("resume") != "no",
-        device=device,
-        log_with=trackers,
-        **{key: given[key] for key in same if key in given},
-    )
+
+def split_names(text: str) -> tuple[str, ...]:
+    """``a, b`` -> (a, b)."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())

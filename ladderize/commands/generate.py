@@ -1,4 +1,4 @@
-"""``generate`` and ``bench``."""
+"""``generate``."""
 
 import math
 from pathlib import Path
@@ -16,14 +16,17 @@ from ladderize.commands.options import (
     Revision,
     Threads,
     _runtime_options,
+    options_from,
 )
 from ladderize.console import Console, UsageError
+from ladderize.files.records import Record
 from ladderize.ranks.launcher import is_main_rank
 
 DEFAULT_SAMPLES_AT_A_TIME = 64
 
 
 def generate(
+    ctx: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id, converted or not.")],
     prompt: Annotated[
         list[str] | None,
@@ -104,6 +107,7 @@ def generate(
     from ladderize.runtime.decode import Sampling
     from ladderize.runtime.launch import check_group_size
     from ladderize.runtime.spec import checkpoint_spec
+    from ladderize.runtime.texts.corpus import sample_corpus
     from ladderize.runtime.texts.prompts import GenerateOptions, generate_text
 
     console = Console(as_json)
@@ -111,27 +115,16 @@ def generate(
         check_writable(out)
     check_group_size(tp_size, device)
     spec = checkpoint_spec(model, tp_size=tp_size, dtype=dtype, revision=revision)
-    options = GenerateOptions(
-        tp_size=tp_size,
-        max_new_tokens=max_new_tokens,
-        ignore_eos=ignore_eos,
-        chat=chat,
-        backend=backend,
-        device=device,
-        threads=threads,
-        sampling=Sampling(temperature, top_k or 0, 1.0 if top_p is None else top_p, seed),
-        replicate_vocab=replicate_vocab,
-        compile=compile_,
-    )
+    sampling = options_from(Sampling, ctx.params, temperature=temperature)
+    options = options_from(GenerateOptions, ctx.params, sampling=sampling, compile=compile_, device=device)
+    document: Record | None
     if out is None or num_samples is None:
-        console.document(generate_text(spec, prompt or [], options, console))
-        return
-    from ladderize.runtime.texts.corpus import sample_corpus
-
-    batch_size = batch_size or DEFAULT_SAMPLES_AT_A_TIME
-    console.document(
-        sample_corpus(spec, out, num_samples, options, console, batch_size=batch_size, overwrite=overwrite)
-    )
+        document = generate_text(spec, prompt or [], options, console)
+    else:
+        batch_size = batch_size or DEFAULT_SAMPLES_AT_A_TIME
+        document = sample_corpus(spec, out, num_samples, options, console, batch_size=batch_size, overwrite=overwrite)
+    if document is not None:  # which it is on other ranks than 0
+        console.document(document.to_dict())
 
 
 def _check_from_bos(

@@ -41,6 +41,17 @@ def options_from(kind: type[Options], given: Mapping[str, Any], *, prefix: str =
     return kind(**{name: given[prefix + name] for name in names if given.get(prefix + name) is not None}, **more)
 
 
+def names_of(kind: type, prefix: str = "") -> set[str]:
+    """The options that fill this dataclass."""
+    return {prefix + field.name for field in fields(kind)}
+
+
+def said(ctx: typer.Context) -> list[str]:
+    """The parameters that the user gave, in the command's order, also where the value is the default."""
+    names = [parameter.name for parameter in ctx.command.params if parameter.name is not None]
+    return [name for name in names if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"]
+
+
 def check_dtype(dtype: str) -> None:
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UsageError(f"--dtype {dtype} is not one of auto, float32, bfloat16, float16")

@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     import torch
 
 # safetensors' name -> bytes of an element, torch's name (None: nobody here computes with it)
-TABLE: dict[str, tuple[int, str | None]] = {
+KNOWN_DTYPES: dict[str, tuple[int, str | None]] = {
     "F64": (8, "float64"),
     "F32": (4, "float32"),
     "F16": (2, "float16"),
@@ -25,9 +25,9 @@ TABLE: dict[str, tuple[int, str | None]] = {
     "F8_E8M0": (1, None),
     "C64": (8, None),
 }
-DTYPE_BYTES = {stored: width for stored, (width, _) in TABLE.items()}
-FLOAT_DTYPES = {stored: TABLE[stored][1] or "" for stored in ("F64", "F32", "F16", "BF16")}
-STORED_NAMES = {name: stored for stored, (_, name) in TABLE.items() if name is not None}
+DTYPE_BYTES = {stored: width for stored, (width, _) in KNOWN_DTYPES.items()}
+FLOAT_DTYPES = {stored: KNOWN_DTYPES[stored][1] or "" for stored in ("F64", "F32", "F16", "BF16")}
+STORED_NAMES = {name: stored for stored, (_, name) in KNOWN_DTYPES.items() if name is not None}
 CAST_DTYPES = ("float32", "float16", "bfloat16")  # what weights may be stored as anew, and be run in
 
 

@@ -15,8 +15,8 @@ import yaml
 from ladderize import __version__
 from ladderize.console import SCHEMA_VERSION, Console, UserError, human_bytes, sentence
 from ladderize.convert.card import MARK, make_card
-from ladderize.convert.checkpoint import INDEX, WEIGHTS, TensorInfo, header_sha256
-from ladderize.convert.heads import HeadMap
+from ladderize.convert.changes import Changes
+from ladderize.convert.checkpoint import INDEX, WEIGHTS, header_sha256
 from ladderize.convert.plan import Plan, make_plan
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.report import ConversionReport, report_of
@@ -68,10 +68,12 @@ def make_record(plan: Plan) -> dict[str, Any]:
     """The content of ladderize.yaml: what was done, to what, by which version."""
     folder = plan.source.folder
     files = [folder / name for name in ("config.json", INDEX) if (folder / name).is_file()]
-    hashes = {path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in files}
+    hashes: dict[str, dict[str, str | int]] = {
+        path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in files
+    }
     for name in plan.source.weight_files:
         path = folder / name
-        hashes[name] = {"size_bytes": path.stat().st_size, "header_sha256": header_sha256(path)}  # type: ignore[dict-item]
+        hashes[name] = {"size_bytes": path.stat().st_size, "header_sha256": header_sha256(path)}
         if re.fullmatch(r"[0-9a-f]{64}", path.resolve().name):  # a blob of the hub's cache is named by its hash
             hashes[name]["sha256"] = path.resolve().name
     record = {
@@ -83,11 +85,11 @@ def make_record(plan: Plan) -> dict[str, Any]:
     }
     if plan.selection is not None:
         record["spd_selection"] = plan.selection.to_dict()
-    if plan.replaced:
-        record["replaced_tensors"] = plan.replaced
-    if clash := record.keys() & plan.record.keys():
+    if plan.changes.replace:
+        record["replaced_tensors"] = plan.changes.replaced_tensors
+    if clash := record.keys() & plan.changes.record.keys():
         raise ValueError(f"ladderize.yaml has its own {min(clash)}; name the additional key otherwise")
-    return record | plan.record
+    return record | dict(plan.changes.record)
 
 
 def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None]) -> Counter[str]:
@@ -108,7 +110,7 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
         target = folder / relative
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / relative, target)
-    for name, text in plan.extra_files.items():
+    for name, text in plan.changes.extra_files.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(make_config(plan), indent=2, allow_nan=False) + "\n")
     if not plan.after.is_dense:
@@ -127,9 +129,9 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
         plan.after,
         plan.before,
         hub_id=plan.hub_id,
-        permuted=plan.permuted_layers,
-        replaced=len(plan.replaced),
-        note=plan.note,
+        permuted=plan.changes.permuted_layers,
+        replaced=len(plan.changes.replace),
+        note=plan.changes.note,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
     return how
@@ -148,17 +150,13 @@ def convert_checkpoint(
     src: str | Path,
     out: str | Path,
     recipe: Recipe,
+    changes: Changes | None = None,
     *,
     revision: str | None = None,
     copy: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     verify: bool = True,
-    head_map: HeadMap | None = None,
-    replace: Mapping[str, TensorInfo] | None = None,
-    record: Mapping[str, Any] | None = None,
-    extra_files: Mapping[str, str] | None = None,
-    note: str = "",
     check: Callable[[Path], Mapping[str, Any]] | None = None,
     console: Console | None = None,
 ) -> ConversionReport:
@@ -168,28 +166,13 @@ def convert_checkpoint(
     hard-linked where possible; ``copy=True`` copies them. Raises UserError, LayoutError or OSError, each with a message
     for the user.
 
-    head_map: the order of heads, instead of the recipe's; q, k, v and o are stored in it. replace: tensors whose values
-    are taken from another safetensors file (``TensorInfo.file``, an absolute path) as they are, in the new order of
-    heads already; they are stored in the dtype of those that they replace. record: more keys of ladderize.yaml.
-    extra_files: JSON files to add, name -> text; they win over those of the source. note: a paragraph for the model
-    card. check: is given the finished folder before it appears as ``out``; if it raises, nothing appears. The report's
-    ``checked`` is what it returns.
+    changes: what changes besides the layout. check: is given the finished folder before it appears as ``out``; if it
+    raises, nothing appears. The report's ``checked`` is what it returns.
     """
     console = console or Console()
     if not dry_run:
         output.complete_journal(Path(out).expanduser().resolve())
-    plan = make_plan(
-        str(src),
-        Path(out),
-        recipe,
-        revision=revision,
-        overwrite=overwrite,
-        head_map=head_map,
-        replace=replace,
-        record=record,
-        extra_files=extra_files,
-        note=note,
-    )
+    plan = make_plan(str(src), Path(out), recipe, revision=revision, overwrite=overwrite, changes=changes or Changes())
     report = report_of(plan)
     if dry_run:
         return report

@@ -5,14 +5,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ladderize.console import UserError, to_json
+from ladderize.convert.changes import Changes
 from ladderize.convert.checkpoint import (
     INDEX,
     PICKLES,
     Checkpoint,
-    TensorInfo,
     fetch_weights,
     read_checkpoint,
     read_config,
@@ -58,13 +57,9 @@ class Plan:
     before: Layout
     after: Layout
     shards: list[Shard]
-    permuted_layers: list[int]
-    replaced: list[str]  # names of tensors
+    changes: Changes  # with the head map of the recipe
     selection: Selection | None
-    record: dict[str, Any]  # more keys of ladderize.yaml
     carried: list[Path]  # relative to the source
-    extra_files: dict[str, str]  # name -> text
-    note: str  # a paragraph for the model card
     left_behind: list[str]
     remarks: list[str]
 
@@ -88,11 +83,7 @@ def make_plan(
     *,
     revision: str | None = None,
     overwrite: bool = False,
-    head_map: HeadMap | None = None,
-    replace: Mapping[str, TensorInfo] | None = None,
-    record: Mapping[str, Any] | None = None,
-    extra_files: Mapping[str, str] | None = None,
-    note: str = "",
+    changes: Changes,
 ) -> Plan:
     """Read and validate the source (headers only) and decide what to write; raises UserError or LayoutError."""
     folder, local = resolve_json(src, revision)
@@ -108,9 +99,10 @@ def make_plan(
             f"nothing to convert: {src} is a dense Llama; name layers with --ladder or --spd, or give a --recipe"
         )
     if recipe.head_map is not None:
-        if head_map is not None:
+        if changes.head_map is not None:
             raise UserError(f"the recipe names the head map {recipe.head_map}, and another is given; give one of them")
-        head_map = read_head_map(Path(recipe.head_map))
+        changes = dataclasses.replace(changes, head_map=read_head_map(Path(recipe.head_map)))
+    head_map = changes.head_map
     if head_map is not None:
         head_map.check(config)
         if after.sync_tp_size not in (None, head_map.sync_tp_size):
@@ -118,6 +110,9 @@ def make_plan(
                 f"the head map is for sync_tp_size {head_map.sync_tp_size}, but the layout has {after.sync_tp_size}"
             )
         recipe = dataclasses.replace(recipe, head_map=HEAD_MAP)
+        written = {HEAD_MAP: to_json(head_map.to_dict()) + "\n"}
+        changes = dataclasses.replace(changes, extra_files={**changes.extra_files, **written})
+    check_extra_files(changes.extra_files)
     if (folder / "adapter_config.json").is_file():
         raise UserError(
             f"{src} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then convert the result"
@@ -127,9 +122,7 @@ def make_plan(
     check_fingerprint(source, src, head_map, selection)
     limit = parse_size(recipe.max_shard_size) if recipe.max_shard_size else None
     moves = head_map.moves(config) if head_map is not None else None
-    shards = plan_shards(source, dtype=recipe.dtype, max_bytes=limit, moves=moves, replace=replace)
-    extra = dict(extra_files or {}) | ({HEAD_MAP: to_json(head_map.to_dict()) + "\n"} if head_map is not None else {})
-    check_extra_files(extra)
+    shards = plan_shards(source, dtype=recipe.dtype, max_bytes=limit, moves=moves, replace=changes.replace)
     carried, left_behind = sort_files(source)
     for path in [source.folder / name for name in source.weight_files] + [
         source.folder / relative for relative in carried
@@ -145,13 +138,9 @@ def make_plan(
         before=before,
         after=after,
         shards=shards,
-        permuted_layers=head_map.permuted_layers if head_map is not None else [],
-        replaced=sorted(replace or {}),
+        changes=changes,
         selection=selection,
-        record=dict(record or {}),
-        carried=[path for path in carried if str(path) not in extra],
-        extra_files=extra,
-        note=note,
+        carried=[path for path in carried if str(path) not in changes.extra_files],
         left_behind=left_behind,
         remarks=remarks,
     )

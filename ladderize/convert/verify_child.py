@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-def main() -> None:
+def load_as_a_stranger() -> None:
     folder, run = Path(sys.argv[1]), sys.argv[2] == "run"
     sys.modules["ladderize"] = None  # type: ignore[assignment]  # an import of it now fails
     sys.path.pop(0)  # this script's own folder
@@ -51,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    load_as_a_stranger()

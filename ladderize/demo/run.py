@@ -1,14 +1,17 @@
 """``ladderize demo``: convert the bundled model to four layouts, win two's accuracy back, evaluate all, and time them
 on the runtime."""
 
+import dataclasses
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ladderize.adapt.blockwise.documents import perplexity_rows
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.retrain.losses import Objective
@@ -24,10 +27,13 @@ from ladderize.eval.harness import evaluate_models
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import write_json
-from ladderize.runtime.bench.options import BenchArguments, plan
-from ladderize.runtime.bench.report import summary
+from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.plan import plan_bench
+from ladderize.runtime.bench.report import bench_summary
 from ladderize.runtime.bench.run import run_bench
-from ladderize.workflows.spd import SpdOptions, perplexity_rows, run_spd, spd_rows
+from ladderize.workflows.spd import SpdOptions, run_spd
+from ladderize.workflows.spd_document import spd_rows
 
 HERE = Path(__file__).parent
 MODEL, TASKS = HERE / "model", HERE / "tasks"
@@ -39,10 +45,10 @@ RECIPES = {
 }
 QUICK_RECIPES = ("ladder-all", "spd-all")
 # What a group of 4 on PCIe would gain, and the runtime at work on 2 processes of this machine, whose shared memory
-# leaves little to gain
-BENCHES: dict[str, dict[str, Any]] = {
-    "bench-emulated-tp4": {"emulate_tp": 4, "link": "nccl_pcie"},
-    "bench-tp2": {"tp_size": 2},
+# leaves little to gain: options and link
+BENCHES: dict[str, tuple[BenchOptions, str | None]] = {
+    "bench-emulated-tp4": (BenchOptions(prompt_len=64, emulate_tp=4), "nccl_pcie"),
+    "bench-tp2": (BenchOptions(prompt_len=64, tp_size=2), None),
 }
 HELDOUT_DOCUMENTS = 200
 RETRAINED, DISTILLED = "ladder-all-adapted", "spd-all-adapted"
@@ -53,7 +59,7 @@ SEQ_LEN, LR = 128, 1e-3
 @dataclass(frozen=True)
 class DemoSize:
     """How much is done of each step. samples, epochs: of distillation; max_tokens: of retraining. limit: samples of
-    each task. bench: more arguments of the benchmarks."""
+    each task. warmup, repeat: rounds of the benchmarks."""
 
     recipes: tuple[str, ...]
     verify: bool
@@ -61,13 +67,14 @@ class DemoSize:
     epochs: int
     max_tokens: int
     limit: int | None
-    bench: dict[str, Any]
+    warmup: int = BenchOptions.warmup
+    repeat: int = BenchOptions.repeat
 
     @classmethod
     def of(cls, quick: bool) -> "DemoSize":
         if quick:
-            return cls(QUICK_RECIPES, False, 64, 1, 10_000, limit=20, bench={"repeat": 1, "warmup": 1})
-        return cls(tuple(RECIPES), True, 1024, 2, 400_000, limit=None, bench={})
+            return cls(QUICK_RECIPES, False, 64, 1, 10_000, limit=20, warmup=1, repeat=1)
+        return cls(tuple(RECIPES), True, 1024, 2, 400_000, limit=None)
 
 
 def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, Any]:
@@ -88,10 +95,10 @@ def run_demo(out: Path | None, *, quick: bool, console: Console) -> dict[str, An
         ]
         results = _evaluate([*models, *adapted], folder, size, console)
         benches = {
-            name: _bench(models, folder / f"{name}.json", arguments | size.bench, console)
-            for name, arguments in BENCHES.items()
+            name: _bench(models, folder / f"{name}.json", options, link, size, console)
+            for name, (options, link) in BENCHES.items()
         }
-        return {**results.to_dict(), "benches": benches}
+        return {**results.to_dict(), "benches": {name: document.to_dict() for name, document in benches.items()}}
 
 
 def empty_folder(path: Path) -> Path:
@@ -109,7 +116,11 @@ def write_documents(path: Path, count: int, *, test: bool, seed: int) -> Path:
 
 
 def command_line(recipe: Recipe) -> str:
-    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in recipe.to_dict().items())
+    return _options_said(recipe.to_dict())
+
+
+def _options_said(values: Mapping[str, object]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
 
 
 def _convert(folder: Path, size: DemoSize, console: Console) -> list[str]:
@@ -141,9 +152,10 @@ def _distil(dense: str, folder: Path, data: str, size: DemoSize, console: Consol
         f" {size.samples} ..."
     )
     document = run_spd(dense, out, options, console=console, verify=size.verify)
-    console.result(f"{DISTILLED:19} {document['layout']}\n")
+    assert document is not None  # which it is on other ranks than 0
+    console.result(f"{DISTILLED:19} {document.layout}\n")
     console.result(table(spd_rows(document), right=["block", "S"]) + "\n")
-    console.result(table(perplexity_rows(document["perplexity"]), right=["perplexity", "stderr", "difference"]))
+    console.result(table(perplexity_rows(document.perplexity), right=["perplexity", "stderr", "difference"]))
     return out
 
 
@@ -197,13 +209,15 @@ def _evaluate(models: list[str], folder: Path, size: DemoSize, console: Console)
     return results
 
 
-def _bench(models: list[str], out: Path, arguments: dict[str, Any], console: Console) -> dict[str, Any]:
+def _bench(
+    models: list[str], out: Path, options: BenchOptions, link: str | None, size: DemoSize, console: Console
+) -> BenchDocument:
     """`ladderize bench`, its JSON written to ``out``."""
-    arguments = {"prompt_len": 64, **arguments}
-    said = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in arguments.items())
-    console.status(f"$ ladderize bench {' '.join(models)} {said} --out {out}")
-    specs, options = plan(BenchArguments(models=tuple(models), **arguments))
-    document = run_bench(specs, options, console)
-    write_json(out, document)
-    console.result("\n" + summary(document))
+    options = dataclasses.replace(options, warmup=size.warmup, repeat=size.repeat)
+    said = {name: value for name, value in vars(options).items() if value != getattr(BenchOptions, name)}
+    said |= {"link": link} if link is not None else {}
+    console.status(f"$ ladderize bench {' '.join(models)} {_options_said(said)} --out {out}")
+    document = run_bench(plan_bench(ModelChoice(tuple(models)), options, link), console)
+    write_json(out, document.to_dict())
+    console.result("\n" + bench_summary(document))
     return document

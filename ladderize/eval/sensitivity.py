@@ -105,6 +105,7 @@ def measure_sensitivity(
     *,
     console: Console,
     windows: np.ndarray | None = None,
+    sha256: str | None = None,
     previous: Mapping[str, Any] | None = None,
     save: Callable[[Mapping[str, Any]], None] = lambda content: None,
 ) -> SensitivityDocument:
@@ -112,7 +113,7 @@ def measure_sensitivity(
 
     ``save`` gets the content of the file every few seconds. ``previous``: the content of an unfinished run's, whose
     rows are taken over; raises UserError if it measured anything else. windows: ids [samples, seq_len] that were read
-    from the data before.
+    from the data before; sha256: of those data, if they are no single file.
     """
     checkpoint = open_checkpoint(model, options.revision)
     check_measurable(checkpoint, model, options)
@@ -120,7 +121,7 @@ def measure_sensitivity(
         windows = read_windows(
             checkpoint, options.data, seq_len=options.seq_len, samples=options.samples, seed=options.seed
         )
-    run = sensitivity_run(checkpoint, model, options, windows)
+    run = sensitivity_run(checkpoint, model, options, windows, sha256)
     layers = int(checkpoint.config["num_hidden_layers"])
     rows = _rows_of(previous, run, layers) if previous is not None else []
     if len(rows) < len(windows):
@@ -180,7 +181,7 @@ def check_measurable(checkpoint: Checkpoint, model: str, options: SensitivityOpt
 
 
 def sensitivity_run(
-    checkpoint: Checkpoint, model: str, options: SensitivityOptions, windows: np.ndarray
+    checkpoint: Checkpoint, model: str, options: SensitivityOptions, windows: np.ndarray, sha256: str | None
 ) -> SensitivityRun:
     """What is measured, on what. windows: int64 [samples, seq_len]."""
     return SensitivityRun(
@@ -190,7 +191,7 @@ def sensitivity_run(
         parameters=parameter_count(checkpoint.config),
         data=CalibrationData(
             file=options.data,
-            sha256=data.file_sha256(options.data),
+            sha256=sha256 or data.file_sha256(options.data),
             samples=len(windows),
             seq_len=windows.shape[1],
             seed=options.seed,

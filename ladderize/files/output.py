@@ -20,7 +20,7 @@ from pathlib import Path
 from ladderize.console import UserError
 from ladderize.files.locks import fsync, fsync_tree, try_lock
 
-CHUNK = 64 << 20
+COPIED_AT_ONCE = 64 << 20
 AT_FDCWD, RENAME_EXCHANGE, FICLONE = -100, 2, 0x40049409
 
 
@@ -263,7 +263,7 @@ def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int],
 def _move(reader: RawIOBase, writer: BufferedIOBase) -> int:
     """Copy the next chunk, inside the kernel where it can; returns how many bytes, 0 at the end."""
     try:
-        return os.copy_file_range(reader.fileno(), writer.fileno(), CHUNK)
+        return os.copy_file_range(reader.fileno(), writer.fileno(), COPIED_AT_ONCE)
     except (AttributeError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (
             errno.EXDEV,
@@ -272,7 +272,7 @@ def _move(reader: RawIOBase, writer: BufferedIOBase) -> int:
             errno.EOPNOTSUPP,
         ):
             raise
-        moved = writer.write(reader.read(CHUNK) or b"")
+        moved = writer.write(reader.read(COPIED_AT_ONCE) or b"")
         writer.flush()
         return moved
 

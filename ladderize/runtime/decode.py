@@ -70,10 +70,11 @@ def rope_table(config: dict[str, object], positions: int, device: torch.device) 
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     known = LlamaConfig.from_dict(config)
-    kind = (known.rope_parameters or {}).get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
+    rope_type = (known.rope_parameters or {}).get("rope_type", "default")
+    if rope_type in ("dynamic", "longrope"):
         raise UserError(
-            f"config.json: rope_type {kind} changes with the length of the text, which the runtime does not support"
+            f"config.json: rope_type {rope_type} changes with the length of the text, which the runtime does not"
+            " support"
         )
     cos, sin = LlamaRotaryEmbedding(known)(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
     half = cos.shape[-1] // 2  # the two halves of a head turn alike
@@ -126,27 +127,27 @@ class Generator:
                 tokens, dtype=torch.bool, device=self.device
             )
             mask, positions = mask[:, None], (columns[None] - padding[:, None]).clamp(min=0)
-        step = Step(_turn(self.rope, positions), 0, 0, mask, causal=mask is None)
+        step = Step(_rope_factors(self.rope, positions), 0, 0, mask, causal=mask is None)
         return self.model.forward(ids, step, self.cache)
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
         """Append one token to each row: [batch] -> logits [batch, vocab] of the next."""
         if self.position >= self.cache.columns:
             raise UserError(f"the cache of {self.cache.columns} positions is full")
-        where, self.position = self.position, self.position + 1
+        position, self.position = self.position, self.position + 1
         if self.graphs:
             length = min(self.cache.columns, -(-self.position // BUCKET) * BUCKET)
             if length not in self._captured:
                 self._pool = self._pool or torch.cuda.graph_pool_handle()
                 self._captured[length] = CapturedStep(self, length, self._pool)
-            return self._captured[length].replay(tokens, where, self.padding)
+            return self._captured[length].replay(tokens, position, self.padding)
         if self.padding is None:
-            step = Step(self.rope[where][None, None, None], where, self.position)
+            step = Step(self.rope[position][None, None, None], position, self.position)
         else:
             columns = torch.arange(self.position, device=self.device)
             mask = (columns[None] >= self.padding[:, None])[:, None, None]
-            positions = (where - self.padding)[:, None]
-            step = Step(_turn(self.rope, positions), where, self.position, mask)
+            positions = (position - self.padding)[:, None]
+            step = Step(_rope_factors(self.rope, positions), position, self.position, mask)
         return self.model.logits(self.model.forward(tokens[:, None], step, self.cache))[:, 0]
 
     def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
@@ -174,22 +175,22 @@ class FixedStep:
         batch, device = generator.cache.keys.shape[1], generator.device
         self.model, self.rope, self.cache, self.length = generator.model, generator.rope, generator.cache, length
         self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.where = torch.zeros(1, dtype=torch.long, device=device)
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.padding = torch.zeros(batch, dtype=torch.long, device=device)
         self.columns = torch.arange(length, device=device)
 
-    def set(self, tokens: Tensor, where: int, padding: Tensor | None) -> None:
+    def set(self, tokens: Tensor, position: int, padding: Tensor | None) -> None:
         self.tokens.copy_(tokens[:, None])
-        self.where.fill_(where)
+        self.position.fill_(position)
         if padding is None:
             self.padding.zero_()
         else:
             self.padding.copy_(padding)
 
     def run(self) -> Tensor:
-        seen = (self.columns <= self.where) & (self.columns[None] >= self.padding[:, None])
-        positions = (self.where - self.padding)[:, None].clamp(min=0)
-        step = Step(_turn(self.rope, positions), self.where, self.length, seen[:, None, None])
+        seen = (self.columns <= self.position) & (self.columns[None] >= self.padding[:, None])
+        positions = (self.position - self.padding)[:, None].clamp(min=0)
+        step = Step(_rope_factors(self.rope, positions), self.position, self.length, seen[:, None, None])
         return self.model.logits(self.model.forward(self.tokens, step, self.cache))[:, 0]
 
 
@@ -214,18 +215,18 @@ class CapturedStep(FixedStep):
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.logits = self.run()
 
-    def replay(self, tokens: Tensor, where: int, padding: Tensor | None) -> Tensor:
-        self.set(tokens, where, padding)
+    def replay(self, tokens: Tensor, position: int, padding: Tensor | None) -> Tensor:
+        self.set(tokens, position, padding)
         self.graph.replay()
         return self.logits
 
 
-def _turn(rope: Tensor, positions: Tensor) -> Tensor:
+def _rope_factors(rope: Tensor, positions: Tensor) -> Tensor:
     """[batch or 1, tokens] -> rope's factors [batch or 1, tokens, 1, head_dim / 2]."""
     return rope[positions].unsqueeze(2)
 
 
-def generate(
+def generate_tokens(
     generator: Generator,
     prompts: Sequence[Sequence[int]],
     *,

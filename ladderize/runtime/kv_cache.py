@@ -41,18 +41,18 @@ class KVCache:
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
-    def write(self, layer: int, where: int | Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [batch, heads, tokens, head_dim] from column ``where`` on.
+    def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [batch, heads, tokens, head_dim] from column ``columns`` on.
 
-        where: an int, or a tensor [tokens] of columns (no host sync, capturable in a CUDA graph).
+        columns: the first of them, or a tensor [tokens] of all (no host sync, capturable in a CUDA graph).
         """
-        if isinstance(where, int):
-            stop = where + keys.shape[2]
-            self.keys[layer, :, :, where:stop] = keys
-            self.values[layer, :, :, where:stop] = values
+        if isinstance(columns, int):
+            stop = columns + keys.shape[2]
+            self.keys[layer, :, :, columns:stop] = keys
+            self.values[layer, :, :, columns:stop] = values
         else:
-            self.keys[layer].index_copy_(2, where, keys.to(self.keys.dtype))
-            self.values[layer].index_copy_(2, where, values.to(self.values.dtype))
+            self.keys[layer].index_copy_(2, columns, keys.to(self.keys.dtype))
+            self.values[layer].index_copy_(2, columns, values.to(self.values.dtype))
 
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """The first ``length`` columns of keys and values."""

@@ -25,14 +25,14 @@ from ladderize.runtime.shards import Shape
 class Step:
     """Where the tokens of one forward pass stand.
 
-    turn: complex [batch or 1, tokens, 1, head_dim / 2], rope's factors. where: their first cache column, or a tensor
-    [tokens] of columns. length: the columns of the cache that attention sees; 0: a prompt, which sees itself alone.
-    mask: bool [batch or 1, 1, tokens, columns in view], True where a token may look; None: everything, or with
-    ``causal`` everything up to itself.
+    rope_factors: complex [batch or 1, tokens, 1, head_dim / 2]. columns: the first cache column of the tokens, or a
+    tensor [tokens] of their columns. length: the columns of the cache that attention sees; 0: a prompt, which sees
+    itself alone. mask: bool [batch or 1, 1, tokens, columns in view], True where a token may look; None: everything, or
+    with ``causal`` everything up to itself.
     """
 
-    turn: Tensor
-    where: int | Tensor
+    rope_factors: Tensor
+    columns: int | Tensor
     length: int
     mask: Tensor | None = None
     causal: bool = False
@@ -62,22 +62,22 @@ class TPLlama:
 
             partials = self.attention(index, layer, residual, step, cache)
             if pending is not None:  # after the compute: that is the overlap
-                residual = plus(residual + pending.wait(), pending_bias)
+                residual = add_bias(residual + pending.wait(), pending_bias)
                 pending = None
             carry = None
             if attention_sync == DROPPED:
-                carry, residual = partials, plus(residual, layer.o_bias)
+                carry, residual = partials, add_bias(residual, layer.o_bias)
             elif attention_sync == BLOCKING:
-                residual = plus(residual + self.collectives.all_reduce(partials[0]), layer.o_bias)
+                residual = add_bias(residual + self.collectives.all_reduce(partials[0]), layer.o_bias)
             else:
                 pending, pending_bias = self.collectives.all_reduce_async(partials[0]), layer.o_bias
 
             partial = self.mlp(layer, residual, carry)
             if pending is not None:
-                residual = plus(residual + pending.wait(), pending_bias)
+                residual = add_bias(residual + pending.wait(), pending_bias)
                 pending = None
             if mlp_sync == BLOCKING:
-                residual = plus(residual + self.collectives.all_reduce(partial), layer.down_bias)
+                residual = add_bias(residual + self.collectives.all_reduce(partial), layer.down_bias)
             else:
                 pending, pending_bias = self.collectives.all_reduce_async(partial), layer.down_bias
         return self.weights.norm(residual)  # the last MLP sync is blocking: nothing is pending
@@ -85,8 +85,8 @@ class TPLlama:
     def attention(self, index: int, layer: LayerWeights, x: Tensor, step: Step, cache: KVCache) -> list[Tensor]:
         """The partial sums of attention, without o_proj's bias: one, or one for each virtual rank that is computed
         apart."""
-        query, key, value = self.project(layer, x, step.turn, self.shape)
-        cache.write(index, step.where, key, value)
+        query, key, value = self.project(layer, x, step.rope_factors, self.shape)
+        cache.write(index, step.columns, key, value)
         if step.length:
             key, value = cache.read(index, step.length)
         else:
@@ -122,27 +122,27 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def plus(x: Tensor, bias: Tensor | None) -> Tensor:
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-def project(layer: LayerWeights, x: Tensor, turn: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+def project(layer: LayerWeights, x: Tensor, rope_factors: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [batch, own heads, tokens, head_dim], float32, of the residual stream [batch, tokens,
     hidden]."""
     fused = layer.qkv(layer.input_norm(x)).float().unflatten(-1, (-1, shape.head_dim))
-    turning, value = fused.split((shape.own_heads + shape.own_kv_heads, shape.own_kv_heads), 2)
-    query, key = rotate(turning, turn).split((shape.own_heads, shape.own_kv_heads), 2)
+    query_key, value = fused.split((shape.own_heads + shape.own_kv_heads, shape.own_kv_heads), 2)
+    query, key = rotate(query_key, rope_factors).split((shape.own_heads, shape.own_kv_heads), 2)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rope: neighbouring pairs of x [batch, tokens, heads, head_dim] as complex numbers, times ``turn`` (RoFormer,
-    arXiv 2104.09864)."""
+def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
+    """Rope: neighbouring pairs of x [batch, tokens, heads, head_dim] as complex numbers, times ``rope_factors``
+    (RoFormer, arXiv 2104.09864)."""
     pairs = x.unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
-        (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(turn).unbind(-1)
+        (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(rope_factors).unbind(-1)
         return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-    return torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2)
+    return torch.view_as_real(torch.view_as_complex(pairs) * rope_factors).flatten(-2)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

@@ -105,7 +105,7 @@ class Shape:
         return Slice(name, 0, start, min(self.vocab_start + self.own_vocab, self.vocab), rows=self.own_vocab)
 
 
-def check_tp_size(config: Mapping[str, Any], layout: Layout, tp_size: int, *, name: str = "--tp-size") -> None:
+def check_runnable(config: Mapping[str, Any], layout: Layout, tp_size: int, *, name: str = "--tp-size") -> None:
     """Raise LayoutError unless ``tp_size`` processes can run this model with this layout."""
     check_split(config, tp_size, name=name)
     if layout.sync_tp_size is not None and layout.sync_tp_size % tp_size:

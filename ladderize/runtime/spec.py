@@ -22,7 +22,7 @@ from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import Weights
 from ladderize.runtime.loader import CheckpointSource, RandomSource, files_identity, load_weights
 from ladderize.runtime.model import TPLlama
-from ladderize.runtime.shards import Shape, check_tp_size, virtual_ranks
+from ladderize.runtime.shards import Shape, check_runnable, virtual_ranks
 
 SHAPES = Path(__file__).parent / "shapes.json"
 RUN_DTYPES = ("float32", "bfloat16", "float16")
@@ -101,7 +101,7 @@ def _check(config: dict[str, Any], tp_size: int, option: str) -> Layout:
         raise UserError(f"config.json: hidden_act is {activation!r}; the runtime computes Llama's own, silu")
     layout = Layout.from_config(config)
     layout.check_model(config)
-    check_tp_size(config, layout, tp_size, name=option)
+    check_runnable(config, layout, tp_size, name=option)
     return layout
 
 
@@ -161,14 +161,14 @@ def open_generator(
     columns: int,
     *,
     compile: bool = False,
-    kind: type[TPLlama] = TPLlama,
+    model_class: type[TPLlama] = TPLlama,
     cache: KVCache | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Generator:
     """One rank of a checked model with a KV cache for ``batch`` rows of ``columns`` tokens; ``cache`` is used again if
     it fits."""
     shape, own = weights.get(spec, collectives.ranks, group.rank, advance)
-    model = kind(shape, spec.layout, own, collectives, compile=compile)
+    model = model_class(shape, spec.layout, own, collectives, compile=compile)
     if cache is None or not cache.fits(shape, batch, columns, spec.torch_dtype):
         cache = KVCache.allocate(shape, batch, columns, spec.torch_dtype, group.device)
     return Generator(model, rope_table(spec.config, columns, group.device), cache, graphs=group.device.type == "cuda")

@@ -6,10 +6,8 @@ distilled; those above have their heads grouped first. With the criterion ``erro
 that is distilled: it costs nothing at inference.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from ladderize.adapt.blockwise.block_trainer import StudentBlocks
 from ladderize.adapt.blockwise.distill import distill
-from ladderize.adapt.blockwise.documents import perplexity_rows, training_record
+from ladderize.adapt.blockwise.documents import TrainingRecord
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_assignment import Units
 from ladderize.adapt.blockwise.head_grouping import group_heads, grouping_seconds
@@ -26,6 +24,7 @@ from ladderize.adapt.blockwise.run import announce_distillation, heldout_perplex
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, human_seconds, to_json
+from ladderize.convert.changes import Changes
 from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
 from ladderize.convert.llama import kv_head_count
@@ -34,6 +33,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection
 from ladderize.convert.sensitivity_file import CLASSES, IN_SENSITIVE
 from ladderize.eval.options import SensitivityOptions
+from ladderize.eval.results import Perplexity
 from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.files import output
 from ladderize.files.documents import read_json, write_json
@@ -41,9 +41,9 @@ from ladderize.files.work import work_folder
 from ladderize.layout import Layout, check_split, format_ranges
 from ladderize.ranks.group import join_ranks
 from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
+from ladderize.workflows.spd_document import SpdBlock, SpdDocument
 
 CALIBRATION_SAMPLES = 128  # the paper's
-__all__ = ["SpdOptions", "perplexity_rows", "run_spd", "spd_rows"]
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ class SpdOptions:
 
 def run_spd(
     model: str, out: str, options: SpdOptions, *, console: Console, overwrite: bool = False, verify: bool = True
-) -> dict[str, Any]:
-    """From the dense ``model`` to the SPD checkpoint ``out``; returns the document of spd.json.
+) -> SpdDocument | None:
+    """From the dense ``model`` to the SPD checkpoint ``out``; returns the document of spd.json, on other ranks than 0
+    None.
 
     Every step is kept in a work folder until OUT is there, so a killed run goes on. Of several processes (accelerate
     launch, torchrun) rank 0 measures and groups, and all distil.
@@ -95,14 +96,14 @@ def run_spd(
     dtype = compute_dtype(training.dtype, stored_dtype(checkpoint))
     teacher = Blocks(checkpoint, dtype, ranks.device)
     stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), ranks.device)
-    record = training_record(windows, training, dtype)
+    record = TrainingRecord.of(windows, training, dtype)
     identity = {
         "method": "spd",
         "model": fingerprint(checkpoint),
         "sync_tp_size": options.sync_tp_size,
-        "dtype": record["dtype"],
+        "dtype": record.dtype,
         "calibration": {
-            "sha256": record["data"]["sha256"],
+            "sha256": record.data.sha256,
             "windows": list(calibration.shape),
             "seed": training.distill.seed,
         },
@@ -113,7 +114,7 @@ def run_spd(
         with ranks.main_first():
             if ranks.is_main:
                 announce_most(teacher, stored, windows, options, console)
-                measure(model, options, calibration, dtype, ranks.device, work, console)
+                measure(model, options, calibration, record, ranks.device, work, console)
         resolved, selection = recipe.resolve(layout)
         assert selection is not None
         layout = resolved.layout(layout)
@@ -123,18 +124,29 @@ def run_spd(
             layout, tuple(to_distil(selection, options)), lambda layer: permuted(stored, layer, head_map)
         )
         distill(
-            teacher, student, windows, training.distill, work, console, about=record, rank=ranks.rank, ranks=ranks.size
+            teacher,
+            student,
+            windows,
+            training.distill,
+            work,
+            console,
+            about=record.to_dict(),
+            rank=ranks.rank,
+            ranks=ranks.size,
         )
         ranks.barrier()
         if not ranks.is_main:
-            return {}
-        document = {
-            "model": model, "out": out, "layout": str(layout), **layout.to_config(),
-            "spd_selection": selection.to_dict(),
-            "perplexity": perplexities(teacher, layout, head_map, work, student, windows.heldout),
-            "blocks": block_table(selection, head_map, work, student),
-            **record,
-        }  # fmt: skip
+            return None
+        document = SpdDocument(
+            model=model,
+            out=out,
+            layout=str(layout),
+            **layout.to_config(),
+            spd_selection=selection,
+            perplexity=perplexities(teacher, layout, head_map, work, student, windows.heldout),
+            blocks=block_table(selection, head_map, work, student),
+            **vars(record),
+        )
         convert_checkpoint(
             model,
             out,
@@ -142,14 +154,18 @@ def run_spd(
             revision=options.revision,
             overwrite=overwrite,
             verify=verify,
-            head_map=head_map,
-            replace=work.tensors(student.layers),
+            changes=Changes(
+                head_map=head_map,
+                replace=work.tensors(student.layers),
+                record={"distillation": {"layers": format_ranges(student.layers), **record.to_dict()}}
+                if student.layers
+                else {},
+                extra_files={
+                    "sensitivity.json": (folder / "sensitivity.json").read_text(),
+                    "spd.json": to_json(document.to_dict()) + "\n",
+                },
+            ),
             console=console,
-            record={"distillation": {"layers": format_ranges(student.layers), **record}} if student.layers else None,
-            extra_files={
-                "sensitivity.json": (folder / "sensitivity.json").read_text(),
-                "spd.json": to_json(document) + "\n",
-            },
         )
         work.remove()
     return document
@@ -182,7 +198,7 @@ def measure(
     model: str,
     options: SpdOptions,
     calibration: np.ndarray,
-    dtype: torch.dtype,
+    record: TrainingRecord,
     device: torch.device,
     work: BlockFolder,
     console: Console,
@@ -195,7 +211,7 @@ def measure(
         seed=training.distill.seed,
         tau1=options.tau1,
         tau2=options.tau2,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=record.dtype,
         device=str(device),
         revision=options.revision,
     )
@@ -204,6 +220,7 @@ def measure(
         model,
         asked,
         windows=calibration,
+        sha256=record.data.sha256,
         console=console,
         previous=previous,
         save=lambda document: write_json(path, document),
@@ -269,7 +286,7 @@ def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, 
 
 def perplexities(
     blocks: Blocks, layout: Layout, head_map: HeadMap | None, work: BlockFolder, student: StudentBlocks, heldout: Tensor
-) -> dict[str, Any]:
+) -> dict[str, Perplexity]:
     """Held-out perplexity of the dense model and after each step."""
     dense = Layout.dense(layout.num_layers)
     variants = {
@@ -289,41 +306,16 @@ def perplexities(
 
 def block_table(
     selection: Selection, head_map: HeadMap | None, work: BlockFolder, student: StudentBlocks
-) -> list[dict[str, Any]]:
+) -> list[SpdBlock]:
     """What each block got and why, with the figures of each step."""
     table = []
     for entry in selection.blocks:
         block = entry.block
-        grouping = head_map.report.get(block) if head_map is not None else None
         table.append(
-            {
-                **entry.to_dict(),
-                "grouping": grouping.to_dict() if grouping is not None else None,
-                "distillation": work.report(block) if block in student.layers else None,
-            }
+            SpdBlock(
+                **vars(entry),
+                grouping=head_map.report.get(block) if head_map is not None else None,
+                distillation=work.report(block) if block in student.layers else None,
+            )
         )
     return table
-
-
-def spd_rows(document: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What each block got, for people."""
-    rows = []
-    for row in document["blocks"]:
-        grouping, distillation = row["grouping"], row["distillation"]
-        rows.append(
-            {
-                "block": str(row["block"]),
-                "S": f"{row['sensitivity']:+.4f}",
-                "class": row["class"],
-                "attention sync": "dropped" if row["dropped"] else "kept",
-                "heads grouped: error": (
-                    f"{grouping['error_before']:.2e} to {grouping['error_after']:.2e}" if grouping else ""
-                ),
-                "distilled: share lost": (
-                    f"{distillation['share_lost_before']:.2%} to {distillation['share_lost_after']:.2%}"
-                    if distillation
-                    else ""
-                ),
-            }
-        )
-    return rows

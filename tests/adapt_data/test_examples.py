@@ -166,7 +166,7 @@ def test_bad_rows(values, message):
 def test_what_no_skipping_mends(tokenizer):
     with pytest.raises(UserError, match="there: holds the token id 9, but the model's vocabulary ends at 8"):
         encode(None, {"input_ids": [3, 9]}, vocab_size=9)
-    with pytest.raises(UserError, match="there: text, but the model has no tokenizer"):
+    with pytest.raises(UserError, match="there is text, but the model has no tokenizer"):
         encode(None, {"text": "x"})
     with pytest.raises(UserError, match="--seq-len 1"):
         encode(None, {"input_ids": [3, 9]}, seq_len=1)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.engine import Engine
-from ladderize.adapt.retrain.outcome import read_metrics
+from ladderize.adapt.retrain.metrics import read_metrics
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.console import UserError
 from ladderize.convert.pipeline import convert_checkpoint

@@ -4,11 +4,11 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ladderize.adapt.blockwise.documents import BlockReport
 from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair
 from ladderize.adapt.blockwise.options import DistillOptions
 from ladderize.blocks import Blocks, State, complete
@@ -83,7 +83,7 @@ class BlockTrainer:
             total += float(difference.square().mean()) * len(rows)
         return total / len(self.heldout)
 
-    def train(self, advance: Callable[[int], None]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def train(self, advance: Callable[[int], None]) -> tuple[dict[str, Tensor], BlockReport]:
         """Returns the best weights seen, in the dtype that is stored, and a report. Never worse on held-out windows
         than before."""
         options, begin = self.options, time.perf_counter()
@@ -97,7 +97,7 @@ class BlockTrainer:
         generator = torch.Generator().manual_seed(
             options.seed * 10_007 + self.index
         )  # the same whatever was trained before
-        best, best_weights, best_step, step, curve = before, self.initial, 0, 0, [[0, before]]
+        best, best_weights, best_step, step, curve = before, self.initial, 0, 0, [(0, before)]
         while step < total and step - best_step <= options.patience * per_epoch:
             for rows in self.trained[torch.randperm(len(self.trained), generator=generator)].split(self.batch_size):
                 self._check(self.step(optimizer, rows), step)
@@ -107,24 +107,24 @@ class BlockTrainer:
                 if step % every == 0 or step == total:
                     value = self.heldout_loss()
                     self._check(value, step)
-                    curve.append([step, value])
+                    curve.append((step, value))
                     if value < best:
                         best, best_step, best_weights = value, step, self._stored()
         advance(total - step)
         after, best_weights = self._confirmed(best_weights, before)
         own = self.own_part()
-        return best_weights, {
-            "block": self.index,
-            "loss_before": before,
-            "loss_after": after,
-            "share_lost_before": before / own,
-            "share_lost_after": after / own,
-            "steps": step,
-            "best_step": best_step,
-            "stopped_early": step < total,
-            "seconds": time.perf_counter() - begin,
-            "curve": curve,
-        }
+        return best_weights, BlockReport(
+            block=self.index,
+            loss_before=before,
+            loss_after=after,
+            share_lost_before=before / own,
+            share_lost_after=after / own,
+            steps=step,
+            best_step=best_step,
+            stopped_early=step < total,
+            seconds=time.perf_counter() - begin,
+            curve=curve,
+        )
 
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(

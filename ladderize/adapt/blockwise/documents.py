@@ -1,54 +1,114 @@
-"""distillation.json: what became of each block."""
+"""distillation.json: what became of each block, and what it cost and won."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from ladderize import data
-from ladderize.adapt.blockwise.options import BlockwiseOptions
+from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillSettings
 from ladderize.adapt.blockwise.windows import Windows
+from ladderize.adapt.data.sources import source_sha256
+from ladderize.eval.perplexity import Perplexity
+from ladderize.files.records import Record
 
 
-def training_record(windows: Windows, options: BlockwiseOptions, dtype: torch.dtype) -> dict[str, Any]:
-    """What training depends on besides the models: for ladderize.yaml, and for a killed run to know itself."""
-    return {
-        "data": {
-            "file": options.data,
-            "sha256": data.file_sha256(options.data),
-            "samples": len(windows.train),
-            "heldout": len(windows.heldout),
-            "seq_len": windows.train.shape[1],
-        },
-        "options": options.distill.record(),
-        "dtype": str(dtype).removeprefix("torch."),
-    }
+@dataclass(frozen=True)
+class BlockReport(Record):
+    """A block's training. loss: held-out mean squared difference to the dense block's output; share_lost: of what the
+    dense block adds to the stream. after: of the weights as they are stored. curve: [step, held-out loss]."""
+
+    block: int
+    loss_before: float
+    loss_after: float
+    share_lost_before: float
+    share_lost_after: float
+    steps: int
+    best_step: int
+    stopped_early: bool
+    seconds: float
+    curve: list[tuple[int, float]]
 
 
-def distillation_rows(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+@dataclass(frozen=True)
+class WindowData(Record):
+    """The data and its windows. samples: to train on. seq_len: tokens of each."""
+
+    file: str
+    sha256: str
+    samples: int
+    heldout: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class TrainingRecord(Record):
+    """What training depends on besides the models: for ladderize.yaml, and for a killed run to know itself. dtype: what
+    is computed in."""
+
+    data: WindowData
+    options: DistillSettings
+    dtype: str
+
+    @classmethod
+    def of(cls, windows: Windows, options: BlockwiseOptions, dtype: torch.dtype) -> "TrainingRecord":
+        """Reads all data once."""
+        sizes = len(windows.train), len(windows.heldout), windows.train.shape[1]
+        data = WindowData(options.data, source_sha256(options.source), *sizes)
+        return cls(data, options.distill.settings(), str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class BlockwiseRun(Record):
+    """What a run was about; the models by their fingerprints."""
+
+    method: str
+    model: str
+    teacher: str
+
+
+@dataclass(frozen=True)
+class Distillation(Record):
+    """The document; docs/files.md says what the keys mean."""
+
+    model: str
+    teacher: str
+    out: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    fingerprints: BlockwiseRun
+    data: WindowData
+    options: DistillSettings
+    dtype: str
+    blocks: list[BlockReport]
+    heldout_perplexity: dict[str, Perplexity]
+
+
+def distillation_rows(reports: Sequence[BlockReport]) -> list[dict[str, str]]:
     """A table of blocks for people."""
     return [
         {
-            "block": str(report["block"]),
-            "loss before": f"{report['loss_before']:.3e}",
-            "after": f"{report['loss_after']:.3e}",
-            "lost before": f"{report['share_lost_before']:.2%}",
-            "lost after": f"{report['share_lost_after']:.2%}",
-            "steps": str(report["steps"]) + (" (stopped early)" if report["stopped_early"] else ""),
+            "block": str(report.block),
+            "loss before": f"{report.loss_before:.3e}",
+            "after": f"{report.loss_after:.3e}",
+            "lost before": f"{report.share_lost_before:.2%}",
+            "lost after": f"{report.share_lost_after:.2%}",
+            "steps": str(report.steps) + (" (stopped early)" if report.stopped_early else ""),
         }
         for report in reports
     ]
 
 
-def perplexity_rows(perplexities: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+def perplexity_rows(perplexities: Mapping[str, Perplexity]) -> list[dict[str, str]]:
     """Held-out perplexities beside the first, the dense model's, for people."""
-    dense = next(iter(perplexities.values()))["perplexity"]
+    dense = next(iter(perplexities.values())).perplexity
     return [
         {
             "held out": name,
-            "perplexity": f"{value['perplexity']:.4f}",
-            "stderr": "" if value["stderr"] is None else f"{value['stderr']:.4f}",
-            "difference": "" if number == 0 else f"{value['perplexity'] - dense:+.4f}",
+            "perplexity": f"{value.perplexity:.4f}",
+            "stderr": "" if value.stderr is None else f"{value.stderr:.4f}",
+            "difference": "" if number == 0 else f"{value.perplexity - dense:+.4f}",
         }
         for number, (name, value) in enumerate(perplexities.items())
     ]

@@ -2,16 +2,16 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ladderize.adapt.blockwise.documents import BlockReport
 from ladderize.console import UserError
 from ladderize.convert.checkpoint import TensorInfo, read_header
+from ladderize.convert.tensors import TensorReader, locate_tensors
 from ladderize.files.locks import fsync
 from ladderize.files.work import WorkFolder
 
@@ -40,12 +40,12 @@ class BlockFolder(WorkFolder):
         except (FileNotFoundError, UserError, SafetensorError, KeyError):
             return False
 
-    def save(self, layer: int, weights: Mapping[str, Tensor], report: Mapping[str, Any], key: str) -> None:
+    def save(self, layer: int, weights: Mapping[str, Tensor], report: BlockReport, key: str) -> None:
         """Whole or not at all: written beside its place, then renamed."""
         temporary = self.path(layer).with_suffix(".part")
         tensors = {f"model.layers.{layer}.{name}": tensor.contiguous().cpu() for name, tensor in weights.items()}
         try:
-            save_file(tensors, temporary, metadata={"report": json.dumps(report), "key": key})
+            save_file(tensors, temporary, metadata={"report": json.dumps(report.to_dict()), "key": key})
         except SafetensorError as error:
             temporary.unlink(missing_ok=True)
             raise UserError(f"block {layer} cannot be saved in {self.folder}: {error}") from None
@@ -56,20 +56,19 @@ class BlockFolder(WorkFolder):
         with safe_open(self.path(layer), framework="pt") as file:
             return file.metadata() or {}
 
-    def report(self, layer: int) -> dict[str, Any]:
+    def report(self, layer: int) -> BlockReport:
         """What ``save`` was told about this block."""
-        report: dict[str, Any] = json.loads(self._metadata(layer)["report"])
-        return report
+        return BlockReport.from_dict(json.loads(self._metadata(layer)["report"]), f"the report in {self.path(layer)}")
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         """The trained weights by their names within the layer."""
-        with safe_open(self.path(layer), framework="pt") as file:
-            return {name.removeprefix(f"model.layers.{layer}."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        prefix, reader = f"model.layers.{layer}.", TensorReader(self.folder)
+        infos = read_header(self.folder, self.path(layer).name)
+        return {name.removeprefix(prefix): reader.read(info) for name, info in infos.items()}
 
     def tensors(self, layers: Sequence[int]) -> dict[str, TensorInfo]:
         """Where every trained tensor lies, for the converter."""
         found: dict[str, TensorInfo] = {}
         for layer in layers:
-            path = self.path(layer).resolve()
-            found |= {name: replace(info, file=str(path)) for name, info in read_header(path.parent, path.name).items()}
+            found |= locate_tensors(self.path(layer))
         return found

@@ -1,8 +1,11 @@
 """What block-to-block distillation is asked to do."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+
+from ladderize.adapt.data.sources import SourceSpec, parse_specs
+from ladderize.console import UsageError
+from ladderize.files.records import Record
 
 # The paper's learning rate at LLaMA2-7B's width; a step of Adam moves a sum over twice the width twice as far.
 PAPERS_LR, PAPERS_WIDTH = 5e-5, 4096
@@ -12,21 +15,28 @@ DEFAULT_SAMPLES, DEFAULT_HELDOUT = 1024, 64
 
 
 @dataclass(frozen=True)
-class DistillOptions:
-    """epochs: at most; training ends when ``patience`` epochs brought no better held-out loss. lr, batch_size: None
-    takes the default for the model's width and the windows' length. max_memory: bytes of teacher states before they go
-    to disk."""
+class DistillSettings(Record):
+    """What decides a block's result: for the record, and for a killed run to know its work.
+
+    epochs: at most; training ends when ``patience`` epochs brought no better held-out loss. lr, batch_size: None takes
+    the default for the model's width and the windows' length.
+    """
 
     epochs: int = 10
     patience: int = 2
     lr: float | None = None
     batch_size: int | None = None
-    max_memory: int = 8_000_000_000
     seed: int = 0
 
-    def record(self) -> dict[str, Any]:
-        """What decides the result, for the record and for resuming: not how much memory it may take."""
-        return {key: value for key, value in asdict(self).items() if key != "max_memory"}
+
+@dataclass(frozen=True)
+class DistillOptions(DistillSettings):
+    """max_memory: bytes of teacher states before they go to disk, which decides nothing."""
+
+    max_memory: int = 8_000_000_000
+
+    def settings(self) -> DistillSettings:
+        return DistillSettings(**{field.name: getattr(self, field.name) for field in fields(DistillSettings)})
 
     def resolve(self, hidden: int, seq_len: int) -> "DistillOptions":
         """The same with every default worked out."""
@@ -39,9 +49,9 @@ class DistillOptions:
 
 @dataclass(frozen=True)
 class BlockwiseOptions:
-    """See ``ladderize adapt --help``. samples, heldout: windows to train on and others to measure on; None: what the
-    data give, up to ``DEFAULT_SAMPLES`` and ``DEFAULT_HELDOUT``. layers: ranges; None: every layer that computes
-    something else than the teacher's."""
+    """See ``ladderize adapt --help``. data: one --data. samples, heldout: windows to train on and others to measure on;
+    None: what the data give, up to ``DEFAULT_SAMPLES`` and ``DEFAULT_HELDOUT``. layers: ranges; None: every layer that
+    computes something else than the teacher's. Raises UsageError for data that cannot be meant."""
 
     data: str
     samples: int | None = None
@@ -52,3 +62,14 @@ class BlockwiseOptions:
     dtype: str = "auto"
     device: str = "cpu"
     work_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.source.is_streamed:
+            raise UsageError(
+                f"{self.source.name} is streamed, and block-to-block distillation reads its data whole; give a file"
+            )
+
+    @property
+    def source(self) -> SourceSpec:
+        (spec,) = parse_specs([self.data])
+        return spec

@@ -4,23 +4,25 @@ anew."""
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ladderize.adapt.blockwise.block_trainer import StudentBlocks
 from ladderize.adapt.blockwise.distill import distill, estimate
-from ladderize.adapt.blockwise.documents import training_record
+from ladderize.adapt.blockwise.documents import BlockwiseRun, Distillation, TrainingRecord
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.options import TOKENS_PER_STEP, BlockwiseOptions
 from ladderize.adapt.blockwise.windows import Windows, training_windows
+from ladderize.adapt.methods import BLOCKS
 from ladderize.adapt.pair import check_pair
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_nlls
 from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
+from ladderize.convert.changes import Changes
 from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.eval.perplexity import perplexity_from_nlls
+from ladderize.eval.results import Perplexity
 from ladderize.files import output
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout, format_ranges, parse_ranges
@@ -30,7 +32,7 @@ from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 
 def heldout_perplexities(
     blocks: Blocks, variants: Mapping[str, Callable[[int], torch.nn.Module]], ids: torch.Tensor
-) -> dict[str, Any]:
+) -> dict[str, Perplexity]:
     """Perplexity of held-out windows under variants of a model, each given by its layers; one layer in memory at a
     time."""
     batch_size = max(1, 2 * TOKENS_PER_STEP // ids.shape[1])
@@ -38,7 +40,7 @@ def heldout_perplexities(
     for name, layer_at in variants.items():
         begin = time.perf_counter()
         nlls = window_nlls(blocks, layer_at, ids, batch_size=batch_size).numpy()
-        results[name] = vars(perplexity_from_nlls(nlls, list(ids.numpy()), time.perf_counter() - begin))
+        results[name] = perplexity_from_nlls(nlls, list(ids.numpy()), time.perf_counter() - begin)
     return results
 
 
@@ -66,9 +68,9 @@ def adapt_blocks(
     overwrite: bool = False,
     verify: bool = True,
     revision: str | None = None,
-) -> dict[str, Any]:
-    """Distil ``model``'s blocks against the dense ``teacher_name`` and write the result to ``out``; returns what was
-    done.
+) -> Distillation | None:
+    """Distil ``model``'s blocks against the dense ``teacher_name`` and write the result to ``out``; returns the
+    document of distillation.json, on other ranks than 0 None.
 
     Several processes (accelerate launch, torchrun) share the blocks out; rank 0 writes. A killed run goes on where it
     was.
@@ -86,14 +88,10 @@ def adapt_blocks(
     teacher, own = (Blocks(checkpoint, dtype, ranks.device) for checkpoint in (teacher_checkpoint, student_checkpoint))
     stored = Blocks(student_checkpoint, getattr(torch, stored_dtype(student_checkpoint)), ranks.device)
     student = StudentBlocks(layout, layers, stored.weights)
-    identity = {
-        "method": "blocks",
-        "model": fingerprint(student_checkpoint),
-        "teacher": fingerprint(teacher_checkpoint),
-    }
-    record = training_record(windows, options, dtype)
+    identity = BlockwiseRun(BLOCKS, fingerprint(student_checkpoint), fingerprint(teacher_checkpoint))
+    record = TrainingRecord.of(windows, options, dtype)
     with ranks.main_first():
-        work = BlockFolder(folder, identity, main=ranks.is_main)
+        work = BlockFolder(folder, identity.to_dict(), main=ranks.is_main)
     with work:
         if teacher.ends_differ(own):
             console.note(
@@ -102,11 +100,19 @@ def adapt_blocks(
             )
         announce_distillation(teacher, student, windows, options, console)
         distill(
-            teacher, student, windows, options.distill, work, console, about=record, rank=ranks.rank, ranks=ranks.size
+            teacher,
+            student,
+            windows,
+            options.distill,
+            work,
+            console,
+            about=record.to_dict(),
+            rank=ranks.rank,
+            ranks=ranks.size,
         )
         ranks.barrier()
         if not ranks.is_main:
-            return {}
+            return None
         dense = Layout.dense(layout.num_layers)
         perplexities = {
             **heldout_perplexities(teacher, {"dense": lambda layer: teacher.layer(layer, dense)}, windows.heldout),
@@ -121,17 +127,17 @@ def adapt_blocks(
                 windows.heldout,
             ),
         }
-        document = {
-            "model": model,
-            "teacher": teacher_name,
-            "out": out,
-            "layout": str(layout),
+        document = Distillation(
+            model=model,
+            teacher=teacher_name,
+            out=out,
+            layout=str(layout),
             **layout.to_config(),
-            "fingerprints": identity,
-            **record,
-            "blocks": [work.report(layer) for layer in layers],
-            "heldout_perplexity": perplexities,
-        }
+            fingerprints=identity,
+            **vars(record),
+            blocks=[work.report(layer) for layer in layers],
+            heldout_perplexity=perplexities,
+        )
         convert_checkpoint(
             model,
             out,
@@ -139,17 +145,19 @@ def adapt_blocks(
             revision=revision,
             overwrite=overwrite,
             verify=verify,
-            replace=work.tensors(layers),
+            changes=Changes(
+                replace=work.tensors(layers),
+                record={
+                    "distillation": {
+                        "teacher": teacher_name,
+                        "fingerprints": identity.to_dict(),
+                        "layers": format_ranges(layers),
+                        **record.to_dict(),
+                    }
+                },
+                extra_files={"distillation.json": to_json(document.to_dict()) + "\n"},
+            ),
             console=console,
-            record={
-                "distillation": {
-                    "teacher": teacher_name,
-                    "fingerprints": identity,
-                    "layers": format_ranges(layers),
-                    **record,
-                }
-            },
-            extra_files={"distillation.json": to_json(document) + "\n"},
         )
         work.remove()
     return document

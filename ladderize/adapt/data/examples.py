@@ -19,6 +19,7 @@ import numpy as np
 from ladderize.adapt.data.chat import ChatTemplate
 from ladderize.adapt.data.formats import BadRow, Row, check_row, read_ids, read_messages
 from ladderize.console import UserError
+from ladderize.data import need_tokenizer, text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,22 +92,14 @@ class Encoder:
         if name == "prompt":
             return self._cut_off(*self._completion(row), row.origin)
         if self._chat is None:
-            self._chat = ChatTemplate(self._need_tokenizer(row), row.origin)
+            self._chat = ChatTemplate(need_tokenizer(self.tokenizer, row.origin), row.origin)
         return self._cut_off(*self._chat.encode(read_messages(row, name), row.origin), row.origin)
-
-    def _need_tokenizer(self, row: Row) -> "PreTrainedTokenizerBase":
-        if self.tokenizer is None:
-            raise UserError(
-                f"{row.origin}: text, but the model has no tokenizer; give rows of input_ids, .npy or .npz instead"
-            )
-        return self.tokenizer
 
     def _texts(self, rows: Sequence[Row]) -> list[np.ndarray]:
         if not rows:
             return []
-        tokenizer = self._need_tokenizer(rows[0])
-        texts = [str(row.values["text"]) for row in rows]
-        lists = tokenizer(texts, verbose=False, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
+        tokenizer = need_tokenizer(self.tokenizer, rows[0].origin)
+        lists = text_ids(tokenizer, [str(row.values["text"]) for row in rows])
         return [self._with_eos(ids, add=not row.is_passage) for ids, row in zip(lists, rows, strict=True)]
 
     def _with_eos(self, ids: list[int], *, add: bool = True) -> np.ndarray:
@@ -120,10 +113,9 @@ class Encoder:
         The completion's ids come from both together where the prompt's are a prefix of that, since alone it may get a
         space put before it.
         """
-        tokenizer = self._need_tokenizer(row)
+        tokenizer = need_tokenizer(self.tokenizer, row.origin)
         prompt, completion = str(row.values["prompt"]), str(row.values["completion"])
-        before: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
-        both: list[int] = tokenizer(prompt + completion, verbose=False)["input_ids"]
+        before, both = text_ids(tokenizer, [prompt, prompt + completion])
         if before and before[-1] == self.eos and not prompt.endswith(tokenizer.eos_token or ""):
             before = before[:-1]
         if both[: len(before)] != before:

@@ -2,7 +2,6 @@
 
 import codecs
 import contextlib
-import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any, BinaryIO, Protocol
 
 from ladderize.adapt.data.formats import IN_WORDS, BadRow, BadRows, Row, check_row, find_format
 from ladderize.console import UserError
-from ladderize.data import open_ids
+from ladderize.data import open_ids, parse_line
 
 PASSAGE_BYTES = 16 << 10  # what a text is cut into, so that its parts can be shuffled and held out
 PASSAGE_IDS = 16 << 10  # the same for one long array; divided by every usual --seq-len
@@ -63,18 +62,16 @@ class JsonlRows:
                         self._lines.append(number)
                     except BadRow as problem:
                         if not skip_bad_rows:
-                            raise problem.unskipped() from None
+                            raise
                         self.bad.add(problem)
                 offset += len(line)
 
     def _parse(self, line: bytes, number: int) -> Row:
         origin = f"{self.path}, line {number}"
         try:
-            return Row(json.loads(line.decode("utf-8")), origin)
-        except UnicodeDecodeError:
-            raise BadRow(f"{origin}: is not UTF-8 text") from None
-        except (ValueError, RecursionError):
-            raise BadRow(f"{origin}: is no JSON") from None
+            return Row(parse_line(line), origin)
+        except ValueError as error:
+            raise BadRow(f"{origin}: {error}") from None
 
     def __len__(self) -> int:
         return len(self._offsets)

@@ -156,6 +156,12 @@ def source_identity(spec: SourceSpec) -> dict[str, Any]:
     return {"data": spec.text, "weight": spec.weight, "files": {file: _hash(file) for file in files}}
 
 
+def source_sha256(spec: SourceSpec) -> str:
+    """A hash of the whole content: of the one file (and the array chosen in it), or of all files' hashes."""
+    hashes = [file_sha256(file) for file in spec.files()]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
 def _hash(file: str) -> str:
     path, key = split_name(file)
     size = path.stat().st_size

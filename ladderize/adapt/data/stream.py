@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.adapt.data.chunks import CHUNK_ROWS, Chunk, ChunkMaker, StreamOptions
 from ladderize.adapt.data.examples import Encoder, Example
-from ladderize.adapt.data.formats import BadRows
+from ladderize.adapt.data.files import Rows
+from ladderize.adapt.data.formats import BadRow, BadRows
 from ladderize.adapt.data.packing import PackedRow
 from ladderize.adapt.data.place import DataCounts, SourceCounts, StreamPlace
 from ladderize.adapt.data.readers import IndexedReader, Reader, StreamedReader
@@ -47,7 +48,7 @@ class Stream:
         def reader(number: int, spec: SourceSpec) -> Reader:
             if spec.is_streamed:
                 return StreamedReader(spec.name, open_hub_rows(spec), encoder, count=options.heldout)
-            rows = open_rows(spec, skip_bad_rows=options.skip_bad_rows)
+            rows = _open_rows(spec, options)
             return IndexedReader(spec.name, rows, encoder, seed=options.seed, number=number, count=options.heldout)
 
         weights = [spec.weight for spec in self.specs if spec.weight is not None]
@@ -141,6 +142,13 @@ class Stream:
         return {**self.options.record(), "sources": [source_identity(spec) for spec in self.specs]}
 
 
+def _open_rows(spec: SourceSpec, options: StreamOptions) -> Rows:
+    try:
+        return open_rows(spec, skip_bad_rows=options.skip_bad_rows)
+    except BadRow as problem:
+        raise problem.unskipped() from None
+
+
 def fixed_rows(
     specs: Sequence[SourceSpec],
     tokenizer: "PreTrainedTokenizerBase | None",
@@ -159,7 +167,7 @@ def fixed_rows(
     for spec in specs:
         if spec.is_streamed:
             raise UserError(f"{spec.name}: a stream cannot be measured on as a whole; give a file")
-        rows = open_rows(spec, skip_bad_rows=options.skip_bad_rows)
+        rows = _open_rows(spec, options)
         bad.extend(rows.bad)
         for begin in range(0, len(rows), CHUNK_ROWS):
             for encoded in encoder.encode(

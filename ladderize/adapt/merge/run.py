@@ -12,9 +12,10 @@ from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
 from ladderize.adapt.lora.read import Adapter, check_fits, read_adapter
 from ladderize.adapt.merge.check import add_product, check_merged
 from ladderize.adapt.retrain.adaptation import Adaptation
-from ladderize.adapt.retrain.state import METRICS
+from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.blocks import open_checkpoint
 from ladderize.console import Console, UserError, human_bytes
+from ladderize.convert.changes import Changes
 from ladderize.convert.checkpoint import Checkpoint
 from ladderize.convert.dtypes import torch_dtype
 from ladderize.convert.fingerprint import fingerprint
@@ -93,12 +94,14 @@ def merge_adapter(
             revision=revision,
             overwrite=overwrite,
             verify=verify,
-            replace=locate_tensors(file),
+            changes=Changes(
+                replace=locate_tensors(file),
+                record={"merged_adapter": merge_record(source, found)},
+                extra_files=carried(source),
+                note=note_of(source),
+            ),
             console=console,
-            record={"merged_adapter": merge_record(source, found)},
             check=lambda folder: check_merged(source, checkpoint, folder, console),
-            extra_files=carried(source),
-            note=note_of(source),
         )
     return {
         "adapter": str(source.folder),

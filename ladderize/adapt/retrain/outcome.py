@@ -1,10 +1,9 @@
 """What a retraining leaves: a checkpoint or an adapter, with a record of how it came about."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -19,18 +18,18 @@ from ladderize.adapt.retrain.adaptation import (
     LossRange,
     ModelFingerprints,
 )
+from ladderize.adapt.retrain.metrics import METRICS, read_metrics
 from ladderize.adapt.retrain.models import EMBEDDING, HEAD
-from ladderize.adapt.retrain.state import METRICS, load_trained
+from ladderize.adapt.retrain.state import load_trained
+from ladderize.adapt.retrain.task import Task
 from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.blocks import open_checkpoint, stored_dtype
 from ladderize.console import Console, UserError, to_json
+from ladderize.convert.changes import Changes
 from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.tensors import locate_tensors
-
-if TYPE_CHECKING:
-    from ladderize.adapt.retrain.task import Task
 
 # what ladderize.yaml says of it
 RECORDED = (
@@ -48,7 +47,7 @@ RECORDED = (
 
 def write_outcome(
     trainer: Trainer,
-    task: "Task",
+    task: Task,
     out: str,
     identity: Mapping[str, Any],
     *,
@@ -125,15 +124,17 @@ def write_outcome(
         overwrite=overwrite,
         verify=verify,
         console=console,
-        replace=replaced,
-        record={"adaptation": {key: content[key] for key in RECORDED}},
-        extra_files={ADAPTATION: to_json(content) + "\n", **metrics},
-        note=adaptation.card_note(),
+        changes=Changes(
+            replace=replaced,
+            record={"adaptation": {key: content[key] for key in RECORDED}},
+            extra_files={ADAPTATION: to_json(content) + "\n", **metrics},
+            note=adaptation.card_note(),
+        ),
     )
     return adaptation
 
 
-def score_stored(trainer: Trainer, task: "Task", step: int) -> Scores | None:
+def score_stored(trainer: Trainer, task: Task, step: int) -> Scores | None:
     """Scores of the held-out rows, if there are any, with the weights of ``step``, rounded as they will be stored."""
     load_trained(trainer.folder.state_path(step), trainer.parameters)
     if task.options.method != LORA:  # an adapter is stored in fp32
@@ -144,13 +145,3 @@ def score_stored(trainer: Trainer, task: "Task", step: int) -> Scores | None:
     if not trainer.heldout:
         return None
     return score(trainer.engine, trainer.heldout, trainer.options.micro_batch_size)
-
-
-def read_metrics(path: Path, key: str) -> list[float]:
-    """The values of one metric, in order."""
-    found = []
-    for text in path.read_text().splitlines():
-        line = json.loads(text)
-        if line.get(key) is not None:
-            found.append(line[key])
-    return found

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ladderize.adapt.data.place import StreamPlace
 from ladderize.adapt.retrain.adaptation import Settings
 from ladderize.adapt.retrain.engine import Engine
+from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.adapt.retrain.sharding import assign, whole
 from ladderize.console import UserError, sentence, to_json
 from ladderize.convert.tensors import infos_of, write_tensors
@@ -26,7 +27,6 @@ from ladderize.files.records import Record
 from ladderize.files.work import WorkFolder
 
 STATE_WEIGHTS, STATE_OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
-METRICS = "metrics.jsonl"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHT_BYTES, STATE_BYTES = 4, 12  # per trained number, of a state's weights and of all of it
 STEP = "step-" + 8 * "[0-9]"
@@ -62,7 +62,7 @@ class TrainingFolder(WorkFolder):
                 shutil.rmtree(path)  # a killed run was writing it
 
     def has_work(self) -> bool:
-        return bool(self.states())
+        return bool(self.saved_states())
 
     @classmethod
     def discard(cls, folder: Path) -> None:
@@ -75,7 +75,7 @@ class TrainingFolder(WorkFolder):
     def metrics(self) -> Path:
         return self.folder / METRICS
 
-    def states(self) -> dict[int, Path]:
+    def saved_states(self) -> dict[int, Path]:
         """Complete states by their step, oldest first."""
         found = {}
         for path in self.folder.glob(STEP):
@@ -85,7 +85,7 @@ class TrainingFolder(WorkFolder):
 
     def latest(self) -> Path | None:
         """The last state that can be gone on from."""
-        whole_ones = [path for path in self.states().values() if (path / STATE_OPTIMIZER).is_file()]
+        whole_ones = [path for path in self.saved_states().values() if (path / STATE_OPTIMIZER).is_file()]
         return whole_ones[-1] if whole_ones else None
 
     def state_path(self, step: int) -> Path:
@@ -145,7 +145,7 @@ class TrainingFolder(WorkFolder):
             fsync(part / STATE)
 
     def _prune(self, progress: Progress, keep: int) -> None:
-        states = self.states()
+        states = self.saved_states()
         kept = [step for step, path in states.items() if (path / STATE_OPTIMIZER).is_file()][-keep:]
         for step, path in states.items():
             if step == progress.best_step and step not in kept:

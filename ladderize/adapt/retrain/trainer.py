@@ -8,15 +8,11 @@ uninterrupted run makes, bit for bit on a CPU.
 
 import json
 import math
-import os
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import nn
@@ -26,7 +22,9 @@ from ladderize.adapt.data.place import StreamPlace
 from ladderize.adapt.data.stream import Stream, rank_rows
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.losses import Objective
+from ladderize.adapt.retrain.metrics import cut_metrics
 from ladderize.adapt.retrain.schedule import Budget, Schedule
+from ladderize.adapt.retrain.signals import stop_signals
 from ladderize.adapt.retrain.state import Progress, TrainingFolder
 from ladderize.console import Console, UserError, human_bytes
 from ladderize.memory import peak_bytes
@@ -94,12 +92,12 @@ class Trainer:
         assert self.progress.stream is not None
         self.stream.go_to(self.progress.stream)
         if self.engine.ranks.is_main:
-            keep_metrics(self.folder.metrics, self.progress.step)
+            cut_metrics(self.folder.metrics, self.progress.step)
 
     def begin(self) -> None:
         """Where there is no state to go on from."""
         if self.engine.ranks.is_main:
-            keep_metrics(self.folder.metrics, -1)  # of a run that was killed before its first state
+            cut_metrics(self.folder.metrics, -1)  # of a run that was killed before its first state
 
     def run(self) -> Progress:
         """Train until the budget is spent. Raises UserError where the loss is no number or explodes, or on SIGTERM
@@ -285,45 +283,6 @@ def _bar_detail(metrics: Mapping[str, float]) -> str:
     """The moving part of the progress bar."""
     memory = f", {human_bytes(metrics['peak_memory_bytes'])}" if metrics["peak_memory_bytes"] else ""
     return f"loss {metrics['loss']:.4f}, {metrics['tokens_per_s']:,.0f} tokens/s{memory}"
-
-
-def keep_metrics(path: Path, step: int) -> None:
-    """Drop what was written after the state that training goes on from."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue  # cut off by a kill
-    temporary = path.with_name(f".{path.name}.json.part")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and the first Ctrl-C ask to stop after the step under way; yields whether one came. A second Ctrl-C
-    interrupts."""
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread: its owner handles signals
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(received)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def probe_seconds(engine: Engine, rows: Sequence[PackedRow], options: TrainOptions) -> float:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.model import Step, TPLlama, plus
+from ladderize.runtime.model import Step, TPLlama, add_bias
 
 
 class ParallelLlama(TPLlama):
@@ -18,5 +18,7 @@ class ParallelLlama(TPLlama):
         for index, layer in enumerate(self.weights.layers):
             (partial,) = self.attention(index, layer, residual, step, cache)
             partial = partial + self.mlp(layer, residual, None)
-            residual = plus(plus(residual + self.collectives.all_reduce(partial), layer.o_bias), layer.down_bias)
+            residual = add_bias(
+                add_bias(residual + self.collectives.all_reduce(partial), layer.o_bias), layer.down_bias
+            )
         return self.weights.norm(residual)

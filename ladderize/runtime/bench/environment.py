@@ -2,45 +2,67 @@
 
 import os
 import platform
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import torch
 
+from ladderize.files.records import Record
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.threads import cores
 
 
-def environment(group: Ranks, device: str) -> dict[str, Any]:
-    """Machine, versions and settings; all ranks call it."""
+@dataclass(frozen=True)
+class Environment(Record):
+    """Machine, versions and settings. ``LEFT_OUT``: what only GPUs have."""
+
+    LEFT_OUT: ClassVar = ("gpus", "gpu_memory_bytes", "cuda", "nccl", "link")
+
+    device: str
+    processor: str
+    cores: int
+    threads_per_rank: int
+    python: str
+    torch: str
+    transformers: str
+    system: str
+    hosts: int
+    settings: dict[str, str]
+    gpus: list[str] | None = None
+    gpu_memory_bytes: int | None = None
+    cuda: str | None = None
+    nccl: str | None = None
+    link: str | None = None
+
+
+def environment(group: Ranks) -> Environment:
+    """All ranks call it."""
     import transformers
 
-    found: dict[str, Any] = {
-        "device": device,
-        "processor": _processor(),
-        "cores": len(cores()),
-        "threads_per_rank": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "system": f"{platform.system()} {platform.release()}",
-        "hosts": len(set(group.gather(platform.node()))),
-        "settings": {
+    on_gpu = group.device.type == "cuda"
+    properties = torch.cuda.get_device_properties(group.device) if on_gpu else None
+    return Environment(
+        device=group.device.type,
+        processor=_processor(),
+        cores=len(cores()),
+        threads_per_rank=torch.get_num_threads(),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        transformers=transformers.__version__,
+        system=f"{platform.system()} {platform.release()}",
+        hosts=len(set(group.gather(platform.node()))),
+        settings={
             key: value
             for key, value in sorted(os.environ.items())
             if key.startswith(("NCCL_", "GLOO_", "OMP_", "TORCH_"))
         },
-    }
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(group.device)
-        found |= {
-            "gpus": group.gather(properties.name),
-            "gpu_memory_bytes": properties.total_memory,
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "link": _link(group),
-        }
-    return found
+        gpus=group.gather(properties.name) if properties is not None else None,
+        gpu_memory_bytes=properties.total_memory if properties is not None else None,
+        cuda=torch.version.cuda if on_gpu else None,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        link=_link(group) if on_gpu else None,
+    )
 
 
 def _link(group: Ranks) -> str:

@@ -1,4 +1,4 @@
-"""The gate before any timing: is this really the model? Logits and greedy tokens against transformers in float32.
+"""The check before any timing: is this really the model? Logits and greedy tokens against transformers in float32.
 
 A fast wrong model is worth nothing, so a benchmark of a checkpoint first compares teacher-forced logits at every
 position, and the tokens that decoding step by step chooses, with an fp32 forward of the Hugging Face model.
@@ -7,7 +7,6 @@ position, and the tokens that decoding step by step chooses, with an fp32 forwar
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,8 @@ import torch
 
 from ladderize.console import UserError, human_bytes
 from ladderize.convert.llama import parameter_count
+from ladderize.files.records import Record
+from ladderize.memory import available_bytes
 from ladderize.ranks.threads import cores
 from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.launch import end_with_parent
@@ -22,7 +23,7 @@ from ladderize.runtime.spec import ModelSpec
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 32
 # The largest difference of any logit that rounding explains, in standard deviations of the reference's logits.
-TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
+_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,17 @@ class Reference:
     ids: list[int]
     prompt: int
     logits: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class ReferenceAgreement(Record):
+    """How far a model is off the reference: its largest difference of a logit, and greedy tokens until the first other
+    one."""
+
+    logit_difference: float
+    tolerance: float
+    equal_greedy_tokens: int
+    greedy_tokens: int
 
 
 def references(specs: list[ModelSpec], device: str) -> dict[str, Reference]:
@@ -44,14 +56,8 @@ def references(specs: list[ModelSpec], device: str) -> dict[str, Reference]:
 
 
 def _check_memory(spec: ModelSpec, device: str) -> None:
-    need = 4 * parameter_count(spec.config)
-    if device == "cuda":
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        meminfo = Path("/proc/meminfo")
-        lines = dict(line.split(":") for line in meminfo.read_text().splitlines()) if meminfo.exists() else {}
-        free = int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else need
-    if need > free:
+    need, free = 4 * parameter_count(spec.config), available_bytes(torch.device(device))
+    if free is not None and need > free:
         raise UserError(
             f"{spec.name}: the fp32 reference of the correctness check takes {human_bytes(need)}, and"
             f" {human_bytes(free)} are free; --no-check leaves it out and labels the results unchecked"
@@ -82,22 +88,22 @@ def _reference(spec: ModelSpec, device: str) -> Reference:
     return Reference(ids[0].tolist(), length, logits.float().cpu().numpy())
 
 
-def check(generator: Generator, reference: Reference, spec: ModelSpec) -> dict[str, float]:
+def check_against_reference(generator: Generator, reference: Reference, spec: ModelSpec) -> ReferenceAgreement:
     """Raise UserError unless the model's logits and greedy tokens are the reference's; returns the differences seen.
 
     All ranks call it. generator: of one row. A first different token is allowed only where the reference's two best
     logits are nearer to each other than the tolerance; in float32 none is.
     """
     expected = torch.from_numpy(reference.logits)
-    tolerance = TOLERANCE[spec.dtype] * float(expected.std())
+    tolerance = _TOLERANCE[spec.dtype] * float(expected.std())
     ids = torch.tensor([reference.ids], device=generator.device)
     logits = generator.model.logits(generator.read(ids))[0].float().cpu()
     difference = float((logits - expected).abs().max())
-    what = f"{spec.name}: with {generator.model.collectives.ranks} ranks in {spec.dtype}"
+    model = f"{spec.name}: with {generator.model.collectives.ranks} ranks in {spec.dtype}"
     if not difference <= tolerance:
         raise UserError(
-            f"{what} a logit is {difference:.3g} off the fp32 reference, over the tolerance of {tolerance:.3g}: this is"
-            " not the model that was converted, so nothing was timed"
+            f"{model} a logit is {difference:.3g} off the fp32 reference, over the tolerance of {tolerance:.3g}: this"
+            " is not the model that was converted, so nothing was timed"
         )
     tokens = sample(generator.prefill([reference.ids[: reference.prompt]]), Sampling(), torch.zeros(1))
     chosen = [int(tokens)]
@@ -111,14 +117,9 @@ def check(generator: Generator, reference: Reference, spec: ModelSpec) -> dict[s
             margin = float(best[0] - best[1])
             if spec.dtype == "float32" or margin >= tolerance:
                 raise UserError(
-                    f"{what} greedy decoding chose token {ours} at step {index} where the fp32 reference chose {theirs}"
-                    f" by a margin of {margin:.3g} (tolerance {tolerance:.3g}), so nothing was timed"
+                    f"{model} greedy decoding chose token {ours} at step {index} where the fp32 reference chose"
+                    f" {theirs} by a margin of {margin:.3g} (tolerance {tolerance:.3g}), so nothing was timed"
                 )
             break
         equal += 1
-    return {
-        "logit_difference": difference,
-        "tolerance": tolerance,
-        "equal_greedy_tokens": equal,
-        "greedy_tokens": len(chosen),
-    }
+    return ReferenceAgreement(difference, tolerance, equal, len(chosen))

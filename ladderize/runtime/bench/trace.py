@@ -11,31 +11,36 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ladderize.console import UserError
-from ladderize.runtime.collectives.observed import START, WAIT, Traced
+from ladderize.files.records import Record
+from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Traced
 
 # torch.cuda._sleep's kernel stands for communication in emulated runs
 COMMUNICATION_KERNELS = re.compile(r"nccl|spin_kernel|one_shot|two_shot|multimem", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """Milliseconds in flight, and of these under compute, in one traced run."""
+class Overlap(Record):
+    """Milliseconds in flight, and of these under compute, in one traced run.
+
+    proven: whether that is any overlap at all; None where the layout promises none.
+    """
+
+    LEFT_OUT: ClassVar = ("proven",)
 
     in_flight_ms: float
     under_compute_ms: float
+    share: float
+    proven: bool | None = None
 
-    @property
-    def share(self) -> float:
-        return self.under_compute_ms / self.in_flight_ms if self.in_flight_ms else 0.0
-
-    def to_dict(self) -> dict[str, float]:
-        return {"in_flight_ms": self.in_flight_ms, "under_compute_ms": self.under_compute_ms, "share": self.share}
+    @classmethod
+    def of_microseconds(cls, in_flight: float, under_compute: float) -> "Overlap":
+        return cls(in_flight / 1e3, under_compute / 1e3, under_compute / in_flight if in_flight else 0.0)
 
 
 def trace(
@@ -71,10 +76,10 @@ def cpu_overlap(events: list[dict[str, Any]], alone: Sequence[float]) -> Overlap
     row of its own."""
     spans = {
         name: sorted((e for e in events if e.get("name") == name and e.get("ph") == "X"), key=lambda e: e["ts"])
-        for name in (START, WAIT)
+        for name in (TRACED_START, TRACED_WAIT)
     }
     flight = covered = 0.0
-    for start, wait, time in zip(spans[START], spans[WAIT], alone, strict=True):
+    for start, wait, time in zip(spans[TRACED_START], spans[TRACED_WAIT], alone, strict=True):
         compute = wait["ts"] - start["ts"] - start["dur"]
         flight += time
         covered += max(0.0, min(compute, time - start["dur"] - wait["dur"]))
@@ -89,7 +94,7 @@ def cpu_overlap(events: list[dict[str, Any]], alone: Sequence[float]) -> Overlap
                 "dur": wait["ts"] + wait["dur"] - start["ts"],
             }
         )
-    return Overlap(flight / 1e3, covered / 1e3)
+    return Overlap.of_microseconds(flight, covered)
 
 
 def gpu_overlap(events: list[dict[str, Any]]) -> Overlap:
@@ -108,7 +113,7 @@ def gpu_overlap(events: list[dict[str, Any]]) -> Overlap:
         while index < len(compute) and compute[index][0] < stop:
             covered += max(0.0, min(stop, compute[index][1]) - max(start, compute[index][0]))
             index += 1
-    return Overlap(flight / 1e3, covered / 1e3)
+    return Overlap.of_microseconds(flight, covered)
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:

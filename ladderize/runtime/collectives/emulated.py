@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ladderize.console import UsageError, UserError
+from ladderize.files.records import Record
 from ladderize.runtime.collectives.base import Collectives, Handle, side_by_side
 
-TABLE = Path(__file__).parent / "links.csv"
+LINK_TABLE = Path(__file__).parent / "links.csv"
 # Only the long part of a long delay is slept: waking up is late by a fraction of a millisecond, and the core is cold by
 # then.
 SLEEP_SLACK = 2e-3
@@ -22,7 +23,7 @@ LONGEST_US, SLOWEST_GB_S = 1e8, 1e-6  # slower than any link, and short enough f
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Record):
     """The time of one all-reduce over the whole group: ``alpha_us`` + bytes / ``beta_gb_s`` (GB = 1e9 bytes).
 
     beta_gb_s: None where only the latency is known; longer messages than ``max_bytes`` are then refused.
@@ -47,10 +48,6 @@ class Link:
 
     def in_range(self, size: int) -> bool:
         return size >= self.min_bytes and (self.max_bytes is None or size <= self.max_bytes)
-
-    def to_dict(self) -> dict[str, object]:
-        """For bench.json."""
-        return {**vars(self)}
 
 
 def parse_link(text: str, ranks: int) -> Link:
@@ -84,7 +81,7 @@ def parse_link(text: str, ranks: int) -> Link:
 
 def known_links() -> list[tuple[int, Link]]:
     """(ranks, link) for each row of the table of published latencies."""
-    with TABLE.open(encoding="utf-8") as file:
+    with LINK_TABLE.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     return [
         (

@@ -1,7 +1,7 @@
 """Backends that note or show what another one does."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -9,25 +9,37 @@ from torch.profiler import record_function
 from ladderize.runtime.collectives.base import Collectives, Handle
 
 
+@dataclass
+class ObservedAllReduce:
+    """What one all-reduce moved, and when: ``start`` to ``started`` is the call that starts it, ``wait`` to ``end`` the
+    wait for it, in seconds of the recording's clock."""
+
+    bytes: int
+    start: float
+    started: float = 0.0
+    wait: float = 0.0
+    end: float = 0.0
+
+
 class Recording(Collectives):
-    """Another backend, with a note of every all-reduce: what it moved and when it was started, waited for and done."""
+    """Another backend, with a note of every all-reduce; ``gathered``: bytes of the all-gathers, in their order."""
 
     def __init__(self, inner: Collectives, clock: Callable[[], float]) -> None:
         super().__init__(inner.ranks)
         self.inner, self.clock, self.name = inner, clock, inner.name
-        self.records: list[dict[str, Any]] = []
+        self.all_reduces: list[ObservedAllReduce] = []
         self.gathered: list[int] = []
 
     def all_reduce_async(self, x: Tensor) -> Handle:
-        record = {"bytes": x.nbytes, "start": self.clock()}
-        self.records.append(record)
+        seen = ObservedAllReduce(x.nbytes, start=self.clock())
+        self.all_reduces.append(seen)
         handle = self.inner.all_reduce_async(x)
-        record["started"] = self.clock()
+        seen.started = self.clock()
 
         def finish() -> Tensor:
-            record["wait"] = self.clock()
+            seen.wait = self.clock()
             total = handle.wait()
-            record["end"] = self.clock()
+            seen.end = self.clock()
             return total
 
         return Handle(finish)
@@ -40,7 +52,7 @@ class Recording(Collectives):
         self.inner.close()
 
 
-START, WAIT = "all-reduce: start", "all-reduce: wait"
+TRACED_START, TRACED_WAIT = "all-reduce: start", "all-reduce: wait"
 
 
 class Traced(Collectives):
@@ -54,11 +66,11 @@ class Traced(Collectives):
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         self.sizes.append(x.nbytes)
-        with record_function(START):
+        with record_function(TRACED_START):
             handle = self.inner.all_reduce_async(x)
 
         def finish() -> Tensor:
-            with record_function(WAIT):
+            with record_function(TRACED_WAIT):
                 return handle.wait()
 
         return Handle(finish)

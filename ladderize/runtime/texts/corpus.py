@@ -18,11 +18,12 @@ from ladderize.console import Console, UserError, human_bytes
 from ladderize.convert.checkpoint import read_checkpoint
 from ladderize.convert.fingerprint import fingerprint
 from ladderize.files.documents import read_json
+from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.launcher import is_main_rank
 from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.decode import Generator, generate
+from ladderize.runtime.decode import Generator, generate_tokens
 from ladderize.runtime.launch import run
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
 from ladderize.runtime.texts.corpus_file import CorpusFile, check_corpus_target
@@ -42,6 +43,52 @@ class Corpus:
     eos: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class CorpusIdentity(Record):
+    """All that decides a line: what unfinished work has to agree with. Not tp_size and the like, which change rounding
+    only.
+
+    model: its fingerprint. layout: as config.json has it. tokenizer: whether there is one.
+    """
+
+    model: str
+    layout: dict[str, Any]
+    dtype: str
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    max_new_tokens: int
+    ignore_eos: bool
+    bos: int
+    eos: list[int]
+    tokenizer: bool
+
+
+@dataclass(frozen=True)
+class CorpusDocument(Record):
+    """``ladderize generate --from-bos --json``. tokens: without BOS. backend and output_tokens_per_s: None if nothing
+    was left to do."""
+
+    model: str
+    layout: str
+    tp_size: int
+    backend: str | None
+    dtype: str
+    out: str
+    samples: int
+    tokens: int
+    eos_share: float
+    resumed_samples: int
+    seconds: float
+    output_tokens_per_s: float | None
+
+    def summary(self) -> str:
+        rate = self.output_tokens_per_s
+        speed = f", {rate:.0f} tokens/s" if rate is not None else ""
+        return f"{self.samples} samples, {self.tokens} tokens{speed}, {self.eos_share:.0%} ended with EOS: {self.out}"
+
+
 def sample_corpus(
     spec: ModelSpec,
     out: Path,
@@ -51,11 +98,11 @@ def sample_corpus(
     *,
     batch_size: int,
     overwrite: bool,
-) -> dict[str, Any]:
+) -> CorpusDocument | None:
     """Write ``samples`` lines of text and ids to ``out``, going on where a killed run of the same command was; see
     docs/files.md.
 
-    Returns the document of ``--json`` on rank 0. Raises UserError for what cannot be sampled or written.
+    None on other ranks than 0. Raises UserError for what cannot be sampled or written.
     """
     assert spec.folder is not None
     out = out.expanduser().resolve()
@@ -72,11 +119,11 @@ def sample_corpus(
         console.note(f"{spec.name} is converted ({spec.layout}): these are samples of it, not of the dense model")
     eos = () if options.ignore_eos else eos_ids(spec)
     corpus = Corpus(out, samples, min(batch_size, samples), overwrite, bos_id(spec, tokenizer), eos)
-    document: dict[str, Any] = run(
+    document: CorpusDocument | None = run(
         _sample, spec, corpus, options, console, tp_size=options.tp_size, device=options.device, threads=options.threads
     )
-    if is_main_rank():
-        console.result(_summary(document))
+    if document is not None:
+        console.result(document.summary())
     return document
 
 
@@ -99,39 +146,38 @@ def bos_id(spec: ModelSpec, tokenizer: Any) -> int:
     return bos
 
 
-def identity(spec: ModelSpec, corpus: Corpus, options: GenerateOptions, tokenizer: Any) -> dict[str, Any]:
-    """All that decides a line: what unfinished work has to agree with. Not tp_size and the like, which change rounding
-    only."""
+def corpus_identity(spec: ModelSpec, corpus: Corpus, options: GenerateOptions, *, tokenizer: bool) -> CorpusIdentity:
+    """tokenizer: whether there is one."""
     assert spec.folder is not None
     sampling = options.sampling
-    return {
-        "model": fingerprint(read_checkpoint(spec.folder)),
-        "layout": spec.layout.to_config(),
-        "dtype": spec.dtype,
-        "seed": sampling.seed,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "max_new_tokens": options.max_new_tokens,
-        "ignore_eos": options.ignore_eos,
-        "bos": corpus.bos,
-        "eos": list(eos_ids(spec)),
-        "tokenizer": tokenizer is not None,
-    }
+    return CorpusIdentity(
+        model=fingerprint(read_checkpoint(spec.folder)),
+        layout=spec.layout.to_config(),
+        dtype=spec.dtype,
+        seed=sampling.seed,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        max_new_tokens=options.max_new_tokens,
+        ignore_eos=options.ignore_eos,
+        bos=corpus.bos,
+        eos=list(eos_ids(spec)),
+        tokenizer=tokenizer,
+    )
 
 
 def _sample(
     group: Ranks, spec: ModelSpec, corpus: Corpus, options: GenerateOptions, console: Console
-) -> dict[str, Any]:
+) -> CorpusDocument | None:
     """One rank's part; rank 0 alone holds the file."""
     assert spec.folder is not None
     tokenizer = load_tokenizer(spec.folder) if group.is_main else None
     with contextlib.ExitStack() as stack:
         file = None
         if group.is_main:
-            about = identity(spec, corpus, options, tokenizer)
+            identity = corpus_identity(spec, corpus, options, tokenizer=tokenizer is not None)
             file = stack.enter_context(
-                CorpusFile(corpus.out, about, corpus.samples, eos=corpus.eos, overwrite=corpus.overwrite)
+                CorpusFile(corpus.out, identity.to_dict(), corpus.samples, eos=corpus.eos, overwrite=corpus.overwrite)
             )
         before = group.broadcast(file.samples if file is not None else 0)
         if before:
@@ -151,22 +197,22 @@ def _sample(
             seconds = time.perf_counter() - begin
             generator.model.collectives.close()
         if file is None:
-            return {}
+            return None
         file.finish()
-        return {
-            "model": spec.name,
-            "layout": str(spec.layout),
-            "tp_size": group.size,
-            "backend": backend,
-            "dtype": spec.dtype,
-            "out": str(corpus.out),
-            "samples": file.samples,
-            "tokens": file.tokens,
-            "eos_share": file.ended / file.samples,
-            "resumed_samples": before,
-            "seconds": seconds,
-            "output_tokens_per_s": made / seconds if made else None,
-        }
+        return CorpusDocument(
+            model=spec.name,
+            layout=str(spec.layout),
+            tp_size=group.size,
+            backend=backend,
+            dtype=spec.dtype,
+            out=str(corpus.out),
+            samples=file.samples,
+            tokens=file.tokens,
+            eos_share=file.ended / file.samples,
+            resumed_samples=before,
+            seconds=seconds,
+            output_tokens_per_s=made / seconds if made else None,
+        )
 
 
 def _open(
@@ -174,7 +220,7 @@ def _open(
 ) -> tuple[Generator, str]:
     """A generator for one batch, checked for NaN before hours of noise are written."""
     rows = corpus.batch_size
-    collectives, chosen = choose(
+    collectives, backend = choose(
         options.backend, group, max_bytes=4 * rows * max(spec.config["hidden_size"], spec.config["vocab_size"])
     )
     with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
@@ -190,7 +236,7 @@ def _open(
             advance=advance,
         )
     console.note(
-        f"{spec.layout}; {chosen}; {human_bytes(generator.cache.nbytes)} of KV cache for {rows} samples at a time"
+        f"{spec.layout}; {backend}; {human_bytes(generator.cache.nbytes)} of KV cache for {rows} samples at a time"
     )
     with torch.inference_mode():
         sound = bool(torch.isfinite(generator.prefill([[corpus.bos]] * rows)).all())
@@ -198,7 +244,7 @@ def _open(
         raise UserError(
             f"{spec.name}: its logits are NaN or infinite; are its weights sound, and is {spec.dtype} wide enough?"
         )
-    return generator, chosen
+    return generator, backend
 
 
 def batches(
@@ -217,7 +263,7 @@ def batches(
         )  # the others are computed, and not waited for
         new: list[list[int]] = [[] for _ in range(rows)]
         ended = 0
-        steps = generate(
+        steps = generate_tokens(
             generator,
             [[corpus.bos]] * rows,
             max_new_tokens=options.max_new_tokens,
@@ -234,10 +280,3 @@ def batches(
                 break
         advance(len(wanted) - ended)
         yield [[corpus.bos, *new[row]] for row in wanted]
-
-
-def _summary(document: dict[str, Any]) -> str:
-    rate = document["output_tokens_per_s"]
-    speed = f", {rate:.0f} tokens/s" if rate is not None else ""
-    ended = f"{document['eos_share']:.0%} ended with EOS"
-    return f"{document['samples']} samples, {document['tokens']} tokens{speed}, {ended}: {document['out']}"

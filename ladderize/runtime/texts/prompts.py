@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from ladderize.console import Console, UserError
+from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.group import Ranks
-from ladderize.ranks.launcher import is_main_rank
 from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.decode import Sampling, generate
+from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from ladderize.runtime.launch import run
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
 
@@ -30,6 +30,31 @@ class GenerateOptions:
     compile: bool = False
     device: str = "cpu"
     threads: int | None = None
+
+
+@dataclass(frozen=True)
+class GeneratedText(Record):
+    """One prompt and what followed. finish_reason: eos or length."""
+
+    prompt: str
+    text: str
+    prompt_tokens: int
+    new_ids: list[int]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class GenerateDocument(Record):
+    """``ladderize generate --json``. decode_ms_per_token: None if one step was made."""
+
+    model: str
+    layout: str
+    tp_size: int
+    backend: str
+    dtype: str
+    prefill_ms: float
+    decode_ms_per_token: float | None
+    texts: list[GeneratedText]
 
 
 def tokenizer_of(spec: ModelSpec) -> Any:
@@ -69,10 +94,12 @@ def encode(tokenizer: Any, prompts: list[str], spec: ModelSpec, options: Generat
     return encoded
 
 
-def generate_text(spec: ModelSpec, prompts: list[str], options: GenerateOptions, console: Console) -> dict[str, Any]:
-    """Continue ``prompts`` as one batch; a single one is streamed to stdout. Returns the document of ``--json``."""
+def generate_text(
+    spec: ModelSpec, prompts: list[str], options: GenerateOptions, console: Console
+) -> GenerateDocument | None:
+    """Continue ``prompts`` as one batch; a single one is streamed to stdout. None on other ranks than 0."""
     ids = encode(tokenizer_of(spec), prompts, spec, options)
-    document: dict[str, Any] = run(
+    document: GenerateDocument | None = run(
         _generate,
         spec,
         prompts,
@@ -88,68 +115,99 @@ def generate_text(spec: ModelSpec, prompts: list[str], options: GenerateOptions,
 
 def _generate(
     group: Ranks, spec: ModelSpec, prompts: list[str], ids: list[list[int]], options: GenerateOptions, console: Console
-) -> dict[str, Any]:
+) -> GenerateDocument | None:
+    """One rank's part."""
+    generator, backend = _open_for(group, spec, ids, options, console)
+    eos = () if options.ignore_eos else eos_ids(spec)
+    tokenizer = tokenizer_of(spec) if group.is_main else None
+    streams = [TextStream(tokenizer) for _ in ids] if group.is_main else []
+    live = streams[0] if len(streams) == 1 and not console.as_json else None
+    made = _timed_tokens(generator, ids, options, eos, live)
+    generator.model.collectives.close()
+    if live is not None:
+        print(live.rest(), flush=True)
+    if not group.is_main:
+        return None
+    texts = [
+        GeneratedText(
+            prompt=prompt,
+            text=stream.all(new_ids),
+            prompt_tokens=len(given),
+            new_ids=new_ids,
+            finish_reason="eos" if new_ids and new_ids[-1] in eos else "length",
+        )
+        for prompt, stream, new_ids, given in zip(prompts, streams, made.new_ids, ids, strict=True)
+    ]
+    if live is None:
+        for text in texts:
+            console.result(f"> {text.prompt}\n{text.text}\n")
+    if made.decode_ms_per_token is not None:
+        console.status(
+            f"{made.steps} steps: prefill {made.prefill_ms:.0f} ms, {made.decode_ms_per_token:.2f} ms per token"
+        )
+    return GenerateDocument(
+        model=spec.name,
+        layout=str(spec.layout),
+        tp_size=group.size,
+        backend=backend,
+        dtype=spec.dtype,
+        prefill_ms=made.prefill_ms,
+        decode_ms_per_token=made.decode_ms_per_token,
+        texts=texts,
+    )
+
+
+def _open_for(
+    group: Ranks, spec: ModelSpec, ids: list[list[int]], options: GenerateOptions, console: Console
+) -> tuple[Generator, str]:
+    """A generator that these prompts and their continuations fit, and how its ranks communicate."""
     longest = max(map(len, ids))
     row = max(spec.config["hidden_size"] * longest, spec.config["vocab_size"])
-    collectives, chosen = choose(options.backend, group, max_bytes=4 * row * len(ids))
-    console.note(f"{spec.layout}; {chosen}")
+    collectives, backend = choose(options.backend, group, max_bytes=4 * row * len(ids))
+    console.note(f"{spec.layout}; {backend}")
     with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
         weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
         columns = longest + options.max_new_tokens
         generator = open_generator(
             spec, collectives, weights, group, len(ids), columns, compile=options.compile, advance=advance
         )
-    tokenizer = tokenizer_of(spec) if group.is_main else None
-    streams = [TextStream(tokenizer) for _ in ids] if group.is_main else []
-    eos = () if options.ignore_eos else eos_ids(spec)
+    return generator, backend
+
+
+@dataclass
+class _TimedTokens:
+    """New ids of each row, and how long they took: ``steps`` of them the longest row."""
+
+    new_ids: list[list[int]]
+    steps: int
+    prefill_ms: float
+    decode_ms_per_token: float | None
+
+
+def _timed_tokens(
+    generator: Generator,
+    ids: list[list[int]],
+    options: GenerateOptions,
+    eos: tuple[int, ...],
+    live: "TextStream | None",
+) -> _TimedTokens:
+    """Continue the prompts; ``live``: prints the only one's text as it is made."""
     new: list[list[int]] = [[] for _ in ids]
-    streaming = len(ids) == 1 and group.is_main and not console.as_json
     begin = first = time.perf_counter()
     steps = 0
     with torch.inference_mode():
-        for made in generate(generator, ids, max_new_tokens=options.max_new_tokens, sampling=options.sampling, eos=eos):
+        for made in generate_tokens(
+            generator, ids, max_new_tokens=options.max_new_tokens, sampling=options.sampling, eos=eos
+        ):
             if not steps:
                 first = time.perf_counter()
             steps += max(map(len, made))
             for row_ids, more in zip(new, made, strict=True):
                 row_ids += more
-            if streaming:
-                print(streams[0].push(made[0]), end="", flush=True)
+            if live is not None:
+                print(live.push(made[0]), end="", flush=True)
     seconds = time.perf_counter() - first
-    collectives.close()
-    if streaming:
-        print(streams[0].rest(), flush=True)
-    document: dict[str, Any] = (
-        {
-            "model": spec.name,
-            "layout": str(spec.layout),
-            "tp_size": group.size,
-            "backend": chosen,
-            "dtype": spec.dtype,
-            "prefill_ms": (first - begin) * 1e3,
-            "decode_ms_per_token": seconds * 1e3 / (steps - 1) if steps > 1 else None,
-            "texts": [
-                {
-                    "prompt": prompt,
-                    "text": stream.all(row_ids),
-                    "prompt_tokens": len(given),
-                    "new_ids": row_ids,
-                    "finish_reason": "eos" if row_ids and row_ids[-1] in eos else "length",
-                }
-                for prompt, stream, row_ids, given in zip(prompts, streams, new, ids, strict=True)
-            ],
-        }
-        if group.is_main
-        else {}
-    )
-    if group.is_main and not streaming:
-        for text in document["texts"]:
-            console.result(f"> {text['prompt']}\n{text['text']}\n")
-    if steps > 1 and is_main_rank():
-        console.status(
-            f"{steps} steps: prefill {(first - begin) * 1e3:.0f} ms, {seconds * 1e3 / (steps - 1):.2f} ms per token"
-        )
-    return document
+    return _TimedTokens(new, steps, (first - begin) * 1e3, seconds * 1e3 / (steps - 1) if steps > 1 else None)
 
 
 class TextStream:

@@ -1,0 +1,33 @@
+"""metrics.jsonl: a line for each step and each validation."""
+
+import json
+import os
+from pathlib import Path
+
+METRICS = "metrics.jsonl"
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop what was written after the state that training goes on from."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # cut off by a kill
+    temporary = path.with_name(f".{path.name}.json.part")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
+
+
+def read_metrics(path: Path, key: str) -> list[float]:
+    """The values of one metric, in order."""
+    found = []
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        if line.get(key) is not None:
+            found.append(line[key])
+    return found

@@ -1,0 +1,113 @@
+"""From the options of ``ladderize bench`` to checked models: everything that can be wrong is found before any process
+starts."""
+
+from dataclasses import dataclass
+
+from ladderize.console import UsageError, UserError
+from ladderize.convert.llama import check_config
+from ladderize.layout import Layout, LayoutError, parse_ranges
+from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, ModelChoice, check_bench_usage
+from ladderize.runtime.collectives.emulated import Link, parse_link
+from ladderize.runtime.launch import check_group_size
+from ladderize.runtime.spec import ModelSpec, checkpoint_spec, read_shape, shape_spec
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """Checked models, how to time them, and the link that stands for the others of an emulated group."""
+
+    specs: list[ModelSpec]
+    options: BenchOptions
+    link: Link | None = None
+
+
+def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -> BenchPlan:
+    """Raises UsageError for what argv alone decides, UserError or LayoutError for the rest. link: as --link has it."""
+    check_bench_usage(choice, options, link)
+    parsed = parse_link(link, options.ranks) if link is not None else None
+    if options.emulate_tp is None:
+        check_group_size(options.tp_size, options.device)
+    specs = _checkpoints(choice, options) if choice.random_weights is None else _random(choice, options)
+    for spec in specs:
+        _check_positions(spec, options)
+        if parsed is not None:
+            _check_messages(spec, options, parsed)
+    if "parallel" in options.baselines and not specs[0].layout.is_dense:
+        raise UserError(
+            f"--baselines parallel needs a dense model in the first place, and {specs[0].name} is not dense"
+        )
+    if options.profile is not None:
+        if options.profile.exists() and not options.profile.is_dir():
+            raise UserError(f"--profile {options.profile} is not a folder")
+        options.profile.mkdir(parents=True, exist_ok=True)
+    return BenchPlan(specs, options, parsed)
+
+
+def _check_positions(spec: ModelSpec, options: BenchOptions) -> None:
+    tokens = options.prompt_len + options.output_len
+    if tokens > spec.positions:
+        raise UserError(
+            f"{spec.name}: --prompt-len and --output-len make {tokens} tokens, over the model's {spec.positions}"
+            " positions"
+        )
+
+
+def _check_messages(spec: ModelSpec, options: BenchOptions, link: Link) -> None:
+    """Raise UserError if the link's time for the longest messages is not known."""
+    width, batch = spec.torch_dtype.itemsize, max(options.batch_sizes)
+    link.seconds(width * spec.config["hidden_size"] * batch * options.prompt_len)
+    if not options.replicate_vocab:
+        link.seconds(width * spec.config["vocab_size"] * batch)
+
+
+def _checkpoints(choice: ModelChoice, options: BenchOptions) -> list[ModelSpec]:
+    return [
+        checkpoint_spec(
+            model, tp_size=options.ranks, dtype=choice.dtype, revision=choice.revision, option=options.ranks_option
+        )
+        for model in choice.models
+    ]
+
+
+def _random(choice: ModelChoice, options: BenchOptions) -> list[ModelSpec]:
+    assert choice.random_weights is not None
+    config = dict(read_shape(choice.random_weights))
+    check_config(config)
+    if choice.num_layers is not None:
+        config["num_hidden_layers"] = choice.num_layers
+    for key in ("attention_sync", "mlp_sync", "sync_tp_size"):
+        config.pop(key, None)
+    config["model_type"] = "llama"
+    text = ",".join(LAYOUT_NAMES) if choice.layout is None else choice.layout
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f"--layout {text!r} names no layout, or one twice")
+    virtual = choice.sync_tp_size or options.ranks
+    layouts = [(name, named_layout(name, config["num_hidden_layers"], virtual)) for name in names]
+    if choice.sync_tp_size is not None and not any(layout.spd_layers for _, layout in layouts):
+        raise UsageError("--sync-tp-size has no effect: none of --layout drops a sync point")
+    return [
+        shape_spec(config, layout, name=name, tp_size=options.ranks, dtype=choice.dtype, option=options.ranks_option)
+        for name, layout in layouts
+    ]
+
+
+def named_layout(text: str, num_layers: int, sync_tp_size: int) -> Layout:
+    """``ladder`` is all layers, ``ladder=16:32`` some; likewise dense, spd and spd+ladder."""
+    name, equals, ranges = text.partition("=")
+    if name not in LAYOUT_NAMES or (equals and name == "dense"):
+        raise UsageError(
+            f"--layout {text} is not one of {', '.join(LAYOUT_NAMES)}, or such a name with a range of layers,"
+            " ladder=16:32"
+        )
+    try:
+        layers = parse_ranges(ranges, num_layers, option="--layout") if equals else list(range(num_layers))
+    except LayoutError as error:
+        raise UserError(str(error)) from None
+    changes = LAYOUT_NAMES[name]
+    return Layout.from_layers(
+        num_layers,
+        ladder=layers if "ladder" in changes else (),
+        spd=layers if "spd" in changes else (),
+        sync_tp_size=sync_tp_size if "spd" in changes else None,
+    )

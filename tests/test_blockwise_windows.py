@@ -1,0 +1,131 @@
+"""What block-to-block distillation reads: the rows of retraining, by the same rules, joined and cut into windows."""
+
+import json
+import sys
+
+import datasets
+import numpy as np
+import pytest
+
+from ladderize.adapt.blockwise.options import BlockwiseOptions
+from ladderize.adapt.blockwise.windows import read_rows, training_windows
+from ladderize.adapt.data.chunks import StreamOptions
+from ladderize.adapt.data.formats import BadRow
+from ladderize.adapt.data.sources import parse_specs, source_sha256
+from ladderize.adapt.data.stream import fixed_rows
+from ladderize.blocks import open_checkpoint
+from ladderize.console import UsageError, UserError
+from ladderize.data import file_sha256
+from ladderize.modeling import load_tokenizer
+from tests.helpers import ROOT
+
+DEMO = ROOT / "ladderize" / "demo" / "model"
+VOCAB, EOS = 527, 1
+TEXTS = [f"row {number} the cat sat on a mat." for number in range(12)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    return open_checkpoint(str(DEMO))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+def write_data(kind, folder):
+    """A --data of this kind."""
+    rows = {
+        "text": [{"text": text} for text in TEXTS],
+        "completion": [{"prompt": text, "completion": " then it left"} for text in TEXTS],
+        "ids": [{"input_ids": list(range(3, 9 + number)), "text": "x"} for number in range(12)],
+    }
+    ids = np.random.default_rng(0).integers(3, VOCAB, (20, 8))
+    if kind in rows:
+        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[kind]))
+        return str(folder / "a.jsonl")
+    if kind == "parquet":
+        datasets.Dataset.from_list(rows["text"]).to_parquet(folder / "a.parquet")
+        return str(folder / "a.parquet")
+    if kind == "glob":
+        for name, part in (("a", rows["text"][:5]), ("b", rows["text"][5:])):
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        return str(folder / "*.jsonl")
+    if kind == "txt":
+        (folder / "a.txt").write_text("\n".join(TEXTS * 80))  # more than one passage
+        return str(folder / "a.txt")
+    np.save(folder / "rows.npy", ids)
+    np.savez(folder / "flat.npz", train=np.arange(40_000) % VOCAB)
+    return str(folder / "rows.npy") if kind == "rows" else f"{folder / 'flat.npz'}:train"
+
+
+@pytest.mark.parametrize("kind", ["text", "completion", "ids", "parquet", "glob", "txt", "rows", "flat"])
+def test_the_rows_are_those_of_retraining(kind, tmp_path, checkpoint):
+    (spec,) = parse_specs([write_data(kind, tmp_path)])
+    read = np.concatenate(read_rows(checkpoint, spec))
+    uncut = StreamOptions(seq_len=sys.maxsize, vocab_size=VOCAB, packing=False)
+    expected = np.concatenate([row.ids for row in fixed_rows([spec], load_tokenizer(DEMO), uncut)])
+    assert read.tolist() == expected.tolist()
+    if kind in ("text", "parquet", "glob", "completion"):
+        assert read[-1] == EOS
+        assert (read == EOS).sum() == len(TEXTS)
+    if kind in ("text", "parquet", "glob"):
+        given = load_tokenizer(DEMO)(TEXTS)["input_ids"]
+        assert read.tolist() == [token for ids in given for token in [*ids, EOS]]
+
+
+@pytest.mark.parametrize("kind", ["text", "rows"])
+def test_windows_are_cut_from_the_joined_rows_and_held_out_apart(kind, tmp_path, checkpoint):
+    data = write_data(kind, tmp_path)
+    options = BlockwiseOptions(data, samples=9, heldout=3, seq_len=8)
+    windows = training_windows(checkpoint, options)
+    joined = np.concatenate(read_rows(checkpoint, options.source))
+    every = joined[: len(joined) // 8 * 8].reshape(-1, 8)
+    drawn = np.random.default_rng(0).permutation(len(every))[:12]
+    assert windows.train.tolist() == every[drawn[:9]].tolist()
+    assert windows.heldout.tolist() == every[drawn[9:]].tolist()
+
+
+def test_rows_of_ids_are_windows_and_passages_are_none(tmp_path, checkpoint):
+    rows = training_windows(checkpoint, BlockwiseOptions(write_data("rows", tmp_path)))
+    assert sorted(rows.all.tolist()) == sorted(np.load(tmp_path / "rows.npy").tolist())
+    positions = checkpoint.config["max_position_embeddings"]
+    flat = training_windows(checkpoint, BlockwiseOptions(f"{tmp_path / 'flat.npz'}:train"))
+    assert flat.train.shape[1] == min(2048, positions)
+    with pytest.raises(UserError, match=f"--seq-len {positions + 1} is over the model's {positions} positions"):
+        training_windows(checkpoint, BlockwiseOptions(str(tmp_path / "rows.npy"), seq_len=positions + 1))
+
+
+def test_a_bad_row_is_named_without_an_option_that_is_not_there(tmp_path, checkpoint):
+    for line, problem in (
+        ("{", "is no JSON"),
+        ('{"text": 1}', "its text is no string"),
+        ('{"input_ids": [5]}', "1 tok"),
+    ):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"text": "fine"}) + "\n" + line)
+        with pytest.raises(BadRow, match=f"a.jsonl, line 2: .*{problem}") as raised:
+            training_windows(checkpoint, BlockwiseOptions(str(tmp_path / "a.jsonl"), seq_len=4))
+        assert "--skip-bad-rows" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("hub:a/b:train", "is streamed, and block-to-block distillation reads its data whole"),
+        ("a.jsonl=2", "a weight has no effect on a single source"),
+        ("a.csv", "neither a file that ends in"),
+    ],
+)
+def test_what_is_refused_before_anything_is_opened(data, message):
+    with pytest.raises(UsageError, match=message):
+        BlockwiseOptions(data)
+
+
+def test_the_hash_of_one_file_is_its_own(tmp_path):
+    (one,) = parse_specs([write_data("text", tmp_path)])
+    assert source_sha256(one) == file_sha256(one.text)
+    (several,) = parse_specs([write_data("glob", tmp_path)])
+    before = source_sha256(several)
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n')
+    assert source_sha256(several) != before != source_sha256(one)
