@@ -167,6 +167,7 @@ def test_a_failed_verification_leaves_nothing(llama, tmp_path, monkeypatch):
     assert listing(tmp_path) == ["src"]
 
 
+@pytest.mark.own_process
 def test_verification_finds_code_that_does_not_work(llama, tmp_path, monkeypatch):
     broken = tmp_path / "code"
     shutil.copytree(pipeline.REMOTE_CODE, broken)

@@ -37,7 +37,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.own_process), 3])
 def test_weights_are_linked_and_verified(tmp_path, shards):
     source = save_llama(tmp_path / "src", shards=shards)
     before = fingerprint(source)

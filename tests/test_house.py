@@ -94,8 +94,10 @@ def import_graph() -> dict[str, set[str]]:
 def rooms_of(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     """The same graph of folders; modules that lie in no room are none."""
 
+    files = module_files()
+
     def room(name: str) -> str:
-        return name if module_files()[name].name == "__init__.py" else name.rpartition(".")[0]
+        return name if files[name].name == "__init__.py" else name.rpartition(".")[0]
 
     rooms: dict[str, set[str]] = {}
     for name, imported in graph.items():
