@@ -23,8 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ladderize.convert.checkpoint import TensorInfo, read_tensors
-from ladderize.convert.tensors import TensorReader
+from ladderize.checkpoint.reading import TensorInfo, read_tensors
+from ladderize.checkpoint.tensors import TensorReader
 from ladderize.memory import PeakMemory
 
 SIZE, MATRICES, ROUNDS = 4096, 12, 7

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from ladderize import data
+from ladderize.checkpoint.dtypes import FLOAT_DTYPES
+from ladderize.checkpoint.llama import check_config, check_tensors
+from ladderize.checkpoint.reading import Checkpoint, fetch_weights, read_checkpoint, resolve_json
+from ladderize.checkpoint.tensors import TensorReader
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import Checkpoint, fetch_weights, read_checkpoint, resolve_json
-from ladderize.convert.dtypes import FLOAT_DTYPES
-from ladderize.convert.llama import check_config, check_tensors
-from ladderize.convert.tensors import TensorReader
 from ladderize.layout import Layout
 from ladderize.modeling import load_tokenizer
 

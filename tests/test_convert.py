@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ladderize import convert_checkpoint, load
+from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import UserError
 from ladderize.convert.card import split_front_matter
-from ladderize.convert.checkpoint import read_checkpoint
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.layout import Layout
 from tests.helpers import BIASES, ROOT, STORIES, edit_json, invoke, listing, random_ids, save_llama
@@ -496,6 +496,6 @@ def test_no_weights_are_downloaded_for_a_conversion_that_cannot_be(llama, tmp_pa
         assert patterns == {"allow_patterns": ["*.json"]}, "weights were fetched"
         return llama
 
-    monkeypatch.setattr("ladderize.convert.checkpoint._snapshot", snapshot)
+    monkeypatch.setattr("ladderize.checkpoint.reading._snapshot", snapshot)
     with pytest.raises(ValueError if recipe.names_layers else UserError, match=message):
         convert_checkpoint("org/tiny", tmp_path / "out", recipe)

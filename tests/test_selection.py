@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from ladderize import convert_checkpoint
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import UserError, to_json
-from ladderize.convert.checkpoint import read_checkpoint
-from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.convert.selection import select
 from ladderize.convert.sensitivity_file import read_sensitivity

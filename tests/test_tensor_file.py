@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from ladderize.checkpoint.tensors import infos_of, locate_tensors, write_tensors
 from ladderize.console import UserError
-from ladderize.convert.tensors import infos_of, locate_tensors, write_tensors
 from tests.helpers import listing
 
 

@@ -1,9 +1,9 @@
 """A converted checkpoint and the dense one that it was converted from."""
 
+from ladderize.checkpoint.fingerprint import dense_function
+from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import Checkpoint
-from ladderize.convert.fingerprint import dense_function
-from ladderize.convert.llama import expected_tensors
 from ladderize.layout import Layout
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ladderize.convert.checkpoint import TensorInfo
+from ladderize.checkpoint.reading import TensorInfo
 from ladderize.convert.heads import HeadMap
 
 

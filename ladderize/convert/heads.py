@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ladderize.checkpoint.llama import kv_head_count
 from ladderize.console import UserError
-from ladderize.convert.llama import kv_head_count
 from ladderize.files.documents import read_document
 from ladderize.files.records import Record
 

@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from ladderize import __version__
+from ladderize.checkpoint.reading import INDEX, WEIGHTS, header_sha256
 from ladderize.console import SCHEMA_VERSION, Console, UserError, human_bytes, sentence
 from ladderize.convert.card import MARK, make_card
 from ladderize.convert.changes import Changes
-from ladderize.convert.checkpoint import INDEX, WEIGHTS, header_sha256
 from ladderize.convert.plan import Plan, make_plan
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.report import ConversionReport, report_of

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.console import UserError, to_json
-from ladderize.convert.changes import Changes
-from ladderize.convert.checkpoint import (
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.llama import check_config, check_tensors
+from ladderize.checkpoint.reading import (
     INDEX,
     PICKLES,
     Checkpoint,
@@ -17,9 +17,9 @@ from ladderize.convert.checkpoint import (
     read_config,
     resolve_json,
 )
-from ladderize.convert.fingerprint import fingerprint
+from ladderize.console import UserError, to_json
+from ladderize.convert.changes import Changes
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
-from ladderize.convert.llama import check_config, check_tensors
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection
 from ladderize.convert.weights import Shard, parse_size, plan_shards

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from ladderize.checkpoint.dtypes import CAST_DTYPES
 from ladderize.console import UsageError, UserError
-from ladderize.convert.dtypes import CAST_DTYPES
 from ladderize.convert.selection import Selection, select
 from ladderize.convert.sensitivity_file import read_sensitivity
 from ladderize.convert.weights import parse_size

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ladderize.checkpoint.llama import parameter_count
 from ladderize.convert.inspection import LayerSyncPoints, sync_points_by_layer
-from ladderize.convert.llama import parameter_count
 from ladderize.convert.plan import Plan
 from ladderize.convert.selection import Selection
 from ladderize.convert.verify import Verification

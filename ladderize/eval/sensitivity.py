@@ -28,10 +28,10 @@ from ladderize.blocks import (
     read_windows,
     stored_dtype,
 )
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.llama import parameter_count
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, UserError, human_bytes, human_seconds
-from ladderize.convert.checkpoint import Checkpoint
-from ladderize.convert.fingerprint import fingerprint
-from ladderize.convert.llama import parameter_count
 from ladderize.convert.sensitivity_file import (
     CLASSES,
     BlockSensitivity,

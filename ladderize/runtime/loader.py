@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ladderize.convert.checkpoint import Checkpoint
-from ladderize.convert.tensors import TensorReader
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.tensors import TensorReader
 from ladderize.layout import Layout
 from ladderize.runtime.layers import LayerWeights, Linear, RMSNorm, Weights
 from ladderize.runtime.shards import Shape, Slice, virtual_ranks

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ladderize.convert.llama import head_dim, kv_head_count
+from ladderize.checkpoint.llama import head_dim, kv_head_count
 from ladderize.layout import DROPPED, Layout, LayoutError, check_split
 
 

@@ -23,11 +23,11 @@ from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.adapt.blockwise.run import announce_distillation, heldout_perplexities, loaded
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.llama import kv_head_count
 from ladderize.console import Console, UserError, human_seconds, to_json
 from ladderize.convert.changes import Changes
-from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
-from ladderize.convert.llama import kv_head_count
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection

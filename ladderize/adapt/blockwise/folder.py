@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ladderize.adapt.blockwise.documents import BlockReport
+from ladderize.checkpoint.reading import TensorInfo, read_header
+from ladderize.checkpoint.tensors import TensorReader, locate_tensors
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import TensorInfo, read_header
-from ladderize.convert.tensors import TensorReader, locate_tensors
 from ladderize.files.locks import fsync
 from ladderize.files.work import WorkFolder
 

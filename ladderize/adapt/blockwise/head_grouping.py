@@ -23,9 +23,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from ladderize.adapt.blockwise.head_assignment import Assignment, Units, match, spread
 from ladderize.adapt.blockwise.head_descent import Probe, descend
 from ladderize.blocks import Blocks
-from ladderize.convert.fingerprint import fingerprint
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.llama import kv_head_count
 from ladderize.convert.heads import GroupingReport, HeadMap
-from ladderize.convert.llama import kv_head_count
 from ladderize.layout import Layout, check_split
 
 CRITERIA = ("error", "paper")

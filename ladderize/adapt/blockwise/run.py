@@ -16,9 +16,9 @@ from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.adapt.methods import BLOCKS
 from ladderize.adapt.pair import check_pair
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_nlls
+from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
 from ladderize.convert.changes import Changes
-from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.eval.perplexity import perplexity_from_nlls

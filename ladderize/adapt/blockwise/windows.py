@@ -15,8 +15,8 @@ from torch import Tensor
 from ladderize.adapt.blockwise.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, BlockwiseOptions
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.sources import SourceSpec, open_rows
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import Checkpoint
 from ladderize.data import draw_windows, needs_tokenizer
 from ladderize.modeling import load_tokenizer
 

@@ -16,11 +16,11 @@ from ladderize.adapt.lora.config import (
     AdapterBase,
     adapted_layers,
 )
+from ladderize.checkpoint.dtypes import FLOAT_DTYPES
+from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.reading import PICKLES, TensorInfo
+from ladderize.checkpoint.tensors import locate_tensors
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import PICKLES, TensorInfo
-from ladderize.convert.dtypes import FLOAT_DTYPES
-from ladderize.convert.llama import expected_tensors
-from ladderize.convert.tensors import locate_tensors
 from ladderize.files.documents import read_document, read_json
 
 KEY = re.compile(re.escape(PEFT_PREFIX) + r"(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")

@@ -19,11 +19,11 @@ from ladderize.adapt.lora.config import (
     AdapterBase,
     adapted_layers,
 )
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.tensors import infos_of, write_tensors
 from ladderize.console import UserError, sentence, to_json
 from ladderize.convert.card import TAGS
-from ladderize.convert.checkpoint import Checkpoint
-from ladderize.convert.fingerprint import fingerprint
-from ladderize.convert.tensors import infos_of, write_tensors
 from ladderize.files import output
 from ladderize.layout import Layout, format_ranges
 

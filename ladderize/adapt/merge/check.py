@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ladderize.adapt.lora.config import ADAPTER_TENSORS
 from ladderize.adapt.lora.read import Adapter
 from ladderize.blocks import Blocks, State, complete, open_checkpoint
+from ladderize.checkpoint.dtypes import torch_dtype
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.tensors import TensorReader
 from ladderize.console import Console, UserError, sentence
-from ladderize.convert.checkpoint import Checkpoint
-from ladderize.convert.dtypes import torch_dtype
-from ladderize.convert.tensors import TensorReader
 
 CHECK_WINDOWS, CHECK_TOKENS = 4, 32  # random ids: what they mean does not matter here
 LOGIT_TOLERANCE = 1e-4  # of the largest logit: two orders of summation in float32

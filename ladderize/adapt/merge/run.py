@@ -14,14 +14,14 @@ from ladderize.adapt.merge.check import add_product, check_merged
 from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.dtypes import torch_dtype
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.tensors import TensorReader, locate_tensors, write_tensors
 from ladderize.console import Console, UserError, human_bytes
 from ladderize.convert.changes import Changes
-from ladderize.convert.checkpoint import Checkpoint
-from ladderize.convert.dtypes import torch_dtype
-from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.tensors import TensorReader, locate_tensors, write_tensors
 from ladderize.data import file_sha256
 from ladderize.files import output
 from ladderize.layout import Layout, format_ranges

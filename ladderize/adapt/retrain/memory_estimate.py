@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ladderize.blocks import LOGITS_AT_ONCE
-from ladderize.convert.llama import head_dim, kv_head_count, parameter_count
+from ladderize.checkpoint.llama import head_dim, kv_head_count, parameter_count
 from ladderize.layout import DROPPED, Layout
 
 FP32 = 4

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ladderize.adapt.retrain.losses import ScoredLogits, TrainedModel
 from ladderize.adapt.retrain.sharding import shard
 from ladderize.blocks import Blocks
-from ladderize.convert.checkpoint import Checkpoint
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.layout import Layout
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -24,12 +24,12 @@ from ladderize.adapt.retrain.state import load_trained
 from ladderize.adapt.retrain.task import Task
 from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.blocks import open_checkpoint, stored_dtype
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.tensors import locate_tensors
 from ladderize.console import Console, UserError, to_json
 from ladderize.convert.changes import Changes
-from ladderize.convert.fingerprint import fingerprint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.tensors import locate_tensors
 
 # what ladderize.yaml says of it
 RECORDED = (

@@ -25,8 +25,8 @@ from ladderize.adapt.retrain.task import Task, check_disk, check_memory, open_ta
 from ladderize.adapt.retrain.trackers import Trackers, check_trackers
 from ladderize.adapt.retrain.trainer import Trainer, TrainOptions, probe_seconds
 from ladderize.blocks import open_checkpoint
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, UserError, human_seconds
-from ladderize.convert.checkpoint import Checkpoint
 from ladderize.files import output
 from ladderize.files.work import work_folder
 from ladderize.layout import format_ranges

@@ -20,8 +20,8 @@ from ladderize.adapt.retrain.adaptation import Settings
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.adapt.retrain.sharding import assign, whole
+from ladderize.checkpoint.tensors import infos_of, write_tensors
 from ladderize.console import UserError, sentence, to_json
-from ladderize.convert.tensors import infos_of, write_tensors
 from ladderize.files.locks import fsync
 from ladderize.files.records import Record
 from ladderize.files.work import WorkFolder

@@ -21,10 +21,10 @@ from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
 from ladderize.adapt.retrain.trainer import TrainOptions
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, UserError, human_bytes
-from ladderize.convert.checkpoint import Checkpoint
-from ladderize.convert.fingerprint import fingerprint
-from ladderize.convert.llama import expected_tensors
 from ladderize.files import output
 from ladderize.layout import Layout, parse_ranges
 from ladderize.memory import available_bytes

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ladderize.checkpoint.llama import parameter_count
 from ladderize.console import UserError, human_bytes
-from ladderize.convert.llama import parameter_count
 from ladderize.files.records import Record
 from ladderize.memory import available_bytes
 from ladderize.ranks.threads import cores

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import Console, UserError, human_bytes
-from ladderize.convert.checkpoint import read_checkpoint
-from ladderize.convert.fingerprint import fingerprint
 from ladderize.files.documents import read_json
 from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer

@@ -5,8 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ladderize.convert.checkpoint import Checkpoint
-from ladderize.convert.tensors import TensorReader
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.tensors import TensorReader
 
 FINGERPRINT_BYTES = 4096  # of each tensor
 

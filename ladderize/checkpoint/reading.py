@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ladderize.checkpoint.dtypes import DTYPE_BYTES
 from ladderize.console import UserError
-from ladderize.convert.dtypes import DTYPE_BYTES
 from ladderize.files.documents import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

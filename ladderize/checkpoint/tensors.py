@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
+from ladderize.checkpoint.dtypes import DTYPE_BYTES, stored_dtype_name
+from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.console import UserError, sentence
-from ladderize.convert.checkpoint import TensorInfo, read_header
-from ladderize.convert.dtypes import DTYPE_BYTES, stored_dtype_name
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ladderize.checkpoint.dtypes import FLOAT_DTYPES
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import UserError
-from ladderize.convert.checkpoint import Checkpoint
-from ladderize.convert.dtypes import FLOAT_DTYPES
 
 SOURCE_TYPES = ("llama", "ladderized_llama", "llamaLadder")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
