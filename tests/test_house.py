@@ -191,23 +191,34 @@ def test_lines_are_short_and_calls_are_formatted():
 # ---- one default for an option ----
 
 
+def typer_command(stem: str, tree: ast.Module) -> str:
+    """The function that typer fills, as file.function; empty where a file has none that asks for the context."""
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return next((f"{stem}.{f.name}" for f in functions if f.args.args and f.args.args[0].arg == "ctx"), "")
+
+
+def imported_commands(tree: ast.Module) -> set[str]:
+    modules = (node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    return {module.removeprefix("ladderize.commands.") for module in modules}
+
+
 def filled_options() -> list[tuple[str, str, str, set[str]]]:
     """(command, dataclass, prefix, fields given otherwise) for each ``options_from(Dataclass, ...)`` of commands/."""
     found = []
-    for path in sorted((PACKAGE / "commands").glob("*.py")):
-        tree = ast.parse(path.read_text())
+    files = {path.stem: ast.parse(path.read_text()) for path in sorted((PACKAGE / "commands").glob("*.py"))}
+    for stem, tree in files.items():
         homes = {a.asname or a.name: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
         functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-        # the one that typer fills; it may leave the filling to others of its file
-        command = next((f.name for f in functions if f.args.args and f.args.args[0].arg == "ctx"), "")
+        users = [typer_command(user, other) for user, other in files.items() if stem in imported_commands(other)]
+        command = typer_command(stem, tree) or next(filter(None, users), "")  # whose filling is left to this file
         for function in functions:
             for call in ast.walk(function):
                 if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "options_from":
-                    assert isinstance(call.args[0], ast.Name), f"{path}: options_from takes the dataclass by its name"
+                    assert isinstance(call.args[0], ast.Name), f"{stem}: options_from takes the dataclass by its name"
                     name = call.args[0].id
                     prefix = next((k.value.value for k in call.keywords if k.arg == "prefix"), "")
                     more = {keyword.arg for keyword in call.keywords}
-                    found.append((f"{path.stem}.{command}", f"{homes[name]}.{name}", prefix, more))
+                    found.append((command, f"{homes[name]}.{name}", prefix, more))
     return found
 
 

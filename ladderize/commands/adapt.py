@@ -1,7 +1,6 @@
 """``adapt``."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,22 +14,15 @@ from ladderize.commands.options import (
     Revision,
     SeqLen,
     Threads,
-    names_of,
     options_from,
     said,
 )
-from ladderize.commands.training import MAX_LR, ComputeDtype, TrainingSeed, WorkDir, memory_limit, start_training_on
+from ladderize.commands.retraining import PRESETS, check_effect, preset_filled_in, retrain_options
+from ladderize.commands.training import ComputeDtype, TrainingSeed, WorkDir, memory_limit, start_training_on
 from ladderize.console import Console, UsageError, table
 
 if TYPE_CHECKING:
-    from ladderize.adapt.retrain.options import RetrainOptions
-
-# options of retraining that no field of its dataclasses is called after
-ONLY_RETRAINING = {"preset", "no_packing", "show_data"}
-PRESETS: dict[str, dict[str, Any]] = {
-    # Ladder Residual, arXiv 2501.06589, section 4: supervised fine-tuning of Llama-3.1-8B-Instruct
-    "ladder-paper": {"lr": 5e-6, "warmup_steps": 200, "schedule": "cosine", "max_tokens": "3B"},
-}
+    pass
 
 
 def adapt(
@@ -214,37 +206,6 @@ def adapt(
     run(model, out, preset_filled_in(ctx.params), console)
 
 
-def check_effect(method: str, given: Sequence[str]) -> None:
-    """Raise UsageError for options that were given and have no effect on this method."""
-    from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-    from ladderize.adapt.lora.config import LoraOptions
-    from ladderize.adapt.retrain.losses import Objective
-    from ladderize.adapt.retrain.options import RetrainOptions
-    from ladderize.adapt.retrain.schedule import Budget
-
-    lora = names_of(LoraOptions, "lora_")
-    retraining = names_of(RetrainOptions) | names_of(Objective) | names_of(Budget, "max_") | ONLY_RETRAINING
-    blocks = names_of(BlockwiseOptions) | names_of(DistillOptions) | {"train", "method", "distill_from"}
-    for name in given:
-        elsewhere = (name in lora and method != LORA) or (
-            name in retraining - blocks if method == BLOCKS else name in blocks - retraining
-        )
-        if elsewhere:
-            raise UsageError(f"--{name.replace('_', '-')} has no effect with --method {method}")
-    if method == LORA and "no_verify" in given:
-        raise UsageError(
-            "--no-verify has no effect with --method lora: an adapter is no checkpoint that could be loaded alone"
-        )
-
-
-def preset_filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters with the preset's values where the user said nothing."""
-    values = dict(PRESETS.get(params["preset"] or "", {}))
-    if params["max_steps"] is not None:
-        values.pop("max_tokens", None)
-    return {**params, **{name: value for name, value in values.items() if params[name] is None}}
-
-
 def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], console: Console) -> None:
     assert out is not None
     if params["distill_from"] is None:
@@ -307,81 +268,3 @@ def _retrain(model: str, out: str | None, params: Mapping[str, Any], console: Co
         console.result(adaptation.summary())
         merge = " (an adapter; `ladderize merge` makes a checkpoint of it)" if options.method == LORA else ""
         console.result(f"wrote {out}{merge}")
-
-
-def retrain_options(params: Mapping[str, Any]) -> "RetrainOptions":
-    """The options of retraining, checked."""
-    from ladderize.adapt.data.sources import parse_specs
-    from ladderize.adapt.lora.config import LoraOptions
-    from ladderize.adapt.retrain.losses import Objective
-    from ladderize.adapt.retrain.options import RetrainOptions
-    from ladderize.adapt.retrain.schedule import Budget, parse_count
-
-    given = {name: value for name, value in params.items() if value is not None}
-    check_retraining(given)
-    tokens = parse_count(given["max_tokens"], option="--max-tokens") if "max_tokens" in given else None
-    steps = given.get("max_steps")
-    if steps is not None and tokens is not None:
-        raise UsageError("--max-tokens and --max-steps both say how long to train; give one of them")
-    if steps is None and tokens is None and not given["show_data"]:
-        raise UsageError("say how long to train: --max-tokens, such as 20M, or --max-steps")
-    trackers = split_names(given.get("log_with", ""))
-    if "log_with" in given and not trackers:
-        raise UsageError("--log-with names no tracker; write for example tensorboard")
-    if "log_dir" in given and not {"tensorboard", "wandb"} & set(trackers):
-        raise UsageError("--log-dir has no effect without --log-with tensorboard or wandb")
-    device = start_training_on(params["device"], params["dtype"], params["threads"], None)
-    distill_weight = given.get("distill_weight", 1.0) if "distill_from" in given else 0.0
-    targets = {"targets": split_names(given["lora_targets"])} if "lora_targets" in given else {}
-    return options_from(
-        RetrainOptions,
-        params,
-        data=tuple(parse_specs(given["data"])),
-        eval_data=tuple(parse_specs(given.get("eval_data") or [], "--eval-data")),
-        objective=options_from(Objective, params, distill_weight=distill_weight),
-        lora=options_from(LoraOptions, params, prefix="lora_", **targets),
-        packing=not given["no_packing"],
-        budget=Budget(tokens, steps),
-        resume=given.get("resume") != "no",
-        device=device,
-        log_with=trackers,
-    )
-
-
-def check_retraining(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for values that no retraining can have, and for options that take no effect together."""
-    from ladderize.adapt.retrain.schedule import SCHEDULES
-
-    for name, allowed in (
-        ("schedule", SCHEDULES),
-        ("write", ("best", "last")),
-        ("resume", ("auto", "no")),
-        ("attention", ("sdpa", "eager", "flash_attention_2", "flex_attention")),
-    ):
-        if name in given and given[name] not in allowed:
-            raise UsageError(f"--{name} {given[name]} is not one of {', '.join(allowed)}")
-    for name, most in (("lr", MAX_LR), ("temperature", 100.0), ("max_gradient", math.inf), ("lora_alpha", math.inf)):
-        if name in given and not 0 < given[name] <= most:
-            raise UsageError(
-                f"--{name.replace('_', '-')} must be above 0{f' and at most {most:g}' if most < math.inf else ''}, not"
-                f" {given[name]:g}"
-            )
-    for name in ("distill_weight", "temperature"):
-        if name in given and "distill_from" not in given:
-            raise UsageError(f"--{name.replace('_', '-')} has no effect without --distill-from")
-    if "distill_from" in given and given.get("distill_weight", 1.0) == 0:
-        raise UsageError("--distill-weight 0 makes --distill-from useless; leave both out")
-    if "heldout" in given and "eval_data" in given:
-        raise UsageError("--heldout has no effect with --eval-data")
-    for name in ("write", "eval_every"):
-        if name in given and given.get("heldout") == 0:
-            raise UsageError(
-                f"--{name.replace('_', '-')} has no effect with --heldout 0, where nothing is validated on"
-            )
-    if "min_lr" in given and given.get("schedule") == "constant":
-        raise UsageError("--min-lr has no effect with --schedule constant")
-
-
-def split_names(text: str) -> tuple[str, ...]:
-    """``a, b`` -> (a, b)."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())

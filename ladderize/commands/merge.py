@@ -34,17 +34,15 @@ def merge(
     report = merge_adapter(
         adapter, out, base=base, console=console, overwrite=overwrite, verify=not no_verify, revision=revision
     )
-    console.document(report)
-    how = " and ".join(f"{count} {how}" for how, count in report["weights"].items())
+    console.document(report.to_dict())
+    how = " and ".join(f"{count} {how}" for how, count in report.weights.items())
     console.result(
-        f"merged   {len(report['merged_tensors'])} tensors in layers {format_ranges(report['layers'])} of"
-        f" {report['base']}"
+        f"merged   {len(report.merged_tensors)} tensors in layers {format_ranges(report.layers)} of {report.base}"
     )
-    console.result(f"layout   {report['layout']}")
-    console.result(f"weights  {human_bytes(report['weight_bytes'])} in {len(report['weight_files'])} files, {how}")
-    largest, apart, rounding = (report[f"max_abs_logit{of}"] for of in ("", "_difference", "_difference_of_rounding"))
+    console.result(f"layout   {report.layout}")
+    console.result(f"weights  {human_bytes(report.weight_bytes)} in {len(report.weight_files)} files, {how}")
     console.result(
-        f"logits   within {apart:.2g} of PEFT's, up to {largest:.3g} large; rounding the merged weights makes"
-        f" {rounding:.2g}"
+        f"logits   within {report.max_abs_logit_difference:.2g} of PEFT's, up to {report.max_abs_logit:.3g} large;"
+        f" rounding the merged weights makes {report.max_abs_logit_difference_of_rounding:.2g}"
     )
-    console.result(f"wrote {report['out']}")
+    console.result(f"wrote {report.out}")

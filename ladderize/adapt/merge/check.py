@@ -7,6 +7,7 @@ others have to be the base's, and the exact ones, before rounding, have to give 
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,20 @@ from ladderize.checkpoint.dtypes import torch_dtype
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import TensorReader
 from ladderize.console import Console, UserError, sentence
+from ladderize.files.records import Record
 
 CHECK_WINDOWS, CHECK_TOKENS = 4, 32  # random ids: what they mean does not matter here
 LOGIT_TOLERANCE = 1e-4  # of the largest logit: two orders of summation in float32
+
+
+@dataclass(frozen=True)
+class ComparedLogits(Record):
+    """max_abs_logit: of PEFT's. The differences: to what is stored, of PEFT's logits and of those of the exact sums."""
+
+    max_abs_logit: float
+    max_abs_logit_difference: float
+    max_abs_logit_difference_of_rounding: float
+    compared_tokens: int
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -32,7 +44,7 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     return weight.to(dtype, copy=True).addmm_(b.to(dtype), a.to(dtype), alpha=scaling)
 
 
-def check_merged(adapter: Adapter, base: Checkpoint, folder: Path, console: Console) -> dict[str, Any]:
+def check_merged(adapter: Adapter, base: Checkpoint, folder: Path, console: Console) -> ComparedLogits:
     """Compare logits on random ids: PEFT's, of the base's weights and the adapter; of the exact sums; of the checkpoint
     in ``folder``.
 
@@ -77,12 +89,12 @@ def check_merged(adapter: Adapter, base: Checkpoint, folder: Path, console: Cons
         raise mismatch(
             adapter, f"PEFT's logits differ by up to {apart:.3g} from its own, which are up to {largest:.3g}"
         )
-    return {
-        "max_abs_logit": largest,
-        "max_abs_logit_difference": float((peft - stored).abs().max()),
-        "max_abs_logit_difference_of_rounding": float((exact - stored).abs().max()),
-        "compared_tokens": ids.numel(),
-    }
+    return ComparedLogits(
+        max_abs_logit=largest,
+        max_abs_logit_difference=float((peft - stored).abs().max()),
+        max_abs_logit_difference_of_rounding=float((exact - stored).abs().max()),
+        compared_tokens=ids.numel(),
+    )
 
 
 def mismatch(adapter: Adapter, what: str) -> UserError:

@@ -2,15 +2,16 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
 from ladderize.adapt.lora.read import Adapter, check_fits, read_adapter
-from ladderize.adapt.merge.check import add_product, check_merged
+from ladderize.adapt.merge.check import ComparedLogits, add_product, check_merged
 from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.blocks import open_checkpoint
@@ -22,6 +23,7 @@ from ladderize.console import Console, UserError, human_bytes
 from ladderize.convert.changes import Changes
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.convert.verify import Verification
 from ladderize.data import file_sha256
 from ladderize.files import output
 from ladderize.layout import Layout, format_ranges
@@ -46,6 +48,29 @@ def note_of(adapter: Adapter) -> str:
         return ""
 
 
+@dataclass(frozen=True)
+class MergeReport(ComparedLogits):
+    """The document of ``ladderize merge --json``; docs/files.md says what the keys mean."""
+
+    LEFT_OUT: ClassVar = ("verified",)
+
+    adapter: str
+    base: str
+    out: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    fingerprint: str
+    layers: list[int]
+    merged_tensors: list[str]
+    weight_bytes: int
+    weight_files: list[str]
+    weight_files_rewritten: list[str]
+    weights: dict[str, int]
+    verified: Verification | None
+
+
 def merge_adapter(
     adapter: str | Path,
     out: str | Path,
@@ -55,7 +80,7 @@ def merge_adapter(
     overwrite: bool = False,
     verify: bool = True,
     revision: str | None = None,
-) -> dict[str, Any]:
+) -> MergeReport:
     """Write ``out``: the adapter's base with W + scaling * B @ A instead of every adapted W; returns what was done.
 
     base, revision: where the base is now, if not where the adapter says. One matrix is in memory at a time, to check
@@ -101,24 +126,25 @@ def merge_adapter(
                 note=note_of(source),
             ),
             console=console,
-            check=lambda folder: check_merged(source, checkpoint, folder, console),
+            check=lambda folder: check_merged(source, checkpoint, folder, console).to_dict(),
         )
-    return {
-        "adapter": str(source.folder),
-        "base": name,
-        "out": str(out),
-        "layout": str(layout),
+    assert report.weights is not None  # since it was written
+    return MergeReport(
+        adapter=str(source.folder),
+        base=name,
+        out=str(out),
+        layout=str(layout),
         **layout.to_config(),
-        "fingerprint": found,
-        "layers": source.layers,
-        "merged_tensors": sorted(merged),
+        fingerprint=found,
+        layers=source.layers,
+        merged_tensors=sorted(merged),
         **(report.checked or {}),
-        "weight_bytes": report.weight_bytes,
-        "weight_files": report.weight_files,
-        "weight_files_rewritten": report.weight_files_rewritten,
-        "weights": report.weights,
-        **({"verified": report.verified.to_dict()} if report.verified is not None else {}),
-    }
+        weight_bytes=report.weight_bytes,
+        weight_files=report.weight_files,
+        weight_files_rewritten=report.weight_files_rewritten,
+        weights=report.weights,
+        verified=report.verified,
+    )
 
 
 def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[str, str | None]:
