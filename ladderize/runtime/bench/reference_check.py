@@ -4,7 +4,6 @@ A fast wrong model is worth nothing, so a benchmark of a checkpoint first compar
 position, and the tokens that decoding step by step chooses, with an fp32 forward of the Hugging Face model.
 """
 
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from ladderize.files.records import Record
 from ladderize.memory import available_bytes
 from ladderize.ranks.threads import cores
 from ladderize.runtime.decode import Generator, Sampling, sample
-from ladderize.runtime.launch import end_with_parent
+from ladderize.runtime.launch import end_with_parent, start_context
 from ladderize.runtime.spec import ModelSpec
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 32
@@ -51,7 +50,7 @@ def references(specs: list[ModelSpec], device: str) -> dict[str, Reference]:
     runtime needs."""
     for spec in specs:
         _check_memory(spec, device)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(1, mp_context=start_context(), initializer=end_with_parent) as pool:
         return {spec.name: pool.submit(_reference, spec, device).result() for spec in specs}
 
 
