@@ -115,7 +115,7 @@ def main() -> None:
         options = DistillOptions(epochs=1, patience=1)
         measured(
             "distillation, 1 epoch",
-            lambda: distill(blocks, student, windows, options, work, Console(), about={}),
+            lambda: distill(blocks, student, windows, options, work, Ranks(0, 1, device), Console(), about={}),
             results,
             device,
         )

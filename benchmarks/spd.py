@@ -180,6 +180,7 @@ def ablation(args: argparse.Namespace) -> dict:
                     windows,
                     options.distill,
                     work,
+                    Ranks(0, 1, torch.device("cpu")),
                     Console(),
                     about={},
                 )

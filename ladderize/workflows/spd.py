@@ -129,10 +129,9 @@ def run_spd(
             windows,
             training.distill,
             work,
+            ranks,
             console,
             about=record.to_dict(),
-            rank=ranks.rank,
-            ranks=ranks.size,
         )
         ranks.barrier()
         if not ranks.is_main:

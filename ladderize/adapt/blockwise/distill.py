@@ -25,6 +25,7 @@ from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, layer_seconds, timed
 from ladderize.console import Console
 from ladderize.layout import Layout, format_ranges
+from ladderize.ranks.group import Ranks
 
 
 def distill(
@@ -33,14 +34,12 @@ def distill(
     windows: Windows,
     options: DistillOptions,
     work: BlockFolder,
+    ranks: Ranks,
     console: Console,
     *,
     about: Mapping[str, Any],
-    rank: int = 0,
-    ranks: int = 1,
 ) -> None:
-    """Train every block of ``student.layers`` that ``work`` does not hold yet; of several ranks each takes every
-    ``ranks``-th block.
+    """Train every block of ``student.layers`` that ``work`` does not hold yet; the ranks take them in turn.
 
     about: what the result depends on besides the student; a block in ``work`` that was trained from anything else is
     trained anew. Raises UserError if a loss becomes NaN; what was trained before is kept in ``work``.
@@ -49,7 +48,9 @@ def distill(
     done = [layer for layer in student.layers if work.has(layer, keys[layer])]
     if done:
         console.note(f"blocks {format_ranges(done)} are done already")
-    mine = [layer for number, layer in enumerate(student.layers) if number % ranks == rank and layer not in done]
+    mine = [
+        layer for number, layer in enumerate(student.layers) if number % ranks.size == ranks.rank and layer not in done
+    ]
     if not mine:
         return
     pairs = any(needs_pair(student.layout, layer) for layer in mine)
@@ -57,7 +58,7 @@ def distill(
     steps = options.epochs * math.ceil(len(windows.train) / (options.batch_size or 1))
     with console.progress("distilling", len(mine) * steps) as advance:
         passes = teacher_pass(
-            teacher, windows.all, mine, pairs, max_memory=options.max_memory, path=work.folder / f"states-{rank}"
+            teacher, windows.all, mine, pairs, max_memory=options.max_memory, path=work.folder / f"states-{ranks.rank}"
         )
         for index, before, after in passes:
             if index in mine:

@@ -105,10 +105,9 @@ def adapt_blocks(
             windows,
             options.distill,
             work,
+            ranks,
             console,
             about=record.to_dict(),
-            rank=ranks.rank,
-            ranks=ranks.size,
         )
         ranks.barrier()
         if not ranks.is_main:
