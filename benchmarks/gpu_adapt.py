@@ -114,7 +114,7 @@ def measure(folder: Path, model: str, device: torch.device, steps: int, **more) 
         )
         samples = [trainer.step(0.0, lambda: False)["tokens_per_s"] for _ in range(steps + 2)][2:]
         begin = time.perf_counter()
-        trainer.save()
+        trainer.save(stream.place())
         seconds = time.perf_counter() - begin
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     return {
