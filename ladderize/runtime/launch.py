@@ -1,7 +1,7 @@
 """A function on every rank of a group: in this process, in new processes of this host, or in those of a launcher.
 
 Ranks are forked from a server of multiprocessing's rather than started by torch's elastic launcher: two of them then
-take 3.7 s to start the first time and 0.3 s after that, where the launcher takes 6.4 and 5.1 s, for it imports torch
+take 3.5 s to start the first time and 0.3 s after that, where the launcher takes 4.3 and 4.4 s, for it imports torch
 and transformers anew in each (benchmarks/start_ranks.py); and the error is one sentence of the rank that failed first.
 """
 
