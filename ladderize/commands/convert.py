@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ladderize.commands.options import RANGES, AsJson, NoVerify, Overwrite, Revision
+from ladderize.commands.options import RANGES, AsJson, NoVerify, Overwrite, Revision, names_of, options_from, said
 from ladderize.console import Console, UsageError, UserError, human_bytes, table
 from ladderize.layout import RangeSyntaxError, format_ranges
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def convert(
+    ctx: typer.Context,
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder or a hub id; it is never touched.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
     ladder: Annotated[
@@ -75,29 +76,17 @@ def convert(
     from ladderize.convert.pipeline import convert_checkpoint
     from ladderize.convert.recipe import Recipe, read_recipe
 
-    given = {
-        "ladder": ladder,
-        "spd": spd,
-        "sync_tp_size": sync_tp_size,
-        "dense": dense,
-        "dtype": dtype,
-        "max_shard_size": max_shard_size,
-        "head_map": head_map,
-        "sensitivity": sensitivity,
-        "spd_fraction": spd_fraction,
-        "max_ppl_increase": max_ppl_increase,
-    }
-    if recipe is not None and (clash := [key for key, value in given.items() if value not in (None, False)]):
+    if recipe is not None and (clash := [name for name in said(ctx) if name in names_of(Recipe)]):
         raise UsageError(f"--recipe and --{clash[0].replace('_', '-')} both say what to do; give one of them")
     console = Console(as_json)
     if not out.strip():
         raise UsageError("OUT is empty; name the folder to write")
-    what = read_recipe(recipe) if recipe is not None else Recipe(**given)  # type: ignore[arg-type]
+    asked = read_recipe(recipe) if recipe is not None else options_from(Recipe, ctx.params)
     try:
         report = convert_checkpoint(
             src,
             out,
-            what,
+            asked,
             revision=revision,
             copy=copy,
             overwrite=overwrite,
