@@ -2,18 +2,30 @@
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
 import sys
+import textwrap
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from ladderize.ranks.launcher import is_main_rank
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 SCHEMA_VERSION = 1
 DEBUG = "LADDERIZE_DEBUG"  # in the environment of started ranks: --debug was given
+
+
+class Advance(Protocol):
+    """Says that ``steps`` more of a progress are done; ``detail`` stands behind the time left."""
+
+    def __call__(self, steps: int = 1, detail: str = "") -> None: ...
 
 
 class UserError(Exception):
@@ -24,9 +36,17 @@ class UsageError(UserError):
     """The same for what argv alone decides. Exit code 2."""
 
 
+LOG_INTERVAL_S = 60.0  # between two lines of progress where stderr is no terminal
+FIRST_LOG_S = 15.0
+
+
 @dataclass(frozen=True)
 class Console:
-    """One command's output. ``as_json``: exactly one JSON document on stdout, nothing else."""
+    """One command's output. ``as_json``: exactly one JSON document on stdout, nothing else.
+
+    On a terminal tables fit its width, words wrap, and colours show; NO_COLOR turns these off. Piped, all is plain text
+    of any width.
+    """
 
     as_json: bool = False
 
@@ -34,6 +54,11 @@ class Console:
         """A line for a person; silent with --json and on other ranks than 0."""
         if not self.as_json and is_main_rank():
             print(text, flush=True)
+
+    def table(self, rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = ()) -> None:
+        """Rows of equal keys as a result; columns named in ``right`` are right-aligned."""
+        if not self.as_json and is_main_rank():
+            print(table(rows, right=right, width=terminal_width(sys.stdout)), flush=True)
 
     def document(self, value: Mapping[str, Any]) -> None:
         """The JSON document of a command; printed only with --json."""
@@ -43,52 +68,139 @@ class Console:
     def note(self, text: str) -> None:
         """A remark on stderr that the user should see."""
         if is_main_rank():
-            print(text, file=sys.stderr, flush=True)
+            _say(text)
 
-    def status(self, text: str) -> None:
-        """Progress in words on stderr; silent when stderr is no terminal, like the bars."""
-        if sys.stderr.isatty():
-            self.note(text)
-
-    @contextlib.contextmanager
-    def progress(self, description: str, total: int, *, is_bytes: bool = False) -> Iterator["Any"]:
-        """A progress bar with an ETA on stderr; yields ``advance(n, detail="")``. Silent when stderr is no terminal."""
-        from rich.console import Console as RichConsole
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-        from rich.table import Column
-
-        # on a narrow terminal the bar and the detail give way, not the count and the time
-        fixed = Column(min_width=2 * len(str(total)) + 1, no_wrap=True)
-        count = DownloadColumn() if is_bytes else MofNCompleteColumn(table_column=fixed)
-        remaining = TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True))
-        bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            count,
-            remaining,
-            TextColumn("{task.fields[detail]}"),
-            console=RichConsole(stderr=True),
-            disable=not (sys.stderr.isatty() and is_main_rank()),
-            transient=True,
-        )
-        with bar:
-            task = bar.add_task(description, total=total, detail="")
-            yield lambda steps=1, detail="": bar.update(task, advance=steps, detail=detail)
+    def warn(self, text: str) -> None:
+        """What the user should know before he trusts the result."""
+        if is_main_rank():
+            _say(f"Warning: {text}", style="yellow")
 
     @contextlib.contextmanager
-    def contained(self) -> Iterator[None]:
-        """Around a library that prints: its stdout goes to stderr, and its progress bars nowhere if stderr is no
-        terminal."""
-        stderr = sys.stderr if sys.stderr.isatty() and is_main_rank() else io.StringIO()
-        with contextlib.redirect_stdout(stderr), contextlib.redirect_stderr(stderr):
+    def stage(self, text: str) -> Iterator[None]:
+        """Around work of unknown length: a spinner names it on a terminal, a line elsewhere."""
+        if not is_main_rank():
             yield
+        elif not sys.stderr.isatty():
+            _say(text)
+            yield
+        else:
+            from rich.console import Console as RichConsole
+            from rich.markup import escape
+
+            with RichConsole(file=sys.stderr).status(escape(text)):  # of now: `contained` may replace it meanwhile
+                yield
+
+    @contextlib.contextmanager
+    def progress(self, description: str, total: int, *, is_bytes: bool = False) -> Iterator[Advance]:
+        """Progress on stderr; yields ``advance(n, detail="")``.
+
+        A terminal shows a bar with the time left. Elsewhere a line is written every minute, so that the log of a batch
+        job tells how far it is.
+        """
+        if not is_main_rank():
+            yield lambda steps=1, detail="": None
+        elif not sys.stderr.isatty():
+            yield _LoggedProgress(description, total, is_bytes).advance
+        else:
+            with _bar(total, is_bytes) as bar:
+                task = bar.add_task(description, total=total, detail="")
+                yield lambda steps=1, detail="": bar.update(task, advance=steps, detail=detail)
+
+    @contextlib.contextmanager
+    def contained(self, *, bars: bool = False) -> Iterator[None]:
+        """Around a library that prints: nothing of it is seen but, with ``bars``, its progress on stderr.
+
+        Elsewhere than on a terminal the last state of its bar is a line every minute.
+        """
+        if not (bars and is_main_rank()):
+            stream: Any = io.StringIO()
+        else:
+            stream = sys.stderr if sys.stderr.isatty() else _LoggedBar(sys.stderr)
+        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+            yield
+
+
+def _bar(total: int, is_bytes: bool) -> "Progress":
+    from rich.console import Console as RichConsole
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Column
+
+    # on a narrow terminal the bar and the detail give way, not the count and the time
+    fixed = Column(min_width=2 * len(str(total)) + 1, no_wrap=True)
+    return Progress(
+        SpinnerColumn(),  # it moves while a single long step does not
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        DownloadColumn() if is_bytes else MofNCompleteColumn(table_column=fixed),
+        TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True)),
+        TextColumn("{task.fields[detail]}", markup=False),
+        console=RichConsole(file=sys.stderr),
+        transient=True,
+    )
+
+
+class _LoggedProgress:
+    """Progress as lines of text, the first after some seconds, so that short work says nothing."""
+
+    def __init__(self, description: str, total: int, is_bytes: bool) -> None:
+        self.description, self.total, self.is_bytes = description, total, is_bytes
+        self.done = 0
+        self.begun = time.monotonic()
+        self.next_line = self.begun + FIRST_LOG_S
+
+    def advance(self, steps: int = 1, detail: str = "") -> None:
+        self.done += steps
+        now = time.monotonic()
+        if now < self.next_line:
+            return
+        self.next_line = now + LOG_INTERVAL_S
+        count = human_bytes if self.is_bytes else str
+        parts = [f"{self.description}: {count(self.done)} of {count(self.total)}"]
+        if 0 < self.done < self.total:
+            parts.append(f"{human_seconds((now - self.begun) / self.done * (self.total - self.done))} left")
+        _say(", ".join([*parts, *([detail] if detail else [])]))
+
+
+class _LoggedBar(io.TextIOBase):
+    """Where tqdm writes to: passes the newest state of a bar on as a line, now and then."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.next_line = time.monotonic() + FIRST_LOG_S
+
+    def write(self, text: str) -> int:
+        state = text.strip("\r\n ")
+        if "%|" in state and (now := time.monotonic()) >= self.next_line:
+            self.next_line = now + LOG_INTERVAL_S
+            print(state.rsplit("\r")[-1], file=self.stream, flush=True)
+        return len(text)
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Columns of the terminal behind a stream; None where there is none."""
+    if not stream.isatty():
+        return None
+    from rich.console import Console as RichConsole
+
+    return RichConsole(file=stream).width
+
+
+def _say(text: str, *, style: str = "") -> None:
+    """A line on stderr: wrapped at words and coloured on a terminal, as it is elsewhere."""
+    if not sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+        return
+    from rich.console import Console as RichConsole
+
+    RichConsole(file=sys.stderr, highlight=False, markup=False, emoji=False).print(text, style=style)
 
 
 @contextlib.contextmanager
@@ -130,19 +242,40 @@ def to_json(value: Mapping[str, Any]) -> str:
     return json.dumps(plain(with_schema(value)), indent=2, allow_nan=False)
 
 
-def table(rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = ()) -> str:
-    """Rows of equal keys as an aligned text table; columns named in ``right`` are right-aligned."""
+def table(rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = (), width: int | None = None) -> str:
+    """Rows of equal keys as an aligned text table; columns named in ``right`` are right-aligned.
+
+    width: columns to fit into: cells wrap at words, and where that is not enough, rows are stacked.
+    """
     if not rows:
         return ""
     keys = list(rows[0])
-    cells = [[str(row[key]) for key in keys] for row in rows]
-    widths = [max(len(key), *(len(line[i]) for line in cells)) for i, key in enumerate(keys)]
+    cells = [keys, *([str(row[key]) for key in keys] for row in rows)]
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    longest_words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    while width is not None and sum(widths) + 2 * (len(keys) - 1) > width:
+        spare = [have - least for have, least in zip(widths, longest_words, strict=True)]
+        if not any(spare):
+            return "\n\n".join(_stacked(row) for row in rows)
+        widths[spare.index(max(spare))] -= 1
 
-    def line(values: Sequence[str]) -> str:
-        padded = (v.rjust(w) if k in right else v.ljust(w) for k, v, w in zip(keys, values, widths, strict=True))
-        return "  ".join(padded).rstrip()
+    def lines(values: Sequence[str]) -> Iterator[str]:
+        wrapped = [
+            textwrap.wrap(value, wide, break_on_hyphens=False) if len(value) > wide else [value]
+            for value, wide in zip(values, widths, strict=True)
+        ]
+        for parts in itertools.zip_longest(*wrapped, fillvalue=""):
+            padded = (p.rjust(w) if k in right else p.ljust(w) for k, p, w in zip(keys, parts, widths, strict=True))
+            yield "  ".join(padded).rstrip()
 
-    return "\n".join([line(keys), line(["-" * width for width in widths]), *map(line, cells)])
+    head, *body = cells
+    return "\n".join([*lines(head), *lines(["-" * wide for wide in widths]), *itertools.chain(*map(lines, body))])
+
+
+def _stacked(row: Mapping[str, Any]) -> str:
+    wide = max(map(len, row))
+    return "\n".join(f"{key.strip():{wide}}  {value}" for key, value in row.items() if str(value))
 
 
 def human_bytes(count: float) -> str:
@@ -173,18 +306,18 @@ def error_boundary(debug: bool) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
+        _say("Interrupted.")
         sys.exit(130)
     except (UserError, LayoutError, OSError) as error:
         if debug:
             raise
-        print(f"Error: {sentence(error)}", file=sys.stderr)
+        _say(f"Error: {sentence(error)}", style="red")
         sys.exit(2 if isinstance(error, UsageError | RangeSyntaxError) else 1)
     except Exception as error:
         if debug:
             raise
         what = f"{type(error).__name__}: {sentence(error)}"
-        print(f"Error: something unforeseen, {what} (run again with --debug for the traceback)", file=sys.stderr)
+        _say(f"Error: something unforeseen, {what} (run again with --debug for the traceback)", style="red")
         sys.exit(1)
 
 

@@ -120,19 +120,14 @@ def invoke(*arguments: object) -> Outcome:
 
 
 def one_sentence(outcome: Outcome) -> str:
-    """The message of a failed command; checks that it is one line and no traceback."""
+    """The message of a failed command; checks that it is one line, after stages of the work at most, and no
+    traceback."""
     assert outcome.code in (1, 2), outcome
     assert outcome.stdout == ""
-    lines = outcome.stderr.strip().splitlines()
-    assert len(lines) == 1, outcome.stderr
-    assert lines[0].startswith("Error: ")
-    return lines[0]
-
-
-def last_error(outcome: Outcome) -> str:
-    """The same where remarks on the work came before the error."""
-    *_, last = outcome.stderr.strip().splitlines()
-    return one_sentence(outcome._replace(stderr=last))
+    *stages, last = outcome.stderr.strip().splitlines()
+    assert last.startswith("Error: "), outcome.stderr
+    assert not any(line.startswith(("Error", "Traceback", " ")) for line in stages), outcome.stderr
+    return last
 
 
 def run_ranks(

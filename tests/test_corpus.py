@@ -16,7 +16,7 @@ from ladderize.runtime.spec import checkpoint_spec, eos_ids
 from ladderize.runtime.texts.corpus import CorpusDocument
 from ladderize.runtime.texts.corpus_file import CorpusFile
 from tests import warm
-from tests.helpers import SHAPE, edit_json, invoke, last_error, listing, make_model, one_sentence, save_llama
+from tests.helpers import SHAPE, edit_json, invoke, listing, make_model, one_sentence, save_llama
 
 EOS = 5
 LENGTH = 20
@@ -45,7 +45,7 @@ def ids_of(content):
 
 
 def failure(arguments):
-    return last_error(invoke(*arguments))
+    return one_sentence(invoke(*arguments))
 
 
 def test_draws_of_some_rows_of_many():

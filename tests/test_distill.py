@@ -21,7 +21,7 @@ from ladderize.console import UserError
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.layout import Layout, parse_ranges
 from tests import warm
-from tests.helpers import BIASES, SHAPE, invoke, last_error, listing, one_sentence, save_llama
+from tests.helpers import BIASES, SHAPE, invoke, listing, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
 DEVICE = torch.device("cpu")
@@ -313,7 +313,7 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
         lambda self, rows: loss(self, rows) * (torch.nan if self.index == 2 and torch.is_grad_enabled() else 1),
     )
     outcome = adapt(pair, tmp_path / "out")
-    assert "block 2: the loss is NaN or infinite after 0 steps" in last_error(outcome)
+    assert "block 2: the loss is NaN or infinite after 0 steps" in one_sentence(outcome)
     assert listing(tmp_path / "out.ladderize-work") == ["block-00001.safetensors", "run.json"]
     assert "out" not in listing(tmp_path)
     monkeypatch.setattr(BlockTrainer, "loss", loss)
@@ -433,7 +433,7 @@ def test_a_full_disk_is_one_sentence(pair, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert "no space left on device" in last_error(adapt(pair, tmp_path / "out", "--max-memory", "1B"))
+    assert "no space left on device" in one_sentence(adapt(pair, tmp_path / "out", "--max-memory", "1B"))
     assert listing(tmp_path) == ["dense", "ids.npy", "spd"]
 
 

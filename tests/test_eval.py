@@ -231,7 +231,7 @@ def test_results_are_saved_after_every_task(pair, tmp_path, monkeypatch):
     assert list(saved["models"][0]["results"]) == ["demo_agreement"]
 
 
-def test_stdout_is_only_json_and_stderr_quiet(pair):
+def test_stdout_is_only_json_and_stderr_names_stages(pair):
     command = [
         sys.executable,
         "-m",
@@ -248,7 +248,11 @@ def test_stdout_is_only_json_and_stderr_quiet(pair):
     ]
     result = warm.run(command)
     assert json.loads(result.stdout)["models"]
-    assert result.stderr == ""
+    assert result.stderr.splitlines() == [
+        "reading the tasks of lm-eval",
+        f"loading {pair[1]}",
+        f"{pair[1]}: demo_arithmetic (1 of 1)",
+    ]
 
 
 def task_without_data(folder: Path) -> Path:

@@ -22,7 +22,7 @@ from ladderize.eval.sensitivity import (
     default_tau1,
     measure_sensitivity,
 )
-from tests.helpers import BIASES, SHAPE, edit_json, fresh_rng, invoke, last_error, one_sentence, save_llama
+from tests.helpers import BIASES, SHAPE, edit_json, fresh_rng, invoke, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
 RANKS = {"spd": 4, "each": 4, "ladder": None, "each-ladder": None}
@@ -210,7 +210,7 @@ def test_data_that_tokenises_to_nothing_and_a_model_of_nan(llama, ids, tmp_path)
     tensors = dict(zip(names := list(blocks.checkpoint.tensors), blocks.read(names), strict=True))
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
     save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
-    assert "is NaN or infinite" in last_error(invoke("sensitivity", llama, "--data", ids, *arguments))
+    assert "is NaN or infinite" in one_sentence(invoke("sensitivity", llama, "--data", ids, *arguments))
 
 
 def test_a_converted_model_has_no_sensitivity(llama, ids, tmp_path):
@@ -267,7 +267,7 @@ def test_a_killed_command_goes_on_and_nobody_works_beside_it(llama, ids, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(sensitivity, "SAVE_SECONDS", 0.0)
         patch.setattr(sensitivity.Suffixes, "__call__", stopped)
-        assert "stopped" in last_error(invoke(*command, "--out", out))
+        assert "stopped" in one_sentence(invoke(*command, "--out", out))
     assert not out.exists()
     folder = out.with_name("s.json.ladderize-work")
     assert len(json.loads((folder / "table.json").read_text())["nll"]) == 6

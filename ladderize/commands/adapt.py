@@ -19,7 +19,7 @@ from ladderize.commands.options import (
 )
 from ladderize.commands.retraining import PRESETS, check_effect, preset_filled_in, retrain_options
 from ladderize.commands.training import ComputeDtype, TrainingSeed, WorkDir, memory_limit, start_training_on
-from ladderize.console import Console, UsageError, table
+from ladderize.console import Console, UsageError
 
 if TYPE_CHECKING:
     pass
@@ -238,9 +238,10 @@ def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], consol
     )
     if distillation is not None:
         console.document(distillation.to_dict())
-        console.result(table(distillation_rows(distillation.blocks), right=["block"]) + "\n")
+        console.table(distillation_rows(distillation.blocks), right=["block"])
+        console.result("")
         rows = perplexity_rows(distillation.heldout_perplexity)
-        console.result(table(rows, right=["perplexity", "stderr", "difference"]))
+        console.table(rows, right=["perplexity", "stderr", "difference"])
         console.result(f"wrote {out}")
 
 

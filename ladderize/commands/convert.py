@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ladderize.commands.options import RANGES, AsJson, NoVerify, Overwrite, Revision, names_of, options_from, said
-from ladderize.console import Console, UsageError, UserError, human_bytes, table
+from ladderize.console import Console, UsageError, UserError, human_bytes
 from ladderize.layout import RangeSyntaxError, format_ranges
 
 if TYPE_CHECKING:
@@ -106,13 +106,15 @@ def convert(
             {**entry.to_dict(), "sensitivity": f"{entry.sensitivity:.4g}", "dropped": entry.dropped or ""}
             for entry in selection.blocks
         ]
-        console.result(table(shown, right=["block", "sensitivity"]) + f"\n\nselected {selection.rule}")
+        console.table(shown, right=["block", "sensitivity"])
+        console.result(f"\nselected {selection.rule}")
         console.result(
             f"estimate {selection.estimated_ppl_increase:+.4g} perplexity, the sum over the dropped blocks: right to"
             f" first order;\n         measure the true increase with `ladderize eval {src} {out} --perplexity FILE`\n"
         )
     if dry_run:
-        console.result(table([layer.to_dict() for layer in report.layers], right=["layer"]) + "\n")
+        console.table([layer.to_dict() for layer in report.layers], right=["layer"])
+        console.result("")
     console.result(f"layout   {report.layout}")
     console.result(
         f"weights  {human_bytes(report.weight_bytes)} in {len(report.weight_files)} files, {_weights_in_words(report)}"

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ladderize.commands.options import AsJson, Revision, check_dtype, options_from
-from ladderize.console import Console, UsageError, table
+from ladderize.console import Console, UsageError
 from ladderize.eval.options import EvalOptions
 
 
@@ -76,6 +76,6 @@ def evaluate(
     save = (lambda content: write_json(out, content)) if out is not None else (lambda content: None)
     results = evaluate_models(models, options, console=console, save=save)
     console.document(results.to_dict())
-    console.result(table(comparison_rows(results), right=["value", "stderr", "difference"]))
+    console.table(comparison_rows(results), right=["value", "stderr", "difference"])
     if out is not None:
         console.note(f"wrote {out}")

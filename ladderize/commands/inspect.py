@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from ladderize.commands.options import AsJson, Revision
-from ladderize.console import Console, table
+from ladderize.console import Console
 
 
 def inspect(
@@ -27,7 +27,8 @@ def inspect(
     report = inspect_checkpoint(model, revision=revision, tp_size=tp_size)
     console.document(report.to_dict())
     if layers:
-        console.result(table([layer.to_dict() for layer in report.layers], right=["layer"]) + "\n")
+        console.table([layer.to_dict() for layer in report.layers], right=["layer"])
+        console.result("")
     console.result(f"model       {report.model} ({report.model_type})")
     console.result(f"layout      {report.layout}")
     console.result(f"parameters  {report.parameters:,} stored as {report.dtype}")
@@ -44,4 +45,4 @@ def inspect(
             ("of these, waited for", "exposed_sent_bytes"),
         )
     ]
-    console.result(table(rows, right=["dense", "this layout"]))
+    console.table(rows, right=["dense", "this layout"])

@@ -18,7 +18,7 @@ from ladderize.commands.options import (
     compute_options,
     options_from,
 )
-from ladderize.console import Console, UsageError, UserError, table
+from ladderize.console import Console, UsageError, UserError
 from ladderize.convert.sensitivity_file import MODES, changes_to_ladder
 from ladderize.eval.options import SensitivityOptions
 
@@ -95,7 +95,7 @@ def sensitivity(
         write_json(out, document.to_dict())
         work.remove()
     console.document(document.to_dict())
-    console.result(table(list(sensitivity_rows(document)), right=["block", "S", "perplexity"]))
+    console.table(list(sensitivity_rows(document)), right=["block", "S", "perplexity"])
     console.result(f"dense perplexity {document.perplexity[-1]:.4f}")
     console.note(f"wrote {out}")
     if plot is not None:

@@ -30,7 +30,7 @@ from ladderize.commands.training import (
     memory_limit,
     start_training_on,
 )
-from ladderize.console import Console, UsageError, table
+from ladderize.console import Console, UsageError
 
 
 def spd(
@@ -105,6 +105,7 @@ def spd(
     if document is None:
         return
     console.document(document.to_dict())
-    console.result(table(spd_rows(document), right=["block", "S"]) + "\n")
-    console.result(table(perplexity_rows(document.perplexity), right=["perplexity", "stderr", "difference"]))
+    console.table(spd_rows(document), right=["block", "S"])
+    console.result("")
+    console.table(perplexity_rows(document.perplexity), right=["perplexity", "stderr", "difference"])
     console.result(f"wrote {out}")

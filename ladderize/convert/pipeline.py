@@ -187,8 +187,8 @@ def convert_checkpoint(
             if check is not None:
                 checked = check(folder)
             if verify:
-                console.status("verifying: loading the output in plain transformers")
-                verified = verify_output(folder, plan.weight_bytes)
+                with console.stage("verifying: loading the output in plain transformers"):
+                    verified = verify_output(folder, plan.weight_bytes)
     except OSError as error:
         raise UserError(f"writing OUT {plan.out} failed ({sentence(error)}); nothing was left there") from error
     return dataclasses.replace(report, checked=checked, verified=verified, written=True, weights=dict(how))

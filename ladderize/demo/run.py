@@ -18,7 +18,7 @@ from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.run import retrain
 from ladderize.adapt.retrain.schedule import Budget
-from ladderize.console import Console, UserError, table
+from ladderize.console import Console, UserError
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
@@ -129,7 +129,7 @@ def _convert(folder: Path, size: DemoSize, console: Console) -> list[str]:
     models = [dense]
     for name in size.recipes:
         recipe = RECIPES[name]
-        console.status(f"$ ladderize convert {dense} {folder / name} {command_line(recipe)}")
+        console.note(f"$ ladderize convert {dense} {folder / name} {command_line(recipe)}")
         report = convert_checkpoint(dense, folder / name, recipe, verify=size.verify, console=console)
         console.result(f"{name:19} {report.layout}")
         models.append(str(folder / name))
@@ -147,15 +147,16 @@ def _distil(dense: str, folder: Path, data: str, size: DemoSize, console: Consol
             data=data, samples=size.samples, heldout=16, seq_len=SEQ_LEN, distill=DistillOptions(epochs=size.epochs)
         ),
     )
-    console.status(
+    console.note(
         f"$ ladderize spd {dense} {out} --sync-tp-size 4 --spd-fraction 1 --distill-all --data {data} --samples"
         f" {size.samples} ..."
     )
     document = run_spd(dense, out, options, console=console, verify=size.verify)
     assert document is not None  # which it is on other ranks than 0
     console.result(f"{DISTILLED:19} {document.layout}\n")
-    console.result(table(spd_rows(document), right=["block", "S"]) + "\n")
-    console.result(table(perplexity_rows(document.perplexity), right=["perplexity", "stderr", "difference"]))
+    console.table(spd_rows(document), right=["block", "S"])
+    console.result("")
+    console.table(perplexity_rows(document.perplexity), right=["perplexity", "stderr", "difference"])
     return out
 
 
@@ -172,7 +173,7 @@ def _retrain(dense: str, folder: Path, data: str, size: DemoSize, console: Conso
         lr=LR,
     )
     said = f"--distill-from {dense} --data {data} --max-tokens {tokens} --seq-len {SEQ_LEN} --batch-size 8 --lr {LR}"
-    console.status(f"$ ladderize adapt {model} {out} {said}")
+    console.note(f"$ ladderize adapt {model} {out} {said}")
     adaptation = retrain(model, out, options, console=console, verify=size.verify)
     assert adaptation is not None  # which it is on other ranks than 0
     console.result(f"\n{RETRAINED:19} {adaptation.layout}\n{adaptation.summary()}")
@@ -192,7 +193,7 @@ def _evaluate(models: list[str], folder: Path, size: DemoSize, console: Console)
         perplexity=str(heldout),
         seq_len=SEQ_LEN,
     )
-    console.status(
+    console.note(
         f"$ ladderize eval {' '.join(models)} --tasks {','.join(options.tasks)} --include-path {TASKS}"
         f" --perplexity {heldout} ..."
     )
@@ -200,7 +201,7 @@ def _evaluate(models: list[str], folder: Path, size: DemoSize, console: Console)
         models, options, console=console, save=lambda content: write_json(folder / "results.json", content)
     )
     console.result("")
-    console.result(table(comparison_rows(results), right=["value", "stderr", "difference"]))
+    console.table(comparison_rows(results), right=["value", "stderr", "difference"])
     console.result(
         f"\n{DISTILLED} is spd-all with its heads grouped and its blocks distilled (`ladderize spd`), {RETRAINED} is"
         f" {RETRAINED_FROM} after a short retraining on text and the dense model's predictions (`ladderize adapt`). In"
@@ -216,7 +217,7 @@ def _bench(
     options = dataclasses.replace(options, warmup=size.warmup, repeat=size.repeat)
     said = {name: value for name, value in vars(options).items() if value != getattr(BenchOptions, name)}
     said |= {"link": link} if link is not None else {}
-    console.status(f"$ ladderize bench {' '.join(models)} {_options_said(said)} --out {out}")
+    console.note(f"$ ladderize bench {' '.join(models)} {_options_said(said)} --out {out}")
     document = run_bench(plan_bench(ModelChoice(tuple(models)), options, link), console)
     write_json(out, document.to_dict())
     console.result("\n" + bench_summary(document))

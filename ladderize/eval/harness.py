@@ -34,12 +34,14 @@ def evaluate_models(
     """
     names = [str(Path(name).expanduser()) if name.startswith("~") else name for name in models]
     check_before_work(names, options)
-    with console.contained():
-        manager = load_tasks(options) if options.tasks else None
+    manager = None
+    if options.tasks:
+        with console.stage("reading the tasks of lm-eval"), console.contained():
+            manager = load_tasks(options)
     finished: list[ModelResult] = []
     add_bos: bool | None = None
     for name in names:
-        with console.contained():
+        with console.stage(f"loading {name}"), console.contained():
             model, tokenizer = open_model(name, options)
         if tokenizer is not None and add_bos is None:
             add_bos = begins_with_bos(tokenizer)
@@ -51,8 +53,8 @@ def evaluate_models(
         if manager is not None:
             harness = lm_eval_backend(name, model, tokenizer, options, add_bos)
             for number, task in enumerate(options.tasks, start=1):
-                console.status(f"{name}: {task} ({number} of {len(options.tasks)})")
-                with console.contained():
+                console.note(f"{name}: {task} ({number} of {len(options.tasks)})")
+                with console.contained(bars=True):
                     result = run_task(harness, task, manager, options)
                 entry = entry.with_task(result)
                 save(EvalResults(options, [*finished, entry]).to_dict())

@@ -21,7 +21,7 @@ from ladderize.console import UserError
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from tests import warm
-from tests.helpers import SHAPE, invoke, last_error, listing, save_llama
+from tests.helpers import SHAPE, invoke, listing, one_sentence, save_llama
 from tests.retrain.commands import LENGTH, adapt, arguments, losses_of, succeed
 
 
@@ -80,16 +80,16 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
         patch.setattr(Engine, "step", step)
         outcome = adapt(place, tmp_path / "out")
     assert outcome.code == 1
-    assert "stopped by a signal after step 4, which is saved" in last_error(
+    assert "stopped by a signal after step 4, which is saved" in one_sentence(
         outcome
     )  # the flag is looked at when a step begins
     assert not (tmp_path / "out").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     other = adapt(place, tmp_path / "out", "--weight-decay", "0.5")
-    assert "another weight_decay; give it again as it was, begin anew with --resume no" in last_error(other)
+    assert "another weight_decay; give it again as it was, begin anew with --resume no" in one_sentence(other)
     np.save(tmp_path / "other.npy", np.load(place / "eval.npy")[:1])
     other = adapt(place, tmp_path / "out", "--eval-data", tmp_path / "other.npy")
-    assert "another eval_data; give it again" in last_error(other)
+    assert "another eval_data; give it again" in one_sentence(other)
     assert adapt(place, tmp_path / "out").code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
     written = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole")]
@@ -98,7 +98,7 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
 
 def test_the_schedule_may_change_on_the_way(place, tmp_path, monkeypatch):
     monkeypatch.setattr(retraining, "write_outcome", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
-    assert "no outcome" in last_error(adapt(place, tmp_path / "out"))
+    assert "no outcome" in one_sentence(adapt(place, tmp_path / "out"))
     monkeypatch.undo()
     outcome = adapt(place, tmp_path / "out", "--lr", "1e-4", steps=9)
     assert outcome.code == 0, outcome.stderr
@@ -114,7 +114,7 @@ def test_what_a_killed_run_left_before_its_first_state_is_no_harm(place, tmp_pat
     succeed(place, tmp_path / "whole")
     work.mkdir()
     (work / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
-    assert "no folder of unfinished work" in last_error(
+    assert "no folder of unfinished work" in one_sentence(
         adapt(place, tmp_path / "out")
     )  # without run.json it is somebody's
     (work / "run.json").write_text("")
@@ -126,7 +126,7 @@ def test_what_a_killed_run_left_before_its_first_state_is_no_harm(place, tmp_pat
 def test_somebodys_folder_is_left_alone(place, tmp_path):
     (tmp_path / "mine" / "step-00001000").mkdir(parents=True)
     for more in ([], ["--resume", "no"]):
-        message = last_error(adapt(place, tmp_path / "out", "--work-dir", tmp_path / "mine", *more))
+        message = one_sentence(adapt(place, tmp_path / "out", "--work-dir", tmp_path / "mine", *more))
         assert "no folder of unfinished work" in message
     assert listing(tmp_path / "mine") == ["step-00001000"]
 
@@ -142,7 +142,7 @@ def test_a_bad_row_on_the_way_can_be_skipped_from_there(place, tmp_path, monkeyp
     monkeypatch.setattr("ladderize.adapt.data.chunks.CHUNK_ROWS", 4)
     command = [argument for argument in arguments(place, *more, steps=12) if argument != place / "ids.npy"]
     command.remove("--data")
-    message = last_error(invoke(*command[:2], tmp_path / "out", *command[2:]))
+    message = one_sentence(invoke(*command[:2], tmp_path / "out", *command[2:]))
     assert "row 8" in message
     assert "--skip-bad-rows" in message
     outcome = invoke(*command[:2], tmp_path / "out", *command[2:], "--skip-bad-rows")
@@ -173,16 +173,16 @@ def test_a_tied_head_that_the_file_has_twice(place, tmp_path):
     assert not torch.equal(written["lm_head.weight"], tensors["model.embed_tokens.weight"])
     path.unlink()
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path, metadata={"format": "pt"})
-    assert "has an lm_head.weight of its own" in last_error(invoke(*command[:2], tmp_path / "another", *command[2:]))
+    assert "has an lm_head.weight of its own" in one_sentence(invoke(*command[:2], tmp_path / "another", *command[2:]))
 
 
 def test_resume_no_begins_anew(place, tmp_path, monkeypatch):
     monkeypatch.setattr(retraining, "write_outcome", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
-    assert "no outcome" in last_error(adapt(place, tmp_path / "out"))
+    assert "no outcome" in one_sentence(adapt(place, tmp_path / "out"))
     assert "going on after step 6" in adapt(place, tmp_path / "out").stderr
     assert "going on" not in adapt(place, tmp_path / "out", "--resume", "no").stderr
     (tmp_path / "out.ladderize-work" / "somebody's.txt").write_text("x")
-    assert "no folder of unfinished work" in last_error(adapt(place, tmp_path / "out", "--resume", "no"))
+    assert "no folder of unfinished work" in one_sentence(adapt(place, tmp_path / "out", "--resume", "no"))
 
 
 def test_states_kept_and_the_best_one_written(place, tmp_path, monkeypatch):

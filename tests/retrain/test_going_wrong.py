@@ -12,7 +12,7 @@ from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.console import UserError
 from ladderize.layout import Layout
 from ladderize.ranks.training import wants_fsdp
-from tests.helpers import invoke, last_error, listing, one_sentence
+from tests.helpers import invoke, listing, one_sentence
 from tests.retrain.commands import adapt, arguments, losses_of, succeed
 
 
@@ -28,7 +28,7 @@ def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monk
     succeed(place, tmp_path / "whole", "--save-every", 1)
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "losses", losses)
-        message = last_error(adapt(place, tmp_path / "out", "--save-every", 2))
+        message = one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
     assert "the loss of step 3 is nan; step 3, of " in message
     assert "ids.npy, row" in message
     assert "was not applied; go on from step 2, which is saved in" in message
@@ -42,7 +42,7 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
         return original(self, batch) * (4 if taken in (15, *range(17, 30)) else 1)
 
     monkeypatch.setattr(Engine, "losses", losses)
-    message = last_error(adapt(place, tmp_path / "out", steps=30))
+    message = one_sentence(adapt(place, tmp_path / "out", steps=30))
     assert "the loss exploded: " in message  # not in step 16, after which it fell again
     assert "in steps 18 to 20" in message
     assert "lower --lr" in message
@@ -62,7 +62,7 @@ def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
     assert parts["teacher"] == numbers * 2
     assert "--micro-batch-size 1 would fit" in what_would_fit(demand, demand.total - 1, lora_trained=None, on_gpu=False)
     monkeypatch.setattr("ladderize.adapt.retrain.task.available_bytes", lambda device: 500_500_000)
-    message = last_error(adapt(place, tmp_path / "out"))
+    message = one_sentence(adapt(place, tmp_path / "out"))
     assert "this needs about 50" in message
     assert "would" in message
     assert listing(tmp_path) == []
@@ -105,7 +105,7 @@ def test_bad_arguments(place, tmp_path, more, code, expected):
     more = [str(place / "upper") if argument == "OTHER" else argument for argument in more]
     outcome = adapt(place, tmp_path / "out", *more)
     assert outcome.code == code, outcome
-    assert expected.replace("OTHER", str(place / "upper")) in last_error(outcome)
+    assert expected.replace("OTHER", str(place / "upper")) in one_sentence(outcome)
     assert listing(tmp_path) == []
 
 
@@ -119,7 +119,7 @@ def test_the_launcher_is_believed_or_refused(place, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             for key, value in variables.items():
                 patch.setenv(key, value)
-            assert expected in last_error(adapt(place, tmp_path / "out"))
+            assert expected in one_sentence(adapt(place, tmp_path / "out"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert succeed(place, tmp_path / "out", steps=1)["dtype"] == "bfloat16"
 

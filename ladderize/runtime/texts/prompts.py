@@ -142,7 +142,7 @@ def _generate(
         for text in texts:
             console.result(f"> {text.prompt}\n{text.text}\n")
     if made.decode_ms_per_token is not None:
-        console.status(
+        console.note(
             f"{made.steps} steps: prefill {made.prefill_ms:.0f} ms, {made.decode_ms_per_token:.2f} ms per token"
         )
     return GenerateDocument(

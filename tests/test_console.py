@@ -1,0 +1,82 @@
+"""What commands share to print with: tables that fit, progress that a log can hold, colour only where it is wanted."""
+
+import contextlib
+import io
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from ladderize import console
+from ladderize.console import Console, table
+
+
+def random_rows(seed: int) -> list[dict[str, str]]:
+    draw = random.Random(seed)
+    columns = [f"{'x' * draw.randint(1, 9)} {i}" for i in range(draw.randint(2, 9))]
+    words = ["ladder", "spd-all", "1.25x", "0.001", "a", "[b]", "insensitive"]
+    return [{name: " ".join(draw.choices(words, k=draw.randint(1, 3))) for name in columns} for _ in range(4)]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_table_fits_and_keeps_every_word(width):
+    for _ in range(20):
+        rows = random_rows(random.getrandbits(32))
+        text = table(rows, right=list(rows[0])[1:], width=width)
+        lines = [line for line in text.splitlines() if set(line) - {"-", " "}]
+        heads = len(rows) if "\n\n" in text else 1  # stacked rows repeat them
+        words = " ".join([*[*rows[0]] * heads, *(value for row in rows for value in row.values())]).split()
+        assert max(map(len, lines)) <= width
+        assert sorted(" ".join(lines).split()) == sorted(words)
+
+
+def test_a_table_of_any_width_is_not_wrapped():
+    rows = [{"model": "two words " * 100, "value": "1"}]
+    assert len(table(rows, right=["value"]).splitlines()) == 3
+
+
+def test_progress_is_a_line_a_minute_where_there_is_no_terminal(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().progress("steps", 100) as advance:
+        for _ in range(100):
+            now += 2
+            advance(1, "loss 3.5")
+    lines = stderr.getvalue().splitlines()
+    assert lines[0] == "steps: 8 of 100, 3.1 min left, loss 3.5"
+    assert len(lines) == 4
+
+
+def test_short_progress_says_nothing_where_there_is_no_terminal():
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().progress("steps", 3) as advance:
+        advance(3)
+    assert stderr.getvalue() == ""
+
+
+def test_a_library_is_silent_but_for_its_progress_now_and_then(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().contained(bars=True):
+        print("chatter")
+        for percent in range(0, 100, 10):
+            now += 10
+            sys.stderr.write(f"\rrequests:  {percent}%|##  | {percent}/100")
+    assert stderr.getvalue().splitlines() == ["requests:  10%|##  | 10/100", "requests:  70%|##  | 70/100"]
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_errors_are_red_on_a_terminal_unless_no_color_is_set(tmp_path, colour):
+    master, slave = os.openpty()
+    environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    environment |= {"TERM": "xterm", "COLUMNS": "80"} | ({} if colour else {"NO_COLOR": "1"})
+    command = [sys.executable, "-m", "ladderize", "inspect", str(tmp_path / ("no-such-model" * 10))]
+    result = subprocess.run(command, env=environment, stderr=slave, check=False)
+    os.close(slave)
+    shown = os.read(master, 10_000).decode()
+    os.close(master)
+    assert result.returncode == 1
+    assert ("\x1b[31m" in shown) == colour
+    assert "Error: " in shown
+    assert all(len(line) <= 100 for line in shown.splitlines() if "no-such" not in line)
