@@ -2,23 +2,26 @@
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ladderize import __version__
 from ladderize.commands import adapt, bench, convert, demo, evaluate, generate, inspect, merge, sensitivity, spd
-from ladderize.console import DEBUG, error_boundary
+from ladderize.commands.config_file import ConfigurableCommand
+from ladderize.console import DEBUG, UsageError, error_boundary
 
 app = typer.Typer(
     name="ladderize",
     help="Turn a dense Llama checkpoint into one that waits less for communication under tensor parallelism.",
-    epilog="--debug, given anywhere, shows the traceback behind an error.",
+    epilog="Every error is one sentence; --debug, given anywhere, shows the traceback behind it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+# what typer raises for a bad command line; its home has moved between versions
+BadCommandLine: Any = typer.BadParameter.__base__
 
 
 def main() -> None:
@@ -28,7 +31,22 @@ def main() -> None:
     if debug:
         os.environ[DEBUG] = "1"  # for the ranks that a command starts
     with error_boundary(debug=debug):
-        app(arguments, prog_name="ladderize")
+        try:
+            sys.exit(app(arguments, prog_name="ladderize", standalone_mode=False))
+        except BadCommandLine as error:
+            if not error.format_message():  # help was shown, since nothing was given
+                sys.exit(error.exit_code)
+            raise UsageError(_command_line_error(error)) from None
+
+
+def _command_line_error(error: Any) -> str:
+    """What is wrong with the command line, or with the file of --config, and where help is."""
+    context = error.ctx
+    message = error.format_message().replace("Value error, ", "").rstrip(".")
+    parameter = getattr(error, "param", None)
+    if parameter is not None and context is not None and parameter.name in (context.default_map or {}):
+        message = f"--config {context.params['config']}: {message}"
+    return f"{message} (see {context.command_path if context is not None else 'ladderize'} -h)"
 
 
 def _version(wanted: bool) -> None:
@@ -46,13 +64,14 @@ def root(
     pass
 
 
-app.command()(convert.convert)
-app.command()(inspect.inspect)
-app.command("eval")(evaluate.evaluate)
-app.command()(sensitivity.sensitivity)
-app.command()(adapt.adapt)
-app.command()(spd.spd)
-app.command()(merge.merge)
-app.command()(generate.generate)
-app.command()(bench.bench)
-app.command()(demo.demo)
+CONVERT, RECOVER, MEASURE = "Convert", "Recover accuracy", "Measure and run"
+app.command(rich_help_panel=CONVERT)(convert.convert)
+app.command(rich_help_panel=CONVERT)(inspect.inspect)
+app.command(rich_help_panel=CONVERT, cls=ConfigurableCommand)(sensitivity.sensitivity)
+app.command(rich_help_panel=RECOVER, cls=ConfigurableCommand)(spd.spd)
+app.command(rich_help_panel=RECOVER, cls=ConfigurableCommand)(adapt.adapt)
+app.command(rich_help_panel=RECOVER)(merge.merge)
+app.command("eval", rich_help_panel=MEASURE, cls=ConfigurableCommand)(evaluate.evaluate)
+app.command(rich_help_panel=MEASURE, cls=ConfigurableCommand)(bench.bench)
+app.command(rich_help_panel=MEASURE)(generate.generate)
+app.command(rich_help_panel=MEASURE)(demo.demo)

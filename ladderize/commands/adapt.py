@@ -2,12 +2,19 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ladderize.adapt.methods import BLOCKS, FULL, LORA
+from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.options import (
+    DATA,
+    MEMORY,
+    METHOD,
+    OPTIMISATION,
+    OUTPUT,
+    VALIDATION,
     AsJson,
     Device,
     NoVerify,
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
 def adapt(
     ctx: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A converted checkpoint folder or hub id; it is never touched.")
+        str, typer.Argument(metavar="MODEL", help="A converted checkpoint: folder or hub id. It is never changed.")
     ],
     data: Annotated[
         list[str],
@@ -36,21 +43,23 @@ def adapt(
             "--data",
             metavar="FILE[=WEIGHT]",
             help=(
-                "jsonl, parquet, txt, npy, npz:array, a glob of one kind, or hub:OWNER/NAME[:CONFIG]:SPLIT; several are"
-                " mixed."
+                "jsonl, parquet, txt, npy, npz:array, a glob of one kind, or hub:OWNER/NAME\\[:CONFIG]:SPLIT. Give it"
+                " several times to mix sources."
             ),
+            rich_help_panel=DATA,
         ),
     ],
     out: Annotated[
-        str | None, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")
+        str | None, typer.Argument(metavar="OUT", help="The folder to write. It appears whole or not at all.")
     ] = None,
     method: Annotated[
-        str,
+        Literal["full", "lora", "blocks"],
         typer.Option(
             help=(
-                "full: all weights of the layers; lora: adapters; blocks: every block alone learns to answer as"
-                " DENSE's."
-            )
+                "full: train all weights of the chosen layers. lora: train LoRA adapters. blocks: train each block"
+                " alone on the dense block's outputs."
+            ),
+            rich_help_panel=METHOD,
         ),
     ] = FULL,
     distill_from: Annotated[
@@ -59,141 +68,295 @@ def adapt(
             "--distill-from",
             "--teacher",
             metavar="DENSE",
-            help="Learn its predictions, too: what MODEL was converted from.",
+            help="The dense model that MODEL was converted from. Its predictions are the training target.",
+            rich_help_panel=METHOD,
         ),
     ] = None,
     train: Annotated[
         str | None,
         typer.Option(
             metavar="LAYERS",
-            help="converted, all (full: embedding and LM head too), or ranges such as 16:32,40.  [default: converted]",
+            help="Layers to train: converted, all (with full: embedding and LM head too), or ranges like 16:32,40.",
+            show_default="converted",
+            rich_help_panel=METHOD,
         ),
     ] = None,
-    max_tokens: Annotated[
-        str | None, typer.Option(metavar="COUNT", help="Train on so many tokens, such as 20M or 3B.")
-    ] = None,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Train for so many steps instead.")] = None,
     preset: Annotated[
+        Literal["ladder-paper"] | None,
+        typer.Option(
+            help="Values of a paper for options not given: lr 5e-6, 200 warm-up steps, cosine, 3B tokens.",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    distill_weight: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Weight of the KL term (0 to 1). Cross-entropy gets the rest.",
+            show_default="1",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Temperature of both models in the KL term.", show_default="1", rich_help_panel=METHOD),
+    ] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option(min=1, help="lora: rank.", show_default="16", rich_help_panel=METHOD)
+    ] = None,
+    lora_alpha: Annotated[
+        float | None,
+        typer.Option(
+            help="lora: alpha; adapters are scaled by alpha / rank.",
+            show_default="twice the rank",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
+    lora_dropout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=0.99, help="lora: dropout of the adapters' input.", show_default="0", rich_help_panel=METHOD
+        ),
+    ] = None,
+    lora_targets: Annotated[
         str | None,
         typer.Option(
-            help="ladder-paper: learning rate 5e-6, 200 warm-up steps, cosine, 3B tokens, where not said otherwise."
+            metavar="A,B",
+            help="lora: projections that get adapters.",
+            show_default="all seven of a layer",
+            rich_help_panel=METHOD,
         ),
     ] = None,
     seq_len: SeqLen = None,
+    no_packing: Annotated[
+        bool,
+        typer.Option("--no-packing", help="One example per row, padded, instead of packing.", rich_help_panel=DATA),
+    ] = False,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Skip and count rows that cannot be read.", rich_help_panel=DATA)
+    ] = False,
+    show_data: Annotated[
+        bool,
+        typer.Option(
+            "--show-data", help="Print the first rows of the first batch, decoded, and stop.", rich_help_panel=DATA
+        ),
+    ] = False,
+    show_data_rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows that --show-data prints.", show_default="4", rich_help_panel=DATA),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="blocks: windows to train on.",
+            show_default="what the data give, up to 1024",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    seed: TrainingSeed = 0,
+    max_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COUNT", help="How many tokens to train on, such as 20M or 3B.", rich_help_panel=OPTIMISATION
+        ),
+    ] = None,
+    max_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many steps to train, instead of --max-tokens.", rich_help_panel=OPTIMISATION),
+    ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help=(
-                "Rows of a step, over all processes.  [default: 2048 to 65536 tokens, a 2000th of --max-tokens; blocks:"
-                " 2048]"
-            ),
+            help="Rows per optimizer step, over all processes.",
+            show_default="2048 to 65536 tokens: a 2000th of --max-tokens; blocks: 2048 tokens",
+            rich_help_panel=OPTIMISATION,
         ),
-    ] = None,
-    micro_batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows at once on one device; decides memory, not the result.  [default: 8192 tokens]"),
     ] = None,
     lr: Annotated[
         float | None,
         typer.Option(
             "--lr",
-            help="Peak learning rate.  [default: at width 4096 full 2e-5, lora 1e-4, blocks 5e-5; times 4096/width]",
+            help="Peak learning rate.",
+            show_default="full 2e-5, lora 1e-4, blocks 5e-5; times 4096 / hidden size",
+            rich_help_panel=OPTIMISATION,
         ),
     ] = None,
-    schedule: Annotated[str | None, typer.Option(help="cosine, wsd or constant.  [default: cosine]")] = None,
+    schedule: Annotated[
+        Literal["cosine", "wsd", "constant"] | None,
+        typer.Option(
+            help="Learning-rate schedule. wsd: constant, then linear to the end over the last fifth.",
+            show_default="cosine",
+            rich_help_panel=OPTIMISATION,
+        ),
+    ] = None,
     warmup_steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps of rising learning rate.  [default: 5 %, at most 200]")
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps of linear warm-up.",
+            show_default="5 % of all, at most 200",
+            rich_help_panel=OPTIMISATION,
+        ),
     ] = None,
     min_lr: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Where the rate ends, as part of the peak.  [default: 0]")
-    ] = None,
-    weight_decay: Annotated[float | None, typer.Option(min=0.0, help="AdamW's, of matrices.  [default: 0]")] = None,
-    max_gradient: Annotated[float | None, typer.Option(help="Clip the gradient's norm.  [default: 1]")] = None,
-    distill_weight: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Of the teacher's predictions; the rest is the text's.  [default: 1]"),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Final learning rate, as a fraction of the peak.",
+            show_default="0",
+            rich_help_panel=OPTIMISATION,
+        ),
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Of teacher and student in the divergence.  [default: 1]")
+    weight_decay: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="AdamW's weight decay, of matrices only.", show_default="0", rich_help_panel=OPTIMISATION
+        ),
     ] = None,
-    lora_rank: Annotated[int | None, typer.Option(min=1, help="lora: of the adapters.  [default: 16]")] = None,
-    lora_alpha: Annotated[
-        float | None, typer.Option(help="lora: adapters are scaled by alpha / rank.  [default: twice the rank]")
+    max_gradient: Annotated[
+        float | None,
+        typer.Option(help="Clip the gradient's norm to this.", show_default="1", rich_help_panel=OPTIMISATION),
     ] = None,
-    lora_dropout: Annotated[
-        float | None, typer.Option(min=0.0, max=0.99, help="lora: of what enters them.  [default: 0]")
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="blocks: most epochs per block.", show_default="10", rich_help_panel=OPTIMISATION),
     ] = None,
-    lora_targets: Annotated[
-        str | None, typer.Option(metavar="A,B", help="lora: projections.  [default: all seven of a layer]")
+    patience: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="blocks: stop a block after this many epochs without a better held-out loss.",
+            show_default="2",
+            rich_help_panel=OPTIMISATION,
+        ),
     ] = None,
     eval_data: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="To validate on.  [default: rows of --data that are set aside]"),
+        typer.Option(
+            metavar="FILE",
+            help="Data to validate on.",
+            show_default="rows held out of --data",
+            rich_help_panel=VALIDATION,
+        ),
     ] = None,
     heldout: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Rows of each --data to set aside.  [default: a hundredth, up to 256; blocks: a tenth, 64]"
+            min=0,
+            help="Rows to hold out of each --data for validation.",
+            show_default="a hundredth, up to 256; blocks: a tenth, up to 64 windows",
+            rich_help_panel=VALIDATION,
         ),
     ] = None,
     eval_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps.  [default: a tenth of all, at most 500]")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Steps between validations.",
+            show_default="a tenth of all, at most 500",
+            rich_help_panel=VALIDATION,
+        ),
     ] = None,
     save_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps.  [default: a tenth of all, at most 500]")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Steps between checkpoints.",
+            show_default="a tenth of all, at most 500",
+            rich_help_panel=VALIDATION,
+        ),
     ] = None,
     keep: Annotated[
-        int | None, typer.Option(min=1, help="So many last states on disk, and the best one's weights.  [default: 2]")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of recent checkpoints to keep, besides the best weights.",
+            show_default="2",
+            rich_help_panel=VALIDATION,
+        ),
     ] = None,
     write: Annotated[
-        str | None, typer.Option(help="best (by held-out perplexity) or last: what becomes OUT.  [default: best]")
+        Literal["best", "last"] | None,
+        typer.Option(
+            help=(
+                "Which weights become OUT. best: lowest held-out perplexity; nothing is written if training never"
+                " lowered it. last: the last ones."
+            ),
+            show_default="best",
+            rich_help_panel=VALIDATION,
+        ),
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(help="auto: go on from unfinished work; no: begin anew.  [default: auto]")
+        Literal["auto", "no"] | None,
+        typer.Option(
+            help="auto: go on with unfinished work. no: start again.", show_default="auto", rich_help_panel=VALIDATION
+        ),
     ] = None,
-    no_packing: Annotated[bool, typer.Option("--no-packing", help="One example a row, padded.")] = False,
-    skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Leave out rows that cannot be read, and count them.")
-    ] = False,
-    show_data: Annotated[bool, typer.Option("--show-data", help="Print the first batch, decoded, and stop.")] = False,
+    micro_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Rows computed at once on one device. It decides the memory, not the result.",
+            show_default="8192 tokens",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Compute activations twice instead of keeping them.")
+        bool,
+        typer.Option(
+            "--gradient-checkpointing", help="Recompute activations instead of keeping them.", rich_help_panel=MEMORY
+        ),
     ] = False,
     attention: Annotated[
-        str | None, typer.Option(help="sdpa, eager, flash_attention_2 or flex_attention.  [default: sdpa]")
-    ] = None,
-    log_with: Annotated[
-        str | None, typer.Option(metavar="A,B", help="tensorboard, wandb, trackio, beside metrics.jsonl.")
-    ] = None,
-    log_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Of --log-with.  [default: OUT-logs]")] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="blocks: windows.  [default: what the data give, up to 1024]")
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="blocks: at most so many.  [default: 10]")] = None,
-    patience: Annotated[
-        int | None, typer.Option(min=1, help="blocks: epochs without a better held-out loss.  [default: 2]")
+        Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None,
+        typer.Option(help="Attention implementation of transformers.", show_default="sdpa", rich_help_panel=MEMORY),
     ] = None,
     max_memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="blocks: teacher states beyond this, of each process, lie on disk.  [default: 8GB]"
+            metavar="SIZE",
+            help="blocks: memory for the dense model's states, per process. What is beyond it goes to disk.",
+            show_default="8GB",
+            rich_help_panel=MEMORY,
         ),
     ] = None,
-    seed: TrainingSeed = 0,
     dtype: ComputeDtype = "auto",
     device: Device = None,
     threads: Threads = None,
+    log_with: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="Trackers beside metrics.jsonl: tensorboard, wandb, trackio.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the trackers.", show_default="OUT-logs", rich_help_panel=OUTPUT),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="STEM", help="Draw the training curves: STEM.png and STEM.svg.", rich_help_panel=OUTPUT),
+    ] = None,
     work_dir: WorkDir = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint (lora: an adapter).")
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace OUT if it is a checkpoint (lora: an adapter).", rich_help_panel=OUTPUT
+        ),
     ] = False,
     no_verify: NoVerify = False,
     revision: Revision = None,
     as_json: AsJson = False,
+    config: Config = None,
+    print_config: PrintConfig = False,
 ) -> None:
-    """Win back accuracy: retrain a converted checkpoint, whole or block by block, on text and on the dense model's
-    answers."""
+    """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""
     if method not in (FULL, LORA, BLOCKS):
         raise UsageError(f"--method {method} is not one of full, lora, blocks")
     if preset not in (None, *PRESETS):

@@ -5,15 +5,22 @@ from typing import Annotated
 
 import typer
 
+from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.options import (
     MAX_SEED,
+    MEASUREMENT,
+    MEMORY,
+    MODELS,
+    OUTPUT,
     AsJson,
     Backend,
     Compile,
     Device,
+    Dtype,
     ReplicateVocab,
     Revision,
     Threads,
+    TpSize,
     _runtime_options,
     options_from,
 )
@@ -26,82 +33,132 @@ def bench(
     ctx: typer.Context,
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODEL]...", help="Checkpoints; the first is what others are compared with."),
+        typer.Argument(metavar="[MODEL]...", help="Checkpoints. The first is the reference."),
     ] = None,
     random_weights: Annotated[
         str | None,
-        typer.Option(metavar="CONFIG", help="A shape instead of checkpoints: 1b, 3b, 8b, 70b, 405b or a config.json."),
+        typer.Option(
+            metavar="CONFIG",
+            help="Time a shape instead of checkpoints: 1b, 3b, 8b, 70b, 405b or a config.json.",
+            rich_help_panel=MODELS,
+        ),
     ] = None,
     layout: Annotated[
         str | None,
         typer.Option(
             metavar="A,B",
-            help=f"With --random-weights: names, or name=RANGE of layers.  [default: {','.join(LAYOUT_NAMES)}]",
+            help="With --random-weights: layouts, each a name or name=RANGE of layers.",
+            show_default=",".join(LAYOUT_NAMES),
+            rich_help_panel=MODELS,
         ),
     ] = None,
     num_layers: Annotated[
-        int | None, typer.Option(min=1, help="With --random-weights: so many layers instead of the config's.")
+        int | None,
+        typer.Option(
+            min=1, help="With --random-weights: number of layers.", show_default="the config's", rich_help_panel=MODELS
+        ),
     ] = None,
     sync_tp_size: Annotated[
         int | None,
-        typer.Option(min=1, help="With --random-weights: virtual ranks of spd.  [default: as many as ranks]"),
+        typer.Option(
+            min=1,
+            help="With --random-weights: virtual ranks of spd.",
+            show_default="as many as ranks",
+            rich_help_panel=MODELS,
+        ),
     ] = None,
-    tp_size: Annotated[
-        int, typer.Option(min=1, help="Processes to split the model over; under torchrun, as many as it started.")
-    ] = BenchOptions.tp_size,
+    baselines: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B",
+            help="Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none).",
+            rich_help_panel=MODELS,
+        ),
+    ] = ",".join(BenchOptions.baselines),
+    revision: Revision = None,
+    tp_size: TpSize = BenchOptions.tp_size,
     emulate_tp: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=2, help="One process computes rank 0's part of N, and --link stands for the others."
+            metavar="N",
+            min=2,
+            help="Emulate TP size N in one process: it computes rank 0's part, and --link gives the delays.",
+            rich_help_panel=MEMORY,
         ),
     ] = None,
     link: Annotated[
         str | None,
         typer.Option(
             metavar="LINK",
-            help="ALPHA_US,BETA_GB_S: an all-reduce takes alpha + bytes/beta; or a published link's name.",
+            help=(
+                "With --emulate-tp: ALPHA_US,BETA_GB_S (an all-reduce takes alpha + bytes/beta), or the name of a"
+                " published link."
+            ),
+            rich_help_panel=MEMORY,
         ),
     ] = None,
-    batch_size: Annotated[str, typer.Option(metavar="A,B", help="Batch sizes, comma-separated.")] = ",".join(
-        map(str, BenchOptions.batch_sizes)
-    ),
-    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = BenchOptions.prompt_len,
+    batch_size: Annotated[
+        str, typer.Option(metavar="A,B", help="Batch sizes.", rich_help_panel=MEASUREMENT)
+    ] = ",".join(map(str, BenchOptions.batch_sizes)),
+    prompt_len: Annotated[
+        int, typer.Option(min=1, help="Tokens per prompt.", rich_help_panel=MEASUREMENT)
+    ] = BenchOptions.prompt_len,
     output_len: Annotated[
-        int, typer.Option(min=2, help="Tokens to make; the first belongs to the prefill.")
+        int,
+        typer.Option(min=2, help="Tokens to generate. The prefill makes the first one.", rich_help_panel=MEASUREMENT),
     ] = BenchOptions.output_len,
-    dtype: Annotated[
-        str, typer.Option(help="auto (as stored; bfloat16 for random weights), float32, bfloat16 or float16.")
-    ] = ModelChoice.dtype,
+    warmup: Annotated[
+        int, typer.Option(min=1, help="Rounds that are not counted.", rich_help_panel=MEASUREMENT)
+    ] = BenchOptions.warmup,
+    repeat: Annotated[
+        int,
+        typer.Option(min=1, help="Rounds that are counted. Medians are reported.", rich_help_panel=MEASUREMENT),
+    ] = BenchOptions.repeat,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0, max=MAX_SEED, help="Seed of prompts and of the order in each round.", rich_help_panel=MEASUREMENT
+        ),
+    ] = BenchOptions.seed,
+    no_check: Annotated[
+        bool,
+        typer.Option(
+            "--no-check",
+            help="Skip comparing checkpoints with transformers in float32 before timing.",
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = False,
     backend: Backend = BenchOptions.backend,
-    warmup: Annotated[int, typer.Option(min=1, help="Rounds that are not counted.")] = BenchOptions.warmup,
-    repeat: Annotated[int, typer.Option(min=1, help="Rounds that are; medians are reported.")] = BenchOptions.repeat,
-    baselines: Annotated[
-        str, typer.Option(metavar="A,B", help="Of the first model: parallel (one all-reduce a layer), no-comm.")
-    ] = ",".join(BenchOptions.baselines),
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            help="Dtype of weights and compute. auto: as stored; bfloat16 for random weights.", rich_help_panel=MEMORY
+        ),
+    ] = ModelChoice.dtype,
+    device: Device = None,
+    threads: Threads = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write everything as JSON, raw samples too.", rich_help_panel=OUTPUT),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="STEM", help="Draw STEM.png and STEM.svg.", rich_help_panel=OUTPUT)
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Write Chrome traces here, and fail if a layout that overlaps shows no overlap."
+            metavar="DIR",
+            help="Write Chrome traces here. Fails if a layout that should overlap shows no overlap.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
-    no_check: Annotated[
-        bool, typer.Option("--no-check", help="Time checkpoints unchecked, without the fp32 reference.")
-    ] = False,
+    as_json: AsJson = False,
     replicate_vocab: ReplicateVocab = False,
     compile_: Compile = False,
-    device: Device = None,
-    threads: Threads = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=MAX_SEED, help="Of prompts and of the order of variants.")
-    ] = BenchOptions.seed,
-    plot: Annotated[Path | None, typer.Option(metavar="STEM", help="Draw STEM.png and STEM.svg.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write everything, raw samples too, as JSON.")
-    ] = None,
-    revision: Revision = None,
-    as_json: AsJson = False,
+    config: Config = None,
+    print_config: PrintConfig = False,
 ) -> None:
-    """Time layouts against each other on ladderize's own tensor-parallel runtime, and show what they wait for."""
+    """Time layouts against each other on ladderize's tensor-parallel runtime, and show what they wait for."""
     from ladderize.figure import check_plot
     from ladderize.files.documents import check_writable, write_json
     from ladderize.runtime.bench.plan import plan_bench

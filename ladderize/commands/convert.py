@@ -1,78 +1,131 @@
 """``convert``."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ladderize.commands.options import RANGES, AsJson, NoVerify, Overwrite, Revision, names_of, options_from, said
+from ladderize.commands.options import (
+    LAYOUT,
+    OUTPUT,
+    RANGES,
+    AsJson,
+    NoVerify,
+    Overwrite,
+    Revision,
+    names_of,
+    options_from,
+    said,
+)
 from ladderize.console import Console, UsageError, UserError, human_bytes
 from ladderize.layout import RangeSyntaxError, format_ranges
 
 if TYPE_CHECKING:
     from ladderize.convert.report import ConversionReport
 
+_AUTO, _WEIGHTS = "Choosing layers by sensitivity (auto)", "Weights"
+
 
 def convert(
     ctx: typer.Context,
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder or a hub id; it is never touched.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: folder or hub id. It is never changed.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write. It appears whole or not at all.")],
     ladder: Annotated[
         str | None,
-        typer.Option(metavar="RANGES", help=f"Layers whose all-reduces are overlapped (Ladder Residual); {RANGES}."),
+        typer.Option(
+            metavar="RANGES",
+            help=f"Layers whose all-reduces are overlapped (Ladder Residual): {RANGES}; or auto, with --sensitivity.",
+            rich_help_panel=LAYOUT,
+        ),
     ] = None,
     spd: Annotated[
         str | None,
         typer.Option(
             metavar="RANGES",
-            help="Layers whose attention all-reduce is dropped (Sync-Point Drop), or auto, by --sensitivity.",
+            help="Layers whose attention all-reduce is dropped (Sync-Point Drop); or auto, with --sensitivity.",
+            rich_help_panel=LAYOUT,
         ),
     ] = None,
     sync_tp_size: Annotated[
-        int | None, typer.Option(min=1, help="Virtual ranks that --spd is made for; a property of the model.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --spd: TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.",
+            rich_help_panel=LAYOUT,
+        ),
+    ] = None,
+    dense: Annotated[
+        bool,
+        typer.Option(
+            "--dense", help="Make every sync point blocking again: an ordinary Llama.", rich_help_panel=LAYOUT
+        ),
+    ] = False,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Read these options from YAML: a recipe, or the ladderize.yaml of a checkpoint.",
+            rich_help_panel=LAYOUT,
+        ),
     ] = None,
     sensitivity: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="For --spd auto: what `ladderize sensitivity` wrote; alone, drops its in-sensitive blocks.",
+            help="For auto: the file that `ladderize sensitivity` wrote. Alone it selects the insensitive layers.",
+            rich_help_panel=_AUTO,
         ),
     ] = None,
     spd_fraction: Annotated[
         float | None,
-        typer.Option(metavar="F", help="For --spd auto: drop this part of all layers, above 0 and at most 1."),
+        typer.Option(
+            metavar="F", help="For --spd auto: fraction of all layers to select (0 to 1).", rich_help_panel=_AUTO
+        ),
+    ] = None,
+    ladder_fraction: Annotated[
+        float | None,
+        typer.Option(
+            metavar="F", help="For --ladder auto: fraction of all layers to select (0 to 1).", rich_help_panel=_AUTO
+        ),
     ] = None,
     max_ppl_increase: Annotated[
         float | None,
         typer.Option(
-            metavar="X", help="For --spd auto: drop as long as the summed sensitivities are at most X perplexity."
+            metavar="X",
+            help="For auto: select layers while their summed sensitivities stay within X perplexity.",
+            rich_help_panel=_AUTO,
         ),
     ] = None,
     head_map: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Store attention heads in the orders of this head_map.json.")
-    ] = None,
-    dense: Annotated[
-        bool, typer.Option("--dense", help="Make every sync point blocking again: a plain Llama.")
-    ] = False,
-    recipe: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="YAML with these keys, or a ladderize.yaml, instead of the options."),
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Reorder attention heads as this head_map.json says.", rich_help_panel=_WEIGHTS
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Store weights as float32, float16 or bfloat16.  [default: as in SRC]")
+        Literal["float32", "float16", "bfloat16"] | None,
+        typer.Option(help="Dtype to store weights in.", show_default="as in SRC", rich_help_panel=_WEIGHTS),
     ] = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Write new weight files of at most this size, such as 5GB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Largest weight file to write, such as 5GB.", rich_help_panel=_WEIGHTS),
     ] = None,
-    copy: Annotated[bool, typer.Option("--copy", help="Copy unchanged weights instead of hard-linking them.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    copy: Annotated[
+        bool,
+        typer.Option("--copy", help="Copy unchanged weights instead of hard-linking them.", rich_help_panel=_WEIGHTS),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be done and write nothing.", rich_help_panel=OUTPUT)
+    ] = False,
     overwrite: Overwrite = False,
     no_verify: NoVerify = False,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a Llama checkpoint to another layout of its sync points. Weights change only with --dtype, in order with
-    --head-map."""
+    """Convert a Llama checkpoint to a layout of overlapped and dropped all-reduces.
+
+    Weights keep their values, except with --dtype. --head-map changes the order of heads.
+    """
     from ladderize.convert.pipeline import convert_checkpoint
     from ladderize.convert.recipe import Recipe, read_recipe
 

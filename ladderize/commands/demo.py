@@ -5,20 +5,26 @@ from typing import Annotated
 
 import typer
 
-from ladderize.commands.options import AsJson
+from ladderize.commands.options import OUTPUT, AsJson
 from ladderize.console import Console
 
 
 def demo(
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep the converted models and results here.  [default: a temporary folder]"),
+        typer.Option(
+            metavar="DIR",
+            help="Keep the converted models and results here.",
+            show_default="a temporary folder",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few samples, two of the four conversions.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few samples, and two of the four conversions.", rich_help_panel=OUTPUT)
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert the bundled tiny Llama to four layouts, win one's accuracy back; see what each costs in accuracy and
-    gains in time."""
+    """Convert the bundled tiny Llama to four layouts, retrain it, and compare accuracy and speed."""
     from ladderize.demo.run import run_demo
 
     console = Console(as_json)

@@ -5,7 +5,18 @@ from typing import Annotated
 
 import typer
 
-from ladderize.commands.options import AsJson, Revision, check_dtype, options_from
+from ladderize.commands.config_file import Config, PrintConfig
+from ladderize.commands.options import (
+    ADVANCED,
+    MEASUREMENT,
+    MEMORY,
+    OUTPUT,
+    AsJson,
+    DtypeOption,
+    Revision,
+    check_dtype,
+    options_from,
+)
 from ladderize.console import Console, UsageError
 from ladderize.eval.options import EvalOptions
 
@@ -14,42 +25,82 @@ def evaluate(
     ctx: typer.Context,
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="Checkpoint folders or hub ids; the first is the one to compare with."),
+        typer.Argument(metavar="MODEL...", help="Checkpoints: folders or hub ids. The first is the reference."),
     ],
-    tasks: Annotated[str, typer.Option(metavar="A,B", help="lm-eval tasks or groups, comma-separated.")] = "",
-    include_path: Annotated[
-        str | None, typer.Option(metavar="DIR", help="A folder with lm-eval tasks of your own.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Samples per task, for a quick look.")] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Examples in the prompt.  [default: the task's own]")
-    ] = None,
-    apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Put prompts through the model's chat template.")
-    ] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = EvalOptions.batch_size,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = EvalOptions.dtype,
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0.  [default: cuda if there is one]")] = None,
-    revision: Revision = None,
-    seed: Annotated[int, typer.Option(min=0, help="For sampling and few-shot examples.")] = EvalOptions.seed,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code; not needed for ladderized ones."),
-    ] = False,
+    tasks: Annotated[
+        str, typer.Option(metavar="A,B", help="lm-eval tasks or groups.", rich_help_panel=MEASUREMENT)
+    ] = "",
     perplexity: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array) to score."),
+        typer.Option(
+            metavar="FILE",
+            help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array) to score.",
+            rich_help_panel=MEASUREMENT,
+        ),
     ] = None,
+    include_path: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="A folder with your own lm-eval tasks.", rich_help_panel=MEASUREMENT),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Samples per task, for a quick look.", rich_help_panel=MEASUREMENT)
+    ] = None,
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Few-shot examples.", show_default="the task's own number", rich_help_panel=MEASUREMENT
+        ),
+    ] = None,
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--apply-chat-template",
+            help="Format prompts with the model's chat template.",
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = False,
     seq_len: Annotated[
         int | None,
-        typer.Option(min=2, help="Window of --perplexity.  [default: rows of ids, else 2048 or the model's limit]"),
+        typer.Option(
+            min=2,
+            help="Tokens per window of --perplexity.",
+            show_default="the rows of ids, else 2048 or the model's limit",
+            rich_help_panel=MEASUREMENT,
+        ),
     ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of sampling and of few-shot examples.", rich_help_panel=MEASUREMENT)
+    ] = EvalOptions.seed,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Sequences per forward pass.", rich_help_panel=MEMORY)
+    ] = EvalOptions.batch_size,
+    dtype: DtypeOption = EvalOptions.dtype,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Where to compute, such as cpu or cuda:0.",
+            show_default="cuda if there is one",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
+    revision: Revision = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="Run Python code that a checkpoint brings along. Not needed for ladderized ones.",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write results as JSON, anew after every task.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write results as JSON, after every task.", rich_help_panel=OUTPUT),
     ] = None,
     as_json: AsJson = False,
+    config: Config = None,
+    print_config: PrintConfig = False,
 ) -> None:
-    """Evaluate models alike with lm-eval's tasks and by perplexity; print one table."""
+    """Evaluate models with lm-eval tasks and by perplexity, all in the same way, and compare them in one table."""
     check_dtype(dtype)
     if seq_len is not None and perplexity is None:
         raise UsageError("--seq-len has no effect without --perplexity")

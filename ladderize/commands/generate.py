@@ -12,9 +12,11 @@ from ladderize.commands.options import (
     Backend,
     Compile,
     Device,
+    DtypeOption,
     ReplicateVocab,
     Revision,
     Threads,
+    TpSize,
     _runtime_options,
     options_from,
 )
@@ -22,66 +24,98 @@ from ladderize.console import Console, UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.launcher import is_main_rank
 
+PROMPTS, CORPUS, SAMPLING = "Prompts", "Sampling a corpus (--from-bos)", "Sampling"
 DEFAULT_SAMPLES_AT_A_TIME = 64
 
 
 def generate(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id, converted or not.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint, converted or not: folder or hub id.")],
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue; several make one batch."),
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="Text to continue. Give it several times for a batch.",
+            rich_help_panel=PROMPTS,
+        ),
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Format prompts with the model's chat template.", rich_help_panel=PROMPTS)
+    ] = False,
     from_bos: Annotated[
         bool,
         typer.Option(
-            "--from-bos", help="Sample texts of the model itself into --out, for adapt; if killed, run it again."
+            "--from-bos",
+            help="Sample texts from BOS alone into --out, as training data. A killed run goes on when run again.",
+            rich_help_panel=CORPUS,
         ),
     ] = False,
-    num_samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="With --from-bos: so many texts.")] = None,
+    num_samples: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of texts.", rich_help_panel=CORPUS)
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --from-bos: a .jsonl of text and input_ids.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The .jsonl file to write (text and input_ids).", rich_help_panel=CORPUS),
     ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help=(
-                f"With --from-bos: texts at a time; the KV cache grows with it.  [default: {DEFAULT_SAMPLES_AT_A_TIME}]"
-            ),
+            help="Texts at a time. The KV cache grows with it.",
+            show_default=str(DEFAULT_SAMPLES_AT_A_TIME),
+            rich_help_panel=CORPUS,
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="With --from-bos: replace --out once the new one is whole.")
+        bool,
+        typer.Option("--overwrite", help="Replace --out once the new one is complete.", rich_help_panel=CORPUS),
     ] = False,
-    tp_size: Annotated[
-        int, typer.Option(min=1, help="Processes to split the model over; under torchrun, as many as it started.")
-    ] = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens, or at an EOS token.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens per text; an EOS token ends it earlier.", rich_help_panel=SAMPLING)
+    ] = 128,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, help="0: the likeliest token, always.  [default: 1 with --from-bos, else 0]"),
+        typer.Option(
+            min=0.0,
+            help="Sampling temperature. 0: greedy.",
+            show_default="0; 1 with --from-bos",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among the k likeliest tokens.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.", rich_help_panel=SAMPLING)
+    ] = None,
     top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Sample among the fewest tokens of this probability.")
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Sample from the fewest tokens whose probabilities sum to p.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=MAX_SEED, help="Of the random draws: the same for every --tp-size.")
+        int,
+        typer.Option(
+            min=0, max=MAX_SEED, help="Sampling seed; the same draws for every --tp-size.", rich_help_panel=SAMPLING
+        ),
     ] = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts through the model's chat template.")] = False,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past EOS tokens.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not stop at EOS tokens.", rich_help_panel=SAMPLING)
+    ] = False,
+    revision: Revision = None,
+    tp_size: TpSize = 1,
     backend: Backend = "auto",
+    dtype: DtypeOption = "auto",
     device: Device = None,
     threads: Threads = None,
+    as_json: AsJson = False,
     replicate_vocab: ReplicateVocab = False,
     compile_: Compile = False,
-    revision: Revision = None,
-    as_json: AsJson = False,
 ) -> None:
-    """Continue text on ladderize's own tensor-parallel runtime, in any layout, or sample a corpus from the model
-    itself."""
+    """Generate text on ladderize's tensor-parallel runtime, or sample a training corpus from the model itself."""
     given = {"--num-samples": num_samples, "--out": out, "--batch-size": batch_size, "--overwrite": overwrite or None}
     if from_bos:
         _check_from_bos(prompt, chat, num_samples, out, temperature)

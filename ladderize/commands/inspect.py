@@ -4,23 +4,31 @@ from typing import Annotated
 
 import typer
 
-from ladderize.commands.options import AsJson, Revision
+from ladderize.commands.options import OUTPUT, AsJson, Revision
 from ladderize.console import Console
 
 
 def inspect(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a hub id (only its .json files are fetched).")
+        str,
+        typer.Argument(metavar="MODEL", help="A checkpoint: folder or hub id (only its .json files are downloaded)."),
     ],
     tp_size: Annotated[
         int | None,
-        typer.Option(min=2, help="Ranks to count bytes for.  [default: the layout's sync_tp_size, else up to 8]"),
+        typer.Option(
+            min=2,
+            help="TP size to count bytes for.",
+            show_default="the layout's sync_tp_size, else up to 8",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Print the table of all layers too.")] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Print the table of all layers too.", rich_help_panel=OUTPUT)
+    ] = False,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print a checkpoint's layout, size, sync points per token and bytes moved, beside the dense model's."""
+    """Show a checkpoint's layout, and its sync points and bytes per token beside the dense model's."""
     from ladderize.convert.inspection import inspect_checkpoint
 
     console = Console(as_json)

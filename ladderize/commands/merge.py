@@ -4,26 +4,31 @@ from typing import Annotated
 
 import typer
 
-from ladderize.commands.options import AsJson, NoVerify, Overwrite, Revision
+from ladderize.commands.options import MODELS, AsJson, NoVerify, Overwrite, Revision
 from ladderize.console import Console, UsageError, human_bytes
 from ladderize.layout import format_ranges
 
 
 def merge(
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A LoRA adapter folder; it is never touched.")],
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A LoRA adapter folder. It is never changed.")],
     out: Annotated[
-        str, typer.Argument(metavar="OUT", help="The checkpoint folder to write; it appears whole or not at all.")
+        str, typer.Argument(metavar="OUT", help="The checkpoint folder to write. It appears whole or not at all.")
     ],
     base: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="The checkpoint that ADAPTER was trained on.  [default: as ADAPTER says]"),
+        typer.Option(
+            metavar="MODEL",
+            help="The checkpoint that ADAPTER was trained on.",
+            show_default="the one that ADAPTER names",
+            rich_help_panel=MODELS,
+        ),
     ] = None,
     overwrite: Overwrite = False,
     no_verify: NoVerify = False,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Merge a LoRA adapter into its base: an ordinary checkpoint, with the logits that PEFT computes."""
+    """Merge a LoRA adapter into its base model. The logits are compared with PEFT's before OUT appears."""
     if not out.strip():
         raise UsageError("OUT is empty; name the folder to write")
     if not adapter.strip():

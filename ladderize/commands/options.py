@@ -3,29 +3,65 @@
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
 from ladderize.console import UsageError, UserError
 
 MAX_SEED = 2**32 - 1
-RANGES = "half-open and comma-separated like 16:32, :8, -16:, 4,8:12 or all"
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit, for a model from the hub.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda.  [default: cuda if there is one]")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of each process.  [default: cores / processes]")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint.")]
+RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
+
+# panels of the help, in the order in which they are shown
+MODELS, LAYOUT, DATA, METHOD = "Model", "Layout", "Data", "Method"
+OPTIMISATION, MEASUREMENT, VALIDATION = "Optimisation", "Measurement", "Validation and checkpoints"
+MEMORY, OUTPUT, ADVANCED = "Memory and devices", "Output", "Advanced"
+
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON document on stdout and nothing else.", rich_help_panel=OUTPUT),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a model from the hub.", rich_help_panel=MODELS),
+]
+Device = Annotated[
+    Literal["cpu", "cuda"] | None,
+    typer.Option(help="Where to compute.", show_default="cuda if there is one", rich_help_panel=MEMORY),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="CPU threads of each process.", show_default="cores / processes", rich_help_panel=MEMORY),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint.", rich_help_panel=OUTPUT)
+]
 NoVerify = Annotated[
-    bool, typer.Option("--no-verify", help="Do not load the output in plain transformers before it appears.")
+    bool,
+    typer.Option("--no-verify", help="Skip loading the output in plain transformers.", rich_help_panel=OUTPUT),
 ]
 Data = Annotated[
-    str, typer.Option("--data", metavar="FILE", help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).")
+    str,
+    typer.Option(
+        "--data",
+        metavar="FILE",
+        help="Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).",
+        rich_help_panel=DATA,
+    ),
 ]
 SeqLen = Annotated[
-    int | None, typer.Option(min=2, help="Tokens of a window.  [default: rows of ids, else 2048 or the model's limit]")
+    int | None,
+    typer.Option(
+        min=2,
+        help="Tokens per window.",
+        show_default="the rows of ids, else 2048 or the model's limit",
+        rich_help_panel=DATA,
+    ),
 ]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="auto (as stored), float32, bfloat16 or float16.")]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DtypeOption = Annotated[
+    Dtype, typer.Option("--dtype", help="Dtype to compute in; auto: as stored.", rich_help_panel=MEMORY)
+]
 
 
 Options = TypeVar("Options")
@@ -83,19 +119,31 @@ def compute_options(device: str | None, dtype: str, threads: int | None) -> str:
 ReplicateVocab = Annotated[
     bool,
     typer.Option(
-        "--replicate-vocab", help="Every rank holds the whole embedding and LM head, which need no all-reduce then."
+        "--replicate-vocab",
+        help="Keep the whole embedding and LM head on every rank. This saves their all-reduces.",
+        rich_help_panel=ADVANCED,
     ),
 ]
-
-
 Compile = Annotated[
-    bool, typer.Option("--compile", help="Run what lies between two all-reduces through torch.compile.")
+    bool,
+    typer.Option(
+        "--compile", help="Compile the parts between two all-reduces with torch.compile.", rich_help_panel=ADVANCED
+    ),
 ]
-
-
 Backend = Annotated[
-    str,
-    typer.Option(help="auto, nccl, symm_mem, gloo, shm, or none (no communication: for timing, results are wrong)."),
+    Literal["auto", "nccl", "symm_mem", "gloo", "shm", "none"],
+    typer.Option(
+        help="How ranks communicate. none: no communication, for timing only; results are wrong.",
+        rich_help_panel=MEMORY,
+    ),
+]
+TpSize = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Tensor-parallel ranks (processes). Under torchrun: as many as it started.",
+        rich_help_panel=MEMORY,
+    ),
 ]
 
 

@@ -1,12 +1,17 @@
 """``sensitivity``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.options import (
+    DATA,
     MAX_SEED,
+    MEASUREMENT,
+    MEMORY,
+    OUTPUT,
     AsJson,
     Data,
     Device,
@@ -25,42 +30,70 @@ from ladderize.eval.options import SensitivityOptions
 
 def sensitivity(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A dense checkpoint folder or hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A dense checkpoint: folder or hub id.")],
     data: Data,
     out: Annotated[
         Path,
-        typer.Option(metavar="FILE", help="Write sensitivity.json here; if killed, run the same command again."),
-    ],
-    sync_tp_size: Annotated[int | None, typer.Option(min=1, help="Virtual ranks to drop sync points for.")] = None,
-    mode: Annotated[
-        str,
         typer.Option(
-            help="spd or ladder: the paper's sweep from the last block; each or each-ladder: one block alone."
+            metavar="FILE",
+            help="The JSON file to write. A killed run goes on when the same command is run again.",
+            rich_help_panel=OUTPUT,
+        ),
+    ],
+    sync_tp_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="TP size to drop sync points for (virtual ranks).", rich_help_panel=MEASUREMENT),
+    ] = None,
+    mode: Annotated[
+        Literal["spd", "ladder", "each", "each-ladder"],
+        typer.Option(
+            help=(
+                "spd, ladder: change blocks from the last one backwards, one more at a time (the paper's sweep). each,"
+                " each-ladder: change one block alone."
+            ),
+            rich_help_panel=MEASUREMENT,
         ),
     ] = SensitivityOptions.mode,
+    tau1: Annotated[
+        float | None,
+        typer.Option(
+            help="Sensitivity up to which a block is insensitive.",
+            show_default="0.05; 0.02 from 30B parameters",
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None,
+    tau2: Annotated[
+        float, typer.Option(help="Sensitivity above which a block is extremely sensitive.", rich_help_panel=MEASUREMENT)
+    ] = SensitivityOptions.tau2,
     samples: Annotated[
-        int, typer.Option(min=1, help="Windows to score, drawn from the data.")
+        int,
+        typer.Option(
+            min=1, help="Windows to score, drawn from the data; all if there are fewer.", rich_help_panel=DATA
+        ),
     ] = SensitivityOptions.samples,
     seq_len: SeqLen = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=MAX_SEED, help="Of the windows that are drawn.")
+        int, typer.Option(min=0, max=MAX_SEED, help="Seed of the windows that are drawn.", rich_help_panel=DATA)
     ] = SensitivityOptions.seed,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Windows at a time.  [default: 4096 tokens]")] = None,
-    tau1: Annotated[
-        float | None, typer.Option(help="S up to here: in-sensitive.  [default: 0.05; 0.02 from 30B parameters]")
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Windows per forward pass.", show_default="4096 tokens", rich_help_panel=MEMORY),
     ] = None,
-    tau2: Annotated[
-        float, typer.Option(help="S above: extremely sensitive; between: sensitive.")
-    ] = SensitivityOptions.tau2,
     dtype: DtypeOption = SensitivityOptions.dtype,
     device: Device = None,
     threads: Threads = None,
-    plot: Annotated[Path | None, typer.Option(metavar="STEM", help="Draw STEM.png and STEM.svg.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure anew, whatever --out holds.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="STEM", help="Draw STEM.png and STEM.svg.", rich_help_panel=OUTPUT)
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Measure again, whatever --out holds.", rich_help_panel=OUTPUT)
+    ] = False,
     revision: Revision = None,
     as_json: AsJson = False,
+    config: Config = None,
+    print_config: PrintConfig = False,
 ) -> None:
-    """Measure how much each block suffers when its sync points are dropped (Sync-Point Drop) or overlapped."""
+    """Measure how much perplexity each block costs when its sync points are dropped or overlapped."""
     if mode not in MODES:
         raise UsageError(f"--mode {mode} is not one of {', '.join(MODES)}")
     if changes_to_ladder(mode) and sync_tp_size is not None:

@@ -1,10 +1,14 @@
 """``spd``."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.options import (
+    DATA,
+    LAYOUT,
+    METHOD,
     AsJson,
     Device,
     NoVerify,
@@ -36,45 +40,72 @@ from ladderize.console import Console, UsageError
 def spd(
     ctx: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A dense checkpoint folder or hub id; it is never touched.")
+        str, typer.Argument(metavar="MODEL", help="A dense checkpoint: folder or hub id. It is never changed.")
     ],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
-    sync_tp_size: Annotated[int, typer.Option(min=2, help="Virtual ranks to drop sync points for; a property of OUT.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write. It appears whole or not at all.")],
+    sync_tp_size: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            help="TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.",
+            rich_help_panel=LAYOUT,
+        ),
+    ],
     data: TrainingData,
     spd_fraction: Annotated[
-        float | None, typer.Option(help="Part of all blocks to drop, least sensitive first.  [default: 0.7]")
+        float | None,
+        typer.Option(
+            help="Fraction of all blocks to drop, least sensitive first.", show_default="0.7", rich_help_panel=LAYOUT
+        ),
     ] = None,
     max_ppl_increase: Annotated[
-        float | None, typer.Option(help="Drop while the summed sensitivities stay within this instead.")
+        float | None,
+        typer.Option(
+            help="Instead: drop blocks while their summed sensitivities stay within this perplexity.",
+            rich_help_panel=LAYOUT,
+        ),
     ] = None,
-    calibration_samples: Annotated[
-        int, typer.Option(min=1, help="Of the windows to train on, for sensitivity and grouping.")
-    ] = 128,
     tau1: Annotated[
         float | None,
-        typer.Option(help="S up to here: in-sensitive, dropped as it is.  [default: 0.05; 0.02 from 30B parameters]"),
+        typer.Option(
+            help="Sensitivity up to which a block is insensitive.",
+            show_default="0.05; 0.02 from 30B parameters",
+            rich_help_panel=METHOD,
+        ),
     ] = None,
-    tau2: Annotated[float, typer.Option(help="S above: extremely sensitive.")] = 10.0,
-    distill_all: Annotated[
-        bool, typer.Option("--distill-all", help="Distil every dropped block, in-sensitive ones too.")
-    ] = False,
+    tau2: Annotated[
+        float, typer.Option(help="Sensitivity above which a block is extremely sensitive.", rich_help_panel=METHOD)
+    ] = 10.0,
+    distill: Annotated[
+        Literal["all", "sensitive"],
+        typer.Option(
+            help="Dropped blocks to distil. sensitive: not the insensitive ones, as in the paper.",
+            rich_help_panel=METHOD,
+        ),
+    ] = "all",
     head_grouping: Annotated[
-        str,
+        Literal["error", "paper", "none"],
         typer.Option(
             help=(
-                "error: of every distilled block, by its error; paper: of extremely sensitive ones, by the paper; none."
-            )
+                "Regroup attention heads over ranks. error: of every distilled block, to minimise its output error."
+                " paper: of extremely sensitive blocks, by the paper's criterion."
+            ),
+            rich_help_panel=METHOD,
         ),
     ] = "error",
+    calibration_samples: Annotated[
+        int,
+        typer.Option(min=1, help="Windows for sensitivity and head grouping, out of --samples.", rich_help_panel=DATA),
+    ] = 128,
     samples: Samples = None,
     heldout: Heldout = None,
     seq_len: SeqLen = None,
+    seed: TrainingSeed = 0,
     epochs: Epochs = 10,
     patience: Patience = 2,
     lr: LearningRate = None,
     batch_size: StepWindows = None,
     max_memory: MaxMemory = None,
-    seed: TrainingSeed = 0,
     dtype: ComputeDtype = "auto",
     device: Device = None,
     threads: Threads = None,
@@ -83,8 +114,10 @@ def spd(
     no_verify: NoVerify = False,
     revision: Revision = None,
     as_json: AsJson = False,
+    config: Config = None,
+    print_config: PrintConfig = False,
 ) -> None:
-    """Sync-Point Drop in one command: sensitivity, head grouping, distillation, conversion, and what each step won."""
+    """Sync-Point Drop in one command: measure sensitivity, drop, regroup heads, distil, and show what each step won."""
     if spd_fraction is not None and max_ppl_increase is not None:
         raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
     if head_grouping not in ("error", "paper", "none"):
@@ -97,8 +130,8 @@ def spd(
     from ladderize.workflows.spd_document import spd_rows
 
     console = Console(as_json)
-    distill = options_from(DistillOptions, ctx.params, max_memory=memory_limit(max_memory))
-    training = options_from(BlockwiseOptions, ctx.params, distill=distill, device=device)
+    distillation = options_from(DistillOptions, ctx.params, max_memory=memory_limit(max_memory))
+    training = options_from(BlockwiseOptions, ctx.params, distill=distillation, device=device)
     fraction = spd_fraction if spd_fraction is not None or max_ppl_increase is not None else SpdOptions.spd_fraction
     options = options_from(SpdOptions, ctx.params, training=training, spd_fraction=fraction)
     document = run_spd(model, out, options, console=console, overwrite=overwrite, verify=not no_verify)

@@ -5,38 +5,90 @@ from typing import Annotated
 
 import typer
 
-from ladderize.commands.options import MAX_SEED, compute_options
+from ladderize.commands.options import DATA, MAX_SEED, MEMORY, OPTIMISATION, OUTPUT, Dtype, compute_options
 from ladderize.console import UsageError
 
 Samples = Annotated[
-    int | None, typer.Option(min=1, help="Windows to train on.  [default: what the data give, up to 1024]")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Windows to train on.",
+        show_default="what the data give, up to 1024",
+        rich_help_panel=DATA,
+    ),
 ]
 Heldout = Annotated[
     int | None,
-    typer.Option(min=1, help="Other windows, for early stopping and the table.  [default: a tenth, up to 64]"),
+    typer.Option(
+        min=1,
+        help="Windows to hold out for early stopping and for the table.",
+        show_default="a tenth, up to 64",
+        rich_help_panel=DATA,
+    ),
 ]
-Epochs = Annotated[int, typer.Option(min=1, help="At most; a block that gets no better for --patience epochs is done.")]
-Patience = Annotated[int, typer.Option(min=1, help="Epochs without a better held-out loss.")]
+Epochs = Annotated[
+    int,
+    typer.Option(min=1, help="Most epochs per block; see --patience.", rich_help_panel=OPTIMISATION),
+]
+Patience = Annotated[
+    int,
+    typer.Option(
+        min=1, help="A block stops after this many epochs without a better held-out loss.", rich_help_panel=OPTIMISATION
+    ),
+]
 LearningRate = Annotated[
-    float | None, typer.Option("--lr", help="Peak learning rate.  [default: 5e-5 at width 4096, times 4096/width]")
+    float | None,
+    typer.Option(
+        "--lr", help="Peak learning rate.", show_default="5e-5 * 4096 / hidden size", rich_help_panel=OPTIMISATION
+    ),
 ]
 StepWindows = Annotated[
-    int | None, typer.Option("--batch-size", min=1, help="Windows per step.  [default: 2048 tokens]")
+    int | None,
+    typer.Option(
+        "--batch-size", min=1, help="Windows per step.", show_default="2048 tokens", rich_help_panel=OPTIMISATION
+    ),
 ]
 ComputeDtype = Annotated[
-    str, typer.Option("--dtype", help="To compute in: auto (float32 if stored so, else bfloat16), float32 or bfloat16.")
+    Dtype,
+    typer.Option(
+        "--dtype",
+        help="Dtype to compute in. auto: float32 if the model is stored in it, else bfloat16.",
+        rich_help_panel=MEMORY,
+    ),
 ]
-TrainingSeed = Annotated[int, typer.Option("--seed", min=0, max=MAX_SEED, help="Of the windows and their order.")]
+TrainingSeed = Annotated[
+    int,
+    typer.Option(
+        "--seed", min=0, max=MAX_SEED, help="Seed of which data are used, and their order.", rich_help_panel=DATA
+    ),
+]
 TrainingData = Annotated[
-    str, typer.Option("--data", metavar="FILE", help="jsonl, parquet, txt, npy, npz:array, or a glob of one kind.")
+    str,
+    typer.Option(
+        "--data",
+        metavar="FILE",
+        help="jsonl, parquet, txt, npy, npz:array, or a glob of one kind.",
+        rich_help_panel=DATA,
+    ),
 ]
 MAX_LR = 1e3
 MaxMemory = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Teacher states beyond this, of each process, lie on disk.  [default: 8GB]"),
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for the dense model's states, per process. What is beyond it goes to disk.",
+        show_default="8GB",
+        rich_help_panel=MEMORY,
+    ),
 ]
 WorkDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Unfinished work.  [default: OUT.ladderize-work, gone when done]")
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder of unfinished work, which the same command goes on with.",
+        show_default="OUT.ladderize-work",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 

@@ -1,0 +1,108 @@
+"""``--config`` and ``--print-config``: the same options from a file."""
+
+import json
+import re
+
+import pytest
+
+from ladderize.demo.run import MODEL
+from tests.helpers import invoke, one_sentence
+
+CONFIGURABLE = {
+    "adapt": ["in", "out", "--data", "a.jsonl", "--data", "b.jsonl=2", "--max-tokens", "1M", "--no-packing"],
+    "spd": ["in", "out", "--sync-tp-size", "4", "--data", "wiki.txt", "--spd-fraction", "0.5"],
+    "sensitivity": ["in", "--data", "wiki.txt", "--out", "s.json", "--mode", "ladder"],
+    "eval": ["in", "out", "--tasks", "a,b", "--limit", "10", "--json"],
+    "bench": ["in", "out", "--batch-size", "1,4", "--tp-size", "2", "--compile"],
+}
+
+
+@pytest.mark.parametrize("command", CONFIGURABLE)
+def test_a_printed_config_makes_the_same_run(command, tmp_path):
+    printed = invoke(command, *CONFIGURABLE[command], "--print-config")
+    assert printed.code == 0, printed.stderr
+    file = tmp_path / "config.yaml"
+    file.write_text(printed.stdout)
+    assert invoke(command, "--config", file, "--print-config").stdout == printed.stdout
+    active = [line for line in printed.stdout.splitlines() if not line.startswith("#")]
+    named = {word.lstrip("-").replace("-", "_") for word in CONFIGURABLE[command] if word.startswith("--")}
+    assert named < {line.split(":")[0] for line in active}  # and the arguments
+
+
+def test_the_command_line_wins(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("models: [in]\nbatch-size: [1, 4]\nseed: 7\ntp_size: 2\ncompile: true\nlink:\n")
+    shown = invoke("bench", "--config", file, "--seed", "8", "--print-config").stdout
+    assert [line for line in shown.splitlines() if not line.startswith("#")] == [
+        'models: ["in"]',
+        "tp_size: 2",
+        'batch_size: "1,4"',
+        "seed: 8",
+        "compile: true",
+    ]
+
+
+def test_a_run_from_a_file_is_the_run_from_the_command_line(tmp_path):
+    ids = tmp_path / "text.jsonl"
+    ids.write_text("".join(json.dumps({"text": f"line {i} of the text"}) + "\n" for i in range(20)))
+    file = tmp_path / "config.yaml"
+    file.write_text(f"models: {MODEL}\nperplexity: {ids}\nseq_len: 16\njson: true\n")
+    from_file = invoke("eval", "--config", file)
+    assert from_file.code == 0, from_file.stderr
+    given = invoke("eval", MODEL, "--perplexity", ids, "--seq-len", "16", "--json")
+    results = [
+        json.loads(outcome.stdout)["models"][0]["ladderize"]["perplexity"]["perplexity"]
+        for outcome in (from_file, given)
+    ]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("lr: 0.1\nlearning_rat: 3", 1, "adapt has no option 'learning_rat'"),
+        ("schedul: cosine", 1, "did you mean schedule"),
+        ("schedule: linear", 2, "--config .*: Invalid value for '--schedule'.*'linear' is not one of 'cosine'"),
+        ("lr: fast", 2, "--config .*'--lr'"),
+        ("overwrite: 1", 1, "overwrite is 1, but it is a switch: write true or false"),
+        ("lr: true", 1, "lr is True, but it is no switch"),
+        ("data: {a: 1}", 1, "write one value, or a list of them"),
+        ("- lr", 1, "holds no options"),
+        ("lr: 1\nlr: 2", 1, "stands twice"),
+        ("lr: [1", 1, "is not valid YAML"),
+        ("config: other.yaml", 1, "has no option 'config'"),
+        ("distill_weight: 2", 2, "--config .*'--distill-weight'"),
+    ],
+)
+def test_a_bad_file_is_one_sentence(text, code, message, tmp_path):
+    (tmp_path / "c.yaml").write_text(text)
+    outcome = invoke("adapt", "in", "out", "--data", "x", "--config", tmp_path / "c.yaml")
+    assert outcome.code == code, outcome.stderr
+    assert re.search(message, one_sentence(outcome)), outcome.stderr
+
+
+def test_a_config_that_is_not_there(tmp_path):
+    outcome = invoke("spd", "--config", tmp_path / "none.yaml")
+    assert "no such file" in one_sentence(outcome)
+
+
+@pytest.mark.parametrize("command", ["", "convert", *CONFIGURABLE])
+def test_h_is_help(command):
+    outcome = invoke(*command.split(), "-h")
+    assert outcome.code == 0
+    assert outcome.stdout == invoke(*command.split(), "--help").stdout
+    assert "Usage:" in outcome.stdout
+
+
+def test_a_bad_command_line_is_one_sentence():
+    for arguments, message in (
+        (["adapt"], "Missing argument 'MODEL'"),
+        (["adpt"], "No such command 'adpt'"),
+        (["adapt", "m", "--nope"], "No such option: --nope"),
+        (["bench", "--tp-size", "x"], "Invalid value for '--tp-size'"),
+        (["adapt", "m", "o", "--data", "d", "--method", "magic"], "'magic' is not one of 'full', 'lora', 'blocks'"),
+    ):
+        outcome = invoke(*arguments)
+        assert outcome.code == 2
+        assert message in one_sentence(outcome)
+    assert invoke().code == 2
