@@ -5,12 +5,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.console import UserError
 from ladderize.files.records import Record
+from ladderize.files.temporaries import temporary_folder
 
 FORWARD_LIMIT = 1_000_000_000  # bytes of weights up to which a forward pass is computed too
 _TIMEOUT_S = 600.0
@@ -31,11 +31,11 @@ def verify(folder: Path, weight_bytes: int) -> Verification:
     Keys and shapes are compared on the meta device; up to ``FORWARD_LIMIT`` bytes of weights a forward pass is run.
     """
     script = Path(__file__).with_name("verify_child.py")
-    with tempfile.TemporaryDirectory(prefix="ladderize-verify-") as modules:
+    with temporary_folder("verify") as modules:
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
-            "HF_MODULES_CACHE": modules,
+            "HF_MODULES_CACHE": str(modules),
             "TOKENIZERS_PARALLELISM": "false",
         }
         command = [sys.executable, str(script), str(folder), "run" if weight_bytes <= FORWARD_LIMIT else "meta"]

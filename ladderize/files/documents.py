@@ -1,13 +1,13 @@
 """Result files: written whole or not at all, as often as there is something new."""
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ladderize.console import SCHEMA_VERSION, UserError, to_json
+from ladderize.files.temporaries import replacement
 
 
 def check_writable(path: Path) -> None:
@@ -31,24 +31,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a result document atomically, with schema and version in front."""
     path = path.expanduser().resolve()
     text = to_json(value)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-    ) as file:
-        try:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o666 & ~_umask())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    with replacement(path) as file:
+        file.write(text + "\n")
 
 
 def read_document(path: Path, what: str) -> dict[str, Any]:

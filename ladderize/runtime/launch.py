@@ -10,7 +10,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ladderize.console import DEBUG, UserError, sentence
+from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched
 from ladderize.ranks.launcher import ALONE, Place, started_rank_variables
 from ladderize.ranks.threads import set_threads
@@ -67,8 +67,8 @@ def run(function: Callable[..., Any], *args: Any, tp_size: int, device: str, thr
                 return function(ranks, *args)
         except (RuntimeError, MemoryError) as error:
             raise _out_of_memory(error) or error from None
-    with tempfile.TemporaryDirectory(prefix="ladderize-group-") as folder:
-        return _start(function, args, tp_size, device, threads, Path(folder) / "store")
+    with temporary_folder("group") as folder:
+        return _start(function, args, tp_size, device, threads, folder / "store")
 
 
 @contextlib.contextmanager
