@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from ladderize.errors import LadderizeError, UsageError
+from ladderize.errors import UserError as UserError  # most modules take it from here
 from ladderize.ranks.launcher import is_main_rank
 
 if TYPE_CHECKING:
@@ -26,14 +28,6 @@ class Advance(Protocol):
     """Says that ``steps`` more of a progress are done; ``detail`` stands behind the time left."""
 
     def __call__(self, steps: int = 1, detail: str = "") -> None: ...
-
-
-class UserError(Exception):
-    """Something the user can mend: one sentence that says what is wrong, where, and what to do. Exit code 1."""
-
-
-class UsageError(UserError):
-    """The same for what argv alone decides. Exit code 2."""
 
 
 LOG_INTERVAL_S = 60.0  # between two lines of progress where stderr is no terminal
@@ -297,7 +291,7 @@ def human_seconds(seconds: float) -> str:
 @contextlib.contextmanager
 def error_boundary(debug: bool) -> Iterator[None]:
     """Turn known exceptions into one sentence on stderr and an exit code; with ``debug`` the traceback comes too."""
-    from ladderize.layout import LayoutError, RangeSyntaxError
+    from ladderize.layout import RangeSyntaxError
 
     try:
         yield
@@ -308,7 +302,7 @@ def error_boundary(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         _say("Interrupted.")
         sys.exit(130)
-    except (UserError, LayoutError, OSError) as error:
+    except (LadderizeError, OSError) as error:
         if debug:
             raise
         _say(f"Error: {sentence(error)}", style="red")

@@ -14,13 +14,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ladderize.errors import LadderizeError
+
 BLOCKING, OVERLAPPED, DROPPED = "blocking", "overlapped", "dropped"
 ATTENTION_MODES = (BLOCKING, OVERLAPPED, DROPPED)
 MLP_MODES = (BLOCKING, OVERLAPPED)
 CONFIG_KEYS = ("attention_sync", "mlp_sync", "sync_tp_size")
 
 
-class LayoutError(ValueError):
+class LayoutError(LadderizeError, ValueError):
     """A layout, or a range of layers, that makes no sense; the message is one sentence for the user."""
 
 

@@ -158,7 +158,7 @@ def test_index_that_leads_astray(tmp_path, entry, message):
         (["--sync-tp-size", "4"], 2, "no effect without --spd"),
         (["--ladder", "2:", "--sync-tp-size", "4"], 2, "no effect without --spd"),
         (["--dense", "--ladder", "2:"], 2, "does not go with"),
-        (["--ladder", "2:", "--dtype", "int8"], 2, "int8 is not one of"),
+        (["--ladder", "2:", "--dtype", "int8"], 2, "'int8' is not one of"),
         (["--ladder", "2:", "--max-shard-size", "big"], 2, "is no size"),
         ([], 1, "nothing to convert"),
         (["--ladder", "2:", "--revision", "main"], 1, "has no revisions"),

@@ -273,7 +273,7 @@ def task_without_data(folder: Path) -> Path:
         (["--tasks", "a", "--seq-len", "9"], 2, "--seq-len has no effect"),
         (["--tasks", "a", "--include-path", "/no/dir"], 1, "is no folder"),
         (["--perplexity", "/no/file.txt"], 1, "does not exist"),
-        (["--tasks", "a", "--dtype", "int4"], 2, "is not one of"),
+        (["--tasks", "a", "--dtype", "int4"], 2, "'int4' is not one of"),
         (["--tasks", "a", "--revision", "x"], 1, "has no revisions"),
         (["--tasks", "demo_copying", "--include-path", TASKS, "--apply-chat-template"], 1, "has no chat template"),
     ],

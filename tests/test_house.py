@@ -13,7 +13,20 @@ import pytest
 from tests.helpers import ROOT
 
 PACKAGE = ROOT / "ladderize"
-LEAVES = {"layout", "console", "ranks", "files", "checkpoint", "modeling", "blocks", "data", "figure", "memory"}
+LEAVES = {
+    "layout",
+    "choices",
+    "errors",
+    "console",
+    "ranks",
+    "files",
+    "checkpoint",
+    "modeling",
+    "blocks",
+    "data",
+    "figure",
+    "memory",
+}
 MAY_IMPORT = {
     "convert": LEAVES | {"convert"},
     "runtime": LEAVES | {"convert", "runtime"},

@@ -180,7 +180,7 @@ def test_the_command(llama, ids, tmp_path):
         (["--sync-tp-size", "3"], 1, "sync-tp-size 3 does not divide the 8 attention heads"),
         ([], 2, "--mode spd needs --sync-tp-size N"),
         (["--mode", "ladder", "--sync-tp-size", "2"], 2, "--sync-tp-size has no effect"),
-        (["--mode", "sweep"], 2, "--mode sweep is not one of spd, ladder, each, each-ladder"),
+        (["--mode", "sweep"], 2, "'sweep' is not one of 'spd', 'ladder', 'each', 'each-ladder'"),
         (["--sync-tp-size", "2", "--samples", "13"], 1, "gives 12 windows of 16 tokens, and 13 are asked for"),
         (["--sync-tp-size", "2", "--seq-len", "65"], 1, "--seq-len 65 is over the model's 64 positions"),
         (["--sync-tp-size", "2", "--tau1", "3", "--tau2", "1"], 2, "--tau1 3 is above --tau2 1"),

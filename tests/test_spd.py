@@ -128,7 +128,7 @@ def test_classes_decide_what_a_block_gets(tmp_path, text):
         (["--sync-tp-size", "1"], 2, "--sync-tp-size"),
         (["--spd-fraction", "0.5", "--max-ppl-increase", "1"], 2, "both say how much to drop"),
         (["--spd-fraction", "1.5"], 2, "--spd-fraction must be a number above 0 and at most 1"),
-        (["--head-grouping", "magic"], 2, "--head-grouping magic is not one of error, paper, none"),
+        (["--head-grouping", "magic"], 2, "'magic' is not one of 'error', 'paper', 'none'"),
         (["--samples", "100000"], 1, "too few for 100000 to train on"),
         (["--lr", "-1"], 2, "--lr must be above 0"),
         (["--data", "{tmp}/empty.txt"], 1, "empty.txt holds no rows"),

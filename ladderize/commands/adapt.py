@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from ladderize.adapt.methods import BLOCKS, FULL, LORA
+from ladderize.adapt.methods import BLOCKS, FULL, LORA, Attention, Method, Write
+from ladderize.adapt.retrain.schedule import ScheduleKind
 from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.options import (
     DATA,
@@ -24,12 +25,9 @@ from ladderize.commands.options import (
     options_from,
     said,
 )
-from ladderize.commands.retraining import PRESETS, check_effect, preset_filled_in, retrain_options
+from ladderize.commands.retraining import check_effect, preset_filled_in, retrain_options
 from ladderize.commands.training import ComputeDtype, TrainingSeed, WorkDir, memory_limit, start_training_on
 from ladderize.console import Console, UsageError
-
-if TYPE_CHECKING:
-    pass
 
 
 def adapt(
@@ -53,7 +51,7 @@ def adapt(
         str | None, typer.Argument(metavar="OUT", help="The folder to write. It appears whole or not at all.")
     ] = None,
     method: Annotated[
-        Literal["full", "lora", "blocks"],
+        Method,
         typer.Option(
             help=(
                 "full: train all weights of the chosen layers. lora: train LoRA adapters. blocks: train each block"
@@ -185,7 +183,7 @@ def adapt(
         ),
     ] = None,
     schedule: Annotated[
-        Literal["cosine", "wsd", "constant"] | None,
+        ScheduleKind | None,
         typer.Option(
             help="Learning-rate schedule. wsd: constant, then linear to the end over the last fifth.",
             show_default="cosine",
@@ -280,7 +278,7 @@ def adapt(
         ),
     ] = None,
     write: Annotated[
-        Literal["best", "last"] | None,
+        Write | None,
         typer.Option(
             help=(
                 "Which weights become OUT. best: lowest held-out perplexity; nothing is written if training never"
@@ -312,7 +310,7 @@ def adapt(
         ),
     ] = False,
     attention: Annotated[
-        Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None,
+        Attention | None,
         typer.Option(help="Attention implementation of transformers.", show_default="sdpa", rich_help_panel=MEMORY),
     ] = None,
     max_memory: Annotated[
@@ -357,10 +355,6 @@ def adapt(
     print_config: PrintConfig = False,
 ) -> None:
     """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""
-    if method not in (FULL, LORA, BLOCKS):
-        raise UsageError(f"--method {method} is not one of full, lora, blocks")
-    if preset not in (None, *PRESETS):
-        raise UsageError(f"--preset {preset} is not one of {', '.join(PRESETS)}")
     check_effect(method, said(ctx))
     if out is None and not show_data:
         raise UsageError("OUT is missing: name the folder to write")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ladderize.choices import Dtype
 from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.options import (
     MAX_SEED,
@@ -16,7 +17,6 @@ from ladderize.commands.options import (
     Backend,
     Compile,
     Device,
-    Dtype,
     ReplicateVocab,
     Revision,
     Threads,
@@ -165,7 +165,7 @@ def bench(
     from ladderize.runtime.bench.report import bench_summary
     from ladderize.runtime.bench.run import run_bench
 
-    device = _runtime_options(device, backend, dtype, threads, emulate_tp or tp_size)
+    device = _runtime_options(device, backend, threads, emulate_tp or tp_size)
     choice = options_from(ModelChoice, ctx.params, models=tuple(models or ()))
     options = options_from(
         BenchOptions,

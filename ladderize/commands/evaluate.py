@@ -14,7 +14,6 @@ from ladderize.commands.options import (
     AsJson,
     DtypeOption,
     Revision,
-    check_dtype,
     options_from,
 )
 from ladderize.console import Console, UsageError
@@ -101,7 +100,6 @@ def evaluate(
     print_config: PrintConfig = False,
 ) -> None:
     """Evaluate models with lm-eval tasks and by perplexity, all in the same way, and compare them in one table."""
-    check_dtype(dtype)
     if seq_len is not None and perplexity is None:
         raise UsageError("--seq-len has no effect without --perplexity")
     names = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))

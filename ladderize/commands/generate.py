@@ -134,7 +134,7 @@ def generate(
         )
     if backend == "none":
         raise UsageError("--backend none sums nothing, so its text would be noise; it is for bench")
-    device = _runtime_options(device, backend, dtype, threads, tp_size)
+    device = _runtime_options(device, backend, threads, tp_size)
     if replicate_vocab and tp_size == 1:
         raise UsageError("--replicate-vocab has no effect with one rank")
     from ladderize.files.documents import check_writable

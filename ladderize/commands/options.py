@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from ladderize.choices import BackendName, DeviceName, Dtype
 from ladderize.console import UsageError, UserError
 
 MAX_SEED = 2**32 - 1
@@ -26,7 +27,7 @@ Revision = Annotated[
     typer.Option(help="Branch, tag or commit of a model from the hub.", rich_help_panel=MODELS),
 ]
 Device = Annotated[
-    Literal["cpu", "cuda"] | None,
+    DeviceName | None,
     typer.Option(help="Where to compute.", show_default="cuda if there is one", rich_help_panel=MEMORY),
 ]
 Threads = Annotated[
@@ -58,7 +59,6 @@ SeqLen = Annotated[
         rich_help_panel=DATA,
     ),
 ]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DtypeOption = Annotated[
     Dtype, typer.Option("--dtype", help="Dtype to compute in; auto: as stored.", rich_help_panel=MEMORY)
 ]
@@ -88,11 +88,6 @@ def said(ctx: typer.Context) -> list[str]:
     return [name for name in names if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"]
 
 
-def check_dtype(dtype: str) -> None:
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise UsageError(f"--dtype {dtype} is not one of auto, float32, bfloat16, float16")
-
-
 def check_taus(tau1: float | None, tau2: float) -> None:
     for option, value in (("--tau1", tau1), ("--tau2", tau2)):
         if value is not None and not math.isfinite(value):
@@ -101,14 +96,11 @@ def check_taus(tau1: float | None, tau2: float) -> None:
         raise UsageError(f"--tau1 {tau1:g} is above --tau2 {tau2:g}")
 
 
-def compute_options(device: str | None, dtype: str, threads: int | None) -> str:
+def compute_options(device: DeviceName | None, threads: int | None) -> DeviceName:
     """Check where and how to compute; returns the device."""
     from ladderize.ranks.group import default_device
     from ladderize.ranks.threads import cores
 
-    check_dtype(dtype)
-    if device not in (None, "cpu", "cuda"):
-        raise UsageError(f"--device {device} is not cpu or cuda")
     if device == "cuda" and default_device() != "cuda":
         raise UserError("--device cuda, but torch sees no GPU here")
     if threads is not None and threads > len(cores()):
@@ -131,7 +123,7 @@ Compile = Annotated[
     ),
 ]
 Backend = Annotated[
-    Literal["auto", "nccl", "symm_mem", "gloo", "shm", "none"],
+    BackendName,
     typer.Option(
         help="How ranks communicate. none: no communication, for timing only; results are wrong.",
         rich_help_panel=MEMORY,
@@ -147,10 +139,10 @@ TpSize = Annotated[
 ]
 
 
-def _runtime_options(device: str | None, backend: str, dtype: str, threads: int | None, ranks: int) -> str:
+def _runtime_options(device: DeviceName | None, backend: BackendName, threads: int | None, ranks: int) -> DeviceName:
     """Check what the runtime's commands share; returns the device."""
     from ladderize.runtime.collectives.choose import check_backend
 
-    device = compute_options(device, dtype, threads)
+    device = compute_options(device, threads)
     check_backend(backend, ranks, device)
     return device

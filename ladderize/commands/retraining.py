@@ -92,16 +92,6 @@ def retrain_options(params: Mapping[str, Any]) -> "RetrainOptions":
 
 def check_retraining(given: Mapping[str, Any]) -> None:
     """Raise UsageError for values that no retraining can have, and for options that take no effect together."""
-    from ladderize.adapt.retrain.schedule import SCHEDULES
-
-    for name, allowed in (
-        ("schedule", SCHEDULES),
-        ("write", ("best", "last")),
-        ("resume", ("auto", "no")),
-        ("attention", ("sdpa", "eager", "flash_attention_2", "flex_attention")),
-    ):
-        if name in given and given[name] not in allowed:
-            raise UsageError(f"--{name} {given[name]} is not one of {', '.join(allowed)}")
     for name, most in (("lr", MAX_LR), ("temperature", 100.0), ("max_gradient", math.inf), ("lora_alpha", math.inf)):
         if name in given and not 0 < given[name] <= most:
             raise UsageError(

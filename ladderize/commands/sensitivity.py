@@ -1,7 +1,7 @@
 """``sensitivity``."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -24,7 +24,7 @@ from ladderize.commands.options import (
     options_from,
 )
 from ladderize.console import Console, UsageError, UserError
-from ladderize.convert.sensitivity_file import MODES, changes_to_ladder
+from ladderize.convert.sensitivity_file import Mode, changes_to_ladder
 from ladderize.eval.options import SensitivityOptions
 
 
@@ -45,7 +45,7 @@ def sensitivity(
         typer.Option(min=1, help="TP size to drop sync points for (virtual ranks).", rich_help_panel=MEASUREMENT),
     ] = None,
     mode: Annotated[
-        Literal["spd", "ladder", "each", "each-ladder"],
+        Mode,
         typer.Option(
             help=(
                 "spd, ladder: change blocks from the last one backwards, one more at a time (the paper's sweep). each,"
@@ -94,14 +94,12 @@ def sensitivity(
     print_config: PrintConfig = False,
 ) -> None:
     """Measure how much perplexity each block costs when its sync points are dropped or overlapped."""
-    if mode not in MODES:
-        raise UsageError(f"--mode {mode} is not one of {', '.join(MODES)}")
     if changes_to_ladder(mode) and sync_tp_size is not None:
         raise UsageError(f"--mode {mode} drops nothing, so --sync-tp-size has no effect")
     if not changes_to_ladder(mode) and sync_tp_size is None:
         raise UsageError(f"--mode {mode} needs --sync-tp-size N")
     check_taus(tau1, tau2)
-    device = compute_options(device, dtype, threads)
+    device = compute_options(device, threads)
     from ladderize.eval.sensitivity import SensitivityFolder, measure_sensitivity, sensitivity_rows
     from ladderize.files.documents import check_writable, read_json, write_json
     from ladderize.files.work import work_folder

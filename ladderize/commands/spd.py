@@ -120,8 +120,6 @@ def spd(
     """Sync-Point Drop in one command: measure sensitivity, drop, regroup heads, distil, and show what each step won."""
     if spd_fraction is not None and max_ppl_increase is not None:
         raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
-    if head_grouping not in ("error", "paper", "none"):
-        raise UsageError(f"--head-grouping {head_grouping} is not one of error, paper, none")
     check_taus(tau1, tau2)
     device = start_training_on(device, dtype, threads, lr)
     from ladderize.adapt.blockwise.documents import perplexity_rows

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 from ladderize.console import UserError
 from ladderize.files.documents import read_document
@@ -11,7 +11,8 @@ from ladderize.files.records import Record
 
 IN_SENSITIVE = "in-sensitive"
 CLASSES = (IN_SENSITIVE, "sensitive", "extremely sensitive")
-MODES = ("spd", "ladder", "each", "each-ladder")  # what is changed, in the paper's sweep or in each block alone
+Mode = Literal["spd", "ladder", "each", "each-ladder"]  # what is changed, in the paper's sweep or in each block alone
+MODES: tuple[str, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ladderize.choices import Dtype, check_choices
+from ladderize.convert.sensitivity_file import Mode
 from ladderize.files.records import Record
 
 
@@ -15,7 +17,7 @@ class EvalOptions(Record):
     num_fewshot: int | None = None
     apply_chat_template: bool = False
     batch_size: int = 8
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     device: str | None = None
     revision: str | None = None
     seed: int = 0
@@ -24,13 +26,16 @@ class EvalOptions(Record):
     seq_len: int | None = None
     include_default_tasks: bool = True  # False: only include_path, which spares indexing lm-eval's thousands of tasks
 
+    def __post_init__(self) -> None:
+        check_choices(self)
+
 
 @dataclass(frozen=True)
 class SensitivityOptions:
     """See ``ladderize sensitivity --help``. tau1, seq_len, batch_size: None takes the model's or the data's default."""
 
     data: str
-    mode: str = "spd"
+    mode: Mode = "spd"
     sync_tp_size: int | None = None
     samples: int = 128
     seq_len: int | None = None
@@ -38,6 +43,9 @@ class SensitivityOptions:
     batch_size: int | None = None
     tau1: float | None = None
     tau2: float = 10.0
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     device: str = "cpu"
     revision: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self)

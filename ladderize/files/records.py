@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ladderize.console import UserError
 
@@ -75,6 +75,10 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             except UserError:
                 continue
         return _read(options[-1], value, where)
+    if origin is Literal:
+        if value not in arguments or type(value) is bool:
+            raise UserError(f"{where} is {_shown(value)}, but must be one of {', '.join(map(str, arguments))}")
+        return value
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             raise UserError(f"{where} is {_shown(value)}, but must be a list")

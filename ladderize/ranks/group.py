@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ladderize.choices import DeviceName
 from ladderize.console import UserError, silent_stdout
 from ladderize.ranks.launcher import ALONE, Place, launched_place
 
@@ -86,7 +87,7 @@ def already_started() -> bool:
     return launched() != ALONE
 
 
-def default_device() -> str:
+def default_device() -> DeviceName:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

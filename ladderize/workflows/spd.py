@@ -8,6 +8,7 @@ that is distilled: it costs nothing at inference.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import kv_head_count
+from ladderize.choices import Dtype
 from ladderize.console import Console, UserError, human_seconds, to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
@@ -210,7 +212,7 @@ def measure(
         seed=training.distill.seed,
         tau1=options.tau1,
         tau2=options.tau2,
-        dtype=record.dtype,
+        dtype=cast(Dtype, record.dtype),
         device=str(device),
         revision=options.revision,
     )

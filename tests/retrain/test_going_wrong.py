@@ -71,14 +71,14 @@ def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "code", "expected"),
     [
-        (["--method", "half"], 2, "--method half is not one of full, lora, blocks"),
+        (["--method", "half"], 2, "'half' is not one of 'full', 'lora', 'blocks'"),
         (["--samples", "4"], 2, "--samples has no effect with --method full"),
         (["--lora-rank", "4"], 2, "--lora-rank has no effect with --method full"),
         (["--method", "blocks"], 2, "--max-steps has no effect with --method blocks"),
         (["--temperature", "2"], 2, "--temperature has no effect without --distill-from"),
         (["--max-tokens", "9"], 2, "give one of them"),
-        (["--schedule", "linear"], 2, "--schedule linear is not one of cosine, wsd, constant"),
-        (["--preset", "best"], 2, "--preset best is not one of ladder-paper"),
+        (["--schedule", "linear"], 2, "'linear' is not one of 'cosine', 'wsd', 'constant'"),
+        (["--preset", "best"], 2, "'best' is not one of 'ladder-paper'"),
         (["--heldout", "3"], 2, "--heldout has no effect with --eval-data"),
         (["--lr", "0"], 2, "--lr must be above 0"),
         (["--log-dir", "x"], 2, "--log-dir has no effect without --log-with"),
@@ -89,7 +89,7 @@ def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
         (["--micro-batch-size", "3"], 1, "--micro-batch-size 3 does not divide the 4 rows"),
         (["--batch-size", "99"], 1, "fewer than --batch-size 99"),
         (["--distill-from", "OTHER"], 1, "--distill-from OTHER is not dense"),
-        (["--attention", "magic"], 2, "--attention magic is not one of"),
+        (["--attention", "magic"], 2, "'magic' is not one of 'sdpa'"),
         (["--attention", "flash_attention_2"], 1, "needs the package flash-attn"),
         (["--attention", "flex_attention"], 1, "--attention flex_attention needs a GPU"),
         (

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from ladderize.adapt.data.sources import SourceSpec, parse_specs
+from ladderize.choices import Dtype, check_choices
 from ladderize.console import UsageError
 from ladderize.files.records import Record
 
@@ -59,11 +60,12 @@ class BlockwiseOptions:
     seq_len: int | None = None
     layers: str | None = None
     distill: DistillOptions = field(default_factory=DistillOptions)
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     device: str = "cpu"
     work_dir: Path | None = None
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if self.source.is_streamed:
             raise UsageError(
                 f"{self.source.name} is streamed, and block-to-block distillation reads its data whole; give a file"

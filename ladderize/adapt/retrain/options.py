@@ -7,11 +7,12 @@ from typing import Any
 
 from ladderize.adapt.data.sources import SourceSpec
 from ladderize.adapt.lora.config import LoraOptions
-from ladderize.adapt.methods import FULL, LORA
+from ladderize.adapt.methods import FULL, LORA, Attention, Method, Write
 from ladderize.adapt.retrain.adaptation import DecidingOptions, FixedOptions, Settings
 from ladderize.adapt.retrain.losses import Objective
-from ladderize.adapt.retrain.schedule import Budget, Schedule
+from ladderize.adapt.retrain.schedule import Budget, Schedule, ScheduleKind
 from ladderize.adapt.retrain.trainer import TrainOptions
+from ladderize.choices import Dtype, check_choices
 from ladderize.console import UserError
 
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
@@ -28,7 +29,7 @@ class RetrainOptions:
     """See ``ladderize adapt --help``. None: the default that ``resolve`` works out for the model."""
 
     data: tuple[SourceSpec, ...]
-    method: str = FULL
+    method: Method = FULL
     train: str = "converted"
     distill_from: str | None = None
     objective: Objective = field(default_factory=Objective)
@@ -42,24 +43,27 @@ class RetrainOptions:
     batch_size: int | None = None
     micro_batch_size: int | None = None
     lr: float | None = None
-    schedule: str = "cosine"
+    schedule: ScheduleKind = "cosine"
     warmup_steps: int | None = None
     min_lr: float = 0.0
     weight_decay: float = 0.0
     max_gradient: float = 1.0
     gradient_checkpointing: bool = False
-    attention: str = "sdpa"
+    attention: Attention = "sdpa"
     eval_every: int | None = None
     save_every: int | None = None
     keep: int = 2
-    write: str = "best"
+    write: Write = "best"
     resume: bool = True
     seed: int = 0
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     device: str = "cpu"
     work_dir: Path | None = None
     log_with: tuple[str, ...] = ()
     log_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self)
 
     def resolve(self, config: Mapping[str, Any], ranks: int) -> TrainOptions:
         """Every default worked out for a model and a number of processes; raises UserError for what does not go

@@ -3,11 +3,12 @@
 import math
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from ladderize.console import UsageError
 from ladderize.files.records import Record
 
-SCHEDULES = ("cosine", "wsd", "constant")
+ScheduleKind = Literal["cosine", "wsd", "constant"]
 DECAY = 0.2  # wsd: of the training, at its end
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 

@@ -6,6 +6,7 @@ No torch here: the command line takes its defaults from these classes, and ``--h
 from dataclasses import dataclass
 from pathlib import Path
 
+from ladderize.choices import BackendName, Dtype, check_choices
 from ladderize.console import UsageError
 from ladderize.files.records import Record
 
@@ -22,8 +23,11 @@ class ModelChoice:
     layout: str | None = None
     num_layers: int | None = None
     sync_tp_size: int | None = None
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     revision: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class BenchOptions(Record):
     batch_sizes: tuple[int, ...] = (1,)
     prompt_len: int = 128
     output_len: int = 33
-    backend: str = "auto"
+    backend: BackendName = "auto"
     warmup: int = 2
     repeat: int = 7
     baselines: tuple[str, ...] = ()
@@ -49,6 +53,9 @@ class BenchOptions(Record):
     device: str = "cpu"
     threads: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self)
 
     @property
     def ranks(self) -> int:

@@ -1,7 +1,10 @@
 """Which backend a group uses, and why."""
 
+from typing import get_args
+
 import torch
 
+from ladderize.choices import BackendName
 from ladderize.console import UsageError, UserError, sentence
 from ladderize.ranks.group import Ranks, host_id
 from ladderize.ranks.threads import cores
@@ -9,7 +12,7 @@ from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.gloo import Gloo
 from ladderize.runtime.collectives.gpu import ONE_SHOT_BYTES, Nccl, SymmetricMemory
 
-BACKENDS = ("auto", "nccl", "symm_mem", "gloo", "shm", "none")
+BACKENDS = get_args(BackendName)
 
 
 def check_backend(backend: str, ranks: int, device: str) -> None:

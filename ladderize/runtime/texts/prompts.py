@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ladderize.choices import BackendName, check_choices
 from ladderize.console import Console, UserError
 from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer
@@ -25,11 +26,14 @@ class GenerateOptions:
     sampling: Sampling = field(default_factory=Sampling)
     ignore_eos: bool = False
     chat: bool = False
-    backend: str = "auto"
+    backend: BackendName = "auto"
     replicate_vocab: bool = False
     compile: bool = False
     device: str = "cpu"
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self)
 
 
 @dataclass(frozen=True)
