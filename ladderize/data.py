@@ -12,7 +12,6 @@ window, and about BOS, lines and ids for what training reads (adapt/data), too.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +19,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ladderize.console import UserError
+from ladderize.files.id_arrays import pick_array, read_id_rows
+from ladderize.files.parsing import parse_json
+from ladderize.files.regular import check_regular, open_regular, read_lines, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SUFFIXES = (".txt", ".jsonl", ".npy", ".npz")
+MAX_TEXT_BYTES = 1 << 30  # of a .txt file, which is one document, read and tokenised as a whole
 
 
 def split_name(spec: str) -> tuple[Path, str | None]:
@@ -39,12 +42,13 @@ def check_data_file(spec: str) -> None:
     """Raise UserError unless ``spec`` names a file that ``read_documents`` can read; cheap, for use before long
     work."""
     path, key = split_name(spec)
-    if not path.is_file():
-        raise UserError(f"{path} does not exist or is no file")
+    if not path.exists():
+        raise UserError(f"{path} does not exist")
+    check_regular(path)
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} is neither text (.txt, .jsonl) nor token ids (.npy, .npz)")
     if path.suffix == ".npz":
-        _pick_array(path, key)
+        pick_array(path, key)
 
 
 def needs_tokenizer(spec: str) -> bool:
@@ -58,7 +62,7 @@ def read_documents(
     """The documents of a file as 1-D int64 arrays of token ids; raises UserError for what cannot be read."""
     path, key = split_name(spec)
     if path.suffix in (".npy", ".npz"):
-        documents = _read_ids(path, key)
+        documents = read_id_rows(path, key)
     else:
         documents = list(_read_lines(path, tokenizer))
     if not sum(map(len, documents)):
@@ -85,27 +89,23 @@ def _read_lines(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Iter
 def _read_texts(path: Path) -> Iterator[tuple[str, str | np.ndarray]]:
     """Every document, and where it stands: text, or ids that a line of jsonl has."""
     if path.suffix == ".txt":
-        try:
-            yield str(path), path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise UserError(f"{path} is not UTF-8 text") from None
+        yield str(path), read_text(path, MAX_TEXT_BYTES)
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            origin = f"{path}, line {number}"
-            try:
-                row = parse_line(line)
-                ids = as_ids(row["input_ids"]) if isinstance(row, dict) and row.get("input_ids") is not None else None
-            except ValueError as error:
-                raise UserError(f"{origin}: {error}") from None
-            if ids is not None:
-                yield origin, ids
-            elif isinstance(row, dict) and isinstance(row.get("text"), str):
-                yield origin, row["text"]
-            else:
-                raise UserError(f'{origin}: not a JSON object with "input_ids" or a "text"')
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.strip():
+            continue
+        origin = f"{path}, line {number}"
+        try:
+            row = parse_line(line)
+            ids = as_ids(row["input_ids"]) if isinstance(row, dict) and row.get("input_ids") is not None else None
+        except ValueError as error:
+            raise UserError(f"{origin}: {error}") from None
+        if ids is not None:
+            yield origin, ids
+        elif isinstance(row, dict) and isinstance(row.get("text"), str):
+            yield origin, row["text"]
+        else:
+            raise UserError(f'{origin}: not a JSON object with "input_ids" or a "text"')
 
 
 # ---- what scoring and training read alike ----
@@ -131,11 +131,9 @@ def text_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list
 def parse_line(line: bytes) -> Any:
     """A line of a ``.jsonl`` file; raises ValueError, which says what is wrong."""
     try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise ValueError("is not UTF-8 text") from None
-    except (ValueError, RecursionError):
-        raise ValueError("is no JSON") from None
+        return parse_json(line, constants=True)
+    except ValueError as error:
+        raise ValueError(f"is no JSON ({error})") from None
 
 
 def as_ids(value: Any) -> np.ndarray:
@@ -152,45 +150,6 @@ def as_ids(value: Any) -> np.ndarray:
     if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
         raise ValueError("its input_ids hold a negative or an impossibly large token id")
     return array.astype(np.int64)
-
-
-def _pick_array(path: Path, key: str | None) -> str:
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            names = archive.files
-    except (ValueError, OSError, EOFError):
-        raise UserError(f"{path} is no archive of NumPy arrays") from None
-    if key is None and len(names) == 1:
-        return names[0]
-    if not names:
-        raise UserError(f"{path} is an empty archive")
-    if key is None or key not in names:
-        raise UserError(f"{path} holds the arrays {', '.join(names)}; name one of them, for example {path}:{names[0]}")
-    return key
-
-
-def _read_ids(path: Path, key: str | None) -> list[np.ndarray]:
-    return list(np.atleast_2d(open_ids(path, key)).astype(np.int64))
-
-
-def open_ids(path: Path, key: str | None = None) -> np.ndarray:
-    """The array of token ids in a ``.npy`` file, not read but mapped, or in a ``.npz`` archive: integers in one or two
-    dimensions, each from 0 to 2**31 - 1. Raises UserError for what is none."""
-    try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as archive:
-                array = archive[_pick_array(path, key)]
-        else:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError):
-        raise UserError(f"{path} is no NumPy array of numbers (arrays of Python objects are never unpickled)") from None
-    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
-        raise UserError(
-            f"{path}: expected token ids, that is integers in one or two dimensions, not {array.dtype} in {array.ndim}"
-        )
-    if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
-        raise UserError(f"{path} holds a negative or an impossibly large token id")
-    return array
 
 
 def default_seq_len(documents: list[np.ndarray], spec: str, max_positions: int) -> int:
@@ -243,7 +202,7 @@ def file_sha256(spec: str) -> str:
     """A hash of the file behind ``spec`` and of the array chosen in it: whether two runs read the same data."""
     path, key = split_name(spec)
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     digest.update((key or "").encode())

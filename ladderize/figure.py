@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ladderize.console import UserError
+from ladderize.files.regular import resolved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,7 +16,7 @@ def check_plot(stem: Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install 'ladderize[plots]'") from None
-    if not stem.expanduser().resolve().parent.is_dir():
+    if not resolved(stem, "--plot ").parent.is_dir():
         raise UserError(f"--plot {stem}: the folder {stem.parent} does not exist")
 
 

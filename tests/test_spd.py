@@ -12,7 +12,7 @@ from ladderize.convert.heads import permute_heads, read_head_map
 from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL
 from ladderize.eval.sensitivity import Suffixes
-from ladderize.files.yaml12 import load_yaml
+from ladderize.files.yaml12 import parse_yaml
 from ladderize.workflows import spd
 from tests.helpers import invoke, listing, one_sentence
 
@@ -65,7 +65,7 @@ def test_the_story(tmp_path, text):
         trained = row["dropped"] and row["class"] != "in-sensitive"
         assert (row["distillation"] is not None) == (row["grouping"] is not None) == trained
     # the checkpoint: what was not trained lies as it did, what was grouped but not changed much lies in the new order
-    record = load_yaml((tmp_path / "out" / "ladderize.yaml").read_text())
+    record = parse_yaml((tmp_path / "out" / "ladderize.yaml").read_text())
     assert record["recipe"]["head_map"] == "head_map.json"
     assert [row["block"] for row in record["spd_selection"]["blocks"] if row["dropped"]] == dropped
     head_map = read_head_map(tmp_path / "out" / "head_map.json")

@@ -5,8 +5,8 @@ may not lie about sizes, and nothing is ever unpickled.
 """
 
 import hashlib
-import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from typing import Any
 from ladderize.checkpoint.dtypes import DTYPE_BYTES
 from ladderize.console import UserError
 from ladderize.files.documents import read_json
+from ladderize.files.parsing import parse_json
+from ladderize.files.regular import open_regular, resolved
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
@@ -79,16 +81,16 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} is a PEFT adapter; `ladderize merge {folder} OUT` makes a checkpoint of it and its base"
         )
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{folder} holds no config.json; it is not a Hugging Face checkpoint")
     return read_json(path)
 
 
 def read_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor that transformers would load from ``folder``, by name, in file order."""
-    if (folder / WEIGHTS).is_file():
+    if (folder / WEIGHTS).exists():
         return read_header(folder, WEIGHTS)
-    if not (folder / INDEX).is_file():
+    if not (folder / INDEX).exists():
         raise _no_weights(folder)
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -96,7 +98,7 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for name in sorted(set(map(str, weight_map.values()))):
         check_plain_name(name, folder / INDEX)
-        if not (folder / name).is_file():
+        if not (folder / name).exists():
             raise UserError(
                 f"{folder / INDEX} names {name}, which is not there; the checkpoint is incomplete, download it again"
             )
@@ -121,8 +123,8 @@ def check_plain_name(name: str, where: Path) -> None:
 def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, from its header alone, checked against the size of the file."""
     path = folder / name
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8 or length > MAX_HEADER_BYTES:
             raise UserError(
@@ -130,10 +132,10 @@ def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
             )
         raw = file.read(length)
     try:
-        header = json.loads(raw)
+        header = parse_json(raw)
         entries = {key: value for key, value in header.items() if key != "__metadata__"}
         tensors = [_tensor(key, name, entry, base=8 + length) for key, entry in entries.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} has a broken header ({error}); download it again") from None
     end = 8 + length
     for tensor in sorted(tensors, key=lambda t: (t.start, t.stop)):
@@ -162,7 +164,7 @@ def _tensor(name: str, file: str, entry: Mapping[str, Any], base: int) -> Tensor
 
 def header_sha256(path: Path) -> str:
     """A hash of the header (names, dtypes, shapes, offsets): identifies a shard without reading gigabytes."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = file.read(8)
         return hashlib.sha256(start + file.read(int.from_bytes(start, "little"))).hexdigest()
 
@@ -200,12 +202,9 @@ def fetch_weights(repo: str, revision: str | None) -> Path:
 
 def resolve_json(source: str, revision: str | None) -> tuple[Path, bool]:
     """A checkpoint's folder and whether it is a local one; of a hub id only the .json files need be there."""
-    try:
-        path = Path(source).expanduser()
-    except RuntimeError:
-        path = Path(source)  # ~ of nobody
     if not source.strip():
         raise UserError("the name of the checkpoint is empty; name a folder or a hub id")
+    path = resolved(source)
     if path.exists():
         check_folder(path)
         if revision is not None:

@@ -29,15 +29,9 @@ def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
     """Take the file's values for what the command line does not say; raises UserError for a file that does not fit."""
     if path is None or ctx.resilient_parsing:
         return path
-    import yaml
+    from ladderize.files.yaml12 import read_yaml
 
-    from ladderize.convert.recipe import RecipeLoader
-    from ladderize.files.yaml12 import load_yaml
-
-    try:
-        document = load_yaml(path.read_text(encoding="utf-8"), RecipeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    document = read_yaml(path, what="--config ")
     if not isinstance(document, dict):
         raise UserError(f"--config {path} holds no options; write lines such as 'seed: 7'")
     parameters = file_keys(ctx)

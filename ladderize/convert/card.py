@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from ladderize import __version__
-from ladderize.files.yaml12 import load_yaml
+from ladderize.files.yaml12 import parse_yaml
 from ladderize.layout import Layout, format_ranges
 
 MARK = "<!-- written by ladderize convert -->"  # tells our cards from those that people write
@@ -18,8 +18,8 @@ def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
     text = text.replace("\r\n", "\n")
     if text.startswith("---\n") and (end := text.find("\n---", 4)) != -1:
         try:
-            data = load_yaml(text[4 : end + 1])
-        except (yaml.YAMLError, ValueError):
+            data = parse_yaml(text[4 : end + 1])
+        except ValueError:
             data = None
         if isinstance(data, dict):
             return data, text[end + 4 :].lstrip("-\n")

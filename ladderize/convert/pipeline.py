@@ -23,6 +23,7 @@ from ladderize.convert.report import ConversionReport, report_of
 from ladderize.convert.verify import verify as verify_output
 from ladderize.convert.weights import index_for, write_shard
 from ladderize.files import output
+from ladderize.files.regular import resolved
 from ladderize.layout import CONFIG_KEYS, Layout, format_ranges
 
 REMOTE_CODE = Path(__file__).parent / "remote_code"
@@ -171,7 +172,7 @@ def convert_checkpoint(
     """
     console = console or Console()
     if not dry_run:
-        output.complete_journal(Path(out).expanduser().resolve())
+        output.complete_journal(resolved(out, "OUT "))
     plan = make_plan(str(src), Path(out), recipe, revision=revision, overwrite=overwrite, changes=changes or Changes())
     report = report_of(plan)
     if dry_run:

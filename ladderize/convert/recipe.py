@@ -6,14 +6,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ladderize.checkpoint.dtypes import CAST_DTYPES
 from ladderize.console import UsageError, UserError
 from ladderize.convert.selection import Selection, select
 from ladderize.convert.sensitivity_file import read_sensitivity
 from ladderize.convert.weights import parse_size
-from ladderize.files.yaml12 import Yaml12Loader, load_yaml
+from ladderize.files.yaml12 import read_yaml
 from ladderize.layout import Layout, RangeSyntaxError, format_ranges, parse_ranges
 
 AUTO = "auto"  # of spd: the layers are chosen by their measured sensitivity
@@ -114,28 +112,11 @@ class Recipe:
         return {key: value for key, value in asdict(self).items() if value not in (None, False)}
 
 
-class RecipeLoader(Yaml12Loader):
-    """YAML without silently repeated keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep)
-        if len(mapping) != len(node.value):
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
-        return mapping
-
-
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe file, or the ``recipe`` key of a ladderize.yaml."""
     if path.is_dir():
         raise UserError(f"{path} is a folder, not a recipe file")
-    try:
-        document = load_yaml(path.read_text(encoding="utf-8"), RecipeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} is not valid YAML (a range that ends in a colon needs quotes): {' '.join(str(error).split())}"
-        ) from None
+    document = read_yaml(path, advice=" (a range that ends in a colon needs quotes)")
     if isinstance(document, dict) and "recipe" in document:
         document = document["recipe"]
     if not isinstance(document, dict) or not document:

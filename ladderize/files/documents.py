@@ -1,23 +1,24 @@
 """Result files: written whole or not at all, as often as there is something new."""
 
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ladderize.console import SCHEMA_VERSION, UserError, to_json
+from ladderize.files.parsing import parse_json
+from ladderize.files.regular import read_bytes, resolved
 from ladderize.files.temporaries import replacement
 
 
 def check_writable(path: Path) -> None:
     """Raise UserError unless ``path`` can be written: found before hours of work, not after."""
-    path = path.expanduser()
+    path = resolved(path, "--out ")
     if path.is_dir():
         raise UserError(f"--out {path} is a folder; name a file")
     if path.exists() and not path.is_file():
         raise UserError(f"--out {path} is no ordinary file; name another")
-    parent = path.resolve().parent
+    parent = path.parent
     if not parent.is_dir():
         raise UserError(f"--out {path}: the folder {parent} does not exist")
     try:
@@ -29,7 +30,7 @@ def check_writable(path: Path) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a result document atomically, with schema and version in front."""
-    path = path.expanduser().resolve()
+    path = resolved(path)
     text = to_json(value)
     with replacement(path) as file:
         file.write(text + "\n")
@@ -48,13 +49,10 @@ def read_document(path: Path, what: str) -> dict[str, Any]:
 
 def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any]:
     """A JSON object, without NaN and Infinity; raises UserError, with ``advice`` where the file is no JSON."""
-
-    def refuse(constant: str) -> None:
-        raise UserError(f"{path} holds {constant}, which is no number; repair the file")
-
+    content = read_bytes(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(content)
+    except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); {advice}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__} where an object is expected")
@@ -64,7 +62,7 @@ def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any
 def read_own(path: Path) -> dict[str, Any]:
     """A JSON object that an earlier run of ours may have left; {} where it did not, or was killed while it wrote."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = parse_json(read_bytes(path), constants=True)
+    except (OSError, ValueError, UserError):
         value = None
     return value if isinstance(value, dict) else {}

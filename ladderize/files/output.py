@@ -19,6 +19,8 @@ from pathlib import Path
 
 from ladderize.console import UserError
 from ladderize.files.locks import fsync, fsync_tree, try_lock
+from ladderize.files.parsing import parse_json
+from ladderize.files.regular import open_regular, resolved
 
 COPIED_AT_ONCE = 64 << 20
 AT_FDCWD, RENAME_EXCHANGE, FICLONE = -100, 2, 0x40049409
@@ -38,7 +40,7 @@ def check_target(
 
     foreign: says of a folder that is not of the kind to write, and so not to replace, what is wrong with it.
     """
-    out, source = out.expanduser().resolve(), source.resolve()
+    out, source = resolved(out, "OUT "), resolved(source)
     if out == source or source in out.parents:
         raise UserError(
             f"OUT {out} is the source or lies inside it; the source is never touched, choose another folder"
@@ -219,11 +221,11 @@ def complete_journal(out: Path) -> None:
     journal = _journal(out)
     if not journal.is_file():
         return
-    with journal.open() as file:
+    with open_regular(journal) as file:
         if not try_lock(file.fileno()):
             return  # another run is swapping right now
         try:
-            names = json.load(file)
+            names = parse_json(file.read())
             new, old = (out.parent / Path(names[key]).name for key in ("new", "old"))
         except (ValueError, KeyError, TypeError):
             journal.unlink()  # killed before the journal was complete, so before anything was renamed

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ladderize.console import UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.locks import lock_folder
+from ladderize.files.regular import resolved
 
 ABOUT = "run.json"
 Folder = TypeVar("Folder", bound="WorkFolder")
@@ -117,10 +118,10 @@ class WorkFolder:
 
 def work_folder(out: str, work_dir: Path | None, *sources: Path) -> Path:
     """Where unfinished work lies: beside OUT, unless it was said. Raises UserError for a place that is somebody's."""
-    target = Path(out).expanduser().resolve()
+    target = resolved(out)
     if work_dir is None:
         return target.with_name(f"{target.name}.ladderize-work")
-    folder = work_dir.expanduser().resolve()
+    folder = resolved(work_dir, "--work-dir ")
     for other in (target, *(source.resolve() for source in sources)):
         if folder == other or folder in other.parents or other in folder.parents:
             raise UserError(f"--work-dir {folder} is, contains or lies inside {other}; choose a folder of its own")

@@ -2,9 +2,16 @@
 text."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from ladderize.console import UserError
+from ladderize.files.parsing import MAX_DEPTH, check_nesting
+from ladderize.files.regular import read_text
+
+MAX_YAML_BYTES = 4 << 20  # people write these, and the parser needs a second for each megabyte
 
 
 class Yaml12Loader(yaml.SafeLoader):
@@ -26,6 +33,35 @@ Yaml12Loader.add_constructor(f"{_PREFIX}int", lambda loader, node: int(node.valu
 Yaml12Loader.add_constructor(f"{_PREFIX}float", lambda loader, node: float(node.value))
 
 
-def load_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
-    """Parse one document; raises yaml.YAMLError."""
-    return yaml.load(text, Loader=loader)  # noqa: S506  (a SafeLoader)
+class StrictLoader(Yaml12Loader):
+    """YAML without silently repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) != len(node.value):
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next((key for key in keys if keys.count(key) > 1), "<<")
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        return mapping
+
+
+def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
+    """One document; raises ValueError, which says in one line what is wrong."""
+    try:
+        value = yaml.load(text, Loader=loader)  # noqa: S506  (a SafeLoader)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # a key that is a list is a TypeError
+        raise ValueError(" ".join(str(error).split())) from None
+    check_nesting(value)
+    return value
+
+
+def read_yaml(path: Path, loader: type[Yaml12Loader] = StrictLoader, *, what: str = "", advice: str = "") -> Any:
+    """The document of a file; raises UserError for what is no YAML. what: precedes the path in the message; advice:
+    follows "not valid YAML"."""
+    text = read_text(path, MAX_YAML_BYTES)
+    try:
+        return parse_yaml(text, loader)
+    except ValueError as error:
+        raise UserError(f"{what}{path} is not valid YAML{advice}: {error}") from None

@@ -115,11 +115,8 @@ def eos_ids(spec: ModelSpec) -> tuple[int, ...]:
     """Every token that ends a text: of generation_config.json, else of config.json."""
     value = spec.config.get("eos_token_id")
     path = spec.folder / "generation_config.json" if spec.folder is not None else None
-    if path is not None and path.is_file():
-        try:
-            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", value)
-        except (ValueError, AttributeError):
-            raise UserError(f"{path} is not a JSON object; repair or delete it") from None
+    if path is not None and path.exists():
+        value = read_json(path, advice="repair or delete it").get("eos_token_id", value)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int for i in ids):
         raise UserError(f"eos_token_id is {value!r}, neither a token id nor a list of them")

@@ -13,6 +13,7 @@ from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import TensorReader, locate_tensors
 from ladderize.console import UserError
 from ladderize.files.locks import fsync
+from ladderize.files.parsing import parse_json
 from ladderize.files.work import WorkFolder
 
 
@@ -58,7 +59,9 @@ class BlockFolder(WorkFolder):
 
     def report(self, layer: int) -> BlockReport:
         """What ``save`` was told about this block."""
-        return BlockReport.from_dict(json.loads(self._metadata(layer)["report"]), f"the report in {self.path(layer)}")
+        return BlockReport.from_dict(
+            parse_json(self._metadata(layer)["report"].encode()), f"the report in {self.path(layer)}"
+        )
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         """The trained weights by their names within the layer."""

@@ -11,7 +11,9 @@ from typing import Any, BinaryIO, Protocol
 
 from ladderize.adapt.data.formats import IN_WORDS, BadRow, BadRows, Row, check_row, find_format
 from ladderize.console import UserError
-from ladderize.data import open_ids, parse_line
+from ladderize.data import parse_line
+from ladderize.files.id_arrays import open_ids
+from ladderize.files.regular import MAX_LINE_BYTES, read_lines
 
 PASSAGE_BYTES = 16 << 10  # what a text is cut into, so that its parts can be shuffled and held out
 PASSAGE_IDS = 16 << 10  # the same for one long array; divided by every usual --seq-len
@@ -53,18 +55,17 @@ class JsonlRows:
         self.path, self.bad = path, BadRows()
         self._offsets, self._lines = array("q"), array("q")
         offset = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    try:
-                        check_row(self._parse(line, number))
-                        self._offsets.append(offset)
-                        self._lines.append(number)
-                    except BadRow as problem:
-                        if not skip_bad_rows:
-                            raise
-                        self.bad.add(problem)
-                offset += len(line)
+        for number, line in enumerate(read_lines(path), start=1):
+            if line.strip():
+                try:
+                    check_row(self._parse(line, number))
+                    self._offsets.append(offset)
+                    self._lines.append(number)
+                except BadRow as problem:
+                    if not skip_bad_rows:
+                        raise
+                    self.bad.add(problem)
+            offset += len(line)
 
     def _parse(self, line: bytes, number: int) -> Row:
         origin = f"{self.path}, line {number}"
@@ -79,7 +80,7 @@ class JsonlRows:
     def read(self, number: int) -> Row:
         with self.path.open("rb") as file:
             file.seek(self._offsets[number])
-            line = file.readline()
+            line = file.readline(MAX_LINE_BYTES)
         try:
             row = self._parse(line, self._lines[number])
             check_row(row)

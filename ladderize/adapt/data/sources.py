@@ -17,6 +17,7 @@ from ladderize.adapt.data.files import IdRows, JoinedRows, JsonlRows, ParquetRow
 from ladderize.adapt.data.hub import HubRows
 from ladderize.console import UsageError, UserError
 from ladderize.data import file_sha256, split_name
+from ladderize.files.regular import check_regular
 
 SOURCE_SUFFIXES = (".jsonl", ".parquet", ".txt", ".npy", ".npz")
 HUB = "hub:"
@@ -49,8 +50,9 @@ class SourceSpec:
         kinds."""
         path, key = split_name(self.text)
         if not _is_glob(self.text):
-            if not path.is_file():
-                raise UserError(f"{self.name}: {path} does not exist or is no file")
+            if not path.exists():
+                raise UserError(f"{self.name}: {path} does not exist")
+            check_regular(path)
             return [self.text]
         found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
         if not found:

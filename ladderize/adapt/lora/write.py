@@ -25,6 +25,7 @@ from ladderize.checkpoint.tensors import infos_of, write_tensors
 from ladderize.console import UserError, sentence, to_json
 from ladderize.convert.card import TAGS
 from ladderize.files import output
+from ladderize.files.regular import resolved
 from ladderize.layout import Layout, format_ranges
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def write_adapter(
     adaptation.json says besides ``base``. extra_files: more files, name -> text. Raises UserError if ``out`` cannot be
     written or holds what is no adapter.
     """
-    output.complete_journal(Path(out).expanduser().resolve())
+    output.complete_journal(resolved(out, "OUT "))
     out = check_adapter_target(Path(out), base, overwrite=overwrite)
     layout, belongs = Layout.from_config(base.config), adapter_base(base, base_name, revision)
     model, local = belongs.model, Path(base_name).expanduser().is_dir()

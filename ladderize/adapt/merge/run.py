@@ -26,6 +26,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import Verification
 from ladderize.data import file_sha256
 from ladderize.files import output
+from ladderize.files.regular import resolved
 from ladderize.layout import Layout, format_ranges
 
 
@@ -88,7 +89,7 @@ def merge_adapter(
     of ``out`` are compared with PEFT's before it appears; verify: it is loaded in plain transformers too. Raises
     UserError.
     """
-    console, out = console or Console(), Path(out).expanduser().resolve()
+    console, out = console or Console(), resolved(out, "OUT ")
     output.complete_journal(out)
     source = read_adapter(Path(adapter))
     output.check_target(out, source.folder, overwrite=overwrite)

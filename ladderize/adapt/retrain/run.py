@@ -28,6 +28,7 @@ from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, UserError, human_seconds
 from ladderize.files import output
+from ladderize.files.regular import resolved
 from ladderize.files.work import work_folder
 from ladderize.layout import format_ranges
 from ladderize.memory import tcmalloc_advice
@@ -92,7 +93,7 @@ def retrain(
         with work:
             trackers = Trackers(
                 options.log_with,
-                options.log_dir or Path(f"{Path(out).expanduser().resolve()}-logs"),
+                options.log_dir or Path(f"{resolved(out)}-logs"),
                 options.deciding(task.training).to_dict(),
                 ranks,
             )

@@ -4,7 +4,6 @@ unpickled.
 Everything is stored whole under its own name, so a run may go on with another number of ranks, sharded or not.
 """
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.adapt.retrain.sharding import assign, whole
 from ladderize.checkpoint.tensors import infos_of, write_tensors
 from ladderize.console import UserError, sentence, to_json
+from ladderize.files.documents import read_json
 from ladderize.files.locks import fsync
 from ladderize.files.records import Record
 from ladderize.files.work import WorkFolder
@@ -156,7 +156,7 @@ class TrainingFolder(WorkFolder):
     def load(self, path: Path, engine: Engine, parameters: Mapping[str, nn.Parameter]) -> Progress:
         """Put a state back into the model and the optimizer."""
         try:
-            progress = Progress.from_dict(json.loads((path / STATE).read_text()), STATE)
+            progress = Progress.from_dict(read_json(path / STATE), STATE)
             if progress.stream is None or progress.settings is None or path != self.state_path(progress.step):
                 raise UserError(f"{STATE} is not that of this step")
             load_trained(path, parameters)

@@ -19,6 +19,7 @@ from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import Console, UserError, human_bytes
 from ladderize.files.documents import read_json
 from ladderize.files.records import Record
+from ladderize.files.regular import resolved
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.launcher import is_main_rank
@@ -105,7 +106,7 @@ def sample_corpus(
     None on other ranks than 0. Raises UserError for what cannot be sampled or written.
     """
     assert spec.folder is not None
-    out = out.expanduser().resolve()
+    out = resolved(out, "--out ")
     if is_main_rank():
         check_corpus_target(out, overwrite)
     tokenizer = load_tokenizer(spec.folder)

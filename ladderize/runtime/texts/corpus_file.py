@@ -10,6 +10,8 @@ from typing import Any
 
 from ladderize.console import UserError, sentence
 from ladderize.files.locks import fsync
+from ladderize.files.parsing import parse_json
+from ladderize.files.regular import read_lines
 from ladderize.files.work import WorkFolder, work_folder
 
 SAMPLES = "samples.jsonl"  # whole lines, and after a kill perhaps a piece of one
@@ -78,13 +80,12 @@ class CorpusFile(WorkFolder):
     def _count(self, path: Path) -> int:
         """Count the whole lines; returns where they end."""
         stop = 0
-        with path.open("rb") as file:
-            for line in file:
-                ids = _ids(line)
-                if ids is None:
-                    break
-                self._add(ids)
-                stop += len(line)
+        for line in read_lines(path):
+            ids = _ids(line)
+            if ids is None:
+                break
+            self._add(ids)
+            stop += len(line)
         return stop
 
     def _add(self, ids: Sequence[int]) -> None:
@@ -130,7 +131,7 @@ class CorpusFile(WorkFolder):
 def _ids(line: bytes) -> list[int] | None:
     """The ids of a whole line; None for what a kill or a power failure has left of one."""
     try:
-        ids = json.loads(line)["input_ids"] if line.endswith(b"\n") else None
+        ids = parse_json(line)["input_ids"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):
         return None
     return ids if isinstance(ids, list) and ids else None

@@ -1,0 +1,81 @@
+"""Files that a user names or a checkpoint brings: opened only where they are regular files, and read up to a limit.
+
+A FIFO would make its reader wait for ever, and a device may never end.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+
+from ladderize.console import UserError, human_bytes
+
+MAX_DOCUMENT_BYTES = 128 << 20  # of a document that is read as a whole: a hundred times the largest known index
+MAX_LINE_BYTES = 64 << 20  # of one line of JSON: ten million tokens
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def resolved(path: str | Path, what: str = "") -> Path:
+    """The absolute path without links and ``~``; raises UserError for a loop of links and for nobody's home.
+
+    what: precedes the path in the message, such as "OUT ".
+    """
+    try:
+        return Path(path).expanduser().resolve()
+    except (RuntimeError, ValueError, OSError):
+        raise UserError(f"{what}{path} leads nowhere: a loop of links, or the home of nobody; name another") from None
+
+
+def check_regular(path: Path) -> None:
+    """Raise UserError if ``path`` exists and is no regular file; raises OSError where it does not exist."""
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind != stat.S_IFREG:
+        raise UserError(f"{path} is {KINDS.get(kind, 'a special file')}, not a regular file; name another")
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read its bytes; raises UserError for what is no regular file, OSError where there is none."""
+    check_regular(path)  # before it is opened: opening a device may have effects
+    # without blocking: it may have become a FIFO since
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise UserError(f"{path} is no longer a regular file; name another")
+    return file
+
+
+def read_bytes(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """The whole content of a regular file; raises UserError where it is longer than ``limit``."""
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise UserError(f"{path} is larger than the {human_bytes(limit)} that are read of such a file")
+    return content
+
+
+def read_text(path: Path, limit: int = MAX_DOCUMENT_BYTES) -> str:
+    """The same as UTF-8 text, whatever the locale says; raises UserError where it is none."""
+    try:
+        return read_bytes(path, limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); is it another kind of file?") from None
+
+
+def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """The lines of a regular file with their ends; raises UserError at one that is longer than ``limit``."""
+    with open_regular(path) as file:
+        number = 0
+        while line := file.readline(limit + 1):
+            number += 1
+            if len(line) > limit:
+                raise UserError(
+                    f"{path}, line {number} is longer than {human_bytes(limit)}; write one JSON object a line"
+                )
+            yield line

@@ -1,0 +1,162 @@
+"""Files that are not what they should be: no regular file, nested without end, larger than memory."""
+
+import os
+import zipfile
+
+import numpy as np
+import pytest
+
+from ladderize.checkpoint.reading import read_header
+from ladderize.console import UserError
+from ladderize.data import check_data_file, read_documents
+from ladderize.files import regular
+from ladderize.files.documents import read_json, read_own, write_json
+from ladderize.files.id_arrays import open_ids
+from ladderize.files.parsing import MAX_DEPTH, parse_json
+from ladderize.files.yaml12 import parse_yaml, read_yaml
+from tests.helpers import invoke, one_sentence
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DEEP, "nested deeper than 100 levels"),
+        ('{"a":' * 3000, "nested deeper than 100 levels|Expecting"),
+        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested deeper than 100 levels"),
+        ('{"a": "\\ud800"}', "half of a surrogate pair"),
+        ('{"\\uDFFF": 1}', "half of a surrogate pair"),
+        ("[NaN]", "holds NaN, which is no number"),
+        ("9" * 5000, "Exceeds the limit"),
+        (b"\xff", "not UTF-8 text .byte 0."),
+    ],
+)
+def test_json_that_nobody_can_read(content, message):
+    with pytest.raises(ValueError, match=message):
+        parse_json(content if isinstance(content, bytes) else content.encode())
+
+
+def test_json_at_the_limits():
+    assert parse_json(("[" * MAX_DEPTH + "]" * MAX_DEPTH).encode())
+    assert parse_json(b'"\\ud83d\\ude42"') == "\U0001f642"
+    assert parse_json(b"[NaN]", constants=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: " + DEEP, "nested deeper than 100 levels"),
+        ("a: &x [*x]", "nested deeper than 100 levels"),
+        ("a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]\n" for i in range(1, 12)), "unfolds to more"),
+        ("? [1]\n: 2\n", "unhashable"),
+        ("a: 1\na: 2", "the key 'a' stands twice"),
+        ("{", "expected"),
+    ],
+)
+def test_yaml_that_nobody_can_read(tmp_path, text, message):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match=f"a.yaml is not valid YAML: .*{message}"):
+        read_yaml(tmp_path / "a.yaml")
+
+
+def test_yaml_for_people_may_use_aliases():
+    assert parse_yaml("a: &x [1]\nb: *x") == {"a": [1], "b": [1]}
+
+
+def test_documents_that_are_nested_too_deeply(tmp_path):
+    (tmp_path / "a.json").write_text(f'{{"a": {DEEP}}}')
+    with pytest.raises(UserError, match="a.json is not valid JSON .*nested deeper"):
+        read_json(tmp_path / "a.json")
+    assert read_own(tmp_path / "a.json") == {}
+
+
+def test_no_regular_file_is_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("a.json", "a.txt", "a.jsonl", "a.npy", "a.npz", "a.safetensors", "a.yaml"):
+        (tmp_path / name).symlink_to("pipe")
+    with pytest.raises(UserError, match="is a FIFO, not a regular file"):
+        read_json(tmp_path / "a.json")
+    with pytest.raises(UserError, match="is a FIFO, not a regular file"):
+        read_header(tmp_path, "a.safetensors")
+    with pytest.raises(UserError, match="is a FIFO, not a regular file"):
+        read_yaml(tmp_path / "a.yaml")
+    for name in ("a.txt", "a.jsonl", "a.npy", "a.npz"):
+        for read in (check_data_file, lambda spec: read_documents(spec, None)):
+            with pytest.raises(UserError, match="is a FIFO, not a regular file"):
+                read(str(tmp_path / name))
+    with pytest.raises(UserError, match="is a character device"):
+        regular.read_bytes(regular.Path("/dev/zero"))
+    with pytest.raises(UserError, match="is a folder"):
+        read_json(tmp_path)
+    assert read_own(tmp_path / "a.json") == {}
+
+
+def test_more_than_is_read(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(b"12345")
+    assert regular.read_bytes(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(UserError, match="larger than the 4 B that are read"):
+        regular.read_bytes(tmp_path / "a", 4)
+    (tmp_path / "a").write_bytes(b"1\n12345\n")
+    assert list(regular.read_lines(tmp_path / "a", 6)) == [b"1\n", b"12345\n"]
+    with pytest.raises(UserError, match="line 2 is longer than 5 B"):
+        list(regular.read_lines(tmp_path / "a", 5))
+
+
+def test_loops_of_links(tmp_path, llama):
+    (tmp_path / "loop").symlink_to("loop")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    outcome = invoke("convert", llama, tmp_path / "loop" / "out", "--ladder", "2:")
+    assert "a loop of links" in one_sentence(outcome)
+    assert "a loop of links" in one_sentence(invoke("convert", tmp_path / "loop", tmp_path / "out", "--ladder", "2:"))
+    assert "a loop of links" in one_sentence(invoke("convert", llama, "~nobody-at-all/x", "--ladder", "2:"))
+    with pytest.raises(UserError, match="--out .*a loop of links"):
+        regular.resolved(tmp_path / "loop", "--out ")
+    with pytest.raises(UserError, match="a loop of links"):
+        write_json(tmp_path / "loop" / "x.json", {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+# ---- arrays of ids ----
+
+
+def bomb(path, shape, *, held: int) -> None:
+    """An archive whose array promises ``shape`` of uint16, of which ``held`` bytes are there: all zero."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("ids.npy", "w") as member:
+        np.lib.format.write_array_header_1_0(member, {"descr": "<u2", "fortran_order": False, "shape": shape})
+        for _ in range(held >> 20):
+            member.write(bytes(1 << 20))
+
+
+def test_an_archive_larger_than_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("ladderize.memory.available_bytes", lambda device: 1 << 28)
+    bomb(tmp_path / "a.npz", (1 << 28,), held=1 << 29)
+    assert (tmp_path / "a.npz").stat().st_size < 1 << 20
+    for read in (check_data_file, lambda spec: read_documents(spec, None)):
+        with pytest.raises(UserError, match="takes 537 MB of memory, and 268 MB are free"):
+            read(str(tmp_path / "a.npz"))
+    np.save(tmp_path / "a.npy", np.zeros(1 << 26, np.uint8))  # mapped, and wider in memory
+    assert len(open_ids(tmp_path / "a.npy")) == 1 << 26
+    with pytest.raises(UserError, match="takes 537 MB of memory"):
+        read_documents(str(tmp_path / "a.npy"), None)
+
+
+@pytest.mark.parametrize("shape", [(1 << 40,), (1,), (10**400,), (-5,)])
+def test_an_archive_whose_header_lies(tmp_path, shape):
+    bomb(tmp_path / "a.npz", shape, held=2 << 20)
+    with pytest.raises(UserError, match="is damaged|is no archive"):
+        check_data_file(str(tmp_path / "a.npz"))
+
+
+def test_archives_that_are_none(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, ids=np.arange(1000))
+    whole = path.read_bytes()
+    for content in (b"", b"PK", whole[:200], whole[:100] + b"x" * 40 + whole[140:], b"\x93NUMPY\x01\x00" + b"(" * 300):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="is no archive of NumPy arrays"):
+            read_documents(str(path), None)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "nothing")
+    with pytest.raises(UserError, match="is an empty archive"):
+        read_documents(str(path), None)
