@@ -6,8 +6,10 @@ import time
 
 import torch
 
+from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
+from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 
@@ -177,3 +179,21 @@ def values(group, factor):
         group.broadcast(group.rank + 5),
         torch.get_num_threads(),
     ]
+
+
+def traced_swaps(group, folder, times):
+    """Trace all-reduces over gloo again and again; each trace's events are gone before the next messages come."""
+    collectives, _ = choose("gloo", group, max_bytes=MAX_BYTES)
+    traced = Traced(collectives)
+
+    def run():
+        handles = [traced.all_reduce_async(torch.ones(size)) for size in (8, 64, 512) for _ in range(20)]
+        for handle in handles:
+            handle.wait()
+
+    for number in range(times):
+        trace(run, folder / f"{number}-{group.rank}.json", group.device, traced, lambda size: 0.0)
+        for _ in range(50):
+            collectives.all_reduce(torch.ones(64))
+    collectives.close()
+    return times

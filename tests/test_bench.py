@@ -9,6 +9,7 @@ import torch
 
 from ladderize.console import UsageError, UserError
 from ladderize.demo.run import MODEL
+from ladderize.runtime import launch as distributed
 from ladderize.runtime.bench import reference_check
 from ladderize.runtime.bench import run as bench
 from ladderize.runtime.bench.cost_model import Operation, predict
@@ -19,6 +20,7 @@ from ladderize.runtime.bench.trace import cpu_overlap, gpu_overlap
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated, Link, known_links, parse_link, sleep_until
 from ladderize.runtime.collectives.observed import Recording
+from tests.groups import traced_swaps
 from tests.helpers import SHAPE, invoke, listing, make_model, one_sentence, save_llama
 
 QUICK = ["--prompt-len", 8, "--output-len", 4, "--repeat", 2, "--warmup", 1, "--threads", 1]
@@ -190,6 +192,11 @@ def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatc
         outcome = invoke(*arguments, "--profile", tmp_path / "traces")
         assert outcome.code == 1
         assert "nothing overlapped in the trace of ladder" in outcome.stderr.splitlines()[-1]
+
+
+def test_nothing_listens_to_a_profiler_that_has_stopped(tmp_path):
+    """Gloo's receives that were posted under the profiler used to write into its freed memory: a crash, always."""
+    assert distributed.run(traced_swaps, tmp_path, 5, tp_size=2, device="cpu", threads=1) == 5
 
 
 # ---- whole runs ----

@@ -57,6 +57,9 @@ def trace(
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:
         run()
+        # Gloo notes the end of each send and receive in the profiler that was active at its start. A receive that is
+        # still posted when the profiler stops would later note its end in memory that has been freed.
+        traced.settle()
         if on_gpu:
             torch.cuda.synchronize()
     try:

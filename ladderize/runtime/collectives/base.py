@@ -57,8 +57,15 @@ class Collectives:
         """Every rank's ``x`` [..., n] side by side: [..., ranks * n]."""
         return x
 
+    def settle(self) -> None:
+        """Finish all communication of this backend, also receives that were posted ahead of their message.
+
+        All ranks call it, with no handle left to wait for. The backend can be used on.
+        """
+
     def close(self) -> None:
-        """Free what the backend holds."""
+        """Settle, and free what the backend holds."""
+        self.settle()
 
 
 def side_by_side(x: Tensor, ranks: int) -> Tensor:

@@ -55,8 +55,8 @@ class Gloo(Collectives):
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, -1)
 
-    def close(self) -> None:
-        """Answer what still listens; both ranks come here."""
+    def settle(self) -> None:
+        """Answer what still listens; both ranks come here. The next messages listen anew."""
         for swap in [swap for free in self.free.values() for swap in free]:
             sending: Any = dist.isend(torch.zeros_like(swap.buffer), swap.peer, tag=swap.tag)
             swap.received()

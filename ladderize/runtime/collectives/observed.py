@@ -48,6 +48,9 @@ class Recording(Collectives):
         self.gathered.append(x.nbytes)
         return self.inner.all_gather(x)
 
+    def settle(self) -> None:
+        self.inner.settle()
+
     def close(self) -> None:
         self.inner.close()
 
@@ -78,3 +81,6 @@ class Traced(Collectives):
     def all_gather(self, x: Tensor) -> Tensor:
         with record_function("all-gather"):
             return self.inner.all_gather(x)
+
+    def settle(self) -> None:
+        self.inner.settle()
