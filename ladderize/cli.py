@@ -9,7 +9,8 @@ import typer
 from ladderize import __version__
 from ladderize.commands import adapt, bench, convert, demo, evaluate, generate, inspect, merge, sensitivity, spd
 from ladderize.commands.config_file import ConfigurableCommand
-from ladderize.console import DEBUG, UsageError, error_boundary
+from ladderize.console import DEBUG, UsageError, UserError, error_boundary
+from ladderize.ranks.environment import launch_variables
 
 app = typer.Typer(
     name="ladderize",
@@ -61,7 +62,10 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    try:
+        launch_variables()
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 CONVERT, RECOVER, MEASURE = "Convert", "Recover accuracy", "Measure and run"

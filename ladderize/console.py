@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from ladderize.errors import LadderizeError, UsageError
 from ladderize.errors import UserError as UserError  # most modules take it from here
-from ladderize.ranks.launcher import is_main_rank
+from ladderize.ranks.environment import is_main_rank
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -37,7 +37,7 @@ def test_a_started_rank_reads_what_it_was_given(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE")  # torchrun says it, other launchers may not
     assert launched().local_size == 4
     monkeypatch.setenv("RANK", "three")
-    with pytest.raises(UserError, match="WORLD_SIZE is set, as a launcher does, but RANK is 'three'"):
+    with pytest.raises(UserError, match="the environment variable RANK is 'three', but must be a whole number"):
         launched()
 
 

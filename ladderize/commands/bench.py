@@ -25,7 +25,7 @@ from ladderize.commands.options import (
     options_from,
 )
 from ladderize.console import Console, UserError
-from ladderize.ranks.launcher import is_main_rank
+from ladderize.ranks.environment import is_main_rank
 from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, ModelChoice, parse_baselines, parse_batch_sizes
 
 

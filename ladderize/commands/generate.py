@@ -22,7 +22,7 @@ from ladderize.commands.options import (
 )
 from ladderize.console import Console, UsageError
 from ladderize.files.records import Record
-from ladderize.ranks.launcher import is_main_rank
+from ladderize.ranks.environment import is_main_rank
 
 PROMPTS, CORPUS, SAMPLING = "Prompts", "Sampling a corpus (--from-bos)", "Sampling"
 DEFAULT_SAMPLES_AT_A_TIME = 64

@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from ladderize.choices import DeviceName
 from ladderize.console import UserError, silent_stdout
+from ladderize.ranks.environment import launch_variables
 from ladderize.ranks.launcher import ALONE, Place, launched_place
+from ladderize.ranks.rendezvous import meet
 
 # Loading, and the fp32 reference that rank 0 computes while the others wait, can be long; a dead rank is noticed
 # otherwise.
@@ -100,15 +102,20 @@ def rank_device(kind: str, local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def join_group(place: Place, device: str, *, timeout: timedelta, init_method: str = "env://") -> Ranks:
-    """Join torch's process group as ``place`` says; device: cpu or cuda. Alone there is no group to join."""
+def join_group(place: Place, device: str, *, timeout: timedelta, init_method: str | None = None) -> Ranks:
+    """Join torch's process group as ``place`` says; device: cpu or cuda. Alone there is no group to join.
+
+    init_method: where the ranks meet, if not where the launcher's variables say. timeout: of the group's operations.
+    Raises UserError where ranks do not find each other.
+    """
     ranks = Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)
     if place.size > 1:
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        meeting: dict[str, Any] = (
+            {"init_method": init_method} if init_method is not None else {"store": meet(launch_variables(), timeout)}
+        )
         with silent_stdout():
-            dist.init_process_group(
-                backend, init_method=init_method, rank=place.rank, world_size=place.size, timeout=timeout
-            )
+            dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout, **meeting)
     return ranks
 
 

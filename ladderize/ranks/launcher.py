@@ -1,17 +1,12 @@
-"""What torchrun or ``accelerate launch`` says to the processes that it starts: the one place that reads its variables.
+"""What torchrun or ``accelerate launch`` says to the processes that it starts: their places, and Accelerate's settings.
 
-Imports nothing of ladderize, and no torch: the console asks here who may print.
+Imports no torch.
 """
 
 import os
 from dataclasses import dataclass
 
-WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-
-
-def is_main_rank() -> bool:
-    """Whether this process is the one that prints and writes: rank 0, or alone."""
-    return os.environ.get(RANK, "0") in ("", "0")
+from ladderize.ranks.environment import LOCAL_RANK, LOCAL_WORLD_SIZE, RANK, WORLD_SIZE, launch_variables
 
 
 @dataclass(frozen=True)
@@ -28,22 +23,17 @@ ALONE = Place(rank=0, size=1, local_rank=0, local_size=1)
 
 
 def launched_place() -> Place:
-    """What the launcher says, or ``ALONE`` without one; raises ValueError, with one sentence, if it says half of it."""
-    if os.environ.get(WORLD_SIZE, "1") in ("", "1"):
+    """What the launcher says, or ``ALONE`` without one; raises ValueError, with one sentence, if it says nonsense."""
+    said = launch_variables()
+    if not said.is_group:
         return ALONE
-    for name in (WORLD_SIZE, RANK, "MASTER_ADDR", "MASTER_PORT"):
-        value = os.environ.get(name, "")
-        if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
-            raise ValueError(
-                f"WORLD_SIZE is set, as a launcher does, but {name} is {value!r}; unset WORLD_SIZE or start with"
-                " torchrun"
-            )
-    size = int(os.environ[WORLD_SIZE])
+    assert said.rank is not None
+    assert said.world_size is not None
     return Place(
-        rank=int(os.environ[RANK]),
-        size=size,
-        local_rank=int(os.environ.get(LOCAL_RANK) or 0),
-        local_size=int(os.environ.get(LOCAL_WORLD_SIZE) or size),
+        rank=said.rank,
+        size=said.world_size,
+        local_rank=said.local_rank or 0,
+        local_size=said.local_world_size or said.world_size,
     )
 
 

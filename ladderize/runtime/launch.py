@@ -59,11 +59,11 @@ def run(function: Callable[..., Any], *args: Any, tp_size: int, device: str, thr
     check_group_size(tp_size, device)
     place = launched()
     if place != ALONE:
-        with _joined(place, device, threads, "env://") as ranks:
+        with _joined(place, device, threads, None) as ranks:
             return function(ranks, *args)
     if tp_size == 1:
         try:
-            with _joined(ALONE, device, threads, "") as ranks:
+            with _joined(ALONE, device, threads, None) as ranks:
                 return function(ranks, *args)
         except (RuntimeError, MemoryError) as error:
             raise _out_of_memory(error) or error from None
@@ -72,7 +72,7 @@ def run(function: Callable[..., Any], *args: Any, tp_size: int, device: str, thr
 
 
 @contextlib.contextmanager
-def _joined(place: Place, device: str, threads: int | None, init_method: str) -> Iterator[Ranks]:
+def _joined(place: Place, device: str, threads: int | None, init_method: str | None) -> Iterator[Ranks]:
     set_threads(threads, place.local_size)
     yield join_group(place, device, timeout=INFERENCE_TIMEOUT, init_method=init_method)
     if place.size > 1:

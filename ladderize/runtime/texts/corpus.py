@@ -21,8 +21,8 @@ from ladderize.files.documents import read_json
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.modeling import load_tokenizer
+from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import Ranks
-from ladderize.ranks.launcher import is_main_rank
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.decode import Generator, generate_tokens
 from ladderize.runtime.launch import run

@@ -1,0 +1,112 @@
+"""What the environment says about this process among others: the one place that reads and checks these variables.
+
+Imports nothing of ladderize, and no torch: the console asks here who may print.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+MASTER_ADDR, MASTER_PORT, OMP_NUM_THREADS = "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"
+RENDEZVOUS_SECONDS = "LADDERIZE_RENDEZVOUS_SECONDS"
+DEFAULT_RENDEZVOUS_SECONDS = 300
+_MOST_PROCESSES = 10**6
+
+
+@dataclass(frozen=True)
+class LaunchVariables:
+    """What a launcher such as torchrun has set; None for what it has not.
+
+    rendezvous_seconds: how long ranks wait for each other when they start. agent_store: torchrun itself serves the
+    store at ``master_addr``. restarts: how often it has started this group again.
+    """
+
+    rank: int | None
+    world_size: int | None
+    local_rank: int | None
+    local_world_size: int | None
+    master_addr: str | None
+    master_port: int | None
+    rendezvous_seconds: int
+    agent_store: bool
+    restarts: int
+
+    @property
+    def is_group(self) -> bool:
+        """Whether this process is one of several."""
+        return self.world_size is not None and self.world_size > 1
+
+
+def launch_variables(environment: Mapping[str, str] = os.environ) -> LaunchVariables:
+    """Read and check the variables. Raises ValueError, with one sentence, for one that is wrong or lacks another."""
+
+    def number(name: str, least: int, most: int) -> int | None:
+        text = environment.get(name, "").strip()
+        if not text:
+            return None
+        if not re.fullmatch(r"[0-9]{1,12}", text) or not least <= int(text) <= most:
+            raise ValueError(
+                f"the environment variable {name} is {text!r}, but must be a whole number from {least} to {most};"
+                " correct it or unset it"
+            )
+        return int(text)
+
+    _check_threads(environment.get(OMP_NUM_THREADS, ""))
+    found = LaunchVariables(
+        rank=number(RANK, 0, _MOST_PROCESSES - 1),
+        world_size=number(WORLD_SIZE, 1, _MOST_PROCESSES),
+        local_rank=number(LOCAL_RANK, 0, _MOST_PROCESSES - 1),
+        local_world_size=number(LOCAL_WORLD_SIZE, 1, _MOST_PROCESSES),
+        master_addr=environment.get(MASTER_ADDR, "").strip() or None,
+        master_port=number(MASTER_PORT, 1, 65535),
+        rendezvous_seconds=number(RENDEZVOUS_SECONDS, 1, 10**6) or DEFAULT_RENDEZVOUS_SECONDS,
+        agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+        restarts=number("TORCHELASTIC_RESTART_COUNT", 0, 10**9) or 0,
+    )
+    _check_complete(found)
+    return found
+
+
+def _check_complete(found: LaunchVariables) -> None:
+    if found.rank is not None and found.world_size is None:
+        raise ValueError(
+            f"the environment variable {RANK} is set, but {WORLD_SIZE} is not; unset {RANK}, or start with torchrun,"
+            " which sets both"
+        )
+    if found.is_group:
+        needed = {RANK: found.rank, MASTER_ADDR: found.master_addr, MASTER_PORT: found.master_port}
+        missing = [name for name, value in needed.items() if value is None]
+        if missing:
+            raise ValueError(
+                f"the environment variable {WORLD_SIZE} is {found.world_size}, but {missing[0]} is not set; unset"
+                f" {WORLD_SIZE}, or start with torchrun, which sets both"
+            )
+    for smaller, small, larger, large in (
+        (RANK, found.rank, WORLD_SIZE, found.world_size),
+        (LOCAL_RANK, found.local_rank, LOCAL_WORLD_SIZE, found.local_world_size),
+    ):
+        if small is not None and large is not None and small >= large:
+            raise ValueError(
+                f"the environment variable {smaller} is {small}, but must be below {larger}, which is {large}"
+            )
+    if found.local_world_size is not None and found.local_world_size > (found.world_size or found.local_world_size):
+        raise ValueError(
+            f"the environment variable {LOCAL_WORLD_SIZE} is {found.local_world_size}, but must not be above"
+            f" {WORLD_SIZE}, which is {found.world_size}"
+        )
+
+
+def _check_threads(text: str) -> None:
+    """OpenMP ignores what it cannot read, and then takes every core; it accepts a list, for nested regions."""
+    if text.strip() and not re.fullmatch(r"\s*[1-9][0-9]{0,5}\s*(,\s*[1-9][0-9]{0,5}\s*)*", text):
+        raise ValueError(
+            f"the environment variable {OMP_NUM_THREADS} is {text.strip()!r}, but must be a whole number of threads;"
+            " correct it or unset it"
+        )
+
+
+def is_main_rank() -> bool:
+    """Whether this process is the one that prints and writes: rank 0, or alone."""
+    return os.environ.get(RANK, "0") in ("", "0")
