@@ -1,0 +1,63 @@
+"""The files of ``examples/`` run as they are, on the files that ``ladderize demo --out demo`` leaves."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.demo.run import MODEL, RECIPES, write_documents
+from tests.helpers import ROOT, invoke, save_llama
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+# what the command line changes of an example, so that a test takes seconds
+SHORTENED = {
+    "adapt.yaml": ["--max-tokens", "2048", "--write", "last", "--no-verify"],
+    "adapt_blocks.yaml": ["--samples", "16", "--train", "0:2", "--no-verify"],
+    "adapt_lora.yaml": ["--max-tokens", "2048", "--write", "last"],
+    "bench.yaml": ["--repeat", "1", "--warmup", "1", "--output-len", "4", "--no-check"],
+    "bench_emulated.yaml": ["--num-layers", "1", "--repeat", "1", "--warmup", "1", "--output-len", "2"],
+    "spd.yaml": ["--samples", "24", "--heldout", "4", "--calibration-samples", "8", "--no-verify"],
+    "sensitivity.yaml": ["--samples", "4"],
+}
+COMMAND = re.compile(r"^# ladderize (\S+) .*--(?:config|recipe) examples/(\S+)$", re.MULTILINE)
+
+
+def command_of(example: Path) -> str:
+    """The command that the file's own first lines show."""
+    found = COMMAND.search(example.read_text())
+    assert found is not None, f"{example.name} does not say how to run it"
+    assert found[2] == example.name
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the demo leaves, as far as the examples read it."""
+    folder = tmp_path_factory.mktemp("examples")
+    demo = folder / "demo"
+    shutil.copytree(MODEL, demo / "dense")
+    for name in ("ladder-all", "spd-all"):
+        convert_checkpoint(str(demo / "dense"), demo / name, RECIPES[name], verify=False)
+    write_documents(demo / "train.jsonl", 700, test=False, seed=11)
+    write_documents(demo / "heldout.jsonl", 60, test=True, seed=1)
+    return folder
+
+
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if command_of(path) != "convert"], ids=lambda p: p.name)
+def test_an_example_runs_as_it_is(example, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    outcome = invoke(command_of(example), "--config", example, *SHORTENED.get(example.name, []))
+    assert outcome.code == 0, outcome.stderr
+    written = re.search(r"^out: (\S+)$", example.read_text(), re.MULTILINE)
+    assert written is not None
+    assert Path(written[1]).exists()
+
+
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if command_of(path) == "convert"], ids=lambda p: p.name)
+def test_an_example_recipe_converts(example, tmp_path):
+    dense = save_llama(tmp_path / "dense", num_hidden_layers=32, num_key_value_heads=8)
+    outcome = invoke("convert", dense, tmp_path / "out", "--recipe", example, "--no-verify")
+    assert outcome.code == 0, outcome.stderr
+    assert (tmp_path / "out" / "ladderize.yaml").exists()
