@@ -1,26 +1,61 @@
-"""Turn a dense Llama checkpoint into one that waits less for communication under tensor parallelism."""
+"""Turn a dense Llama checkpoint into one that waits less for communication under tensor parallelism.
+
+The commands as functions; docs/python.md shows each. ``import ladderize`` imports no torch.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ladderize.console import SILENT, Console
+    from ladderize.convert.inspection import InspectionReport, inspect_checkpoint
     from ladderize.convert.pipeline import convert_checkpoint
-    from ladderize.layout import Layout
-    from ladderize.modeling import load, register
+    from ladderize.convert.recipe import Recipe, read_recipe
+    from ladderize.convert.report import ConversionReport
+    from ladderize.errors import LadderizeError, UsageError, UserError
+    from ladderize.layout import Layout, LayoutError
+    from ladderize.modeling import load, load_tokenizer, register
 
 __version__ = "0.1.0"
-__all__ = ["Layout", "__version__", "convert_checkpoint", "load", "register"]
-
+__all__ = [
+    "SILENT",
+    "Console",
+    "ConversionReport",
+    "InspectionReport",
+    "LadderizeError",
+    "Layout",
+    "LayoutError",
+    "Recipe",
+    "UsageError",
+    "UserError",
+    "__version__",
+    "convert_checkpoint",
+    "inspect_checkpoint",
+    "load",
+    "load_tokenizer",
+    "read_recipe",
+    "register",
+]
+# home -> public names; tests/test_api.py compares them with the imports above, which type checkers read
 _HOMES = {
-    "Layout": "ladderize.layout",
-    "convert_checkpoint": "ladderize.convert.pipeline",
-    "load": "ladderize.modeling",
-    "register": "ladderize.modeling",
+    "console": ("SILENT", "Console"),
+    "convert.inspection": ("InspectionReport", "inspect_checkpoint"),
+    "convert.pipeline": ("convert_checkpoint",),
+    "convert.recipe": ("Recipe", "read_recipe"),
+    "convert.report": ("ConversionReport",),
+    "errors": ("LadderizeError", "UsageError", "UserError"),
+    "layout": ("Layout", "LayoutError"),
+    "modeling": ("load", "load_tokenizer", "register"),
 }
+_HOME_OF = {name: f"ladderize.{home}" for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

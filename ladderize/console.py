@@ -39,40 +39,46 @@ class Console:
     """One command's output. ``as_json``: exactly one JSON document on stdout, nothing else.
 
     On a terminal tables fit its width, words wrap, and colours show; NO_COLOR turns these off. Piped, all is plain text
-    of any width.
+    of any width. ``quiet``: nothing at all, on stdout or stderr; what a library wants.
     """
 
     as_json: bool = False
+    quiet: bool = False
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process prints: rank 0 does, unless it is to be quiet."""
+        return not self.quiet and is_main_rank()
 
     def result(self, text: str) -> None:
         """A line for a person; silent with --json and on other ranks than 0."""
-        if not self.as_json and is_main_rank():
+        if not self.as_json and self.speaks:
             print(text, flush=True)
 
     def table(self, rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = ()) -> None:
         """Rows of equal keys as a result; columns named in ``right`` are right-aligned."""
-        if not self.as_json and is_main_rank():
+        if not self.as_json and self.speaks:
             print(table(rows, right=right, width=terminal_width(sys.stdout)), flush=True)
 
     def document(self, value: Mapping[str, Any]) -> None:
         """The JSON document of a command; printed only with --json."""
-        if self.as_json and is_main_rank():
+        if self.as_json and self.speaks:
             print(to_json(value), flush=True)
 
     def note(self, text: str) -> None:
         """A remark on stderr that the user should see."""
-        if is_main_rank():
+        if self.speaks:
             _say(text)
 
     def warn(self, text: str) -> None:
         """What the user should know before he trusts the result."""
-        if is_main_rank():
+        if self.speaks:
             _say(f"Warning: {text}", style="yellow")
 
     @contextlib.contextmanager
     def stage(self, text: str) -> Iterator[None]:
         """Around work of unknown length: a spinner names it on a terminal, a line elsewhere."""
-        if not is_main_rank():
+        if not self.speaks:
             yield
         elif not sys.stderr.isatty():
             _say(text)
@@ -91,7 +97,7 @@ class Console:
         A terminal shows a bar with the time left. Elsewhere a line is written every minute, so that the log of a batch
         job tells how far it is.
         """
-        if not is_main_rank():
+        if not self.speaks:
             yield lambda steps=1, detail="": None
         elif not sys.stderr.isatty():
             yield _LoggedProgress(description, total, is_bytes).advance
@@ -106,12 +112,15 @@ class Console:
 
         Elsewhere than on a terminal the last state of its bar is a line every minute.
         """
-        if not (bars and is_main_rank()):
+        if not (bars and self.speaks):
             stream: Any = io.StringIO()
         else:
             stream = sys.stderr if sys.stderr.isatty() else _LoggedBar(sys.stderr)
         with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
             yield
+
+
+SILENT = Console(quiet=True)  # of calls from Python
 
 
 def _bar(total: int, is_bytes: bool) -> "Progress":

@@ -218,6 +218,11 @@ class Layout:
             "sync_tp_size": self.sync_tp_size,
         }
 
+    def check_layers(self, num_layers: int) -> None:
+        """Raise LayoutError unless the model has as many layers as this layout."""
+        if self.num_layers != num_layers:
+            raise LayoutError(f"the layout is of {self.num_layers} layers, but the model has {num_layers}")
+
     def check_model(self, config: Mapping[str, Any]) -> None:
         """Raise LayoutError unless the model's heads and sizes can be split into ``sync_tp_size`` virtual ranks."""
         if self.sync_tp_size is not None:

@@ -61,14 +61,20 @@ def load(
     ).eval()
 
 
-def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a checkpoint folder, or None where there is none; a stranger's tokenizer code is never run."""
+def load_tokenizer(model: str | Path, *, revision: str | None = None) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of a checkpoint, or None where its folder has none; a stranger's tokenizer code is never run.
+
+    model: a folder or a hub id. Raises UserError for one that cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     register()  # or transformers warns of a config that it does not know
-    if not any(folder.glob("tokenizer*")):
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not any(folder.glob("tokenizer*")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            folder if folder.is_dir() else model, revision=revision, trust_remote_code=False
+        )
     except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise UserError(f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())[:200]})") from None
+        raise UserError(f"{model}: its tokenizer cannot be loaded ({' '.join(str(error).split())[:200]})") from None

@@ -110,11 +110,21 @@ Converted from `{source}` with ladderize {__version__}.
 
 **Accuracy.** A conversion changes what the model computes{accuracy} before you rely on it.
 
-**Loading.** Without ladderize:
+**Loading.** Without ladderize, the model class in this folder is run. The tokenizer needs the same argument, because
+transformers reads the model's config first; without it, transformers asks before it goes on:
 
 ```python
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 ```
 
-With it, `ladderize.load("{name}")` needs no remote code.{original}"""
+With ladderize, no code from this folder is run:
+
+```python
+import ladderize
+model = ladderize.load("{name}")
+tokenizer = ladderize.load_tokenizer("{name}")
+```
+
+After `ladderize.register()`, transformers' Auto classes need no `trust_remote_code` either.{original}"""

@@ -14,7 +14,7 @@ import yaml
 
 from ladderize import __version__
 from ladderize.checkpoint.reading import INDEX, WEIGHTS, header_sha256
-from ladderize.console import SCHEMA_VERSION, Console, UserError, human_bytes, sentence
+from ladderize.console import SCHEMA_VERSION, SILENT, Console, UserError, human_bytes, sentence
 from ladderize.convert.card import MARK, make_card
 from ladderize.convert.changes import Changes
 from ladderize.convert.plan import Plan, make_plan
@@ -24,7 +24,7 @@ from ladderize.convert.verify import verify as verify_output
 from ladderize.convert.weights import index_for, write_shard
 from ladderize.files import output
 from ladderize.files.regular import resolved
-from ladderize.layout import CONFIG_KEYS, Layout, format_ranges
+from ladderize.layout import CONFIG_KEYS, Layout
 
 REMOTE_CODE = Path(__file__).parent / "remote_code"
 AUTO_MAP = {
@@ -54,15 +54,9 @@ def full_recipe(plan: Plan) -> Recipe:
     """The recipe that makes this output of the dense model, also where the layout was the source's and went unsaid."""
     if plan.recipe.names_layers or plan.after.is_dense:
         return plan.recipe
-    ladder, spd, ranks = plan.after.ladder_layers, plan.after.spd_layers, plan.after.sync_tp_size
-    if Layout.from_layers(plan.after.num_layers, ladder=ladder, spd=spd, sync_tp_size=ranks) != plan.after:
-        return plan.recipe  # modes that no names compile to
-    return dataclasses.replace(
-        plan.recipe,
-        ladder=format_ranges(ladder) if ladder else None,
-        spd=format_ranges(spd) if spd else None,
-        sync_tp_size=ranks,
-    )
+    made = Recipe.from_layout(plan.after)
+    names = ("ladder", "spd", "sync_tp_size", "attention_sync", "mlp_sync")
+    return dataclasses.replace(plan.recipe, **{name: getattr(made, name) for name in names})
 
 
 def make_record(plan: Plan) -> dict[str, Any]:
@@ -150,7 +144,7 @@ def source_card(folder: Path) -> Path | None:
 def convert_checkpoint(
     src: str | Path,
     out: str | Path,
-    recipe: Recipe,
+    recipe: Recipe | Layout,
     changes: Changes | None = None,
     *,
     revision: str | None = None,
@@ -159,9 +153,11 @@ def convert_checkpoint(
     dry_run: bool = False,
     verify: bool = True,
     check: Callable[[Path], Mapping[str, Any]] | None = None,
-    console: Console | None = None,
+    console: Console = SILENT,
 ) -> ConversionReport:
     """Convert the checkpoint ``src`` (a folder or a hub id) into the folder ``out``; returns what was done.
+
+    recipe: what to do, or just the layout to make of it.
 
     The output appears whole or not at all, and ``src`` is never touched. Weight files that do not change are
     hard-linked where possible; ``copy=True`` copies them. Raises UserError, LayoutError or OSError, each with a message
@@ -170,7 +166,6 @@ def convert_checkpoint(
     changes: what changes besides the layout. check: is given the finished folder before it appears as ``out``; if it
     raises, nothing appears. The report's ``checked`` is what it returns.
     """
-    console = console or Console()
     if not dry_run:
         output.complete_journal(resolved(out, "OUT "))
     plan = make_plan(str(src), Path(out), recipe, revision=revision, overwrite=overwrite, changes=changes or Changes())

@@ -79,7 +79,7 @@ class Plan:
 def make_plan(
     src: str,
     out: Path,
-    recipe: Recipe,
+    recipe: Recipe | Layout,
     *,
     revision: str | None = None,
     overwrite: bool = False,
@@ -91,6 +91,9 @@ def make_plan(
     config = read_config(folder)
     check_config(config)
     before = Layout.from_config(config)
+    if isinstance(recipe, Layout):
+        recipe.check_layers(before.num_layers)
+        recipe = Recipe.from_layout(recipe)
     recipe, selection = recipe.resolve(before)
     after = recipe.layout(before)
     after.check_model(config)

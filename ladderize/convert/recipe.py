@@ -12,10 +12,11 @@ from ladderize.convert.selection import Selection, select
 from ladderize.convert.sensitivity_file import read_sensitivity
 from ladderize.convert.weights import parse_size
 from ladderize.files.yaml12 import read_yaml
-from ladderize.layout import Layout, RangeSyntaxError, format_ranges, parse_ranges
+from ladderize.layout import Layout, LayoutError, format_ranges, parse_ranges
 
 AUTO = "auto"  # of spd: the layers are chosen by their measured sensitivity
 CHOOSING = ("sensitivity", "spd_fraction", "max_ppl_increase")
+MODES_OF_ALL = ("attention_sync", "mlp_sync")
 PATHS = ("head_map", "sensitivity")  # in a recipe file relative to its folder
 
 
@@ -26,7 +27,8 @@ class Recipe:
     ladder, spd: ranges of layers. sync_tp_size: virtual ranks for spd. dense: all sync points blocking again. dtype:
     float32, float16 or bfloat16. max_shard_size: such as 5GB. head_map: path of a head_map.json. With spd "auto",
     sensitivity is the path of a sensitivity.json, from which spd_fraction (of all layers, in (0, 1]) or
-    max_ppl_increase (in perplexity) selects; sync_tp_size may be left out, it is the file's.
+    max_ppl_increase (in perplexity) selects; sync_tp_size may be left out, it is the file's. attention_sync, mlp_sync:
+    the modes of all layers instead, for a layout that no names of layers compile to.
     """
 
     ladder: str | None = None
@@ -39,14 +41,31 @@ class Recipe:
     sensitivity: str | None = None
     spd_fraction: float | None = None
     max_ppl_increase: float | None = None
+    attention_sync: tuple[str, ...] | None = None
+    mlp_sync: tuple[str, ...] | None = None
+
+    @classmethod
+    def from_layout(cls, layout: Layout) -> "Recipe":
+        """The recipe that makes this layout: by the names of its layers where such names compile to it."""
+        if layout.is_dense:
+            return cls(dense=True)
+        ladder, spd, ranks = layout.ladder_layers, layout.spd_layers, layout.sync_tp_size
+        if Layout.from_layers(layout.num_layers, ladder=ladder, spd=spd, sync_tp_size=ranks) != layout:
+            return cls(sync_tp_size=ranks, attention_sync=layout.attention_sync, mlp_sync=layout.mlp_sync)
+        return cls(
+            ladder=format_ranges(ladder) if ladder else None,
+            spd=format_ranges(spd) if spd else None,
+            sync_tp_size=ranks,
+        )
 
     def __post_init__(self) -> None:
         if self.dense and self.names_layers:
             raise UsageError("--dense makes every sync point blocking; it does not go with --ladder or --spd")
         self._check_auto()
+        self._check_modes()
         if self.spd not in (None, AUTO) and self.sync_tp_size is None:
             raise UsageError("--spd needs --sync-tp-size N, the number of ranks that the sync points are dropped for")
-        if self.sync_tp_size is not None and self.spd is None:
+        if self.sync_tp_size is not None and self.spd is None and self.attention_sync is None:
             raise UsageError("--sync-tp-size has no effect without --spd; leave it out, or name the layers to drop")
         if self.sync_tp_size is not None and (type(self.sync_tp_size) is not int or self.sync_tp_size < 1):
             raise UsageError(f"--sync-tp-size must be a positive integer, not {self.sync_tp_size!r}")
@@ -70,9 +89,19 @@ class Recipe:
             if value is not None and (type(value) not in (int, float) or not 0 < value <= most):
                 raise UsageError(f"{option} must be a number {wanted}, not {value!r}")
 
+    def _check_modes(self) -> None:
+        if self.attention_sync is None and self.mlp_sync is None:
+            return
+        if self.attention_sync is None or self.mlp_sync is None:
+            raise UsageError("attention_sync and mlp_sync go together: the modes of all sync points")
+        if self.dense or self.ladder is not None or self.spd is not None:
+            raise UsageError("attention_sync and mlp_sync say every mode; they do not go with dense, ladder or spd")
+        Layout(self.attention_sync, self.mlp_sync, self.sync_tp_size)  # raises LayoutError
+
     @property
     def names_layers(self) -> bool:
-        return self.ladder is not None or self.spd is not None
+        """Whether this recipe says what becomes of the sync points, other than making all blocking."""
+        return not (self.ladder is self.spd is self.attention_sync is None)
 
     def resolve(self, source: Layout) -> tuple["Recipe", Selection | None]:
         """This recipe with the layers that ``spd: auto`` selects of a source, and how they were selected; else itself
@@ -103,6 +132,10 @@ class Recipe:
             return Layout.dense(layers)
         if not self.names_layers:
             return source
+        if self.attention_sync is not None and self.mlp_sync is not None:
+            layout = Layout(self.attention_sync, self.mlp_sync, self.sync_tp_size)
+            layout.check_layers(layers)
+            return layout
         ladder = parse_ranges(self.ladder, layers, option="--ladder") if self.ladder is not None else []
         spd = parse_ranges(self.spd, layers, option="--spd") if self.spd is not None else []
         return Layout.from_layers(layers, ladder=ladder, spd=spd, sync_tp_size=self.sync_tp_size)
@@ -133,11 +166,20 @@ def read_recipe(path: Path) -> Recipe:
     for key, wanted in (("dense", bool), ("dtype", str), *((key, str) for key in PATHS)):
         if key in document and not isinstance(document[key], wanted):
             raise UserError(f"{path}: {key} is {document[key]!r}, but must be a {wanted.__name__}")
+    for key in MODES_OF_ALL:
+        if key in document:
+            document[key] = _modes(document[key], f"{path}: {key}")
     document |= {key: str(path.parent / document[key]) for key in PATHS if key in document}
     try:
         return Recipe(**document)
-    except (UsageError, RangeSyntaxError) as error:
+    except (UsageError, LayoutError) as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def _modes(value: Any, where: str) -> tuple[str, ...]:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise UserError(f"{where} must be a list of modes, one for each layer")
 
 
 def _ranges_text(value: Any, where: str) -> str:

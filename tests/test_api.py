@@ -1,0 +1,143 @@
+"""The Python API: what ``import ladderize`` gives, and that a call prints nothing."""
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+
+import ladderize
+from ladderize import Layout, LayoutError, Recipe, UsageError, UserError, convert_checkpoint
+from ladderize.errors import LadderizeError
+from tests.helpers import LAYOUTS, ROOT, make_layout, save_llama
+
+PACKAGE = ROOT / "ladderize"
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("api") / "dense")
+
+
+# ---- the names ----
+
+
+def test_every_public_name_is_there_and_known_to_type_checkers():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    typed = {
+        (node.module, alias.name)
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == {(home, name) for name, home in ladderize._HOME_OF.items()}
+    assert set(ladderize.__all__) == {name for _, name in typed} | {"__version__"}
+    assert set(ladderize.__all__) <= set(dir(ladderize))
+    for name in ladderize.__all__:
+        assert getattr(ladderize, name).__doc__ or name in ("SILENT", "__version__"), f"{name} is not documented"
+    assert (PACKAGE / "py.typed").is_file()
+    with pytest.raises(AttributeError, match="convert_chekpoint"):
+        ladderize.convert_chekpoint  # noqa: B018
+
+
+def test_import_is_light():
+    code = "import sys, ladderize; dir(ladderize); ladderize.Layout; ladderize.UserError\n"
+    code += "assert not {'torch', 'transformers', 'numpy', 'rich', 'typer'} & set(sys.modules), sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_errors_have_one_base():
+    assert issubclass(UsageError, UserError)
+    assert issubclass(UserError, LadderizeError)
+    assert issubclass(LayoutError, LadderizeError)
+    assert issubclass(LayoutError, ValueError)
+
+
+# ---- convert_checkpoint ----
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "biases" not in name])
+def test_a_layout_converts_a_checkpoint(dense, tmp_path, name, capfd):
+    """It raised AttributeError once: only a recipe was taken."""
+    layout = make_layout(name)
+    report = convert_checkpoint(dense, tmp_path / "out", layout, verify=False)
+    assert report.written
+    assert report.layout == str(layout)
+    assert ladderize.inspect_checkpoint(str(tmp_path / "out")).layout == str(layout)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_modes_without_a_name_are_in_the_recipe_of_the_output(dense, tmp_path):
+    layout = Layout(("overlapped", "blocking", "overlapped", "dropped"), ("blocking",) * 4, 2)
+    convert_checkpoint(dense, tmp_path / "a", layout, verify=False)
+    recipe = ladderize.read_recipe(tmp_path / "a" / "ladderize.yaml")
+    assert recipe == Recipe(sync_tp_size=2, attention_sync=layout.attention_sync, mlp_sync=layout.mlp_sync)
+    convert_checkpoint(dense, tmp_path / "b", recipe, verify=False)
+    again = convert_checkpoint(tmp_path / "b", tmp_path / "c", Recipe(dtype="bfloat16"), verify=False)
+    assert again.attention_sync == list(layout.attention_sync)
+    assert ladderize.read_recipe(tmp_path / "c" / "ladderize.yaml").attention_sync == layout.attention_sync
+
+
+@pytest.mark.parametrize("layout", [Layout.dense(3), Layout.from_layers(8, ladder=range(8))])
+def test_a_layout_of_another_model_is_refused(dense, tmp_path, layout):
+    with pytest.raises(LayoutError, match=f"the layout is of {layout.num_layers} layers, but the model has 4"):
+        convert_checkpoint(dense, tmp_path / "out", layout)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attention_sync": ("blocking",) * 4}, "go together"),
+        ({"attention_sync": ("blocking",) * 4, "mlp_sync": ("blocking",) * 4, "ladder": "all"}, "do not go with"),
+        ({"attention_sync": ("dropped",) * 4, "mlp_sync": ("blocking",) * 4}, "sync_tp_size"),
+        ({"attention_sync": ("magic",) * 4, "mlp_sync": ("blocking",) * 4}, "'magic'"),
+    ],
+)
+def test_modes_that_make_no_recipe(given, message):
+    with pytest.raises(LadderizeError, match=message):
+        Recipe(**given)
+
+
+# ---- tokenizers and models in plain transformers ----
+
+WAYS = {
+    "load": "import ladderize\ntokenizer = ladderize.load_tokenizer(OUT)\nmodel = ladderize.load(OUT)",
+    "register": (
+        "import ladderize\nladderize.register()\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "tokenizer = AutoTokenizer.from_pretrained(OUT)\nmodel = AutoModelForCausalLM.from_pretrained(OUT)"
+    ),
+    "trust_remote_code": (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "tokenizer = AutoTokenizer.from_pretrained(OUT, trust_remote_code=True)\n"
+        "model = AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ladder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("api") / "ladder"
+    convert_checkpoint(PACKAGE / "demo" / "model", out, Layout.from_layers(8, ladder=range(8)), verify=False)
+    return out
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tokenizer_loads_without_a_question_or_a_warning(ladder, tmp_path, way):
+    code = f"OUT = {str(ladder)!r}\n{WAYS[way]}\nprint(tokenizer('a b')['input_ids'], type(model).__name__)"
+    outcome = subprocess.run(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,  # no terminal: a question would fail
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path)},
+        cwd=ROOT,
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.endswith("LadderizedLlamaForCausalLM\n")
+    assert "[y/N]" not in outcome.stdout
+    said = [line for line in outcome.stderr.splitlines() if line and "Loading weights" not in line]
+    assert said == []
