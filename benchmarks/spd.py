@@ -62,7 +62,6 @@ def table(args: argparse.Namespace) -> dict:
             options = SpdOptions(
                 sync_tp_size=ranks,
                 spd_fraction=1.0,
-                distill_all=True,
                 training=BlockwiseOptions(
                     data=args.data, samples=args.samples, seq_len=args.seq_len, distill=distillation
                 ),

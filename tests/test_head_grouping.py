@@ -98,9 +98,9 @@ def test_units_and_orders(name):
 
 
 def test_freedom_is_said():
-    assert Units.of(8, 4, 4).freedom == "the matching alone: a rank holds one unit"
-    assert Units.of(8, 4, 2).freedom == "grouping and matching"
-    assert Units.of(32, 8, 16).freedom == "grouping and matching"  # query heads of one KV head, over two ranks
+    assert Units.of(8, 4, 4).freedom == "one KV group per rank: only the assignment of groups to ranks can change"
+    for units in (Units.of(8, 4, 2), Units.of(32, 8, 16)):  # query heads of one KV head, over two ranks
+        assert units.freedom == "which groups of heads share a rank can change, and which rank that is"
 
 
 @pytest.mark.parametrize("name", SHAPES)

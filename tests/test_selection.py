@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import yaml
 
@@ -12,7 +13,7 @@ from ladderize.console import UserError, to_json
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.convert.selection import select
 from ladderize.convert.sensitivity_file import read_sensitivity
-from tests.helpers import invoke, listing, one_sentence, save_llama
+from tests.helpers import SHAPE, fresh_rng, invoke, listing, one_sentence, save_llama
 
 VALUES = (0.04, 0.3, -0.02, 12.0)  # the layers of the small model
 DATA = {"file": "text.npy", "sha256": "d", "samples": 8, "seq_len": 16, "seed": 0}
@@ -21,7 +22,7 @@ DATA = {"file": "text.npy", "sha256": "d", "samples": 8, "seq_len": 16, "seed": 
 def document(source=None, values=VALUES, **changes):
     """A sensitivity.json as ``ladderize sensitivity`` writes it."""
     kinds = [
-        "in-sensitive" if value <= 0.05 else "sensitive" if value <= 10 else "extremely sensitive" for value in values
+        "insensitive" if value <= 0.05 else "sensitive" if value <= 10 else "extremely sensitive" for value in values
     ]
     blocks = [
         {"block": i, "sensitivity": value, "low": value - 0.01, "high": value + 0.01, "class": kind}
@@ -97,7 +98,7 @@ def test_by_budget(tmp_path, values, most, layers):
 def test_by_class_and_what_is_said(tmp_path):
     selection = chosen(tmp_path, VALUES)
     assert selection.layers == [0, 2]
-    assert [(row.block, row.dropped, row.why) for row in selection.blocks] == [
+    assert [(row.block, row.selected, row.why) for row in selection.blocks] == [
         (0, True, "at most tau1 = 0.05"),
         (1, False, "above tau1 = 0.05"),
         (2, True, "at most tau1 = 0.05"),
@@ -138,16 +139,16 @@ def test_convert(llama, tmp_path, measured, options, spd):
     report, record = json.loads(outcome.stdout), yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())
     assert (record["recipe"]["spd"], record["recipe"]["sync_tp_size"]) == (spd, 4)
     assert set(record["recipe"]) <= {"ladder", "spd", "sync_tp_size", "dtype"}
-    dropped = [row["block"] for row in report["spd_selection"]["blocks"] if row["dropped"]]
+    dropped = [row["block"] for row in report["selection"]["blocks"] if row["selected"]]
     assert [i for i, mode in enumerate(report["attention_sync"]) if mode == "dropped"] == dropped
-    assert record["spd_selection"] == report["spd_selection"]
-    assert record["spd_selection"]["sensitivity"]["data"] == DATA
+    assert record["selection"] == report["selection"]
+    assert record["selection"]["sensitivity"]["data"] == DATA
     measured.unlink()
     again = invoke(
         "convert", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "ladderize.yaml", "--no-verify", "--json"
     )
     assert again.code == 0, again.stderr
-    assert json.loads(again.stdout)["spd_selection"] is None
+    assert json.loads(again.stdout)["selection"] is None
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
@@ -159,11 +160,10 @@ def test_the_table(llama, tmp_path, measured, more):
     )
     assert outcome.code == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
-    assert lines[0].split() == ["block", "sensitivity", "class", "dropped", "why"]
-    assert lines[2].split(maxsplit=4) == ["0", "0.04", "in-sensitive", "True", "at most tau1 = 0.05"]
+    assert lines[0].split() == ["block", "sensitivity", "class", "selected", "why"]
+    assert lines[2].split(maxsplit=4) == ["0", "0.04", "insensitive", "yes", "at most tau1 = 0.05"]
     assert lines[5].split(maxsplit=4) == ["3", "12", "extremely", "sensitive", "above tau1 = 0.05"]
     assert "+0.02 perplexity" in outcome.stdout
-    assert f"`ladderize eval {llama} {tmp_path / 'out'} --perplexity FILE`" in outcome.stdout
     assert "layout   4 layers: spd 0,2 (sync_tp_size 4)" in lines
 
 
@@ -179,6 +179,40 @@ def test_a_recipe_names_the_file_from_where_it_lies(llama, tmp_path, measured):
     )
 
 
+@pytest.mark.parametrize("mode", ["ladder", "each-ladder"])
+@pytest.mark.parametrize(
+    ("options", "ladder"),
+    [([], "0,2"), (["--ladder-fraction", "0.75"], "0:3"), (["--max-ppl-increase", "0.35"], "0:3")],
+)
+def test_ladder_layers_are_chosen_too(llama, tmp_path, mode, options, ladder):
+    (tmp_path / "s.json").write_text(to_json(document(llama, mode=mode, sync_tp_size=None)))
+    command = ["convert", llama, tmp_path / "a", "--ladder", "auto", "--sensitivity", tmp_path / "s.json"]
+    outcome = invoke(*command, *options, "--spd", "1", "--sync-tp-size", 2, "--no-verify", "--json")
+    assert outcome.code == 0, outcome.stderr
+    record = yaml.safe_load((tmp_path / "a" / "ladderize.yaml").read_text())
+    assert record["recipe"] == {"ladder": ladder, "spd": "1", "sync_tp_size": 2}
+    assert record["selection"]["sensitivity"]["mode"] == mode
+
+
+def test_what_sensitivity_measures_convert_takes(llama, tmp_path):
+    """Both modes of the sweep, from the one command to the other."""
+    np.save(tmp_path / "ids.npy", fresh_rng().integers(3, SHAPE["vocab_size"], (6, 16)))
+    for kind, more in (("ladder", ["--mode", "ladder"]), ("spd", ["--sync-tp-size", 2])):
+        measured = tmp_path / f"{kind}.json"
+        assert invoke("sensitivity", llama, "--data", tmp_path / "ids.npy", "--out", measured, *more).code == 0
+        command = ["convert", llama, tmp_path / kind, f"--{kind}", "auto", "--sensitivity", measured]
+        outcome = invoke(*command, f"--{kind}-fraction", "0.5", "--no-verify")
+        assert outcome.code == 0, outcome.stderr
+        other = "spd" if kind == "ladder" else "ladder"
+        refused = invoke("convert", llama, tmp_path / "no", f"--{other}", "auto", "--sensitivity", measured)
+        assert f"measures the sensitivity to --{kind} (mode {kind}), not to --{other}" in one_sentence(refused)
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path):
+    (tmp_path / "s.json").write_text(to_json(document()).replace('"insensitive"', '"in-sensitive"'))
+    assert read_sensitivity(tmp_path / "s.json").blocks[0].sensitivity_class == "insensitive"
+
+
 # ---- refused ----
 
 AUTO = ["--spd", "auto", "--sensitivity", "s.json"]
@@ -191,10 +225,13 @@ AUTO = ["--spd", "auto", "--sensitivity", "s.json"]
         (["--spd", "auto", "--sync-tp-size", "4"], "needs --sensitivity"),
         (
             ["--spd", "all", "--sync-tp-size", "4", "--sensitivity", "s.json"],
-            "--sensitivity has no effect without --spd auto",
+            "--sensitivity has no effect without --spd auto or --ladder auto",
         ),
         (["--ladder", "all", "--spd-fraction", "0.5"], "--spd-fraction has no effect without --spd auto"),
-        (["--ladder", "all", "--max-ppl-increase", "0.5"], "--max-ppl-increase has no effect without --spd auto"),
+        (
+            ["--ladder", "all", "--max-ppl-increase", "0.5"],
+            "--max-ppl-increase has no effect without --spd auto or --ladder auto",
+        ),
         ([*AUTO, "--spd-fraction", "0.5", "--max-ppl-increase", "1"], "give one of them"),
         *(
             ([*AUTO, "--spd-fraction", value], "--spd-fraction must be a number above 0")
@@ -205,6 +242,10 @@ AUTO = ["--spd", "auto", "--sensitivity", "s.json"]
             for value in ("0", "-1", "nan", "inf")
         ),
         ([*AUTO, "--dense"], "does not go with"),
+        ([*AUTO, "--ladder", "auto"], "--spd auto and --ladder auto cannot be combined"),
+        ([*AUTO, "--ladder-fraction", "0.5"], "--ladder-fraction has no effect without --ladder auto"),
+        (["--ladder", "auto"], "--ladder auto needs --sensitivity FILE"),
+        (["--ladder", "auto", "--sensitivity", "s.json", "--spd-fraction", "1"], "without --spd auto"),
     ],
 )
 def test_options_that_argv_decides(llama, tmp_path, options, message):
@@ -241,8 +282,8 @@ def block(**changes):
         ({"complete": None}, "is not complete"),
         ({"complete": 1}, "is not complete"),
         ({"complete": False, "blocks": []}, "is not complete"),
-        ({"mode": "ladder"}, "measures the sensitivity to ladder"),
-        ({"mode": "each-ladder"}, "measures the sensitivity to ladder"),
+        ({"mode": "ladder"}, "measures the sensitivity to --ladder"),
+        ({"mode": "each-ladder"}, "measures the sensitivity to --ladder"),
         ({"mode": "sweep"}, "mode is 'sweep'"),
         ({"mode": []}, "mode is []"),
         ({"schema_version": 7}, "has schema_version 7"),

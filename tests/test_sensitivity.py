@@ -132,8 +132,8 @@ def test_intervals_come_from_windows():
 
 def test_classes_and_their_thresholds(llama, ids):
     assert [classify(s, 0.05, 10.0) for s in (-1.0, 0.05, 0.051, 10.0, 10.1)] == [
-        "in-sensitive",
-        "in-sensitive",
+        "insensitive",
+        "insensitive",
         "sensitive",
         "sensitive",
         "extremely sensitive",
@@ -174,6 +174,14 @@ def test_the_command(llama, ids, tmp_path):
     assert json.loads(out.read_text())["data"]["seed"] == 5
 
 
+def test_fewer_windows_than_asked_for_are_all_taken(llama, ids, tmp_path):
+    command = ["sensitivity", llama, "--data", ids, "--sync-tp-size", 2, "--json", "--samples"]
+    more, all_there = (invoke(*command, count, "--out", tmp_path / f"{count}.json") for count in (13, 12))
+    assert "gives 12 windows of 16 tokens, fewer than the 13 of --samples: all are taken" in more.stderr
+    assert "all are taken" not in all_there.stderr
+    assert json.loads(more.stdout) == json.loads(all_there.stdout)
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
@@ -181,11 +189,10 @@ def test_the_command(llama, ids, tmp_path):
         ([], 2, "--mode spd needs --sync-tp-size N"),
         (["--mode", "ladder", "--sync-tp-size", "2"], 2, "--sync-tp-size has no effect"),
         (["--mode", "sweep"], 2, "'sweep' is not one of 'spd', 'ladder', 'each', 'each-ladder'"),
-        (["--sync-tp-size", "2", "--samples", "13"], 1, "gives 12 windows of 16 tokens, and 13 are asked for"),
         (["--sync-tp-size", "2", "--seq-len", "65"], 1, "--seq-len 65 is over the model's 64 positions"),
         (["--sync-tp-size", "2", "--tau1", "3", "--tau2", "1"], 2, "--tau1 3 is above --tau2 1"),
         (["--sync-tp-size", "2", "--tau1", "-inf"], 2, "--tau1 must be finite"),
-        (["--sync-tp-size", "2", "--dtype", "int8"], 2, "--dtype int8"),
+        (["--sync-tp-size", "2", "--dtype", "int8"], 2, "'int8' is not one of"),
     ],
 )
 def test_what_is_refused(llama, ids, tmp_path, options, code, message):

@@ -7,13 +7,15 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize import load
-from ladderize.console import UserError
+from ladderize.adapt.blockwise.options import BlockwiseOptions
+from ladderize.console import UsageError, UserError
 from ladderize.convert.heads import permute_heads, read_head_map
 from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL
 from ladderize.eval.sensitivity import Suffixes
 from ladderize.files.yaml12 import parse_yaml
 from ladderize.workflows import spd
+from ladderize.workflows.spd_document import SpdDocument
 from tests.helpers import invoke, listing, one_sentence
 
 
@@ -57,17 +59,22 @@ def test_the_story(tmp_path, text):
     assert ppl["dense"] < ppl["+ distillation"] < min(ppl["sync points dropped"], ppl["+ head grouping"])
     for value in ppl.values():
         assert f"{value:.4f}" in shown.stdout
-    dropped = [row["block"] for row in document["blocks"] if row["dropped"]]
+    dropped = [row["block"] for row in document["blocks"] if row["selected"]]
     assert len(dropped) == 7
     ascending = sorted(document["blocks"], key=lambda row: row["sensitivity"])
     assert {row["block"] for row in ascending[:7]} == set(dropped)
     for row in document["blocks"]:
-        trained = row["dropped"] and row["class"] != "in-sensitive"
+        trained = row["selected"]
         assert (row["distillation"] is not None) == (row["grouping"] is not None) == trained
     # the checkpoint: what was not trained lies as it did, what was grouped but not changed much lies in the new order
     record = parse_yaml((tmp_path / "out" / "ladderize.yaml").read_text())
     assert record["recipe"]["head_map"] == "head_map.json"
-    assert [row["block"] for row in record["spd_selection"]["blocks"] if row["dropped"]] == dropped
+    assert [row["block"] for row in record["selection"]["blocks"] if row["selected"]] == dropped
+    assert record["selection"] == document["selection"]
+    assert document["selection"]["sensitivity"]["file"] == "sensitivity.json"  # not one in the folder that is gone
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{ppl['dense']:.4f} (dense)" in card
+    assert f"{ppl['+ distillation']:.4f} (distillation)" in card
     head_map = read_head_map(tmp_path / "out" / "head_map.json")
     before, after = (load_file(folder / "model.safetensors") for folder in (MODEL, tmp_path / "out"))
     for layer in range(8):
@@ -106,19 +113,24 @@ def test_classes_decide_what_a_block_gets(tmp_path, text):
     def document(name, *options):
         return json.loads(run(tmp_path / name, text, "--epochs", 1, "--json", *options).stdout)
 
-    alone = document("a", "--head-grouping", "none", "--tau1", 100, "--tau2", 200)
+    alone = document("a", "--head-grouping", "none", "--distill", "sensitive", "--tau1", 100, "--tau2", 200)
     assert list(alone["perplexity"]) == ["dense", "sync points dropped"]
     assert all(row["grouping"] is row["distillation"] is None for row in alone["blocks"])
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (MODEL / "model.safetensors").read_bytes()
-    every = document("d", "--distill-all", "--tau1", 100, "--tau2", 200)
+    every = document("d", "--tau1", 100, "--tau2", 200)
     assert all(
-        (row["grouping"] is not None) == (row["distillation"] is not None) == row["dropped"] for row in every["blocks"]
+        (row["grouping"] is not None) == (row["distillation"] is not None) == row["selected"] for row in every["blocks"]
     )
+    shown = run(tmp_path / "e", text, "--distill", "sensitive", "--tau1", 100, "--tau2", 200)
+    assert "nothing to repair: all 7 dropped blocks are insensitive (S at most tau1 = 100)" in shown.stderr
+    assert "distilling" not in shown.stderr
+    assert "grouping the heads" not in shown.stderr
+    assert shown.stdout.splitlines()[0].split() == ["block", "S", "class", "attention", "sync"]
     papers = document("b", "--head-grouping", "paper", "--tau1", -100, "--tau2", -100)
-    assert [row["grouping"]["criterion"] for row in papers["blocks"] if row["dropped"]] == ["paper"] * 7
+    assert [row["grouping"]["criterion"] for row in papers["blocks"] if row["selected"]] == ["paper"] * 7
     sensitive = document("c", "--head-grouping", "paper", "--tau1", -100)
     assert [row["grouping"] for row in sensitive["blocks"]] == [None] * 8
-    assert all(row["distillation"] for row in sensitive["blocks"] if row["dropped"])
+    assert all(row["distillation"] for row in sensitive["blocks"] if row["selected"])
 
 
 @pytest.mark.parametrize(
@@ -129,6 +141,7 @@ def test_classes_decide_what_a_block_gets(tmp_path, text):
         (["--spd-fraction", "0.5", "--max-ppl-increase", "1"], 2, "both say how much to drop"),
         (["--spd-fraction", "1.5"], 2, "--spd-fraction must be a number above 0 and at most 1"),
         (["--head-grouping", "magic"], 2, "'magic' is not one of 'error', 'paper', 'none'"),
+        (["--distill", "some"], 2, "'some' is not one of 'all', 'sensitive'"),
         (["--samples", "100000"], 1, "too few for 100000 to train on"),
         (["--lr", "-1"], 2, "--lr must be above 0"),
         (["--data", "{tmp}/empty.txt"], 1, "empty.txt holds no rows"),
@@ -161,8 +174,8 @@ def test_a_budget_takes_the_least_sensitive(tmp_path, text):
         "--json",
     ]
     rows = json.loads(invoke("spd", MODEL, tmp_path / "out", *arguments, "--max-ppl-increase", 0.1).stdout)["blocks"]
-    dropped = [row["sensitivity"] for row in rows if row["dropped"]]
-    kept = [row["sensitivity"] for row in rows if not row["dropped"]]
+    dropped = [row["sensitivity"] for row in rows if row["selected"]]
+    kept = [row["sensitivity"] for row in rows if not row["selected"]]
     assert max(dropped) <= min(kept)
     assert sum(max(s, 0) for s in dropped) <= 0.1 < sum(max(s, 0) for s in [*dropped, min(kept)])
 
@@ -190,7 +203,7 @@ def test_other_options_keep_what_they_do_not_touch(tmp_path, text, monkeypatch):
     assert not scored
     rows = json.loads((tmp_path / "out" / "spd.json").read_text())["blocks"]
     assert trained == [row["block"] for row in rows if row["distillation"]]
-    assert all(row["dropped"] for row in rows)
+    assert all(row["selected"] for row in rows)
     assert listing(tmp_path) == ["out"]
 
 
@@ -199,3 +212,19 @@ def test_another_models_work_is_refused(tmp_path, text, monkeypatch):
     assert run(tmp_path / "out", text).code == 1
     assert "with another calibration; delete it" in one_sentence(run(tmp_path / "out", text, "--seq-len", 32))
     assert listing(tmp_path) == ["out.ladderize-work"]
+
+
+@pytest.mark.parametrize("wrong", [{"distill": "some"}, {"head_grouping": "magic"}])
+def test_options_from_python_are_checked_too(wrong):
+    (name, value), *_ = wrong.items()
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} {value} is not one of"):
+        spd.SpdOptions(sync_tp_size=2, training=BlockwiseOptions(data="a.txt"), **wrong)
+
+
+def test_a_document_of_an_earlier_version_is_read(tmp_path, text):
+    assert run(tmp_path / "out", text, "--epochs", 1, "--head-grouping", "none").code == 0
+    content = json.loads((tmp_path / "out" / "spd.json").read_text())
+    former = json.loads(
+        json.dumps(content).replace('"selection"', '"spd_selection"').replace('"selected"', '"dropped"')
+    )
+    assert SpdDocument.from_dict(former, "spd.json") == SpdDocument.from_dict(content, "spd.json")

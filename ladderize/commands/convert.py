@@ -154,16 +154,16 @@ def convert(
     console.document(report.to_dict())
     for remark in report.remarks:
         console.note(f"Note: {remark}")
-    if selection := report.spd_selection:
+    if selection := report.selection:
         shown = [
-            {**entry.to_dict(), "sensitivity": f"{entry.sensitivity:.4g}", "dropped": entry.dropped or ""}
+            {**entry.to_dict(), "sensitivity": f"{entry.sensitivity:.4g}", "selected": "yes" if entry.selected else ""}
             for entry in selection.blocks
         ]
         console.table(shown, right=["block", "sensitivity"])
         console.result(f"\nselected {selection.rule}")
         console.result(
-            f"estimate {selection.estimated_ppl_increase:+.4g} perplexity, the sum over the dropped blocks: right to"
-            f" first order;\n         measure the true increase with `ladderize eval {src} {out} --perplexity FILE`\n"
+            f"estimate {selection.estimated_ppl_increase:+.4g} perplexity: the sum over the selected blocks, right to"
+            " first order\n"
         )
     if dry_run:
         console.table([layer.to_dict() for layer in report.layers], right=["layer"])

@@ -11,6 +11,7 @@ from ladderize.choices import BackendName, DeviceName, Dtype
 from ladderize.console import UsageError, UserError
 
 MAX_SEED = 2**32 - 1
+LOADING = "loading torch and transformers"  # the first line of a command that computes
 RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
 
 # panels of the help, in the order in which they are shown

@@ -8,6 +8,7 @@ from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.options import (
     DATA,
     LAYOUT,
+    LOADING,
     METHOD,
     AsJson,
     Device,
@@ -121,13 +122,14 @@ def spd(
     if spd_fraction is not None and max_ppl_increase is not None:
         raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
     check_taus(tau1, tau2)
-    device = start_training_on(device, dtype, threads, lr)
-    from ladderize.adapt.blockwise.documents import perplexity_rows
-    from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-    from ladderize.workflows.spd import SpdOptions, run_spd
-    from ladderize.workflows.spd_document import spd_rows
-
     console = Console(as_json)
+    with console.stage(LOADING):
+        device = start_training_on(device, dtype, threads, lr)
+        from ladderize.adapt.blockwise.documents import BLOCK_ERROR, perplexity_rows
+        from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+        from ladderize.workflows.spd import SpdOptions, run_spd
+        from ladderize.workflows.spd_document import spd_rows
+
     distillation = options_from(DistillOptions, ctx.params, max_memory=memory_limit(max_memory))
     training = options_from(BlockwiseOptions, ctx.params, distill=distillation, device=device)
     fraction = spd_fraction if spd_fraction is not None or max_ppl_increase is not None else SpdOptions.spd_fraction
@@ -137,6 +139,8 @@ def spd(
         return
     console.document(document.to_dict())
     console.table(spd_rows(document), right=["block", "S"])
+    if any(block.distillation for block in document.blocks):
+        console.result(BLOCK_ERROR)
     console.result("")
     console.table(perplexity_rows(document.perplexity), right=["perplexity", "stderr", "difference"])
     console.result(f"wrote {out}")

@@ -79,7 +79,7 @@ def make_record(plan: Plan) -> dict[str, Any]:
         "source": {"name": plan.source_name, "layout": str(plan.before), "files": hashes},
     }
     if plan.selection is not None:
-        record["spd_selection"] = plan.selection.to_dict()
+        record["selection"] = plan.selection.to_dict()
     if plan.changes.replace:
         record["replaced_tensors"] = plan.changes.replaced_tensors
     if clash := record.keys() & plan.changes.record.keys():

@@ -9,13 +9,13 @@ from typing import Any
 from ladderize.checkpoint.dtypes import CAST_DTYPES
 from ladderize.console import UsageError, UserError
 from ladderize.convert.selection import Selection, select
-from ladderize.convert.sensitivity_file import read_sensitivity
+from ladderize.convert.sensitivity_file import LADDER, SPD, read_sensitivity
 from ladderize.convert.weights import parse_size
 from ladderize.files.yaml12 import read_yaml
 from ladderize.layout import Layout, LayoutError, format_ranges, parse_ranges
 
-AUTO = "auto"  # of spd: the layers are chosen by their measured sensitivity
-CHOOSING = ("sensitivity", "spd_fraction", "max_ppl_increase")
+AUTO = "auto"  # of spd or ladder: the layers are chosen by their measured sensitivity
+CHOOSING = ("sensitivity", "spd_fraction", "ladder_fraction", "max_ppl_increase")
 MODES_OF_ALL = ("attention_sync", "mlp_sync")
 PATHS = ("head_map", "sensitivity")  # in a recipe file relative to its folder
 
@@ -25,10 +25,11 @@ class Recipe:
     """What ``ladderize convert`` is to do; None means: leave it as it is in the source.
 
     ladder, spd: ranges of layers. sync_tp_size: virtual ranks for spd. dense: all sync points blocking again. dtype:
-    float32, float16 or bfloat16. max_shard_size: such as 5GB. head_map: path of a head_map.json. With spd "auto",
-    sensitivity is the path of a sensitivity.json, from which spd_fraction (of all layers, in (0, 1]) or
-    max_ppl_increase (in perplexity) selects; sync_tp_size may be left out, it is the file's. attention_sync, mlp_sync:
-    the modes of all layers instead, for a layout that no names of layers compile to.
+    float32, float16 or bfloat16. max_shard_size: such as 5GB. head_map: path of a head_map.json. With spd or
+    ladder (not both) "auto", sensitivity is the path of a sensitivity.json, from which spd_fraction or ladder_fraction
+    (of all layers, in (0, 1]) or max_ppl_increase (in perplexity) selects; sync_tp_size of spd may be left out, it is
+    the file's. attention_sync, mlp_sync: the modes of all layers instead, for a layout that no names of layers compile
+    to.
     """
 
     ladder: str | None = None
@@ -40,6 +41,7 @@ class Recipe:
     head_map: str | None = None
     sensitivity: str | None = None
     spd_fraction: float | None = None
+    ladder_fraction: float | None = None
     max_ppl_increase: float | None = None
     attention_sync: tuple[str, ...] | None = None
     mlp_sync: tuple[str, ...] | None = None
@@ -74,16 +76,36 @@ class Recipe:
         if self.max_shard_size is not None:
             parse_size(self.max_shard_size)
 
+    @property
+    def auto(self) -> str | None:
+        """The kind of layers that are chosen by their sensitivity: ``spd``, ``ladder`` or none."""
+        return SPD if self.spd == AUTO else LADDER if self.ladder == AUTO else None
+
+    @property
+    def fraction(self) -> float | None:
+        """Of all layers, to be chosen by their sensitivity."""
+        return self.spd_fraction if self.auto == SPD else self.ladder_fraction
+
     def _check_auto(self) -> None:
-        given = [f"--{key.replace('_', '-')}" for key in CHOOSING if getattr(self, key) is not None]
-        if self.spd != AUTO and given:
-            raise UsageError(f"{given[0]} has no effect without --spd auto")
-        if self.spd == AUTO and self.sensitivity is None:
-            raise UsageError("--spd auto needs --sensitivity FILE, as `ladderize sensitivity` writes it")
-        if self.spd_fraction is not None and self.max_ppl_increase is not None:
-            raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
+        if self.spd == self.ladder == AUTO:
+            raise UsageError(
+                "--spd auto and --ladder auto cannot be combined: a sensitivity file measures one of them; name the"
+                " layers of the other"
+            )
+        kind = self.auto
+        for key in CHOOSING:
+            only = key.removesuffix("_fraction") if key.endswith("_fraction") else None
+            if getattr(self, key) is not None and (kind is None or only not in (None, kind)):
+                needed = f"--{only} auto" if only else "--spd auto or --ladder auto"
+                raise UsageError(f"--{key.replace('_', '-')} has no effect without {needed}")
+        if kind is None:
+            return
+        if self.sensitivity is None:
+            raise UsageError(f"--{kind} auto needs --sensitivity FILE, as `ladderize sensitivity` writes it")
+        if self.fraction is not None and self.max_ppl_increase is not None:
+            raise UsageError(f"--{kind}-fraction and --max-ppl-increase both say how much to convert; give one of them")
         for value, most, option, wanted in (
-            (self.spd_fraction, 1, "--spd-fraction", "above 0 and at most 1"),
+            (self.fraction, 1, f"--{kind}-fraction", "above 0 and at most 1"),
             (self.max_ppl_increase, sys.float_info.max, "--max-ppl-increase", "above 0"),
         ):
             if value is not None and (type(value) not in (int, float) or not 0 < value <= most):
@@ -104,26 +126,26 @@ class Recipe:
         return not (self.ladder is self.spd is self.attention_sync is None)
 
     def resolve(self, source: Layout) -> tuple["Recipe", Selection | None]:
-        """This recipe with the layers that ``spd: auto`` selects of a source, and how they were selected; else itself
-        and None.
+        """This recipe with the layers that ``auto`` selects of a source, and how they were selected; else itself and
+        None.
 
         Reads the sensitivity file; raises UserError where it does not fit. Whose fingerprint it bears is not looked at.
         """
-        if self.spd != AUTO or self.sensitivity is None:
+        kind = self.auto
+        if kind is None or self.sensitivity is None:
             return self, None
         if not source.is_dense:
             raise UserError(
-                f"--spd auto selects by sensitivities of the dense model, but the source is not dense ({source})"
+                f"--{kind} auto selects by sensitivities of the dense model, but the source is not dense ({source})"
             )
         path = Path(self.sensitivity)
-        sensitivity = read_sensitivity(path)
+        sensitivity = read_sensitivity(path, kind)
         sensitivity.check_fits(path, source.num_layers, self.sync_tp_size)
-        selection = select(sensitivity, path, self.spd_fraction, self.max_ppl_increase)
-        ranges, ranks = format_ranges(selection.layers), sensitivity.sync_tp_size
-        return (
-            replace(self, spd=ranges, sync_tp_size=ranks, sensitivity=None, spd_fraction=None, max_ppl_increase=None),
-            selection,
-        )
+        selection = select(sensitivity, path, self.fraction, self.max_ppl_increase)
+        chosen: dict[str, Any] = dict.fromkeys(CHOOSING) | {kind: format_ranges(selection.layers)}
+        if kind == SPD:
+            chosen["sync_tp_size"] = sensitivity.sync_tp_size
+        return replace(self, **chosen), selection
 
     def layout(self, source: Layout) -> Layout:
         """The layout that this recipe makes of a source's; raises LayoutError for ranges that do not fit."""

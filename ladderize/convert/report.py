@@ -36,7 +36,7 @@ class ConversionReport(Record):
     weight_files_rewritten: list[str]
     permuted_layers: list[int]
     replaced_tensors: list[str]
-    spd_selection: Selection | None
+    selection: Selection | None
     extra_files: list[str]
     carried_over: list[str]
     not_carried_over: list[str]
@@ -63,7 +63,7 @@ def report_of(plan: Plan) -> ConversionReport:
         weight_files_rewritten=[shard.file for shard in plan.rewritten],
         permuted_layers=plan.changes.permuted_layers,
         replaced_tensors=plan.changes.replaced_tensors,
-        spd_selection=plan.selection,
+        selection=plan.selection,
         extra_files=sorted(plan.changes.extra_files),
         carried_over=[str(path) for path in plan.carried],
         not_carried_over=plan.left_behind,

@@ -1,5 +1,5 @@
-"""``--spd auto``: which layers to drop, from the sensitivities that ``ladderize sensitivity`` measured. Imports no
-torch."""
+"""``--spd auto`` and ``--ladder auto``: which layers to convert, from the sensitivities that ``ladderize sensitivity``
+measured. Imports no torch."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ladderize.console import UserError
-from ladderize.convert.sensitivity_file import IN_SENSITIVE, CalibrationData, SensitivityDocument
+from ladderize.convert.sensitivity_file import INSENSITIVE, CalibrationData, SensitivityDocument
 from ladderize.files.records import Record
 
 
@@ -19,7 +19,7 @@ class SensitivitySource(Record):
     model: str
     fingerprint: str
     mode: str
-    sync_tp_size: int
+    sync_tp_size: int | None
     tau1: float
     tau2: float
     data: CalibrationData
@@ -27,22 +27,23 @@ class SensitivitySource(Record):
 
 @dataclass(frozen=True)
 class SelectedBlock(Record):
-    """Whether a block is dropped, and why."""
+    """Whether a block is selected, and why."""
 
     KEYS: ClassVar = {"sensitivity_class": "class"}
+    FORMER: ClassVar = {"selected": "dropped"}
 
     block: int
     sensitivity: float
     sensitivity_class: str
-    dropped: bool
+    selected: bool
     why: str
 
 
 @dataclass(frozen=True)
 class Selection(Record):
-    """The layers to drop: the key ``spd_selection`` of ladderize.yaml and ``--json``.
+    """The layers to convert: the key ``selection`` of ladderize.yaml and ``--json``.
 
-    estimated_ppl_increase: the summed sensitivities of the dropped blocks. blocks: one for each layer.
+    estimated_ppl_increase: the summed sensitivities of the selected blocks. blocks: one for each layer.
     """
 
     rule: str
@@ -52,25 +53,26 @@ class Selection(Record):
 
     @property
     def layers(self) -> list[int]:
-        """The dropped ones, ascending."""
-        return [entry.block for entry in self.blocks if entry.dropped]
+        """The selected ones, ascending."""
+        return [entry.block for entry in self.blocks if entry.selected]
 
 
 def select(
     sensitivity: SensitivityDocument, path: Path, fraction: float | None = None, max_increase: float | None = None
 ) -> Selection:
-    """Choose the blocks to drop, least sensitive first (of equals the lower one); raises UserError if there are none.
+    """Choose the blocks to convert, least sensitive first (of equals the lower one). Raises UserError for none.
 
     path: of the sensitivity file. fraction: that part of all blocks, in (0, 1], and at least one. max_increase: as many
     as the sum of their sensitivities (those below 0 count as 0), in perplexity, stays within it. Neither: all of class
-    in-sensitive.
+    insensitive.
     """
+    kind = sensitivity.kind
     values = [entry.sensitivity for entry in sensitivity.blocks]
     classes = [entry.sensitivity_class for entry in sensitivity.blocks]
     ascending = sorted(range(len(values)), key=lambda block: (values[block], block))
     if fraction is not None:
         count = max(1, round(fraction * len(values)))
-        rule = f"the {count} least sensitive of {len(values)} blocks (spd_fraction {fraction:g})"
+        rule = f"the {count} least sensitive of {len(values)} blocks ({kind}_fraction {fraction:g})"
         why = {block: f"number {rank} of {len(values)}" for rank, block in enumerate(ascending, 1)}
         chosen = set(ascending[:count])
     elif max_increase is not None:
@@ -80,14 +82,14 @@ def select(
         chosen = {block for block in ascending if sums[block] <= max_increase}
     else:
         limit = f"tau1 = {sensitivity.tau1:g}"
-        rule = f"every block of class {IN_SENSITIVE} (at most {limit})"
-        why = {block: f"{'at most' if name == IN_SENSITIVE else 'above'} {limit}" for block, name in enumerate(classes)}
-        chosen = {block for block in ascending if classes[block] == IN_SENSITIVE}
+        rule = f"every block of class {INSENSITIVE} (at most {limit})"
+        why = {block: f"{'at most' if name == INSENSITIVE else 'above'} {limit}" for block, name in enumerate(classes)}
+        chosen = {block for block in ascending if classes[block] == INSENSITIVE}
     if not chosen:
         least = ascending[0]
         raise UserError(
-            f"--spd auto selects no block of {path}: the smallest sensitivity is {values[least]:.4g} (block"
-            f" {least}); give --spd-fraction, or a larger --max-ppl-increase"
+            f"--{kind} auto selects no block of {path}: the smallest sensitivity is {values[least]:.4g} (block"
+            f" {least}); give --{kind}-fraction, or a larger --max-ppl-increase"
         )
     return Selection(
         rule=rule,
@@ -101,7 +103,6 @@ def select(
 
 
 def _source_of(sensitivity: SensitivityDocument, path: Path) -> SensitivitySource:
-    assert sensitivity.sync_tp_size is not None  # read_sensitivity refuses a file without
     return SensitivitySource(
         file=str(path),
         model=sensitivity.model,

@@ -1,7 +1,8 @@
-"""sensitivity.json: what ``ladderize sensitivity`` writes and ``--spd auto`` reads. Imports no torch."""
+"""sensitivity.json: what ``ladderize sensitivity`` writes, and ``--spd auto`` and ``--ladder auto`` read. Imports no
+torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
@@ -9,10 +10,12 @@ from ladderize.console import UserError
 from ladderize.files.documents import read_document
 from ladderize.files.records import Record
 
-IN_SENSITIVE = "in-sensitive"
-CLASSES = (IN_SENSITIVE, "sensitive", "extremely sensitive")
+INSENSITIVE = "insensitive"
+CLASSES = (INSENSITIVE, "sensitive", "extremely sensitive")
+FORMER_CLASSES = {"in-sensitive": INSENSITIVE}  # as files of earlier versions have it
 Mode = Literal["spd", "ladder", "each", "each-ladder"]  # what is changed, in the paper's sweep or in each block alone
 MODES: tuple[str, ...] = get_args(Mode)
+SPD, LADDER = "spd", "ladder"  # the kinds of layers that a mode changes blocks to
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,19 @@ class SensitivityDocument(SensitivityRun):
     blocks: list[BlockSensitivity]
     nll: list[list[float]]
 
+    @property
+    def kind(self) -> str:
+        """Of the layers that blocks were changed to: ``spd`` or ``ladder``."""
+        return kind_of(self.mode)
+
     def check_fits(self, path: Path, num_layers: int, sync_tp_size: int | None) -> None:
-        """Raise UserError unless it was measured on so many layers and, where that is given, for so many virtual
-        ranks. path: where it was read."""
+        """Raise UserError unless it was measured on so many layers and, of dropped sync points where that is given, for
+        so many virtual ranks. path: where it was read."""
         if len(self.blocks) != num_layers:
             raise UserError(
                 f"{path} has {len(self.blocks)} blocks, but the model has {num_layers} layers; measure this model"
             )
-        if sync_tp_size not in (None, self.sync_tp_size):
+        if self.kind == SPD and sync_tp_size not in (None, self.sync_tp_size):
             raise UserError(
                 f"{path} was measured with sync_tp_size {self.sync_tp_size}, so it says nothing about"
                 f" --sync-tp-size {sync_tp_size}"
@@ -93,27 +101,39 @@ def changes_to_ladder(mode: str) -> bool:
     return mode.endswith("ladder")
 
 
-def read_sensitivity(path: Path) -> SensitivityDocument:
-    """Read the sensitivity.json of dropped sync points; raises UserError for a malformed or unfinished one, or one that
-    measures another thing."""
+def kind_of(mode: str) -> str:
+    """The kind of layers that blocks become in a mode: ``spd`` or ``ladder``."""
+    return LADDER if changes_to_ladder(mode) else SPD
+
+
+def read_sensitivity(path: Path, kind: str = SPD) -> SensitivityDocument:
+    """Read a sensitivity.json of blocks that become ``kind`` layers (``spd`` or ``ladder``).
+
+    Raises UserError for a malformed or unfinished one, or one that measures the other kind.
+    """
     content = read_document(path, "sensitivity file")
     mode = content.get("mode")
     if mode not in MODES:
         raise UserError(f"{path}: mode is {mode!r}, but must be one of {', '.join(MODES)}")
-    if changes_to_ladder(mode):
+    if kind_of(mode) != kind:
         raise UserError(
-            f"{path} measures the sensitivity to ladder (mode {mode}), not to dropped sync points; measure that"
+            f"{path} measures the sensitivity to --{kind_of(mode)} (mode {mode}), not to --{kind}; measure that with"
+            f" `ladderize sensitivity --mode {kind}`, or select with --{kind_of(mode)} auto"
         )
     if content.get("complete") is not True:
         raise UserError(f"{path} is not complete; run `ladderize sensitivity` again, it goes on where it was stopped")
     document = SensitivityDocument.from_dict(content, path)
-    if document.sync_tp_size is None or document.sync_tp_size < 1:
+    if kind == SPD and (document.sync_tp_size is None or document.sync_tp_size < 1):
         raise UserError(f"{path}: sync_tp_size is {document.sync_tp_size}, but must be a positive integer")
     if not document.fingerprint:
         raise UserError(f"{path}: fingerprint is '', but must be the text that identifies a model")
     if not math.isfinite(document.tau1):
         raise UserError(f"{path}: tau1 is {document.tau1}, which is no number")
-    for number, entry in enumerate(document.blocks):
+    blocks = [
+        replace(entry, sensitivity_class=FORMER_CLASSES.get(entry.sensitivity_class, entry.sensitivity_class))
+        for entry in document.blocks
+    ]
+    for number, entry in enumerate(blocks):
         if entry.block != number:
             raise UserError(
                 f"{path}: block {number} is called {entry.block}; there must be one for each layer, in order"
@@ -125,4 +145,4 @@ def read_sensitivity(path: Path) -> SensitivityDocument:
                 f"{path}: the class of block {number} is {entry.sensitivity_class!r}, but must be one of"
                 f" {', '.join(CLASSES)}"
             )
-    return document
+    return replace(document, blocks=blocks)

@@ -142,14 +142,12 @@ def _distil(dense: str, folder: Path, data: str, size: DemoSize, console: Consol
     options = SpdOptions(
         sync_tp_size=4,
         spd_fraction=1.0,
-        distill_all=True,
         training=BlockwiseOptions(
             data=data, samples=size.samples, heldout=16, seq_len=SEQ_LEN, distill=DistillOptions(epochs=size.epochs)
         ),
     )
     console.note(
-        f"$ ladderize spd {dense} {out} --sync-tp-size 4 --spd-fraction 1 --distill-all --data {data} --samples"
-        f" {size.samples} ..."
+        f"$ ladderize spd {dense} {out} --sync-tp-size 4 --spd-fraction 1 --data {data} --samples {size.samples} ..."
     )
     document = run_spd(dense, out, options, console=console, verify=size.verify)
     assert document is not None  # which it is on other ranks than 0

@@ -132,9 +132,13 @@ def measure_sensitivity(
     checkpoint = open_checkpoint(model, options.revision)
     check_measurable(checkpoint, model, options)
     if windows is None:
-        windows = read_windows(
-            checkpoint, options.data, seq_len=options.seq_len, samples=options.samples, seed=options.seed
-        )
+        drawn = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=None, seed=options.seed)
+        windows = drawn[: options.samples]
+        if len(windows) < options.samples:
+            console.note(
+                f"{options.data} gives {len(windows)} windows of {windows.shape[1]} tokens, fewer than the"
+                f" {options.samples} of --samples: all are taken"
+            )
     run = sensitivity_run(checkpoint, model, options, windows, sha256)
     layers = int(checkpoint.config["num_hidden_layers"])
     rows = _rows_of(previous, run, layers) if previous is not None else []

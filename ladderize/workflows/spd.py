@@ -6,9 +6,9 @@ distilled; those above have their heads grouped first. With the criterion ``erro
 that is distilled: it costs nothing at inference.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -22,18 +22,18 @@ from ladderize.adapt.blockwise.head_assignment import Units
 from ladderize.adapt.blockwise.head_grouping import group_heads, grouping_seconds
 from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.adapt.blockwise.run import announce_distillation, heldout_perplexities, loaded
-from ladderize.adapt.blockwise.windows import Windows, training_windows
+from ladderize.adapt.blockwise.windows import training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import kv_head_count
-from ladderize.choices import Dtype
+from ladderize.choices import Dtype, check_choices
 from ladderize.console import Console, UserError, human_seconds, to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection
-from ladderize.convert.sensitivity_file import CLASSES, IN_SENSITIVE
+from ladderize.convert.sensitivity_file import CLASSES, INSENSITIVE
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import Perplexity
 from ladderize.eval.sensitivity import measure_sensitivity
@@ -46,12 +46,16 @@ from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 from ladderize.workflows.spd_document import SpdBlock, SpdDocument
 
 CALIBRATION_SAMPLES = 128  # the paper's
+SENSITIVITY = "sensitivity.json"  # in the work folder, and in OUT
+Distilled = Literal["all", "sensitive"]
+HeadGrouping = Literal["error", "paper", "none"]
 
 
 @dataclass(frozen=True)
 class SpdOptions:
     """See ``ladderize spd --help``. training: the data, its windows, and the distillation. calibration_samples: so many
-    of the windows to train on, or all, for the sensitivity and the grouping. distill_all: in-sensitive blocks too."""
+    of the windows to train on, or all, for the sensitivity and the grouping. distill: which of the selected blocks are
+    distilled, ``all`` or only those that are not insensitive. Raises UsageError for values that cannot be meant."""
 
     sync_tp_size: int
     training: BlockwiseOptions
@@ -60,9 +64,12 @@ class SpdOptions:
     calibration_samples: int = CALIBRATION_SAMPLES
     tau1: float | None = None
     tau2: float = SensitivityOptions.tau2
-    distill_all: bool = False
-    head_grouping: str = "error"
+    distill: Distilled = "all"
+    head_grouping: HeadGrouping = "error"
     revision: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self)
 
 
 def run_spd(
@@ -89,7 +96,7 @@ def run_spd(
     recipe = Recipe(
         spd="auto",
         sync_tp_size=options.sync_tp_size,
-        sensitivity=str(folder / "sensitivity.json"),
+        sensitivity=str(folder / SENSITIVITY),
         spd_fraction=options.spd_fraction,
         max_ppl_increase=options.max_ppl_increase,
     )
@@ -115,16 +122,21 @@ def run_spd(
     with work:
         with ranks.main_first():
             if ranks.is_main:
-                announce_most(teacher, stored, windows, options, console)
                 measure(model, options, calibration, record, ranks.device, work, console)
         resolved, selection = recipe.resolve(layout)
         assert selection is not None
+        # the work folder will be gone, and OUT has the file
+        selection = replace(selection, sensitivity=replace(selection.sensitivity, file=SENSITIVITY))
         layout = resolved.layout(layout)
         with ranks.main_first():
             head_map = group(teacher, selection, options, calibration, work, console)
         student = StudentBlocks(
             layout, tuple(to_distil(selection, options)), lambda layer: permuted(stored, layer, head_map)
         )
+        if student.layers:
+            announce_distillation(teacher, student, windows, training, console)
+        else:
+            console.note(nothing_to_repair(selection))
         distill(
             teacher,
             student,
@@ -143,28 +155,30 @@ def run_spd(
             out=out,
             layout=str(layout),
             **layout.to_config(),
-            spd_selection=selection,
+            selection=selection,
             perplexity=perplexities(teacher, layout, head_map, work, student, windows.heldout),
             blocks=block_table(selection, head_map, work, student),
             **vars(record),
         )
+        distilled = (
+            {"distillation": {"layers": format_ranges(student.layers), **record.to_dict()}} if student.layers else {}
+        )
         convert_checkpoint(
             model,
             out,
-            recipe,
+            resolved,
             revision=options.revision,
             overwrite=overwrite,
             verify=verify,
             changes=Changes(
                 head_map=head_map,
                 replace=work.tensors(student.layers),
-                record={"distillation": {"layers": format_ranges(student.layers), **record.to_dict()}}
-                if student.layers
-                else {},
+                record={"selection": selection.to_dict(), **distilled},
                 extra_files={
-                    "sensitivity.json": (folder / "sensitivity.json").read_text(),
+                    SENSITIVITY: (folder / SENSITIVITY).read_text(),
                     "spd.json": to_json(document.to_dict()) + "\n",
                 },
+                note=document.card_note(),
             ),
             console=console,
         )
@@ -172,27 +186,18 @@ def run_spd(
     return document
 
 
-def announce_most(teacher: Blocks, stored: Blocks, windows: Windows, options: SpdOptions, console: Console) -> None:
-    """What grouping and distillation take if every block that may be dropped needs them; said before anything is
-    measured."""
-    layers, tokens = teacher.num_layers, windows.train.shape[1]
-    count = layers if options.spd_fraction is None else max(1, round(options.spd_fraction * layers))
-    everything = Layout.from_layers(layers, spd=range(layers), sync_tp_size=options.sync_tp_size)
-    announce_distillation(
-        teacher,
-        StudentBlocks(everything, tuple(range(layers - count, layers)), stored.weights),
-        windows,
-        options.training,
-        console,
+def announce_grouping(
+    teacher: Blocks, count: int, options: SpdOptions, calibration: np.ndarray, console: Console
+) -> None:
+    """Say what grouping the heads of ``count`` blocks takes. calibration: ids [windows, tokens]."""
+    units = Units.of(teacher.config["num_attention_heads"], kv_head_count(teacher.config), options.sync_tp_size)
+    window = torch.from_numpy(calibration[:1])
+    dense = teacher.layer(0, Layout.dense(teacher.num_layers))
+    seconds = layer_seconds(teacher, dense, window) / window.shape[1]
+    console.note(
+        f"grouping the heads of {count} blocks: about"
+        f" {human_seconds(grouping_seconds(units, count, seconds, window.shape[1]))}; {units.freedom}"
     )
-    if options.head_grouping != "none":
-        units = Units.of(teacher.config["num_attention_heads"], kv_head_count(teacher.config), options.sync_tp_size)
-        per_token = layer_seconds(teacher, teacher.layer(0, Layout.dense(layers)), windows.train[:1]) / tokens
-        seconds = grouping_seconds(units, count, per_token, tokens)
-        console.note(
-            f"grouping heads of at most {count} blocks: about {human_seconds(seconds)}; free to choose is"
-            f" {units.freedom}"
-        )
 
 
 def measure(
@@ -205,7 +210,7 @@ def measure(
     console: Console,
 ) -> None:
     """Fill sensitivity.json, from where a killed run left it."""
-    training, path = options.training, work.folder / "sensitivity.json"
+    training, path = options.training, work.folder / SENSITIVITY
     asked = SensitivityOptions(
         data=training.data,
         sync_tp_size=options.sync_tp_size,
@@ -243,6 +248,7 @@ def group(
         return None
     asked = {"layers": layers, "criterion": options.head_grouping}
     if not path.is_file() or read_json(path).get("asked") != asked:
+        announce_grouping(teacher, len(layers), options, calibration, console)
         with console.progress("grouping heads", max(layers) + 1) as advance:
             head_map = group_heads(
                 teacher,
@@ -258,12 +264,20 @@ def group(
 
 
 def to_distil(selection: Selection, options: SpdOptions) -> list[int]:
-    """The dropped blocks that are not in-sensitive, or all of them."""
+    """The selected blocks, all of them or those that are not insensitive."""
     return [
         entry.block
         for entry in selection.blocks
-        if entry.dropped and (options.distill_all or entry.sensitivity_class != IN_SENSITIVE)
+        if entry.selected and (options.distill == "all" or entry.sensitivity_class != INSENSITIVE)
     ]
+
+
+def nothing_to_repair(selection: Selection) -> str:
+    """Why no block is distilled."""
+    return (
+        f"nothing to repair: all {len(selection.layers)} dropped blocks are {INSENSITIVE} (S at most tau1 ="
+        f" {selection.sensitivity.tau1:g}); --distill all trains them anyway"
+    )
 
 
 def to_group(selection: Selection, options: SpdOptions) -> list[int]:

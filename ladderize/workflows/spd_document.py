@@ -1,8 +1,9 @@
 """spd.json: what each block got and why, with the figures of each step."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ladderize.adapt.blockwise.documents import BlockReport, WindowData
+from ladderize.adapt.blockwise.documents import BlockReport, WindowData, measured_note
 from ladderize.adapt.blockwise.options import DistillSettings
 from ladderize.convert.heads import GroupingReport
 from ladderize.convert.selection import SelectedBlock, Selection
@@ -22,39 +23,47 @@ class SpdBlock(SelectedBlock):
 class SpdDocument(Record):
     """The document; docs/files.md says what the keys mean."""
 
+    FORMER: ClassVar = {"selection": "spd_selection"}
+
     model: str
     out: str
     layout: str
     attention_sync: list[str]
     mlp_sync: list[str]
     sync_tp_size: int | None
-    spd_selection: Selection
+    selection: Selection
     perplexity: dict[str, Perplexity]
     blocks: list[SpdBlock]
     data: WindowData
     options: DistillSettings
     dtype: str
 
+    def card_note(self) -> str:
+        """What was measured, for the model card."""
+        return measured_note(self.perplexity, self.data)
+
 
 def spd_rows(document: SpdDocument) -> list[dict[str, str]]:
-    """What each block got, for people."""
+    """What each block got, for people; steps that no block got have no column."""
+    grouped = any(row.grouping for row in document.blocks)
+    distilled = any(row.distillation for row in document.blocks)
     rows = []
     for row in document.blocks:
-        grouping, distillation = row.grouping, row.distillation
-        rows.append(
-            {
-                "block": str(row.block),
-                "S": f"{row.sensitivity:+.4f}",
-                "class": row.sensitivity_class,
-                "attention sync": "dropped" if row.dropped else "kept",
-                "heads grouped: error": (
-                    f"{grouping.error_before:.2e} to {grouping.error_after:.2e}" if grouping else ""
-                ),
-                "distilled: share lost": (
-                    f"{distillation.share_lost_before:.2%} to {distillation.share_lost_after:.2%}"
-                    if distillation
-                    else ""
-                ),
-            }
-        )
+        cells = {
+            "block": str(row.block),
+            "S": f"{row.sensitivity:+.4f}",
+            "class": row.sensitivity_class,
+            "attention sync": "dropped" if row.selected else "kept",
+        }
+        if grouped:
+            cells["head grouping: error"] = (
+                f"{row.grouping.error_before:.2e} to {row.grouping.error_after:.2e}" if row.grouping else ""
+            )
+        if distilled:
+            cells["distillation: block error"] = (
+                f"{row.distillation.share_lost_before:.2%} to {row.distillation.share_lost_after:.2%}"
+                if row.distillation
+                else ""
+            )
+        rows.append(cells)
     return rows

@@ -11,6 +11,8 @@ from ladderize.adapt.data.sources import source_sha256
 from ladderize.eval.perplexity import Perplexity
 from ladderize.files.records import Record
 
+BLOCK_ERROR = "block error: error of the block's output on held-out windows, as % of what the dense block adds"
+
 
 @dataclass(frozen=True)
 class BlockReport(Record):
@@ -85,15 +87,24 @@ class Distillation(Record):
     heldout_perplexity: dict[str, Perplexity]
 
 
+def measured_note(perplexities: Mapping[str, Perplexity], data: WindowData) -> str:
+    """The held-out perplexities of each step as a paragraph of a model card."""
+    steps = ", ".join(f"{value.perplexity:.4f} ({name.removeprefix('+ ')})" for name, value in perplexities.items())
+    return (
+        f"**Measured.** Perplexity on {data.heldout} held-out windows of {data.seq_len} tokens of `{data.file}`:"
+        f" {steps}."
+    )
+
+
 def distillation_rows(reports: Sequence[BlockReport]) -> list[dict[str, str]]:
     """A table of blocks for people."""
     return [
         {
             "block": str(report.block),
-            "loss before": f"{report.loss_before:.3e}",
+            "loss (MSE) before": f"{report.loss_before:.3e}",
             "after": f"{report.loss_after:.3e}",
-            "lost before": f"{report.share_lost_before:.2%}",
-            "lost after": f"{report.share_lost_after:.2%}",
+            "block error before": f"{report.share_lost_before:.2%}",
+            "after distillation": f"{report.share_lost_after:.2%}",
             "steps": str(report.steps) + (" (stopped early)" if report.stopped_early else ""),
         }
         for report in reports

@@ -44,8 +44,11 @@ class Units:
     def freedom(self) -> str:
         """What there is to choose, in words."""
         if self.ranks == 1:
-            return "nothing: one rank"
-        return "the matching alone: a rank holds one unit" if self.per_rank == 1 else "grouping and matching"
+            return "one rank: nothing can change"
+        if self.per_rank > 1:
+            return "which groups of heads share a rank can change, and which rank that is"
+        group = "KV group" if len(self.families) == 1 else "group of query heads"
+        return f"one {group} per rank: only the assignment of groups to ranks can change"
 
     def identity(self) -> Assignment:
         """The order as it is."""
