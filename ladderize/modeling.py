@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ladderize.checkpoint.model_check import check_model
+from ladderize.checkpoint.reading import read_config
 from ladderize.console import UserError
 
 MODEL_TYPE = "ladderized_llama"
@@ -46,25 +48,29 @@ def load(
 
     model: a folder or a hub id. dtype: "auto" (as stored) or a torch dtype's name. device: such as "cuda:1"; None
     leaves it to ``kwargs`` (``device_map``) or the CPU. ``trust_remote_code`` is for other models: a ladderized
-    checkpoint always runs this package's code, never the copy in its folder.
+    checkpoint always runs this package's code, never the copy in its folder. Raises UserError for what is truncated or
+    incomplete, for an adapter, and for pickle weights, which are never opened.
     """
-    from transformers import AutoModelForCausalLM, PreTrainedConfig
+    from transformers import AutoModelForCausalLM
 
+    folder = check_model(model, revision)
     register()
-    config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
-    if config.get("model_type") == MODEL_TYPE:
+    if read_config(folder).get("model_type") == MODEL_TYPE:
         trust_remote_code = False
     if device is not None:
         kwargs["device_map"] = {"": device}
     return AutoModelForCausalLM.from_pretrained(
-        model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, **kwargs
+        folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, **kwargs
     ).eval()
 
 
-def load_tokenizer(model: str | Path, *, revision: str | None = None) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a checkpoint, or None where its folder has none; a stranger's tokenizer code is never run.
+def load_tokenizer(
+    model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of a checkpoint, or None where its folder has none.
 
-    model: a folder or a hub id. Raises UserError for one that cannot be loaded.
+    model: a folder or a hub id. A stranger's tokenizer code is never run unless ``trust_remote_code``. Raises UserError
+    for one that cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -74,7 +80,7 @@ def load_tokenizer(model: str | Path, *, revision: str | None = None) -> "PreTra
         return None
     try:
         return AutoTokenizer.from_pretrained(
-            folder if folder.is_dir() else model, revision=revision, trust_remote_code=False
+            folder if folder.is_dir() else model, revision=revision, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{model}: its tokenizer cannot be loaded ({' '.join(str(error).split())[:200]})") from None

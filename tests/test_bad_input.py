@@ -1,6 +1,7 @@
 """Bad input: one sentence, the right exit code, nothing left behind."""
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +29,11 @@ def rewrite_header(path: Path, change) -> None:
     change(header)
     encoded = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + raw[8 + length :])
+
+
+def fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
 
 
 def change_tensors(folder: Path, **changes) -> None:
@@ -78,6 +85,30 @@ DAMAGE = {
         lambda s: edit_json(s / "config.json", quantization_config={"quant_method": "gptq"}),
         "quantised with gptq",
     ),
+    "deeply nested": (
+        lambda s: (s / "config.json").write_text('{"a": ' + "[" * 5000 + "]" * 5000 + "}"),
+        "nested deeper than 100 levels",
+    ),
+    "config is a FIFO": (lambda s: fifo(s / "config.json"), "config.json is a FIFO, not a regular file"),
+    "weights are a FIFO": (lambda s: fifo(s / "model.safetensors"), "is a FIFO, not a regular file"),
+    "any file is a FIFO": (lambda s: fifo(s / "notes.txt"), "notes.txt is a FIFO, not a regular file"),
+    "rope": (
+        lambda s: edit_json(s / "config.json", rope_parameters={"rope_type": "magic"}),
+        "rope_type is 'magic', which is not one of default, linear",
+    ),
+    "rope without a factor": (
+        lambda s: edit_json(s / "config.json", rope_parameters={"rope_type": "linear"}),
+        "a rope_type of linear needs factor",
+    ),
+    "rope of another kind": (lambda s: edit_json(s / "config.json", rope_scaling=[2]), "must be an object"),
+    "rope of text": (
+        lambda s: edit_json(s / "config.json", rope_parameters={"rope_type": "linear", "factor": "2"}),
+        "factor is '2', but must be a positive number",
+    ),
+    "no positions": (
+        lambda s: edit_json(s / "config.json", max_position_embeddings="many"),
+        "max_position_embeddings is 'many'",
+    ),
     "pickle only": (
         lambda s: (s / "model.safetensors").rename(s / "pytorch_model.bin"),
         "only pickle weights.*save_pretrained",
@@ -105,6 +136,41 @@ DAMAGE = {
     "tensor too many": (lambda s: change_tensors(s, extra=torch.zeros(3)), "no tensor of a Llama"),
     "integer tensor": (lambda s: change_tensors(s, **{Q: torch.zeros(32, 32, dtype=torch.int8)}), "stored as I8"),
 }
+
+
+COMMANDS = {
+    "eval": ("--perplexity", "{data}"),
+    "generate": ("-p", "a"),
+    "sensitivity": ("--sync-tp-size", "2", "--data", "{data}", "--out", "{out}.json"),
+    "bench": ("--prompt-len", "2", "--output-len", "2"),
+    "adapt": ("{out}", "--data", "{data}", "--max-steps", "1"),
+    "spd": ("{out}", "--sync-tp-size", "2", "--data", "{data}"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "name", ["truncated", "pickle only", "tensor missing", "deeply nested", "weights are a FIFO", "rope"]
+)
+def test_every_command_refuses_a_damaged_model(llama, tmp_path, command, name):
+    damage, message = DAMAGE[name]
+    damage(llama)
+    np.save(tmp_path / "ids.npy", np.arange(3, 60))
+    given = (argument.format(data=tmp_path / "ids.npy", out=tmp_path / "out") for argument in COMMANDS[command])
+    outcome = invoke(command, llama, *given)
+    assert outcome.code == 1
+    assert re.search(message, one_sentence(outcome)), outcome.stderr
+    assert listing(tmp_path) == ["ids.npy", "src"]
+
+
+def test_a_source_file_that_is_none(llama, tmp_path):
+    (llama / "sub").mkdir()
+    (llama / "sub" / "lost.json").symlink_to("nowhere")
+    assert "lost.json is a link to nothing" in one_sentence(convert(llama, tmp_path / "out"))
+    (llama / "sub" / "lost.json").unlink()
+    os.mkfifo(llama / "sub" / "pipe.json")
+    assert "pipe.json is a FIFO, not a regular file" in one_sentence(convert(llama, tmp_path / "out"))
+    assert listing(tmp_path) == ["src"]
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -301,7 +301,34 @@ def test_found_before_any_work(tmp_path, monkeypatch):
     assert "does not exist" in one_sentence(
         invoke("eval", MODEL, "/no/model", "--tasks", "demo_copying", "--include-path", TASKS)
     )
+    (tmp_path / "fifo").unlink()
     assert "config.json" in one_sentence(invoke("eval", tmp_path, "--tasks", "demo_copying", "--include-path", TASKS))
+
+
+def test_all_models_are_checked_before_the_first_is_scored(llama, tmp_path, monkeypatch):
+    np.save(tmp_path / "ids.npy", np.arange(3, 60))
+    scored = invoke("eval", llama, "--perplexity", tmp_path / "ids.npy", "--json")
+    assert scored.code == 0, scored.stderr
+    monkeypatch.setattr(harness, "open_model", lambda *_: pytest.fail("a model was loaded"))
+    pickled, adapter, both = (tmp_path / name for name in ("pickled", "adapter", "both"))
+    for folder in (pickled, both):
+        shutil.copytree(llama, folder)
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    (both / "adapter_config.json").write_text("{}")
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    for bad, message in (
+        (pickled, "only pickle weights"),
+        (adapter, f"is a PEFT adapter; `ladderize merge {adapter} OUT` makes a checkpoint"),
+        (both, "holds a PEFT adapter beside its weights; merge it first"),
+    ):
+        assert message in one_sentence(invoke("eval", llama, bad, "--perplexity", tmp_path / "ids.npy"))
+
+
+def test_load_never_opens_a_pickle(llama):
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(UserError, match="only pickle weights"):
+        load(llama)
 
 
 def test_fewshot_that_a_task_forbids(tmp_path):

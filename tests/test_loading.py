@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ladderize import convert_checkpoint, load, register
 from ladderize.convert.recipe import Recipe
+from ladderize.layout import LayoutError
 from tests import warm
 from tests.helpers import LAYOUTS, listing, make_model, random_ids, save_llama
 from tests.oracle import Oracle
@@ -126,7 +127,7 @@ def test_register_is_explicit_and_repeatable(converted):
 def test_an_impossible_layout_does_not_load(converted, changes):
     config = json.loads((converted / "config.json").read_text())
     (converted / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(Exception, match="attention_sync|mlp_sync|sync_tp_size"):
+    with pytest.raises(LayoutError, match="attention_sync|mlp_sync|sync_tp_size|sync-tp-size|MLP sync point"):
         load(converted)
 
 

@@ -12,6 +12,16 @@ from ladderize.console import UserError
 SOURCE_TYPES = ("llama", "ladderized_llama", "llamaLadder")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 LARGEST, MOST_LAYERS = 2**31, 10_000  # no size of a real model; more would only exhaust memory
+# the types of rotary embeddings, and what each cannot do without
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": (),
+}
 # buffers that Llama 1 checkpoints carry and nobody reads
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -32,7 +42,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         raise UserError(
             f"this checkpoint is quantised with {method}; convert the unquantised model and quantise the result"
         )
-    for key in (*SIZES, "num_key_value_heads", "head_dim"):
+    for key in (*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"):
         value = config.get(key)
         if value is None and key not in SIZES:
             continue
@@ -42,12 +52,38 @@ def check_config(config: Mapping[str, Any]) -> None:
         raise UserError(
             f"config.json: num_hidden_layers is {config['num_hidden_layers']}; at most {MOST_LAYERS} are believed"
         )
+    check_rope(config)
     for key, value in _numbers(config):
         if not math.isfinite(value):
             raise UserError(f"config.json: {key} is {value}, which is no number; repair the file")
     heads, kv_heads = config["num_attention_heads"], kv_head_count(config)
     if heads % kv_heads:
         raise UserError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
+
+
+def check_rope(config: Mapping[str, Any]) -> None:
+    """Raise UserError unless the rotary embedding is of a known type and has the numbers that it needs."""
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = config.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise UserError(f"config.json: {key} is {str(value)[:60]!r}, but must be an object; repair the file")
+        rope |= value or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_NEEDS:
+        raise UserError(
+            f"config.json: the rope_type is {str(kind)[:60]!r}, which is not one of {', '.join(ROPE_NEEDS)}; repair"
+            " the file, or update transformers and ladderize"
+        )
+    for key in ROPE_NEEDS[kind]:
+        if key not in rope:
+            raise UserError(f"config.json: a rope_type of {kind} needs {key}; repair the file")
+    lists = {"short_factor", "long_factor"}
+    numbers = {key: rope[key] for key in (*ROPE_NEEDS[kind], "rope_theta") if key in rope and key not in lists}
+    numbers |= {key: config[key] for key in ("rope_theta", "rms_norm_eps") if config.get(key) is not None}
+    for key, value in numbers.items():
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise UserError(f"config.json: {key} is {repr(value)[:60]}, but must be a positive number")
 
 
 def _numbers(value: Any, key: str = "") -> list[tuple[str, float]]:

@@ -17,7 +17,7 @@ from ladderize.checkpoint.dtypes import DTYPE_BYTES
 from ladderize.console import UserError
 from ladderize.files.documents import read_json
 from ladderize.files.parsing import parse_json
-from ladderize.files.regular import open_regular, resolved
+from ladderize.files.regular import check_regular, open_regular, resolved
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
@@ -62,11 +62,15 @@ class Checkpoint:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError unless ``folder`` is one with something in it."""
+    """Raise UserError unless ``folder`` is one with something in it, and every file in it a regular one."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; name the folder of a Hugging Face checkpoint or a hub id")
-    if not any(folder.iterdir()):
+    entries = list(folder.iterdir())
+    if not entries:
         raise UserError(f"{folder} is empty; it should hold config.json and safetensors weights")
+    for entry in entries:
+        if entry.exists() and not entry.is_dir():
+            check_regular(entry)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -77,7 +81,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a dict, without the NaN and Infinity that Python's JSON lets through."""
     path = folder / "config.json"
-    if not path.is_file() and (folder / "adapter_config.json").is_file():
+    if not path.exists() and (folder / "adapter_config.json").exists():
         raise UserError(
             f"{folder} is a PEFT adapter; `ladderize merge {folder} OUT` makes a checkpoint of it and its base"
         )

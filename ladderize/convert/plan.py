@@ -24,6 +24,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection
 from ladderize.convert.weights import Shard, parse_size, plan_shards
 from ladderize.files import output
+from ladderize.files.regular import check_regular
 from ladderize.layout import Layout
 
 MADE_HERE = {"config.json", "ladderize.yaml", "README.md", "README.source.md", INDEX}
@@ -188,9 +189,12 @@ def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
         closed = [i for i, part in enumerate(relative.parts[:-1]) if part in CLOSED or part.startswith(".")]
         if closed:
             left_behind.append("/".join(relative.parts[: closed[0] + 1]) + "/")
-        elif not path.is_file() or path.name.lower().endswith(FOREIGN):
+        elif path.name.lower().endswith(FOREIGN):
             left_behind.append(str(relative))
+        elif not path.exists():
+            raise UserError(f"{path} is a link to nothing, so it cannot be carried over; mend or remove it")
         else:
+            check_regular(path)
             target = path.resolve()
             if home not in target.parents and cache not in target.parents:
                 raise UserError(

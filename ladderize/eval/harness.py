@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ladderize import data
+from ladderize.checkpoint.model_check import check_model
 from ladderize.console import Console, UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.perplexity import model_perplexity
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult, Perplexity
-from ladderize.layout import Layout
+from ladderize.layout import Layout, LayoutError
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -33,16 +34,16 @@ def evaluate_models(
     ``save`` gets the content of results.json after every task, so that nothing is lost when a later one fails.
     """
     names = [str(Path(name).expanduser()) if name.startswith("~") else name for name in models]
-    check_before_work(names, options)
+    folders = check_before_work(names, options)
     manager = None
     if options.tasks:
         with console.stage("reading the tasks of lm-eval"), console.contained():
             manager = load_tasks(options)
     finished: list[ModelResult] = []
     add_bos: bool | None = None
-    for name in names:
+    for name, folder in zip(names, folders, strict=True):
         with console.stage(f"loading {name}"), console.contained():
-            model, tokenizer = open_model(name, options)
+            model, tokenizer = open_model(name, folder, options)
         if tokenizer is not None and add_bos is None:
             add_bos = begins_with_bos(tokenizer)
         entry = ModelResult(describe_model(name, model, add_bos))
@@ -65,20 +66,13 @@ def evaluate_models(
     return EvalResults(options, finished)
 
 
-def check_before_work(names: list[str], options: EvalOptions) -> None:
-    """Find what is certain to fail before any model is loaded."""
+def check_before_work(names: list[str], options: EvalOptions) -> list[Path]:
+    """The folders of the models, all of which were checked: what is certain to fail is found before any is loaded."""
     if not options.tasks and options.perplexity is None:
         raise UserError("nothing to evaluate: name --tasks, or a file for --perplexity")
     if options.perplexity is not None:
         data.check_data_file(options.perplexity)
-    for name in names:
-        if Path(name).exists():
-            if options.revision is not None:
-                raise UserError(f"{name} is a local folder, which has no revisions; leave --revision out")
-            if not (Path(name) / "config.json").is_file():
-                raise UserError(f"{name} holds no config.json; it is not a Hugging Face checkpoint")
-        elif name.count("/") > 1 or name.startswith((".", "/", "~")):
-            raise UserError(f"{name} does not exist; name a checkpoint folder or a hub id")
+    return [check_model(name, options.revision) for name in names]
 
 
 def load_tasks(options: EvalOptions) -> "TaskManager":
@@ -114,27 +108,25 @@ def load_tasks(options: EvalOptions) -> "TaskManager":
     return manager
 
 
-def open_model(name: str, options: EvalOptions) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
-    """A model and, if it has one, its tokenizer; errors of transformers become one sentence."""
+def open_model(
+    name: str, folder: Path, options: EvalOptions
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
+    """A checked model and, if it has one, its tokenizer; errors of transformers become one sentence."""
     import torch
-    from transformers import AutoTokenizer
 
-    from ladderize.modeling import load
+    from ladderize.modeling import load, load_tokenizer
 
+    needed = bool(options.tasks) or (options.perplexity is not None and data.needs_tokenizer(options.perplexity))
+    tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code) if needed else None
+    if options.tasks and tokenizer is None:
+        raise UserError(f"{name} has no tokenizer that transformers can open, and lm-eval's tasks are text")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    common = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     try:
-        model = load(name, dtype=options.dtype, device=device, **common)  # type: ignore[arg-type]
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        model = load(folder, dtype=options.dtype, device=device, trust_remote_code=options.trust_remote_code)
+    except (UserError, LayoutError):
+        raise
+    except Exception as error:  # whatever a config of another architecture makes transformers do
         raise UserError(f"{name} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **common)
-    except (OSError, ValueError):
-        tokenizer = None
-        if options.tasks:
-            raise UserError(
-                f"{name} has no tokenizer that transformers can open, and lm-eval's tasks are text"
-            ) from None
     return model, tokenizer
 
 

@@ -28,8 +28,8 @@ class Perplexity(Record):
 
 @dataclass(frozen=True)
 class EvaluatedModel(Record):
-    """What was evaluated, and how. add_bos_token: whether the texts of tasks begin with BOS; None: not known, since no
-    model so far had a tokenizer."""
+    """What was evaluated, and how. add_bos_token: whether the texts of tasks begin with BOS; None: no text was
+    read, or no model so far had a tokenizer."""
 
     LEFT_OUT: ClassVar = ("perplexity",)
 
