@@ -1,5 +1,6 @@
 """A folder that holds what a run has finished so far, so that a killed one goes on."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from ladderize.files.locks import lock_folder
 from ladderize.files.regular import resolved
 
 ABOUT = "run.json"
+SUFFIX = ".ladderize-work"  # of the folder beside OUT
 Folder = TypeVar("Folder", bound="WorkFolder")
 
 
@@ -30,7 +32,7 @@ class WorkFolder:
     somebody's files, the work of a run on something else (``identity``), or is in use.
     """
 
-    CONTENT: tuple[str, ...] = (ABOUT, ".*.json.*")  # names of what may lie here
+    CONTENT: tuple[str, ...] = (ABOUT, ".*.json.*")  # names of what may lie here, the record's first
     ADVICE = "delete it"
     OPTION = "--work-dir"  # what names another place
 
@@ -107,20 +109,30 @@ class WorkFolder:
             self.lock = None
 
     def remove(self) -> None:
-        """Delete what was written here, and the folder if it was made for it and nothing else is in it."""
-        made = read_own(self.folder / ABOUT).get("made_folder")
-        for pattern in self.CONTENT:
+        """Delete what was written here, and the folder if it was made for it and nothing else is in it.
+
+        The record goes last: a run that is killed meanwhile leaves a folder that the next one knows.
+        """
+        made = read_own(self.folder / ABOUT).get("made_folder") or self.folder.name.endswith(SUFFIX)
+        for pattern in (*self.CONTENT[1:], ABOUT):
             for path in self.folder.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         if made and not any(self.folder.iterdir()):
             self.folder.rmdir()
+
+    @classmethod
+    def tidy(cls, folder: Path, identity: Mapping[str, Any]) -> None:
+        """Remove what a run about ``identity`` left here, since its output is complete. Another's work stays."""
+        if folder.is_dir():
+            with contextlib.suppress(UserError), cls(folder, identity) as work:
+                work.remove()
 
 
 def work_folder(out: str, work_dir: Path | None, *sources: Path) -> Path:
     """Where unfinished work lies: beside OUT, unless it was said. Raises UserError for a place that is somebody's."""
     target = resolved(out)
     if work_dir is None:
-        return target.with_name(f"{target.name}.ladderize-work")
+        return target.with_name(target.name + SUFFIX)
     folder = resolved(work_dir, "--work-dir ")
     for other in (target, *(source.resolve() for source in sources)):
         if folder == other or folder in other.parents or other in folder.parents:

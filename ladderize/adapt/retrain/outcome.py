@@ -21,7 +21,7 @@ from ladderize.adapt.retrain.adaptation import (
 from ladderize.adapt.retrain.metrics import METRICS, read_metrics
 from ladderize.adapt.retrain.models import EMBEDDING, HEAD
 from ladderize.adapt.retrain.state import load_trained
-from ladderize.adapt.retrain.task import Task
+from ladderize.adapt.retrain.task import Task, result_digest
 from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.blocks import open_checkpoint, stored_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
@@ -30,6 +30,7 @@ from ladderize.console import Console, UserError, to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.files.finished import FINISHED, RUN
 
 # what ladderize.yaml says of it
 RECORDED = (
@@ -97,6 +98,8 @@ def write_outcome(
             f"{task.model} has changed since the training began, and {work.folder} holds what was trained of it; put it"
             " back"
         )
+    digest = result_digest(task, identity)
+    work.write_about(**{FINISHED: digest})  # a run that is killed from here on may find OUT complete
     if task.options.method == LORA:
         base = adapter_base(task.checkpoint, task.model, revision)
         document = AdapterAdaptation(**vars(adaptation), base=base)
@@ -107,7 +110,7 @@ def write_outcome(
             base=task.checkpoint,
             base_name=task.model,
             revision=revision,
-            document=document.to_dict(),
+            document={**document.to_dict(), RUN: digest},
             extra_files=metrics,
             overwrite=overwrite,
         )
@@ -127,7 +130,7 @@ def write_outcome(
         changes=Changes(
             replace=replaced,
             record={"adaptation": {key: content[key] for key in RECORDED}},
-            extra_files={ADAPTATION: to_json(content) + "\n", **metrics},
+            extra_files={ADAPTATION: to_json({**content, RUN: digest}) + "\n", **metrics},
             note=adaptation.card_note(),
         ),
     )

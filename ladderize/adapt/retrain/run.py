@@ -12,6 +12,7 @@ from ladderize.adapt.data.chunks import StreamOptions
 from ladderize.adapt.data.packing import PackedRow
 from ladderize.adapt.data.show import batch_document, show_batch
 from ladderize.adapt.data.stream import Stream, fixed_rows
+from ladderize.adapt.lora.config import ADAPTATION
 from ladderize.adapt.lora.write import check_adapter_target
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.adaptation import Adaptation
@@ -21,13 +22,15 @@ from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.outcome import write_outcome
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.state import TrainingFolder
-from ladderize.adapt.retrain.task import Task, check_disk, check_memory, open_task, run_identity
+from ladderize.adapt.retrain.task import Task, check_disk, check_memory, open_task, result_digest, run_identity
 from ladderize.adapt.retrain.trackers import Trackers, check_trackers
 from ladderize.adapt.retrain.trainer import Trainer, TrainOptions, probe_seconds
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, UserError, human_seconds
 from ladderize.files import output
+from ladderize.files.documents import read_own
+from ladderize.files.finished import finished, may_be_finished
 from ladderize.files.regular import resolved
 from ladderize.files.work import work_folder
 from ladderize.layout import format_ranges
@@ -74,12 +77,15 @@ def retrain(
     check_trackers(options.log_with)
     ranks = join_ranks(options.device)
     task = open_task(model, options, ranks, revision)
+    folder = work_folder(out, options.work_dir, *(source.folder for source in task.sources))
+    done, document = written_before(task, ranks, out, folder, console, overwrite=overwrite)
+    if done:
+        return document
     for source in task.sources:
         if options.method == LORA:
             check_adapter_target(Path(out), source, overwrite=overwrite)
         else:
             output.check_target(Path(out), source.folder, overwrite=overwrite)
-    folder = work_folder(out, options.work_dir, *(source.folder for source in task.sources))
     check_memory(task, ranks, console)
     stream, heldout = open_data(task.checkpoint, options, task.training)
     with stream:
@@ -114,6 +120,28 @@ def retrain(
             if ranks.is_main:
                 work.remove()
     return document
+
+
+def written_before(
+    task: Task, ranks: Ranks, out: str, folder: Path, console: Console, *, overwrite: bool
+) -> tuple[bool, Adaptation | None]:
+    """Whether this very run has written ``out`` already, and, on the main process, the document of it.
+
+    A run may be killed after its output appeared; what is left of its unfinished work is removed.
+    """
+    target, options, document = resolved(out), task.options, None
+    if ranks.is_main and may_be_finished(target, ADAPTATION) and (options.resume or not overwrite):
+        written = Adaptation.from_dict(read_own(target / ADAPTATION), target / ADAPTATION)
+        if written.options == options.deciding(task.training):  # else there is no need to read all data
+            stream, _ = open_data(task.checkpoint, options, task.training)
+            with stream:
+                identity = run_identity(task, stream)
+            digest = result_digest(task, identity)
+            if finished(target, ADAPTATION, digest, overwrite=overwrite, work=folder):
+                document = written
+                TrainingFolder.tidy(folder, identity)
+                console.note(f"{target} is complete: this command wrote it in an earlier run")
+    return ranks.broadcast(document is not None), document
 
 
 def make_trainer(

@@ -26,6 +26,7 @@ from ladderize.checkpoint.llama import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, UserError, human_bytes
 from ladderize.files import output
+from ladderize.files.finished import run_digest
 from ladderize.layout import Layout, parse_ranges
 from ladderize.memory import available_bytes
 from ladderize.ranks.group import Ranks
@@ -193,6 +194,13 @@ def run_identity(task: Task, stream: Stream) -> dict[str, Any]:
         "dtype": str(task.compute).removeprefix("torch."),
         **task.options.fixed(task.training).to_dict(),
     }
+
+
+def result_digest(task: Task, identity: Mapping[str, Any]) -> str:
+    """Of everything that decides the result: with ``run_identity`` also what may change on the way."""
+    options, training = task.options, task.training
+    settings = options.settings(training).to_dict()
+    return run_digest({**identity, **settings, "write": options.write, "eval_every": training.eval_every})
 
 
 def tokenizer_hash(folder: Path) -> str:

@@ -1,0 +1,86 @@
+"""A run that is killed after its output appeared: the same command finds the output, tidies up, and exits 0."""
+
+import json
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.recipe import Recipe
+from tests import warm
+from tests.helpers import SHAPE, invoke, listing, one_sentence, save_llama
+from tests.test_convert import fingerprint
+
+# Runs ladderize, and is killed when it calls the function that argv names.
+KILLED_AT = """
+import importlib, os, signal, sys
+module, name = sys.argv[1].split(":")
+holder = importlib.import_module(module)
+*owners, name = name.split(".")
+for owner in owners:
+    holder = getattr(holder, owner)
+setattr(holder, name, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+sys.argv[:2] = ["ladderize"]
+from ladderize.cli import main
+main()
+"""
+BEFORE_TIDYING = "ladderize.files.work:WorkFolder.remove"
+COMPLETE = "is complete: this command wrote it in an earlier run"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A dense model, a converted one, and data."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    save_llama(folder / "dense")
+    recipe = Recipe(spd="0,2", sync_tp_size=2)
+    convert_checkpoint(str(folder / "dense"), folder / "spd", recipe, verify=False)
+    ids = np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (24, 16))
+    np.save(folder / "ids.npy", ids)
+    return folder
+
+
+def command(name, place, out):
+    same = ["--threads", 1, "--device", "cpu"]
+    data = ["--data", place / "ids.npy", *same]
+    retraining = ["adapt", place / "spd", out, *data, "--max-steps", 3, "--batch-size", 2, "--seq-len", 16]
+    return {
+        "full": [*retraining, "--no-verify"],
+        "lora": [*retraining, "--method", "lora", "--lora-rank", 2],
+    }[name]
+
+
+def kill(moment, *arguments):
+    process = warm.WarmProcess([sys.executable, "-c", KILLED_AT, moment, *map(str, arguments)])
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, stderr
+
+
+def work_of(out):
+    return out.with_name(f"{out.name}.ladderize-work")
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_killed_after_the_output_appeared(place, tmp_path, name):
+    warm.warm_python().preload("accelerate", "datasets", "peft")
+    out = tmp_path / "out"
+    arguments = command(name, place, out)
+    kill(BEFORE_TIDYING, *arguments)
+    assert listing(tmp_path) == ["out", "out.ladderize-work"]
+    before = fingerprint(out)
+    for moment in ("before tidying", "with --overwrite", "amid tidying", "after it", "before the end"):
+        if moment == "with --overwrite":
+            kill(BEFORE_TIDYING, *arguments, "--overwrite")
+            before = fingerprint(out)
+        if moment == "amid tidying":
+            work_of(out).mkdir()
+        outcome = invoke(*arguments, *(["--overwrite"] if moment == "with --overwrite" else []))
+        assert outcome.code == 0, (moment, outcome.stderr)
+        assert COMPLETE in outcome.stderr
+        assert outcome.stdout.strip().splitlines()[-1].startswith(f"wrote {out}")
+        assert fingerprint(out) == before
+        assert listing(tmp_path) == ["out"]
+    assert json.loads(invoke(*arguments, "--json").stdout)["out"] == str(out)
+    assert "is not empty" in one_sentence(invoke(*arguments, "--seed", 1))  # another command
