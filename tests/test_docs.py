@@ -1,0 +1,266 @@
+"""README and docs: their commands are real ones, their links resolve, and their prose fits 100 columns."""
+
+import ast
+import functools
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ladderize.cli import BadCommandLine, app
+from ladderize.demo.corpus import documents
+from ladderize.demo.run import MODEL
+from tests.helpers import ROOT, invoke
+
+PROSE_WIDTH = 100
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+STORY = ROOT / "docs" / "getting-started.md"
+MESSAGES = ROOT / "docs" / "troubleshooting.md"
+FENCE = re.compile(r"^(`{3,}) *([\w-]*)[^\n]*\n(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page; line: the number of its first line."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [Block(m[2], m[3], text.count("\n", 0, m.start(3)) + 1) for m in FENCE.finditer(text)]
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks; line numbers stay."""
+    return FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text(encoding="utf-8"))
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The arguments of each ``ladderize ...`` in a block: alone, after a prompt, or behind ``-m``."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if "ladderize" not in line:
+            continue
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # VARIABLE=value in front
+            words = words[1:]
+        if words[:1] == ["ladderize"]:
+            yield words[1:]
+        elif words[:1] in (["torchrun"], ["accelerate"], ["python"]) and "ladderize" in words:
+            yield words[words.index("ladderize") + 1 :]
+
+
+def commands_of(page: Path) -> list[tuple[int, list[str]]]:
+    return [
+        (block.line, arguments)
+        for block in blocks(page)
+        if block.language in ("", "sh", "bash", "console")
+        for arguments in commands(block.text)
+    ]
+
+
+@functools.cache
+def command_line() -> Any:
+    return typer.main.get_command(app)
+
+
+def parse(arguments: list[str]) -> None:
+    """Parse as the command line does, without running anything; raises what it raises for a bad one."""
+    group = command_line()
+    context = group.make_context("ladderize", list(arguments))
+    if arguments and arguments[0].startswith("-"):
+        return
+    name, command, rest = group.resolve_command(context, list(arguments))
+    command.make_context(name, rest, parent=context)
+
+
+# ---- the command line ----
+
+
+@each_page
+def test_commands_are_parsed(page: Path) -> None:
+    wrong = []
+    for line, arguments in commands_of(page):
+        try:
+            parse(arguments)
+        except typer.Exit:  # --version, --help
+            pass
+        except Exception as error:
+            wrong.append(f"line {line}: ladderize {' '.join(arguments)}: {getattr(error, 'message', error)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_parser_sees_what_is_wrong() -> None:
+    """Otherwise the test above could pass by seeing nothing."""
+    text = "$ ladderize convert a b --spd 4 --sync-tp-size eight\n"
+    text += "torchrun --nproc-per-node 2 -m ladderize adapt a \\\n  b -x"
+    first, second = commands(text)
+    assert first[0] == "convert"
+    assert second == ["adapt", "a", "b", "-x"]
+    for arguments in (first, second, ["eval"], ["mend", "a"]):
+        with pytest.raises(BadCommandLine):
+            parse(arguments)
+    assert sum(len(commands_of(page)) for page in PAGES) > 40
+
+
+@each_page
+def test_options_in_prose_exist(page: Path) -> None:
+    """`--option` in a line of prose is an option of some command, or of the command named with it."""
+    every = command_line().commands
+    known = {name: {text for p in c.params for text in (*p.opts, *p.secondary_opts)} for name, c in every.items()}
+    elsewhere = {"--version", "--help", "--debug", "--no-deps", "--config_file", "--nproc-per-node", "--nnodes"}
+    anywhere = set().union(*known.values()) | elsewhere | {"--standalone", "--durations"}
+    wrong = []
+    for span in re.findall(r"`([^`\n]+)`", prose(page)):
+        words = re.split(r"[\s=]+", span)
+        options = {word for word in words if re.fullmatch(r"--[a-z][\w-]*", word)}
+        command = words[1] if words[0] == "ladderize" and len(words) > 1 else words[0]
+        wrong += sorted(options - (known[command] | elsewhere if command in known else anywhere))
+        if words[0] == "ladderize" and len(words) > 1 and re.fullmatch(r"[a-z]+", words[1]):
+            wrong += [span] * (words[1] not in every)
+    assert not wrong
+
+
+# ---- the pages themselves ----
+
+
+@each_page
+def test_prose_fits_100_columns(page: Path) -> None:
+    lines = enumerate(prose(page).splitlines(), 1)
+    wide = [
+        f"{page.name}:{number}: {len(line)} columns: {line}"
+        for number, line in lines
+        if len(line) > PROSE_WIDTH and not line.lstrip().startswith(("|", "![", "### `")) and " " in line.strip()
+    ]
+    assert not wide, "\n".join(wide)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    heads = re.findall(r"^#+\s+(.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@each_page
+def test_links_resolve(page: Path) -> None:
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            wrong.append(target)
+    assert not wrong
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    missing = [page.name for page in PAGES if page.parent.name == "docs" and f"({page.name}" not in index]
+    assert missing in ([], ["README.md"])
+
+
+# ---- messages ----
+
+
+@functools.cache
+def texts_of_the_program() -> list[str]:
+    """Every string of the package's source, with a gap where an f-string puts a value in."""
+    texts = []
+    for file in sorted((ROOT / "ladderize").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(str(p.value) if isinstance(p, ast.Constant) else "\0" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def occurs(message: str) -> bool:
+    """Whether the parts of a message between ``...`` occur in one string of the source, in this order."""
+    parts = [re.escape(part.strip()) for part in re.split(r"\.\.\.", message) if part.strip()]
+    pattern = re.compile(".*?".join(parts), re.DOTALL)
+    return any(pattern.search(text) for text in texts_of_the_program())
+
+
+def test_messages_of_troubleshooting_are_the_programs_own() -> None:
+    messages = re.findall(r"^### `(.*)`$", MESSAGES.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(messages) >= 20
+    others = {"Do you wish to run the custom code? [y/N]"}  # transformers' own
+    assert not [message for message in messages if message not in others and not occurs(message)]
+    assert not occurs("this ... was never said")
+
+
+# ---- what runs ----
+
+# the story's commands with less work, so that the test is quick
+LESS = {"--max-tokens": "2k", "--samples": "16", "--epochs": "1", "--max-new-tokens": "4", "--heldout": "4"}
+QUICK = {
+    "adapt": ["--write=last", "--no-verify"],  # so few tokens need not win anything
+    "spd": ["--no-verify"],
+    "convert": ["--no-verify"],
+    "bench": ["--warmup=1", "--repeat=1", "--no-check"],
+}
+
+
+def shortened(arguments: list[str]) -> list[str]:
+    """The same command with less work."""
+    words = [LESS.get(before, word) for before, word in zip(["", *arguments], arguments, strict=False)]
+    return words + QUICK.get(arguments[0], [])
+
+
+def run(arguments: list[str]) -> None:
+    outcome = invoke(*arguments)
+    assert outcome.code == 0, f"ladderize {' '.join(arguments)}\n{outcome.stderr}"
+
+
+def test_the_story_runs_as_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command and every Python block of getting-started.md, in their order, on the bundled model."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(MODEL, "dense")
+    told = 0
+    for block in blocks(STORY):
+        if block.language == "python":
+            exec(compile(block.text, f"{STORY.name}:{block.line}", "exec"), {"__name__": "story"})
+        elif block.language in ("sh", "console"):
+            for arguments in commands(block.text):
+                run(shortened(arguments))
+                told += 1
+    assert told >= 10
+
+
+CHEAP = {"convert", "inspect", "sensitivity"}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the pages speak of: a small Llama of 32 layers by the name of a large one."""
+    folder = tmp_path_factory.mktemp("docs")
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 32, "num_attention_heads": 8}
+    config = LlamaConfig.from_pretrained(MODEL).to_dict() | shape | {"num_key_value_heads": 8, "head_dim": 8}
+    LlamaForCausalLM(LlamaConfig(**config | {"max_position_embeddings": 64})).save_pretrained(folder / "llama-8b")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder / "llama-8b" / name)
+    (folder / "wiki.txt").write_text("".join(documents(100, test=False)), encoding="utf-8")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    return folder
+
+
+@each_page
+def test_cheap_commands_run(page: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What converts, inspects and measures, in the order of the page, on a small model of the same name."""
+    for entry in workplace.iterdir():
+        (tmp_path / entry.name).symlink_to(entry)
+    monkeypatch.chdir(tmp_path)
+    for _, arguments in commands_of(page):
+        if arguments[:1] and arguments[0] in CHEAP and page != STORY and Path(arguments[1]).is_dir():
+            run([*arguments, *(["--samples=4"] if arguments[0] == "sensitivity" else QUICK.get(arguments[0], []))])
