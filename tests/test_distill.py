@@ -19,11 +19,13 @@ from ladderize.adapt.blockwise.teacher import teacher_pass
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import UserError
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.eval.results import Perplexity
 from ladderize.layout import Layout, parse_ranges
 from tests import warm
 from tests.helpers import BIASES, SHAPE, invoke, listing, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
+NEVER = {"dense": 8.0, "before": 9.0, "distilled": 9.5}
 DEVICE = torch.device("cpu")
 # name -> (ladder, spd)
 KINDS = {
@@ -171,6 +173,7 @@ def adapt(pair, out, *options, method="blocks", data="ids.npy"):
         64,
         "--heldout",
         8,
+        *(() if "--write" in options else ("--write", "last")),  # random models need not get better on other data
         *options,
     )
 
@@ -274,6 +277,8 @@ def test_two_processes_train_the_same_weights(pair, tmp_path):
         "--json",
         "--max-memory",
         "1B",
+        "--write",
+        "last",
     ]
     result = warm.run_group([sys.executable, "-m", "ladderize", *command])
     assert result.returncode == 0, result.stderr
@@ -303,6 +308,23 @@ def test_training_that_does_not_help_changes_nothing(pair, tmp_path):
     before, after = (load_file(folder / "model.safetensors") for folder in (pair[1], tmp_path / "out"))
     for layer in kept:
         assert all(torch.equal(before[name], after[name]) for name in before if f"layers.{layer}." in name)
+
+
+def test_training_that_never_helped_writes_nothing(pair, tmp_path):
+    def heldout_gets_worse(*arguments):
+        return {name: Perplexity(value, None, 1.0, 8, 1, 8, 1.0) for name, value in NEVER.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blockwise, "before_and_after", heldout_gets_worse)
+        outcome = adapt(pair, tmp_path / "out", "--write", "best", "--epochs", 1)
+    assert outcome.code == 1
+    assert "training never lowered the held-out perplexity (before 9.0000, after 9.5000)" in one_sentence(outcome)
+    assert "out" not in listing(tmp_path)
+    assert "block-00001.safetensors" in listing(tmp_path / "out.ladderize-work")
+    written = adapt(pair, tmp_path / "out", "--write", "last", "--epochs", 1)
+    assert written.code == 0, written.stderr
+    assert "are done already" in written.stderr
+    assert "out.ladderize-work" not in listing(tmp_path)
 
 
 def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatch):

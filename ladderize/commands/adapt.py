@@ -370,7 +370,7 @@ def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], consol
     if len(params["data"]) > 1:
         raise UsageError("--method blocks reads one --data file")
     device = start_training_on(params["device"], params["dtype"], params["threads"], params["lr"])
-    from ladderize.adapt.blockwise.documents import distillation_rows, perplexity_rows
+    from ladderize.adapt.blockwise.documents import BLOCK_ERROR, distillation_rows, perplexity_rows
     from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
     from ladderize.adapt.blockwise.run import adapt_blocks
 
@@ -399,6 +399,8 @@ def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], consol
         console.result("")
         rows = perplexity_rows(distillation.heldout_perplexity)
         console.table(rows, right=["perplexity", "stderr", "difference"])
+        console.result(BLOCK_ERROR)
+        console.result(distillation.target)
         console.result(f"wrote {out}")
 
 

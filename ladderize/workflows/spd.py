@@ -150,13 +150,15 @@ def run_spd(
         ranks.barrier()
         if not ranks.is_main:
             return None
+        with console.stage("measuring held-out perplexities"):
+            measured = perplexities(teacher, layout, head_map, work, student, windows.heldout)
         document = SpdDocument(
             model=model,
             out=out,
             layout=str(layout),
             **layout.to_config(),
             selection=selection,
-            perplexity=perplexities(teacher, layout, head_map, work, student, windows.heldout),
+            perplexity=measured,
             blocks=block_table(selection, head_map, work, student),
             **vars(record),
         )

@@ -187,14 +187,14 @@ def test_resume_no_begins_anew(place, tmp_path, monkeypatch):
 
 def test_states_kept_and_the_best_one_written(place, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingFolder, "remove", lambda self: None)
-    values = iter([9.0, 5.0, 4.0, 6.0, 7.0, 8.0, 4.5])
+    values = iter([9000.0, 5000.0, 4000.0, 6000.0, 7000.0, 8000.0])
 
     def score(*arguments, original=training.score):
         scores = original(*arguments)
         return training.Scores(math.log(next(values, 1.0)), scores.divergence, scores.tokens)
 
     monkeypatch.setattr(training, "score", score)
-    document = succeed(place, tmp_path / "out", "--eval-every", 1, "--save-every", 1, "--keep", 2)
+    document = succeed(place, tmp_path / "out", "--eval-every", 1, "--save-every", 1, "--keep", 2, "--write", "best")
     work = tmp_path / "out.ladderize-work"
     assert listing(work) == ["metrics.jsonl", "run.json", "step-00000002", "step-00000005", "step-00000006"]
     assert listing(work / "step-00000002") == ["state.json", "weights.safetensors"]
@@ -202,4 +202,4 @@ def test_states_kept_and_the_best_one_written(place, tmp_path, monkeypatch):
     kept = load_file(work / "step-00000002" / "weights.safetensors")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(written[name], value) for name, value in kept.items())
-    assert document["heldout_perplexity"]["before"] == pytest.approx(9.0)
+    assert document["heldout_perplexity"]["before"] == pytest.approx(9000.0)

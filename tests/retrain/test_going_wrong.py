@@ -3,9 +3,13 @@
 import json
 import math
 
+import numpy as np
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
 import ladderize
+from ladderize.adapt.improvement import share_won_back
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
@@ -145,3 +149,60 @@ def test_dense_models_and_missing_budgets_are_refused(place, tmp_path):
     assert shown.code == 0
     assert "row 1:" in shown.stdout
     assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_training_that_never_helped_writes_nothing(place, tmp_path, method):
+    """What is learnt from half of the vocabulary is wrong of the other half."""
+    ids = np.random.default_rng(0)
+    np.save(tmp_path / "data.npy", ids.integers(3, 20, (40, 24)))
+    np.save(tmp_path / "other.npy", ids.integers(50, 97, (4, 24)))
+    files = {place / "ids.npy": tmp_path / "data.npy", place / "eval.npy": tmp_path / "other.npy"}
+
+    def train(write):
+        command = arguments(place, "--method", method, "--lr", 0.02, "--write", write, steps=4)
+        left = [files.get(argument, argument) for argument in command if argument != "--no-verify"]
+        return invoke(*left[:2], tmp_path / "out", *left[2:])
+
+    for again in (False, True):  # the work is kept, and nothing is trained again
+        outcome = train("best")
+        message = one_sentence(outcome)
+        assert outcome.code == 1
+        assert "training never lowered the held-out perplexity (before " in message
+        assert "--write last" in message
+        assert ("going on after step 4" in outcome.stderr) == again
+        assert listing(tmp_path) == ["data.npy", "other.npy", "out.ladderize-work"]
+    assert train("last").code == 0
+    heldout = json.loads((tmp_path / "out" / "adaptation.json").read_text())["heldout_perplexity"]
+    assert heldout["after"] > heldout["before"]
+    assert "out.ladderize-work" not in listing(tmp_path)
+
+
+def test_the_dense_model_is_the_target(place, tmp_path):
+    outcome = adapt(place, tmp_path / "out", "--distill-from", place / "dense", steps=2)
+    assert outcome.code == 0, outcome.stderr
+    heldout = json.loads((tmp_path / "out" / "adaptation.json").read_text())["heldout_perplexity"]
+    dense = perplexity_of(place / "dense", place / "eval.npy")
+    assert heldout["dense"] == pytest.approx(dense, rel=1e-4)
+    assert f"dense model (target) {heldout['dense']:.4f}" in outcome.stderr
+    assert f"dense model (target) {heldout['dense']:.4f}" in outcome.stdout
+    assert f"{heldout['dense']:.4f}" in (tmp_path / "out" / "README.md").read_text()
+    assert "loss (KL)" in outcome.stdout
+    if heldout["before"] > heldout["dense"]:
+        share = math.log(heldout["before"] / heldout["after"]) / math.log(heldout["before"] / heldout["dense"])
+        assert heldout["won_back"] == pytest.approx(share)
+
+
+def perplexity_of(folder, data):
+    ids = torch.from_numpy(np.load(data))
+    with torch.no_grad():
+        logits = ladderize.load(folder)(ids).logits[:, :-1]
+    return float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).exp())
+
+
+def test_the_share_won_back():
+    assert share_won_back(4.0, 4.0, 2.0) == 0
+    assert share_won_back(4.0, 2.0, 2.0) == 1
+    assert share_won_back(4.0, 2**1.5, 2.0) == pytest.approx(0.5)
+    assert share_won_back(2.0, 1.9, 2.0) is None  # the conversion cost nothing
+    assert share_won_back(math.inf, 2.0, 2.0) is None

@@ -8,8 +8,10 @@ import torch
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillSettings
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.adapt.data.sources import source_sha256
+from ladderize.adapt.improvement import target_text
 from ladderize.eval.perplexity import Perplexity
 from ladderize.files.records import Record
+from ladderize.layout import format_ranges
 
 BLOCK_ERROR = "block error: error of the block's output on held-out windows, as % of what the dense block adds"
 
@@ -85,6 +87,20 @@ class Distillation(Record):
     dtype: str
     blocks: list[BlockReport]
     heldout_perplexity: dict[str, Perplexity]
+
+    def card_note(self) -> str:
+        """What was done and measured, for the model card."""
+        layers = format_ranges([block.block for block in self.blocks])
+        return (
+            f"**Retraining.** Layers {layers} were distilled block by block from `{self.teacher}` (`blocks`).\n\n"
+            + measured_note(self.heldout_perplexity, self.data)
+        )
+
+    @property
+    def target(self) -> str:
+        """The dense model's perplexity and the share of the loss won back, in words."""
+        values = [self.heldout_perplexity[name].perplexity for name in ("before", "distilled", "dense")]
+        return target_text(*values)
 
 
 def measured_note(perplexities: Mapping[str, Perplexity], data: WindowData) -> str:

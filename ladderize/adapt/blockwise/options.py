@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from ladderize.adapt.data.sources import SourceSpec, parse_specs
+from ladderize.adapt.methods import Write
 from ladderize.choices import Dtype, check_choices
 from ladderize.console import UsageError
 from ladderize.files.records import Record
@@ -52,7 +53,8 @@ class DistillOptions(DistillSettings):
 class BlockwiseOptions:
     """See ``ladderize adapt --help``. data: one --data. samples, heldout: windows to train on and others to measure on;
     None: what the data give, up to ``DEFAULT_SAMPLES`` and ``DEFAULT_HELDOUT``. layers: ranges; None: every layer that
-    computes something else than the teacher's. Raises UsageError for data that cannot be meant."""
+    computes something else than the teacher's. write: ``best`` refuses to write where the held-out perplexity did not
+    get better; ``last`` writes the blocks all the same. Raises UsageError for data that cannot be meant."""
 
     data: str
     samples: int | None = None
@@ -63,6 +65,7 @@ class BlockwiseOptions:
     dtype: Dtype = "auto"
     device: str = "cpu"
     work_dir: Path | None = None
+    write: Write = "best"
 
     def __post_init__(self) -> None:
         check_choices(self)

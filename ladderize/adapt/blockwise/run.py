@@ -13,6 +13,7 @@ from ladderize.adapt.blockwise.documents import BlockwiseRun, Distillation, Trai
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.options import TOKENS_PER_STEP, BlockwiseOptions
 from ladderize.adapt.blockwise.windows import Windows, training_windows
+from ladderize.adapt.improvement import check_improved
 from ladderize.adapt.methods import BLOCKS
 from ladderize.adapt.pair import check_pair
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_nlls
@@ -112,20 +113,11 @@ def adapt_blocks(
         ranks.barrier()
         if not ranks.is_main:
             return None
-        dense = Layout.dense(layout.num_layers)
-        perplexities = {
-            **heldout_perplexities(teacher, {"dense": lambda layer: teacher.layer(layer, dense)}, windows.heldout),
-            **heldout_perplexities(
-                own,
-                {
-                    "before": lambda layer: own.layer(layer, layout),
-                    "distilled": lambda layer: own.layer(
-                        layer, layout, loaded(work, layer, own) if layer in layers else None
-                    ),
-                },
-                windows.heldout,
-            ),
-        }
+        with console.stage("measuring held-out perplexities"):
+            perplexities = before_and_after(teacher, own, layout, layers, work, windows.heldout)
+        if options.write == "best":
+            before, after = (perplexities[name].perplexity for name in ("before", "distilled"))
+            check_improved(before, after, work=folder)
         document = Distillation(
             model=model,
             teacher=teacher_name,
@@ -155,11 +147,27 @@ def adapt_blocks(
                     }
                 },
                 extra_files={"distillation.json": to_json(document.to_dict()) + "\n"},
+                note=document.card_note(),
             ),
             console=console,
         )
         work.remove()
     return document
+
+
+def before_and_after(
+    teacher: Blocks, own: Blocks, layout: Layout, layers: tuple[int, ...], work: BlockFolder, heldout: torch.Tensor
+) -> dict[str, Perplexity]:
+    """Held-out perplexity of the dense model, of the converted one, and of that with its distilled blocks."""
+    dense = Layout.dense(layout.num_layers)
+    variants = {
+        "before": lambda layer: own.layer(layer, layout),
+        "distilled": lambda layer: own.layer(layer, layout, loaded(work, layer, own) if layer in layers else None),
+    }
+    return {
+        **heldout_perplexities(teacher, {"dense": lambda layer: teacher.layer(layer, dense)}, heldout),
+        **heldout_perplexities(own, variants, heldout),
+    }
 
 
 def loaded(work: BlockFolder, layer: int, blocks: Blocks) -> dict[str, torch.Tensor]:

@@ -79,8 +79,11 @@ class SourceCounts(Record):
 
 @dataclass(frozen=True)
 class DataCounts(Record):
-    """What was read of a stream. padding_share: of the places in rows of ``seq_len``. A skipped row is counted once, a
-    truncated or dropped example in every epoch."""
+    """What was read of a stream: up to the end of the chunk in use, which is ahead of what was trained on.
+
+    trained_tokens: of the rows that steps were made of; None where nobody trained. padding_share: of the places in rows
+    of ``seq_len``. A skipped row is counted once, a truncated or dropped example in every epoch.
+    """
 
     examples: int
     tokens: int
@@ -92,3 +95,4 @@ class DataCounts(Record):
     padding_share: float
     epochs: float
     sources: list[SourceCounts]
+    trained_tokens: int | None = None

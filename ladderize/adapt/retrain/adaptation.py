@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ladderize.adapt.data.place import DataCounts
+from ladderize.adapt.improvement import share_won_back, target_text
 from ladderize.adapt.lora.config import AdapterBase, LoraOptions
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.schedule import Budget, Schedule
@@ -57,11 +58,25 @@ class LossRange(Record):
 
 @dataclass(frozen=True)
 class HeldoutPerplexity(Record):
-    """Of ``tokens`` scored tokens; after: with the weights as they are stored."""
+    """Of ``tokens`` scored tokens; after: with the weights as they are stored. dense: the teacher's, if there is one.
+
+    won_back: of the loss (the logarithm) that the conversion cost, the share that training won back.
+    """
 
     before: float
     after: float
     tokens: int
+    dense: float | None = None
+    won_back: float | None = None
+
+    @classmethod
+    def of(cls, before: float, after: float, tokens: int, dense: float | None) -> "HeldoutPerplexity":
+        return cls(before, after, tokens, dense, share_won_back(before, after, dense) if dense is not None else None)
+
+    @property
+    def target(self) -> str:
+        """The dense model's perplexity and the share won back, in words; empty without a dense model."""
+        return target_text(self.before, self.after, self.dense) if self.dense is not None else ""
 
 
 @dataclass(frozen=True)
@@ -103,10 +118,13 @@ class Adaptation(Record):
         weight, heldout = self.options.objective.distill_weight, self.heldout_perplexity
         teacher = f" and the predictions of `{self.distill_from}` (weight {weight:g})" if weight else ""
         reached = f", held-out perplexity {heldout.before:.4f} before and {heldout.after:.4f} after" if heldout else ""
+        if heldout and heldout.target:
+            reached += f"; {heldout.target}"
         return (
             f"**Retraining.** Layers {format_ranges(self.layers)} were retrained (`{self.method}`) on"
             f" {' and '.join(f'`{name}`' for name in self.data)}{teacher}: {self.steps:,} steps,"
-            f" {self.tokens:,} tokens, loss {self.loss.first:.4f} to {self.loss.last:.4f}{reached}."
+            f" {self.tokens:,} tokens, loss ({self.options.objective.label}) {self.loss.first:.4f} to"
+            f" {self.loss.last:.4f}{reached}."
             " `adaptation.json` and `metrics.jsonl` say more."
         )
 
@@ -114,13 +132,15 @@ class Adaptation(Record):
         """What was reached, for people."""
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.training_seconds)}; loss"
-            f" {self.loss.first:.4f} to {self.loss.last:.4f}"
+            f" ({self.options.objective.label}) {self.loss.first:.4f} to {self.loss.last:.4f}"
         ]
         if heldout := self.heldout_perplexity:
             lines.append(
                 f"held-out perplexity {heldout.before:.4f} before, {heldout.after:.4f} after (step"
                 f" {self.written_step}, as stored)"
             )
+            if heldout.target:
+                lines.append(heldout.target)
         return "\n".join(lines)
 
 

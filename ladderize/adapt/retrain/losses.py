@@ -25,6 +25,15 @@ class Objective(Record):
     distill_weight: float = 0.0
     temperature: float = 1.0
 
+    @property
+    def label(self) -> str:
+        """What the loss is, in words."""
+        if not self.distill_weight:
+            return "cross-entropy"
+        if self.distill_weight == 1:
+            return "KL"
+        return f"{self.distill_weight:g} KL + {1 - self.distill_weight:g} cross-entropy"
+
     def total(self, cross_entropy_sum: Amount, divergence_sum: Amount) -> Amount:
         """Of two sums (or means) the one to minimise. The factor keeps the gradient's scale at every temperature."""
         if not self.distill_weight:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from ladderize.adapt.improvement import check_improved
 from ladderize.adapt.lora.config import ADAPTATION
 from ladderize.adapt.lora.write import adapter_base, write_adapter
 from ladderize.adapt.methods import LORA
@@ -60,17 +61,18 @@ def write_outcome(
     """Choose the state, score it as it will be stored, and write it; returns the document (on the main process). All
     ranks call it."""
     progress, work = trainer.progress, trainer.folder
-    if progress.best_step == 0:
-        console.note("the held-out perplexity never got better than before the training; the last step is written")
     chosen = (task.options.write == "best" and progress.best_step) or progress.step
-    scores = score_stored(trainer, task, chosen)
+    with console.stage("validating the weights as they will be stored"):
+        scores = score_stored(trainer, task, chosen)
+    before = progress.before_perplexity
+    if scores is not None and before is not None and task.options.write == "best":
+        check_improved(before, scores.perplexity, work=work.folder)
     if not trainer.engine.ranks.is_main:
         return None
     losses = read_metrics(work.metrics, "loss")
     heldout = None
-    if scores is not None:
-        before = read_metrics(work.metrics, "heldout_perplexity")[0]
-        heldout = HeldoutPerplexity(before, scores.perplexity, scores.tokens)
+    if scores is not None and before is not None:
+        heldout = HeldoutPerplexity.of(before, scores.perplexity, scores.tokens, progress.dense_perplexity)
     adaptation = Adaptation(
         model=task.model,
         out=out,
@@ -87,7 +89,7 @@ def write_outcome(
         training_seconds=progress.seconds,
         loss=LossRange(losses[0], losses[-1]),
         heldout_perplexity=heldout,
-        data_counts=trainer.stream.counts,
+        data_counts=replace(trainer.stream.counts, trained_tokens=progress.tokens),
         options=task.options.deciding(task.training),
         dtype=identity["dtype"],
         fingerprints=ModelFingerprints(identity["model"], identity["teacher"]),

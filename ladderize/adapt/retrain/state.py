@@ -35,8 +35,9 @@ STEP = "step-" + 8 * "[0-9]"
 @dataclass
 class Progress(Record):
     """How far training is. stream: where the data stand. recent: losses of the last steps. seconds: spent in steps,
-    over all runs. settings: what may be changed on the way, such as the learning rate. Both are None until something
-    is saved."""
+    over all runs. before_perplexity, dense_perplexity: of the held-out rows before the first step, and under the
+    teacher, where there are such. settings: what may be changed on the way, such as the learning rate. It and stream
+    are None until something is saved."""
 
     step: int = 0
     tokens: int = 0
@@ -44,6 +45,8 @@ class Progress(Record):
     seconds: float = 0.0
     best_step: int | None = None
     best_perplexity: float | None = None
+    before_perplexity: float | None = None
+    dense_perplexity: float | None = None
     settings: Settings | None = None
     stream: StreamPlace | None = None
     recent: list[float] = field(default_factory=list)
@@ -177,7 +180,7 @@ class TrainingFolder(WorkFolder):
             raise UserError(
                 f"{path} is damaged ({sentence(error)}); delete it to go on from the state before it"
             ) from None
-        if progress.best_step is not None and not self.weights(progress.best_step).is_file():
+        if progress.best_step and not self.weights(progress.best_step).is_file():
             progress.best_step = progress.best_perplexity = None  # a later state replaced it, and was deleted
         return progress
 

@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ladderize.adapt.data.packing import IGNORED_TARGET, PackedRow, collate
 from ladderize.adapt.data.place import StreamPlace
 from ladderize.adapt.data.stream import Stream, rank_rows
 from ladderize.adapt.retrain.engine import Engine
-from ladderize.adapt.retrain.losses import Objective
+from ladderize.adapt.retrain.losses import Objective, token_losses
 from ladderize.adapt.retrain.metrics import cut_metrics
 from ladderize.adapt.retrain.schedule import Budget, Schedule
 from ladderize.adapt.retrain.signals import stop_signals
@@ -105,7 +105,10 @@ class Trainer:
         progress, options = self.progress, self.options
         spent = options.budget.share(progress.step, progress.tokens)
         if progress.step == 0 and self.heldout:
-            self.validate()
+            with self.console.stage("validating before the first step"):
+                scores = self.validate(first=True)
+            target = f"; dense model (target) {progress.dense_perplexity:.4f}" if progress.dense_perplexity else ""
+            self.console.note(f"before training: held-out perplexity {scores.perplexity:.4f}{target}")
         total = options.budget.steps or options.budget.tokens or 1
         unit = "steps" if options.budget.steps else "tokens"
         with stop_signals() as stopped, self.console.progress(unit, total) as advance:
@@ -114,12 +117,18 @@ class Trainer:
                 before = progress.tokens
                 metrics = self.step(spent, stopped)
                 spent = options.budget.share(progress.step, progress.tokens)
-                advance(1 if options.budget.steps else progress.tokens - before, detail=_bar_detail(metrics))
+                detail = self.bar_detail(metrics)
+                advance(1 if options.budget.steps else progress.tokens - before, detail=detail)
                 asked_to_stop = metrics.pop("stop") > 0
                 self.write(metrics)
                 last = spent >= 1
                 if self.heldout and (progress.step % options.eval_every == 0 or last):
-                    self.validate()
+                    advance(0, detail=f"{detail}, validating")
+                    scores = self.validate()
+                    self.console.note(
+                        f"step {progress.step}: held-out perplexity {scores.perplexity:.4f} after"
+                        f" {progress.tokens:,} tokens"
+                    )
                 if progress.step % options.save_every == 0 or last or asked_to_stop:
                     self.save(self.stream.place())
                 elif progress.best_step == progress.step:
@@ -218,8 +227,8 @@ class Trainer:
             f"{what}; step {step}, of {shown}, was not applied; {advice} with a lower --lr, or look at these rows"
         )
 
-    def validate(self) -> Scores:
-        """Score the held-out rows, note the result, and remember the best."""
+    def validate(self, *, first: bool = False) -> Scores:
+        """Score the held-out rows, write the result down, and remember the best; ``first``: with the teacher's."""
         progress = self.progress
         scores = score(self.engine, self.heldout, self.options.micro_batch_size)
         if progress.best_perplexity is None or scores.perplexity < progress.best_perplexity:
@@ -231,11 +240,20 @@ class Trainer:
         }
         if self.engine.teacher is not None:
             values["heldout_divergence"] = scores.divergence
+        if first:
+            progress.before_perplexity = scores.perplexity
+            if self.engine.teacher is not None:
+                dense = score_teacher(self.engine, self.heldout, self.options.micro_batch_size)
+                progress.dense_perplexity = values["dense_heldout_perplexity"] = dense.perplexity
         self.write(values)
-        self.console.note(
-            f"step {progress.step}: held-out perplexity {scores.perplexity:.4f} after {progress.tokens:,} tokens"
-        )
         return scores
+
+    def bar_detail(self, metrics: Mapping[str, float]) -> str:
+        """The moving part of the progress: the step where tokens are counted, the loss and the speed."""
+        step = "" if self.options.budget.steps else f"step {self.progress.step}, "
+        memory = f", {human_bytes(metrics['peak_memory_bytes'])}" if metrics["peak_memory_bytes"] else ""
+        loss = f"loss ({self.options.objective.label}) {metrics['loss']:.4f}"
+        return f"{step}{loss}, {metrics['tokens_per_s']:,.0f} tokens/s{memory}"
 
     def save(self, place: StreamPlace, *, weights_only: bool = False) -> None:
         """Keep the state; place: where the stream stands."""
@@ -264,14 +282,10 @@ def explosion_bound(recent: Sequence[float]) -> float:
 @torch.no_grad()
 def score(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> Scores:
     """Losses of rows under the model as it is; every rank takes its part and gets the whole result."""
-    ranks, at_once = engine.ranks, micro_batch_size
-    sums = torch.zeros(3, device=ranks.device, dtype=torch.float64)
+    sums = torch.zeros(3, device=engine.ranks.device, dtype=torch.float64)
     engine.student.eval()
-    for start in range(0, len(rows), at_once * ranks.size):
-        own = list(rows[start + ranks.rank * at_once : start + (ranks.rank + 1) * at_once])
-        batch = collate(
-            own
-        )  # FSDP gathers parameters in every forward, so a rank that has no rows left takes part with an empty one
+    for own in shares(engine, rows, micro_batch_size):
+        batch = collate(own)
         sums[:2] += engine.losses(engine.to_device(batch))
         sums[2] += (batch["targets"] != IGNORED_TARGET).sum()
     engine.student.train()
@@ -279,10 +293,26 @@ def score(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> S
     return Scores(entropy / tokens, divergence / tokens, int(tokens))
 
 
-def _bar_detail(metrics: Mapping[str, float]) -> str:
-    """The moving part of the progress bar."""
-    memory = f", {human_bytes(metrics['peak_memory_bytes'])}" if metrics["peak_memory_bytes"] else ""
-    return f"loss {metrics['loss']:.4f}, {metrics['tokens_per_s']:,.0f} tokens/s{memory}"
+@torch.no_grad()
+def score_teacher(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> Scores:
+    """Cross-entropy of rows under the dense teacher; every rank takes its part and gets the whole result."""
+    assert engine.teacher is not None
+    sums = torch.zeros(2, device=engine.ranks.device, dtype=torch.float64)
+    for own in shares(engine, rows, micro_batch_size):
+        batch = engine.to_device(collate(own))
+        targets = batch["targets"][batch["targets"] != IGNORED_TARGET]
+        sums[0] += token_losses(engine.teacher(**batch), targets, None, 1.0)[0]
+        sums[1] += len(targets)
+    entropy, tokens = engine.sum(sums).tolist()
+    return Scores(entropy / tokens, 0.0, int(tokens))
+
+
+def shares(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> Iterator[list[PackedRow]]:
+    """A rank's part of rows in micro-batches, as many on every rank: FSDP gathers parameters in every forward, so a
+    rank that has no rows left takes part with an empty one."""
+    ranks = engine.ranks
+    for start in range(0, len(rows), micro_batch_size * ranks.size):
+        yield list(rows[start + ranks.rank * micro_batch_size : start + (ranks.rank + 1) * micro_batch_size])
 
 
 def probe_seconds(engine: Engine, rows: Sequence[PackedRow], options: TrainOptions) -> float:

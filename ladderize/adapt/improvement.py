@@ -1,0 +1,37 @@
+"""Whether a retraining was worth writing, and how much of what the conversion cost it won back."""
+
+import math
+from pathlib import Path
+
+from ladderize.console import UserError
+
+
+def share_won_back(before: float, after: float, dense: float) -> float | None:
+    """Of the loss that the conversion cost, the share that training won back (1: all of it; below 0: it got worse).
+
+    All three are held-out perplexities, compared by their logarithms. None where the conversion cost nothing.
+    """
+    if not all(math.isfinite(value) and value > 0 for value in (before, after, dense)) or before <= dense:
+        return None
+    return math.log(before / after) / math.log(before / dense)
+
+
+def check_improved(before: float, after: float, *, work: Path) -> None:
+    """Raise UserError unless the held-out perplexity after training is below the one before.
+
+    after: of the weights that would be written. work: the folder that keeps what was trained.
+    """
+    if after < before:
+        return
+    raise UserError(
+        f"training never lowered the held-out perplexity (before {before:.4f}, after {after:.4f}), so nothing"
+        f" is written and {work} keeps the work; train with a lower --lr or on other data (--resume no), or run the"
+        " same command with --write last to write the weights as they are"
+    )
+
+
+def target_text(before: float, after: float, dense: float) -> str:
+    """The dense model's perplexity as the target, and the share won back, for people."""
+    share = share_won_back(before, after, dense)
+    won = f": {share:.0%} of the loss won back" if share is not None else ""
+    return f"dense model (target) {dense:.4f}{won}"
