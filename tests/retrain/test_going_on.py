@@ -187,7 +187,7 @@ def test_resume_no_begins_anew(place, tmp_path, monkeypatch):
 
 def test_states_kept_and_the_best_one_written(place, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingFolder, "remove", lambda self: None)
-    values = iter([9000.0, 5000.0, 4000.0, 6000.0, 7000.0, 8000.0])
+    values = iter([9000.0, 5000.0, 4000.0, 6000.0, 7000.0, 8000.0, 4500.0])
 
     def score(*arguments, original=training.score):
         scores = original(*arguments)
