@@ -30,7 +30,7 @@ from ladderize.adapt.blockwise.run import loaded
 from ladderize.adapt.blockwise.windows import training_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console
-from ladderize.eval.harness import evaluate_models
+from ladderize.eval.harness import evaluate
 from ladderize.eval.options import EvalOptions, SensitivityOptions
 from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.layout import Layout
@@ -71,11 +71,10 @@ def table(args: argparse.Namespace) -> dict:
             assert document is not None
             layers = len(document.blocks)
             seconds = time.perf_counter() - begin
-            scores = evaluate_models(
+            scores = evaluate(
                 [args.model, f"{folder}/out"],
                 EvalOptions(perplexity=args.heldout, seq_len=args.seq_len, batch_size=32),
                 console=Console(),
-                save=lambda _: None,
             )
             dense, distilled = (entry.model.perplexity for entry in scores.models)
             assert dense is not None

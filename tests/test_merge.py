@@ -15,8 +15,8 @@ from ladderize.adapt.lora.config import LORA_TARGETS, LoraOptions, lora_config
 from ladderize.adapt.lora.read import Adapter, read_adapter
 from ladderize.adapt.lora.write import check_adapter_target, write_adapter
 from ladderize.adapt.merge import check as merge_check
-from ladderize.adapt.merge import run as merge
-from ladderize.adapt.merge.run import merge_adapter
+from ladderize.adapt.merge import run as merge_run
+from ladderize.adapt.merge.run import merge
 from ladderize.blocks import open_checkpoint
 from ladderize.console import UsageError, UserError
 from tests import warm
@@ -230,7 +230,7 @@ def test_tied_embeddings_and_half_precision(tmp_path):
     """What is stored is the exact sum, rounded once; everything else is the base's, bit for bit."""
     base = save_base(tmp_path / "base", "spd all 2", dtype=torch.bfloat16, tie_word_embeddings=True)
     adapt(base, tmp_path / "adapter")
-    document = merge_adapter(tmp_path / "adapter", tmp_path / "out", verify=False).to_dict()
+    document = merge(tmp_path / "adapter", tmp_path / "out", verify=False).to_dict()
     assert 0 < document["max_abs_logit_difference"] < 2 * document["max_abs_logit_difference_of_rounding"]
     before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
     matrices = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -254,7 +254,7 @@ def test_files_without_adapted_tensors_are_linked(tmp_path):
     files = sorted(path.name for path in base.glob("*.safetensors"))
     assert len(files) > 2
     adapt(base, tmp_path / "adapter", layers=[3])
-    document = merge_adapter(tmp_path / "adapter", tmp_path / "out", verify=False).to_dict()
+    document = merge(tmp_path / "adapter", tmp_path / "out", verify=False).to_dict()
     touched = set(document["weight_files_rewritten"])
     assert 0 < len(touched) < len(files)
     for file in files:
@@ -275,7 +275,7 @@ def test_patterns_of_rank_and_alpha(pair, tmp_path, use_rslora):
         alpha_pattern={"o_proj": 9, r"model\.layers\.[23]\.mlp\.up_proj": 5},
     )
     adapt(pair[0], tmp_path / "patterns", config)
-    merge_adapter(tmp_path / "patterns", tmp_path / "out", verify=False)
+    merge(tmp_path / "patterns", tmp_path / "out", verify=False)
     ids = random_ids(2, 9)
     torch.testing.assert_close(logits(tmp_path / "out", ids), logits(pair[0], ids, tmp_path / "patterns"), **TIGHT)
 
@@ -365,7 +365,7 @@ def test_a_damaged_adapter(pair, tmp_path, name):
     damage, message = DAMAGE[name]
     damage(pair[1])
     with pytest.raises(UserError, match=message):
-        merge_adapter(pair[1], tmp_path / "out", verify=False)
+        merge(pair[1], tmp_path / "out", verify=False)
     assert {*listing(tmp_path)} <= {"adapter", "base"}
 
 
@@ -427,7 +427,7 @@ def test_values_that_do_not_fit_the_dtype(tmp_path):
 
 def test_a_merge_that_adds_wrongly_writes_nothing(pair, tmp_path, monkeypatch):
     add = merge_check.add_product
-    monkeypatch.setattr(merge, "add_product", lambda w, a, b, scaling: add(w, a, b, 1.01 * scaling))
+    monkeypatch.setattr(merge_run, "add_product", lambda w, a, b, scaling: add(w, a, b, 1.01 * scaling))
     assert "_proj.weight is not what it should be" in one_sentence(ladderize_merge(pair[1], tmp_path / "out"))
     assert listing(tmp_path) == ["adapter", "base"]
 
@@ -440,7 +440,7 @@ def test_a_scaling_that_is_not_pefts_writes_nothing(pair, tmp_path, monkeypatch)
 
 
 def test_any_other_change_writes_nothing(pair, tmp_path, monkeypatch):
-    check = merge.check_merged
+    check = merge_run.check_merged
 
     def after_damage(adapter, base, folder, console):
         tensors = load_file(folder / "model.safetensors")
@@ -448,7 +448,7 @@ def test_any_other_change_writes_nothing(pair, tmp_path, monkeypatch):
         save_file(tensors, folder / "model.safetensors")
         return check(adapter, base, folder, console)
 
-    monkeypatch.setattr(merge, "check_merged", after_damage)
+    monkeypatch.setattr(merge_run, "check_merged", after_damage)
     assert "model.layers.2.input_layernorm.weight is not what it should be" in one_sentence(
         ladderize_merge(pair[1], tmp_path / "out")
     )
@@ -460,7 +460,7 @@ def test_an_interrupt_leaves_nothing(pair, tmp_path, monkeypatch, moment):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(merge, moment, stop)
+    monkeypatch.setattr(merge_run, moment, stop)
     assert ladderize_merge(pair[1], tmp_path / "deep" / "out").code == 130
     assert listing(tmp_path) == ["adapter", "base"]
 
@@ -469,7 +469,7 @@ def test_what_a_killed_merge_left_is_cleaned_by_the_next(pair, tmp_path):
     script = (
         "import os, sys; from ladderize.adapt.merge import run as merge; merge.check_merged = lambda *a: os._exit(9)\n"
     )
-    script += "merge.merge_adapter(sys.argv[1], sys.argv[2], verify=False)"
+    script += "merge.merge(sys.argv[1], sys.argv[2], verify=False)"
     assert warm.run([sys.executable, "-c", script, pair[1], tmp_path / "out"]).returncode == 9
     assert len(listing(tmp_path)) == 4  # the output, unfinished, and what was merged
     assert ladderize_merge(pair[1], tmp_path / "out").code == 0

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+import ladderize
 from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.options import (
     ADVANCED,
@@ -16,7 +17,7 @@ from ladderize.commands.options import (
     Revision,
     options_from,
 )
-from ladderize.console import Console, UsageError
+from ladderize.console import Console
 from ladderize.eval.options import EvalOptions
 
 
@@ -100,30 +101,12 @@ def evaluate(
     print_config: PrintConfig = False,
 ) -> None:
     """Evaluate models with lm-eval tasks and by perplexity, all in the same way, and compare them in one table."""
-    if seq_len is not None and perplexity is None:
-        raise UsageError("--seq-len has no effect without --perplexity")
     names = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))
-    if not names and perplexity is None:
-        raise UsageError("nothing to evaluate: name --tasks, or a file for --perplexity")
-    for value, option in (
-        (include_path, "--include-path"),
-        (limit, "--limit"),
-        (num_fewshot, "--num-fewshot"),
-        (apply_chat_template, "--apply-chat-template"),
-    ):
-        if value not in (None, False) and not names:
-            raise UsageError(f"{option} has no effect without --tasks")
-    from ladderize.files.documents import check_writable, write_json
-
-    if out is not None:
-        check_writable(out)
-    from ladderize.eval.comparison import comparison_rows
-    from ladderize.eval.harness import evaluate_models
-
-    console = Console(as_json)
     options = options_from(EvalOptions, ctx.params, tasks=names)
-    save = (lambda content: write_json(out, content)) if out is not None else (lambda content: None)
-    results = evaluate_models(models, options, console=console, save=save)
+    console = Console(as_json)
+    results = ladderize.evaluate(models, options, out=out, console=console)
+    from ladderize.eval.comparison import comparison_rows
+
     console.document(results.to_dict())
     console.table(comparison_rows(results), right=["value", "stderr", "difference"])
     if out is not None:

@@ -1,11 +1,11 @@
 """``generate``."""
 
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import ladderize
 from ladderize.commands.options import (
     MAX_SEED,
     AsJson,
@@ -17,15 +17,15 @@ from ladderize.commands.options import (
     Revision,
     Threads,
     TpSize,
-    _runtime_options,
+    compute_options,
     options_from,
 )
 from ladderize.console import Console, UsageError
 from ladderize.files.records import Record
-from ladderize.ranks.environment import is_main_rank
+from ladderize.runtime.sampling import Sampling
+from ladderize.runtime.texts.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
 
 PROMPTS, CORPUS, SAMPLING = "Prompts", "Sampling a corpus (--from-bos)", "Sampling"
-DEFAULT_SAMPLES_AT_A_TIME = 64
 
 
 def generate(
@@ -118,61 +118,32 @@ def generate(
     """Generate text on ladderize's tensor-parallel runtime, or sample a training corpus from the model itself."""
     given = {"--num-samples": num_samples, "--out": out, "--batch-size": batch_size, "--overwrite": overwrite or None}
     if from_bos:
-        _check_from_bos(prompt, chat, num_samples, out, temperature)
+        _check_from_bos(prompt, chat, num_samples, out)
     elif useless := [option for option, value in given.items() if value is not None]:
         raise UsageError(f"{useless[0]} has no effect without --from-bos")
     elif not prompt:
         raise UsageError(
             "there is nothing to continue: give --prompt TEXT, or --from-bos to sample texts of the model's own"
         )
-    temperature = float(from_bos) if temperature is None else temperature
-    if not math.isfinite(temperature):
-        raise UsageError(f"--temperature must be finite, not {temperature}")
-    if temperature == 0 and (top_k is not None or top_p is not None):
-        raise UsageError(
-            f"--{'top-k' if top_k is not None else 'top-p'} has no effect with --temperature 0; give a temperature"
-        )
-    if backend == "none":
-        raise UsageError("--backend none sums nothing, so its text would be noise; it is for bench")
-    device = _runtime_options(device, backend, threads, tp_size)
-    if replicate_vocab and tp_size == 1:
-        raise UsageError("--replicate-vocab has no effect with one rank")
-    from ladderize.files.documents import check_writable
-    from ladderize.runtime.decode import Sampling
-    from ladderize.runtime.launch import check_group_size
-    from ladderize.runtime.spec import checkpoint_spec
-    from ladderize.runtime.texts.corpus import sample_corpus
-    from ladderize.runtime.texts.prompts import GenerateOptions, generate_text
-
-    console = Console(as_json)
-    if out is not None and is_main_rank():
-        check_writable(out)
-    check_group_size(tp_size, device)
-    spec = checkpoint_spec(model, tp_size=tp_size, dtype=dtype, revision=revision)
-    sampling = options_from(Sampling, ctx.params, temperature=temperature)
+    sampling = options_from(Sampling, ctx.params, temperature=float(from_bos) if temperature is None else temperature)
+    device = compute_options(device, threads)
     options = options_from(GenerateOptions, ctx.params, sampling=sampling, compile=compile_, device=device)
+    console = Console(as_json)
     document: Record | None
     if out is None or num_samples is None:
-        document = generate_text(spec, prompt or [], options, console)
+        document = ladderize.generate(model, prompt or [], options, console=console)
     else:
-        batch_size = batch_size or DEFAULT_SAMPLES_AT_A_TIME
-        document = sample_corpus(spec, out, num_samples, options, console, batch_size=batch_size, overwrite=overwrite)
+        document = ladderize.sample_corpus(
+            model, out, num_samples, options, batch_size=batch_size, overwrite=overwrite, console=console
+        )
     if document is not None:  # which it is on other ranks than 0
         console.document(document.to_dict())
 
 
-def _check_from_bos(
-    prompt: list[str] | None, chat: bool, num_samples: int | None, out: Path | None, temperature: float | None
-) -> None:
+def _check_from_bos(prompt: list[str] | None, chat: bool, num_samples: int | None, out: Path | None) -> None:
     """Raise UsageError for what --from-bos lacks or cannot go with."""
     if prompt or chat:
         raise UsageError(f"--from-bos begins with the BOS token alone; leave {'--prompt' if prompt else '--chat'} out")
     if num_samples is None or out is None:
         missing = "--num-samples N" if num_samples is None else "--out FILE"
         raise UsageError(f"--from-bos needs {missing}: how many texts, and the .jsonl file that they go to")
-    if out.suffix != ".jsonl":
-        raise UsageError(f"--out {out} must end in .jsonl, which tells --data and --perplexity how to read it")
-    if temperature == 0:
-        raise UsageError(
-            "--temperature 0 with --from-bos would give the same text every time; give a temperature above 0"
-        )

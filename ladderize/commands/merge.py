@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+import ladderize
 from ladderize.commands.options import MODELS, AsJson, NoVerify, Overwrite, Revision
 from ladderize.console import Console, UsageError, human_bytes
 from ladderize.layout import format_ranges
@@ -33,10 +34,8 @@ def merge(
         raise UsageError("OUT is empty; name the folder to write")
     if not adapter.strip():
         raise UsageError("ADAPTER is empty; name the folder of a PEFT adapter")
-    from ladderize.adapt.merge.run import merge_adapter
-
     console = Console(as_json)
-    report = merge_adapter(
+    report = ladderize.merge(
         adapter, out, base=base, console=console, overwrite=overwrite, verify=not no_verify, revision=revision
     )
     console.document(report.to_dict())

@@ -99,11 +99,11 @@ def check_taus(tau1: float | None, tau2: float) -> None:
 
 def compute_options(device: DeviceName | None, threads: int | None) -> DeviceName:
     """Check where and how to compute; returns the device."""
-    from ladderize.ranks.group import default_device
+    from ladderize.ranks.device import check_device, default_device
     from ladderize.ranks.threads import cores
 
-    if device == "cuda" and default_device() != "cuda":
-        raise UserError("--device cuda, but torch sees no GPU here")
+    if device is not None:
+        check_device(device)
     if threads is not None and threads > len(cores()):
         raise UserError(f"--threads {threads} is more than the {len(cores())} cores that this process may use")
     return device or default_device()

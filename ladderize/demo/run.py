@@ -23,7 +23,7 @@ from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.eval.comparison import comparison_rows
-from ladderize.eval.harness import evaluate_models
+from ladderize.eval.harness import evaluate
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import write_json
@@ -195,9 +195,7 @@ def _evaluate(models: list[str], folder: Path, size: DemoSize, console: Console)
         f"$ ladderize eval {' '.join(models)} --tasks {','.join(options.tasks)} --include-path {TASKS}"
         f" --perplexity {heldout} ..."
     )
-    results = evaluate_models(
-        models, options, console=console, save=lambda content: write_json(folder / "results.json", content)
-    )
+    results = evaluate(models, options, out=folder / "results.json", console=console)
     console.result("")
     console.table(comparison_rows(results), right=["value", "stderr", "difference"])
     console.result(

@@ -3,7 +3,7 @@
 import difflib
 import gc
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,11 @@ from unittest import mock
 
 from ladderize import data
 from ladderize.checkpoint.model_check import check_model
-from ladderize.console import Console, UserError
+from ladderize.console import SILENT, Console, UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.perplexity import model_perplexity
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult, Perplexity
+from ladderize.files.documents import check_writable, write_json
 from ladderize.layout import Layout, LayoutError
 
 if TYPE_CHECKING:
@@ -22,18 +23,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def evaluate_models(
-    models: Iterable[str],
+def evaluate(
+    models: Iterable[str | Path],
     options: EvalOptions,
     *,
-    console: Console,
-    save: Callable[[Mapping[str, Any]], None] = lambda content: None,
+    out: Path | None = None,
+    console: Console = SILENT,
 ) -> EvalResults:
-    """Evaluate each model with the same options, seeds and BOS handling.
+    """Evaluate each model with the same options, seeds and BOS handling. The first is the reference of the others.
 
-    ``save`` gets the content of results.json after every task, so that nothing is lost when a later one fails.
+    models: folders or hub ids. out: a JSON file that is written after every task, so that nothing is lost when a later
+    one fails. Raises UserError.
     """
-    names = [str(Path(name).expanduser()) if name.startswith("~") else name for name in models]
+    names = [str(Path(name).expanduser()) if str(name).startswith("~") else str(name) for name in models]
+    if out is not None:
+        check_writable(out)
+    save = (lambda content: write_json(out, content)) if out is not None else (lambda content: None)
     folders = check_before_work(names, options)
     manager = None
     if options.tasks:
@@ -68,8 +73,6 @@ def evaluate_models(
 
 def check_before_work(names: list[str], options: EvalOptions) -> list[Path]:
     """The folders of the models, all of which were checked: what is certain to fail is found before any is loaded."""
-    if not options.tasks and options.perplexity is None:
-        raise UserError("nothing to evaluate: name --tasks, or a file for --perplexity")
     if options.perplexity is not None:
         data.check_data_file(options.perplexity)
     return [check_model(name, options.revision) for name in names]

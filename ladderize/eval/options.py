@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 from ladderize.choices import Dtype, check_choices
 from ladderize.convert.sensitivity_file import Mode
+from ladderize.errors import UsageError
 from ladderize.files.records import Record
 
 
 @dataclass(frozen=True)
 class EvalOptions(Record):
-    """What is the same for all models. ``limit``: samples per task. ``perplexity``: a file for ``ladderize.data``."""
+    """What is the same for all models. ``limit``: samples per task. ``perplexity``: a file for ``ladderize.data``.
+    Raises UsageError for what takes no effect."""
 
     tasks: tuple[str, ...] = ()
     include_path: str | None = None
@@ -28,6 +30,13 @@ class EvalOptions(Record):
 
     def __post_init__(self) -> None:
         check_choices(self)
+        if self.seq_len is not None and self.perplexity is None:
+            raise UsageError("--seq-len has no effect without --perplexity")
+        if not self.tasks and self.perplexity is None:
+            raise UsageError("nothing to evaluate: name --tasks, or a file for --perplexity")
+        for option in ("include_path", "limit", "num_fewshot", "apply_chat_template"):
+            if getattr(self, option) not in (None, False) and not self.tasks:
+                raise UsageError(f"--{option.replace('_', '-')} has no effect without --tasks")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladderize.choices import DeviceName
 from ladderize.console import UserError, silent_stdout
 from ladderize.ranks.environment import launch_variables
 from ladderize.ranks.launcher import ALONE, Place, launched_place
@@ -87,10 +86,6 @@ def launched() -> Place:
 def already_started() -> bool:
     """Whether a launcher has started this process as one of several."""
     return launched() != ALONE
-
-
-def default_device() -> DeviceName:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def rank_device(kind: str, local_rank: int) -> torch.device:

@@ -13,26 +13,10 @@ from torch import Tensor
 from ladderize.console import UserError
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import Step, TPLlama
+from ladderize.runtime.sampling import Sampling
 
 # A CUDA graph of a decode step has a fixed number of cache columns in view: one graph for each multiple of this.
 BUCKET = 256
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """temperature 0: greedy. top_k 0 and top_p 1: no limit. The draws depend on ``seed``, row and step only, not on
-    tp_size."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def draws(self, batch: int, steps: int, first_row: int = 0) -> Tensor:
-        """Uniform numbers [batch, steps] of the rows from ``first_row`` on; a row's do not depend on how many rows and
-        steps there are."""
-        seeds = (self.seed + row * 0x9E3779B1 for row in range(first_row, first_row + batch))
-        return torch.stack([torch.rand(steps, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
 def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from ladderize.checkpoint.dtypes import torch_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import TensorReader, locate_tensors, write_tensors
-from ladderize.console import Console, UserError, human_bytes
+from ladderize.console import SILENT, Console, UserError, human_bytes
 from ladderize.convert.changes import Changes
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
@@ -72,12 +72,12 @@ class MergeReport(ComparedLogits):
     verified: Verification | None
 
 
-def merge_adapter(
+def merge(
     adapter: str | Path,
     out: str | Path,
     *,
     base: str | None = None,
-    console: Console | None = None,
+    console: Console = SILENT,
     overwrite: bool = False,
     verify: bool = True,
     revision: str | None = None,
@@ -89,7 +89,7 @@ def merge_adapter(
     of ``out`` are compared with PEFT's before it appears; verify: it is loaded in plain transformers too. Raises
     UserError.
     """
-    console, out = console or Console(), resolved(out, "OUT ")
+    out = resolved(out, "OUT ")
     output.complete_journal(out)
     source = read_adapter(Path(adapter))
     output.check_target(out, source.folder, overwrite=overwrite)

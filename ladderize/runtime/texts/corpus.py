@@ -16,8 +16,8 @@ import torch
 
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import read_checkpoint
-from ladderize.console import Console, UserError, human_bytes
-from ladderize.files.documents import read_json
+from ladderize.console import SILENT, Console, UsageError, UserError, human_bytes
+from ladderize.files.documents import check_writable, read_json
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.modeling import load_tokenizer
@@ -26,9 +26,11 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.decode import Generator, generate_tokens
 from ladderize.runtime.launch import run
+from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
 from ladderize.runtime.texts.corpus_file import CorpusFile, check_corpus_target
-from ladderize.runtime.texts.prompts import GenerateOptions
+from ladderize.runtime.texts.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
+from ladderize.runtime.texts.prompts import open_spec
 
 
 @dataclass(frozen=True)
@@ -91,24 +93,29 @@ class CorpusDocument(Record):
 
 
 def sample_corpus(
-    spec: ModelSpec,
-    out: Path,
+    model: str | Path,
+    out: str | Path,
     samples: int,
-    options: GenerateOptions,
-    console: Console,
+    options: GenerateOptions | None = None,
     *,
-    batch_size: int,
-    overwrite: bool,
+    batch_size: int | None = None,
+    overwrite: bool = False,
+    console: Console = SILENT,
 ) -> CorpusDocument | None:
     """Write ``samples`` lines of text and ids to ``out``, going on where a killed run of the same command was; see
     docs/files.md.
 
-    None on other ranks than 0. Raises UserError for what cannot be sampled or written.
+    model: a folder or a hub id. options: by default sampled at temperature 1. batch_size: texts at a time; the KV cache
+    grows with it. None on other ranks than 0. Raises UserError for what cannot be sampled or written.
     """
-    assert spec.folder is not None
-    out = resolved(out, "--out ")
+    options = options or GenerateOptions(sampling=Sampling(temperature=1.0))
+    check_corpus_usage(Path(out), samples, batch_size, options)
+    out = resolved(Path(out), "--out ")
     if is_main_rank():
+        check_writable(out)
         check_corpus_target(out, overwrite)
+    spec = open_spec(model, options)
+    assert spec.folder is not None
     tokenizer = load_tokenizer(spec.folder)
     if options.max_new_tokens + 1 > spec.positions:
         raise UserError(
@@ -119,13 +126,30 @@ def sample_corpus(
     if not spec.layout.is_dense:
         console.note(f"{spec.name} is converted ({spec.layout}): these are samples of it, not of the dense model")
     eos = () if options.ignore_eos else eos_ids(spec)
-    corpus = Corpus(out, samples, min(batch_size, samples), overwrite, bos_id(spec, tokenizer), eos)
+    corpus = Corpus(
+        out, samples, min(batch_size or DEFAULT_SAMPLES_AT_A_TIME, samples), overwrite, bos_id(spec, tokenizer), eos
+    )
     document: CorpusDocument | None = run(
         _sample, spec, corpus, options, console, tp_size=options.tp_size, device=options.device, threads=options.threads
     )
     if document is not None:
         console.result(document.summary())
     return document
+
+
+def check_corpus_usage(out: Path, samples: int, batch_size: int | None, options: GenerateOptions) -> None:
+    """Raise UsageError for options that make no corpus."""
+    if options.chat:
+        raise UsageError("--from-bos begins with the BOS token alone; leave --chat out")
+    if out.suffix != ".jsonl":
+        raise UsageError(f"--out {out} must end in .jsonl, which tells --data and --perplexity how to read it")
+    if options.sampling.temperature == 0:
+        raise UsageError(
+            "--temperature 0 with --from-bos would give the same text every time; give a temperature above 0"
+        )
+    for option, count in (("--num-samples", samples), ("--batch-size", batch_size)):
+        if count is not None and count < 1:
+            raise UsageError(f"{option} must be at least 1, not {count}")
 
 
 def bos_id(spec: ModelSpec, tokenizer: Any) -> int:

@@ -1,39 +1,23 @@
 """``ladderize generate``: prompts in, text out as it is made."""
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ladderize.choices import BackendName, check_choices
-from ladderize.console import Console, UserError
+from ladderize.console import SILENT, Console, UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer
+from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.decode import Generator, Sampling, generate_tokens
-from ladderize.runtime.launch import run
-from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
-
-
-@dataclass(frozen=True)
-class GenerateOptions:
-    """See ``ladderize generate --help``."""
-
-    tp_size: int = 1
-    max_new_tokens: int = 128
-    sampling: Sampling = field(default_factory=Sampling)
-    ignore_eos: bool = False
-    chat: bool = False
-    backend: BackendName = "auto"
-    replicate_vocab: bool = False
-    compile: bool = False
-    device: str = "cpu"
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        check_choices(self)
+from ladderize.runtime.collectives.choose import check_backend, choose
+from ladderize.runtime.decode import Generator, generate_tokens
+from ladderize.runtime.launch import check_group_size, run
+from ladderize.runtime.spec import ModelSpec, WeightCache, checkpoint_spec, eos_ids, open_generator
+from ladderize.runtime.texts.options import GenerateOptions
 
 
 @dataclass(frozen=True)
@@ -98,10 +82,30 @@ def encode(tokenizer: Any, prompts: list[str], spec: ModelSpec, options: Generat
     return encoded
 
 
-def generate_text(
-    spec: ModelSpec, prompts: list[str], options: GenerateOptions, console: Console
+def open_spec(model: str | Path, options: GenerateOptions) -> ModelSpec:
+    """Check everything that can be known before weights are read or ranks started; raises UserError or LayoutError."""
+    check_device(options.device)
+    check_backend(options.backend, options.tp_size, options.device)
+    check_group_size(options.tp_size, options.device)
+    return checkpoint_spec(str(model), tp_size=options.tp_size, dtype=options.dtype, revision=options.revision)
+
+
+def generate(
+    model: str | Path,
+    prompts: Sequence[str],
+    options: GenerateOptions | None = None,
+    *,
+    console: Console = SILENT,
 ) -> GenerateDocument | None:
-    """Continue ``prompts`` as one batch; a single one is streamed to stdout. None on other ranks than 0."""
+    """Continue ``prompts`` as one batch on the tensor-parallel runtime; None on other ranks than 0.
+
+    model: a folder or a hub id. With a console that speaks, texts are shown, a single one as it is made. Raises
+    UserError or LayoutError.
+    """
+    options, prompts = options or GenerateOptions(), list(prompts)
+    if not prompts:
+        raise UsageError("there is nothing to continue: give a prompt")
+    spec = open_spec(model, options)
     ids = encode(tokenizer_of(spec), prompts, spec, options)
     document: GenerateDocument | None = run(
         _generate,
@@ -125,7 +129,7 @@ def _generate(
     eos = () if options.ignore_eos else eos_ids(spec)
     tokenizer = tokenizer_of(spec) if group.is_main else None
     streams = [TextStream(tokenizer) for _ in ids] if group.is_main else []
-    live = streams[0] if len(streams) == 1 and not console.as_json else None
+    live = streams[0] if len(streams) == 1 and console.speaks and not console.as_json else None
     made = _timed_tokens(generator, ids, options, eos, live)
     generator.model.collectives.close()
     if live is not None:
