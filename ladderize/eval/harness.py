@@ -35,6 +35,7 @@ def evaluate(
     models: folders or hub ids. out: a JSON file that is written after every task, so that nothing is lost when a later
     one fails. Raises UserError.
     """
+    options.check()
     names = [str(Path(name).expanduser()) if str(name).startswith("~") else str(name) for name in models]
     if out is not None:
         check_writable(out)

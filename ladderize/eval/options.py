@@ -10,8 +10,7 @@ from ladderize.files.records import Record
 
 @dataclass(frozen=True)
 class EvalOptions(Record):
-    """What is the same for all models. ``limit``: samples per task. ``perplexity``: a file for ``ladderize.data``.
-    Raises UsageError for what takes no effect."""
+    """What is the same for all models. ``limit``: samples per task. ``perplexity``: a file for ``ladderize.data``."""
 
     tasks: tuple[str, ...] = ()
     include_path: str | None = None
@@ -30,6 +29,9 @@ class EvalOptions(Record):
 
     def __post_init__(self) -> None:
         check_choices(self)
+
+    def check(self) -> None:
+        """Raise UsageError for what takes no effect, or asks for nothing."""
         if self.seq_len is not None and self.perplexity is None:
             raise UsageError("--seq-len has no effect without --perplexity")
         if not self.tasks and self.perplexity is None:
