@@ -26,6 +26,7 @@ LONG_FILES = [
     "test_bench.py",
     "test_model.py",
     "test_runtime.py",
+    "test_docs.py",
     "test_spd.py",
     "test_generate.py",
     "test_going_on.py",
