@@ -1,6 +1,7 @@
 """In which order rows come, and that a resumed stream goes on exactly where it was."""
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -56,7 +57,6 @@ def make_data(kind, folder: Path, monkeypatch):
         np.save(folder / "a.npy", np.random.default_rng(0).integers(2, VOCAB, (25, 40)))
         return [str(folder / "a.npy")]
     if kind == "txt":
-        monkeypatch.setattr("ladderize.adapt.data.files.PASSAGE_BYTES", 200)
         (folder / "a.txt").write_text("\n".join(text_of(number) for number in range(60)))
         return [str(folder / "a.txt")]
     if kind == "several":
@@ -130,7 +130,12 @@ def test_every_row_once_an_epoch_and_the_heldout_never(kind, packing, tmp_path, 
     assert not heldout & set(per_epoch[0])
     assert ordered[0] != ordered[1]
     specs = parse_specs(data)
-    if not specs[0].is_streamed:
+    if kind == "txt":  # --eval-data is cut into longer passages: compared by what they cover
+        found = [re.findall(r"bytes (\d+) to (\d+)", where)[0] for where in [*heldout, *per_epoch[0]]]
+        ranges = {(int(begin), int(end)) for begin, end in found}
+        assert [begin for begin, _ in sorted(ranges)] == [0, *(end + 1 for _, end in sorted(ranges)[:-1])]
+        assert max(end for _, end in ranges) == Path(data[0]).stat().st_size - 1
+    elif not specs[0].is_streamed:
         everything = origins(fixed_rows(specs, tokenizer, options(packing=packing)))
         assert sorted(everything) == sorted([*heldout, *per_epoch[0]])
 
@@ -192,7 +197,7 @@ def test_the_seed_decides_the_order(tmp_path, tokenizer):
 
 
 def test_what_is_held_out(tmp_path, tokenizer, monkeypatch):
-    for count, expected in ((2, 1), (99, 1), (1000, 10)):
+    for count, expected in ((2, 1), (99, 8), (1000, 10)):
         data = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [2, 3 + number % 500]} for number in range(count)])
         assert len(origins(stream(data, None).heldout_rows)) == expected
     assert stream(data, None, heldout=0).heldout_rows == []
@@ -309,3 +314,25 @@ def test_counts_and_identity(tmp_path, chat, monkeypatch):
         before = sources.source_identity(parse_specs([data])[0])
         Path(data).write_text(Path(data).read_text() + "\n")
         assert sources.source_identity(parse_specs([data])[0]) != before
+
+
+@pytest.mark.parametrize("kind", ["txt", "npy"])
+def test_a_long_text_is_shuffled_as_a_whole(tmp_path, tokenizer, kind):
+    """The rows of a step come from all over it, and every part of it comes once an epoch."""
+    if kind == "txt":
+        (tmp_path / "a.txt").write_text("\n".join(text_of(number) for number in range(4000)))
+        data = str(tmp_path / "a.txt")
+    else:
+        np.save(tmp_path / "a.npy", np.arange(100_000) % (VOCAB - 2) + 2)
+        data = str(tmp_path / "a.npy")
+    with stream(data, tokenizer, heldout=0) as opened:
+        first = opened.take(64)
+        places = {int(where.split(" to ")[0].split(" ")[-1]) for row in first for where in row.origins}
+        end = (tmp_path / "a.txt").stat().st_size if kind == "txt" else 100_000
+        tenths = [sum(tenth <= 10 * place / end < tenth + 1 for place in places) for tenth in range(10)]
+        assert min(tenths) >= 1, tenths
+        assert sum(map(len, first)) > 0.85 * 64 * 64  # and rows are full
+        seen = []
+        while opened.counts.epochs < 1:
+            seen.append(next(opened))
+        assert opened.counts.padding_share < 0.15

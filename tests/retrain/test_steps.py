@@ -200,3 +200,15 @@ def test_trained_parameters_have_names_that_files_give_them(place):
     assert values[f"{prefix}lora_B.weight"].abs().sum() == 0
     again = dict(trained_parameters(build_student(checkpoint, layout, ModelSetup(CPU.device), lora=config, seed=3)))
     assert torch.equal(values[f"{prefix}lora_A.weight"], again[f"{prefix}lora_A.weight"])
+
+
+def test_rows_of_the_data_are_held_out(place, tmp_path):
+    command = arguments(place, "--heldout", 3, steps=1)
+    begin = command.index("--eval-data")
+    del command[begin : begin + 2]
+    outcome = invoke(*command[:2], tmp_path / "out", *command[2:])
+    assert outcome.code == 0, outcome.stderr
+    document = json.loads((tmp_path / "out" / "adaptation.json").read_text())
+    assert document["options"]["heldout"] == 3
+    assert document["heldout_perplexity"]["tokens"] == 3 * (LENGTH - 1)
+    assert document["data_counts"]["trained_tokens"] == document["tokens"] < document["data_counts"]["tokens"]

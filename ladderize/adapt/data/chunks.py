@@ -18,9 +18,9 @@ CHUNK_ROWS = 128
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """seq_len: the most tokens of a row. packing: several examples a row. heldout: rows of each source to set aside,
-    never trained on (None: a hundredth of files' rows, 1 to 256, and a stream's first 64). min_rows: the fewest rows
-    that a first epoch may have (without weights), that is a batch."""
+    """seq_len: the most tokens of a row. packing: several examples a row. heldout: rows of each source to set
+    aside, never trained on (None: a hundredth of files' rows, at least 8 or a tenth, at most 256, and a stream's
+    first 64). min_rows: the fewest rows that a first epoch may have (without weights), that is a batch."""
 
     seq_len: int
     vocab_size: int

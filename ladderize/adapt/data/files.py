@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from ladderize.adapt.data.formats import IN_WORDS, BadRow, BadRows, Row, check_row, find_format
+from ladderize.adapt.data.passages import Passages
 from ladderize.console import UserError
 from ladderize.data import parse_line
 from ladderize.files.id_arrays import open_ids
 from ladderize.files.regular import MAX_LINE_BYTES, read_lines
-
-PASSAGE_BYTES = 16 << 10  # what a text is cut into, so that its parts can be shuffled and held out
-PASSAGE_IDS = 16 << 10  # the same for one long array; divided by every usual --seq-len
 
 
 class Rows(Protocol):
@@ -119,10 +117,10 @@ class ParquetRows:
 
 
 class TextRows:
-    """A text in passages of about 16 KiB that end where lines do (or words, where a line is longer); all of them
-    together are the text."""
+    """A text in passages of about ``passage_bytes`` that end where a line does (or a word, where no line ends near).
+    All of them together are the text."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, passage_bytes: int = Passages.text_bytes) -> None:
         self.path, self.bad = path, BadRows()
         self._offsets = array("q", [0])
         decoder = codecs.getincrementaldecoder("utf-8")()
@@ -135,7 +133,7 @@ class TextRows:
                 raise UserError(f"{path} is not UTF-8 text") from None
             size = file.tell()
             while size > self._offsets[-1]:
-                self._offsets.append(_end_of_passage(file, self._offsets[-1], size))
+                self._offsets.append(_end_of_passage(file, self._offsets[-1], size, passage_bytes))
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -152,12 +150,13 @@ class TextRows:
         return Row({"text": text}, f"{self.path}, bytes {begin} to {end - 1}", is_passage=True)
 
 
-def _end_of_passage(file: BinaryIO, offset: int, size: int) -> int:
-    if size - offset <= PASSAGE_BYTES * 5 // 4:
+def _end_of_passage(file: BinaryIO, offset: int, size: int, passage_bytes: int) -> int:
+    if size - offset <= passage_bytes * 5 // 4:
         return size  # no last passage that is too short to be of use
     file.seek(offset)
-    block = file.read(PASSAGE_BYTES)
-    end = block.rfind(b"\n") + 1 or block.rfind(b" ") + 1
+    block = file.read(passage_bytes)
+    least = passage_bytes * 3 // 4  # a line that ended before would leave much of a row empty
+    end = block.rfind(b"\n", least) + 1 or block.rfind(b" ", least) + 1
     if not end:
         end = len(block) - 1
         while block[end] & 0xC0 == 0x80:  # inside a character
@@ -166,10 +165,11 @@ def _end_of_passage(file: BinaryIO, offset: int, size: int) -> int:
 
 
 class IdRows:
-    """An array of token ids: a row of two dimensions is a row; one of one dimension is cut into passages of 16384 ids,
-    the last with what is left."""
+    """An array of token ids: a row of two dimensions is a row; one of one dimension is cut into passages of
+    ``passage_ids`` ids, the last with what is left."""
 
-    def __init__(self, path: Path, key: str | None) -> None:
+    def __init__(self, path: Path, key: str | None, passage_ids: int = Passages.ids) -> None:
+        self._passage_ids = passage_ids
         self.bad = BadRows()
         self._name = f"{path}:{key}" if key else str(path)
         self._array = open_ids(path, key)
@@ -177,13 +177,13 @@ class IdRows:
     def __len__(self) -> int:
         if not self._array.size:
             return 0
-        return len(self._array) if self._array.ndim == 2 else max(1, len(self._array) // PASSAGE_IDS)
+        return len(self._array) if self._array.ndim == 2 else max(1, len(self._array) // self._passage_ids)
 
     def read(self, number: int) -> Row:
         if self._array.ndim == 2:
             return Row({"input_ids": self._array[number]}, f"{self._name}, row {number + 1}")
-        begin = number * PASSAGE_IDS
-        ids = self._array[begin : begin + PASSAGE_IDS if number + 1 < len(self) else None]
+        begin = number * self._passage_ids
+        ids = self._array[begin : begin + self._passage_ids if number + 1 < len(self) else None]
         return Row({"input_ids": ids}, f"{self._name}, ids {begin} to {begin + len(ids) - 1}", is_passage=True)
 
 

@@ -15,6 +15,7 @@ from ladderize.console import UserError
 
 BATCH = 64  # rows that are tokenised together, ahead of their use
 HELDOUT_OF_STREAM, MOST_HELDOUT, HELDOUT_SHARE = 64, 256, 100
+LEAST_HELDOUT = 8  # or a tenth of fewer rows: a single row says little
 # What a random generator draws. Keys after the seed must not end in it: numpy takes [seed, 1] and [seed, 1, 0] for the
 # same.
 DRAW_ORDER, DRAW_HELDOUT, DRAW_SHUFFLE = 1, 2, 3
@@ -51,8 +52,8 @@ class Reader(Protocol):
 
 
 class IndexedReader:
-    """Rows of files in a fresh order every epoch, except ``count`` held-out ones (None: a hundredth, 1 to 256), drawn
-    once.
+    """Rows of files in a fresh order every epoch, except ``count`` held-out ones (None: a hundredth, at least 8 or a
+    tenth, at most 256), drawn once.
 
     number: the source's, so that no two are shuffled alike. Raises UserError if nothing would be left to train on.
     """
@@ -67,7 +68,7 @@ class IndexedReader:
                     f"{name} has a single row, of which nothing can be held out; give --eval-data FILE, or --heldout 0"
                     " to measure nothing"
                 )
-            count = min(MOST_HELDOUT, max(1, total // HELDOUT_SHARE))
+            count = min(MOST_HELDOUT, max(1, min(LEAST_HELDOUT, total // 10), total // HELDOUT_SHARE))
         if count >= total:
             raise UserError(f"{name} has {total} rows, and --heldout {count} would leave none to train on; lower it")
         drawn = np.random.default_rng([DRAW_HELDOUT, seed, number]).permutation(total)[:count]

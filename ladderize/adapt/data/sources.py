@@ -8,13 +8,14 @@ import glob
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.data.files import IdRows, JoinedRows, JsonlRows, ParquetRows, Rows, TextRows
 from ladderize.adapt.data.hub import HubRows
+from ladderize.adapt.data.passages import Passages
 from ladderize.console import UsageError, UserError
 from ladderize.data import file_sha256, split_name
 from ladderize.files.regular import check_regular
@@ -125,10 +126,13 @@ def _parse_hub(text: str, option: str) -> tuple[str, str | None, str] | None:
     return name, rest[0] if len(rest) == 2 else None, rest[-1]
 
 
-def open_rows(spec: SourceSpec, *, skip_bad_rows: bool = False) -> Rows:
-    """A source of files, for reading by row number. Raises UserError for what cannot be read or holds no rows, and
-    BadRow for a row that has no known format, unless such are to be skipped."""
-    parts = [_open_file(file, skip_bad_rows) for file in spec.files()]
+def open_rows(
+    spec: SourceSpec, *, skip_bad_rows: bool = False, passages: Callable[[Path], Passages] = lambda path: Passages()
+) -> Rows:
+    """A source of files, for reading by row number. passages: what a long text or array of a file is cut into.
+    Raises UserError for what cannot be read or holds no rows, and BadRow for a row that has no known format, unless
+    such are to be skipped."""
+    parts = [_open_file(file, skip_bad_rows, passages) for file in spec.files()]
     rows = parts[0] if len(parts) == 1 else JoinedRows(parts)
     if not len(rows):
         left_out = f" besides {rows.bad.count} bad ones, first {rows.bad.first[0]}" if rows.bad.count else ""
@@ -142,13 +146,15 @@ def open_hub_rows(spec: SourceSpec) -> HubRows:
     return HubRows(spec.text, *spec.hub)
 
 
-def _open_file(file: str, skip_bad_rows: bool) -> Rows:
+def _open_file(file: str, skip_bad_rows: bool, passages: Callable[[Path], Passages]) -> Rows:
     path, key = split_name(file)
     if path.suffix == ".jsonl":
         return JsonlRows(path, skip_bad_rows=skip_bad_rows)
     if path.suffix == ".parquet":
         return ParquetRows(path)
-    return TextRows(path) if path.suffix == ".txt" else IdRows(path, key)
+    if path.suffix == ".txt":
+        return TextRows(path, passages(path).text_bytes)
+    return IdRows(path, key, passages(path).ids)
 
 
 def source_identity(spec: SourceSpec) -> dict[str, Any]:

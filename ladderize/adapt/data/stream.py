@@ -5,14 +5,14 @@ Every rank reads and tokenises all of it and takes its part of each step's rows 
 depend on the number of ranks, a run may be resumed with another number, and no rank has to tell another where it
 stands; tokenising costs a small part of what a step costs, and is done in a thread meanwhile.
 
-The stream is made in chunks of about ``CHUNK_ROWS`` rows: examples are drawn from the sources, packed with each other
-and shuffled. Files are read in a fresh random order every epoch; a hub's stream is read in its own order, and the
-shuffle within a chunk is all it gets.
-"""
+The stream is made in chunks of about ``CHUNK_ROWS`` rows: examples are drawn from the sources, packed with each
+other and shuffled. Files are read in a fresh random order every epoch, long texts and arrays row by row; a hub's
+stream is read in its own order, and the shuffle within a chunk is all it gets."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ladderize.adapt.data.chunks import CHUNK_ROWS, Chunk, ChunkMaker, StreamOptions
@@ -20,6 +20,7 @@ from ladderize.adapt.data.examples import Encoder, Example
 from ladderize.adapt.data.files import Rows
 from ladderize.adapt.data.formats import BadRow, BadRows
 from ladderize.adapt.data.packing import PackedRow
+from ladderize.adapt.data.passages import Passages, row_passages
 from ladderize.adapt.data.place import DataCounts, SourceCounts, StreamPlace
 from ladderize.adapt.data.readers import IndexedReader, Reader, StreamedReader
 from ladderize.adapt.data.sources import SourceSpec, open_hub_rows, open_rows, source_identity
@@ -27,6 +28,8 @@ from ladderize.console import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ORDER = 2  # counts the ways in which rows were ever cut and shuffled: work begun by another one cannot go on
 
 
 class Stream:
@@ -48,7 +51,7 @@ class Stream:
         def reader(number: int, spec: SourceSpec) -> Reader:
             if spec.is_streamed:
                 return StreamedReader(spec.name, open_hub_rows(spec), encoder, count=options.heldout)
-            rows = _open_rows(spec, options)
+            rows = _open_rows(spec, options, lambda path: row_passages(path, tokenizer, options.seq_len))
             return IndexedReader(spec.name, rows, encoder, seed=options.seed, number=number, count=options.heldout)
 
         weights = [spec.weight for spec in self.specs if spec.weight is not None]
@@ -139,12 +142,14 @@ class Stream:
 
     def identity(self) -> dict[str, Any]:
         """What the rows depend on besides the tokenizer: a resumed run must find the same. Reads all files once."""
-        return {**self.options.record(), "sources": [source_identity(spec) for spec in self.specs]}
+        return {"order": ORDER, **self.options.record(), "sources": [source_identity(spec) for spec in self.specs]}
 
 
-def _open_rows(spec: SourceSpec, options: StreamOptions) -> Rows:
+def _open_rows(
+    spec: SourceSpec, options: StreamOptions, passages: Callable[[Path], Passages] = lambda path: Passages()
+) -> Rows:
     try:
-        return open_rows(spec, skip_bad_rows=options.skip_bad_rows)
+        return open_rows(spec, skip_bad_rows=options.skip_bad_rows, passages=passages)
     except BadRow as problem:
         raise problem.unskipped() from None
 
