@@ -46,9 +46,12 @@ def command(name, place, out):
     same = ["--threads", 1, "--device", "cpu"]
     data = ["--data", place / "ids.npy", *same]
     retraining = ["adapt", place / "spd", out, *data, "--max-steps", 3, "--batch-size", 2, "--seq-len", 16]
+    blocks = ["adapt", place / "spd", out, "--method", "blocks", "--distill-from", place / "dense"]
     return {
         "full": [*retraining, "--no-verify"],
         "lora": [*retraining, "--method", "lora", "--lora-rank", 2],
+        "blocks": [*blocks, "--epochs", 1, *data, "--no-verify"],
+        "spd": ["spd", place / "dense", out, "--sync-tp-size", 2, "--epochs", 1, *data, "--no-verify"],
     }[name]
 
 
@@ -62,7 +65,7 @@ def work_of(out):
     return out.with_name(f"{out.name}.ladderize-work")
 
 
-@pytest.mark.parametrize("name", ["full", "lora"])
+@pytest.mark.parametrize("name", ["full", "lora", "blocks", "spd"])
 def test_killed_after_the_output_appeared(place, tmp_path, name):
     warm.warm_python().preload("accelerate", "datasets", "peft")
     out = tmp_path / "out"

@@ -7,11 +7,13 @@ document. The same command, run again, finds it there.
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ladderize.console import Console
 from ladderize.files.documents import read_own
-from ladderize.files.work import ABOUT
+from ladderize.files.work import ABOUT, WorkFolder
 
 RUN = "run_sha256"  # key of a document: the digest of the run that wrote it
 FINISHED = "finished"  # key of a work folder's record: the digest of the run that is about to put its output in place
@@ -22,16 +24,37 @@ def run_digest(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def may_be_finished(out: Path, document: str) -> bool:
-    """Whether ``out`` has such a document of a run, so that it is worth finding out what the command is about."""
-    return RUN in read_own(out / document)
+@dataclass(frozen=True)
+class EarlierRun:
+    """What an earlier run of the same command may have left: ``out`` with its document, and a work folder.
 
-
-def finished(out: Path, document: str, digest: str, *, overwrite: bool, work: Path) -> bool:
-    """Whether the run of this digest wrote ``out``, as its document says.
-
-    overwrite: then the work folder must say that it was killed after that, or the command is meant to run anew.
+    On other processes than the main one nothing is found or removed: ask there, and broadcast.
     """
-    if overwrite and read_own(work / ABOUT).get(FINISHED) != digest:
-        return False
-    return read_own(out / document).get(RUN) == digest
+
+    out: Path
+    document: str
+    work: Path
+    overwrite: bool
+
+    def may_have_finished(self) -> bool:
+        """Whether it is worth finding out what this command is about."""
+        return RUN in self.read() and (not self.overwrite or FINISHED in read_own(self.work / ABOUT))
+
+    def finished(self, digest: str) -> bool:
+        """Whether the run of this digest wrote ``out``.
+
+        With ``overwrite`` the work folder must say so too: else the command is meant to run anew.
+        """
+        if self.overwrite and read_own(self.work / ABOUT).get(FINISHED) != digest:
+            return False
+        return self.read().get(RUN) == digest
+
+    def read(self) -> dict[str, Any]:
+        """The document; empty where there is none."""
+        return read_own(self.out / self.document)
+
+    def tidy(self, kind: type[WorkFolder], identity: Mapping[str, Any], console: Console) -> dict[str, Any]:
+        """Remove what the run left, say that it is done, and return the document."""
+        kind.tidy(self.work, identity)
+        console.note(f"{self.out} is complete: this command wrote it in an earlier run")
+        return self.read()

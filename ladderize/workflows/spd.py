@@ -8,7 +8,7 @@ that is distilled: it costs nothing at inference.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -39,12 +39,15 @@ from ladderize.eval.results import Perplexity
 from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.files import output
 from ladderize.files.documents import read_json, write_json
+from ladderize.files.finished import FINISHED, RUN, EarlierRun, run_digest
+from ladderize.files.regular import resolved
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout, check_split, format_ranges
 from ladderize.ranks.group import join_ranks
 from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 from ladderize.workflows.spd_document import SpdBlock, SpdDocument
 
+DOCUMENT = "spd.json"
 CALIBRATION_SAMPLES = 128  # the paper's
 SENSITIVITY = "sensitivity.json"  # in the work folder, and in OUT
 Distilled = Literal["all", "sensitive"]
@@ -71,6 +74,11 @@ class SpdOptions:
     def __post_init__(self) -> None:
         check_choices(self)
 
+    def choices(self) -> dict[str, Any]:
+        """What decides the result besides the data and the training."""
+        names = ("spd_fraction", "max_ppl_increase", "tau1", "tau2", "distill", "head_grouping")
+        return {name: getattr(self, name) for name in names}
+
 
 def run_spd(
     model: str, out: str, options: SpdOptions, *, console: Console, overwrite: bool = False, verify: bool = True
@@ -91,8 +99,11 @@ def run_spd(
             f"{model} is not dense ({layout}); only a dense model has sync points to drop by their sensitivity"
         )
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
-    output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
     folder = work_folder(out, training.work_dir, checkpoint.folder)
+    earlier = EarlierRun(resolved(out), DOCUMENT, folder, overwrite=overwrite)
+    maybe_done = ranks.broadcast(earlier.may_have_finished())  # then OUT may be full
+    if not maybe_done:
+        output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
     recipe = Recipe(
         spd="auto",
         sync_tp_size=options.sync_tp_size,
@@ -117,17 +128,24 @@ def run_spd(
             "seed": training.distill.seed,
         },
     }
+    digest = run_digest({**identity, **record.to_dict(), **options.choices()})
+    if maybe_done:
+        if ranks.broadcast(earlier.finished(digest)):
+            if not ranks.is_main:
+                return None
+            return SpdDocument.from_dict(earlier.tidy(BlockFolder, identity, console), DOCUMENT)
+        output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
     with ranks.main_first():
         work = BlockFolder(folder, identity, main=ranks.is_main)
     with work:
         with ranks.main_first():
             if ranks.is_main:
                 measure(model, options, calibration, record, ranks.device, work, console)
-        resolved, selection = recipe.resolve(layout)
+        chosen, selection = recipe.resolve(layout)
         assert selection is not None
         # the work folder will be gone, and OUT has the file
         selection = replace(selection, sensitivity=replace(selection.sensitivity, file=SENSITIVITY))
-        layout = resolved.layout(layout)
+        layout = chosen.layout(layout)
         with ranks.main_first():
             head_map = group(teacher, selection, options, calibration, work, console)
         student = StudentBlocks(
@@ -165,10 +183,11 @@ def run_spd(
         distilled = (
             {"distillation": {"layers": format_ranges(student.layers), **record.to_dict()}} if student.layers else {}
         )
+        work.write_about(**{FINISHED: digest})  # a run that is killed from here on may find OUT complete
         convert_checkpoint(
             model,
             out,
-            resolved,
+            chosen,
             revision=options.revision,
             overwrite=overwrite,
             verify=verify,
@@ -178,7 +197,7 @@ def run_spd(
                 record={"selection": selection.to_dict(), **distilled},
                 extra_files={
                     SENSITIVITY: (folder / SENSITIVITY).read_text(),
-                    "spd.json": to_json(document.to_dict()) + "\n",
+                    DOCUMENT: to_json({**document.to_dict(), RUN: digest}) + "\n",
                 },
                 note=document.card_note(),
             ),

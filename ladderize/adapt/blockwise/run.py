@@ -18,6 +18,7 @@ from ladderize.adapt.methods import BLOCKS
 from ladderize.adapt.pair import check_pair
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_nlls
 from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.pipeline import convert_checkpoint
@@ -25,10 +26,14 @@ from ladderize.convert.recipe import Recipe
 from ladderize.eval.perplexity import perplexity_from_nlls
 from ladderize.eval.results import Perplexity
 from ladderize.files import output
+from ladderize.files.finished import FINISHED, RUN, EarlierRun, run_digest
+from ladderize.files.regular import resolved
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout, format_ranges, parse_ranges
 from ladderize.ranks.group import join_ranks
 from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
+
+DOCUMENT = "distillation.json"
 
 
 def heldout_perplexities(
@@ -81,9 +86,11 @@ def adapt_blocks(
     student_checkpoint, teacher_checkpoint = open_checkpoint(model, revision), open_checkpoint(teacher_name)
     layout = check_pair(student_checkpoint, teacher_checkpoint, model, teacher_name)
     layers = layers_to_distill(layout, options.layers)
-    for checkpoint in (student_checkpoint, teacher_checkpoint):
-        output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
     folder = work_folder(out, options.work_dir, student_checkpoint.folder, teacher_checkpoint.folder)
+    earlier = EarlierRun(resolved(out), DOCUMENT, folder, overwrite=overwrite)
+    maybe_done = ranks.broadcast(earlier.may_have_finished())  # then OUT may be full
+    if not maybe_done:
+        check_targets(out, student_checkpoint, teacher_checkpoint, overwrite=overwrite)
     windows = training_windows(teacher_checkpoint, options)
     dtype = compute_dtype(options.dtype, stored_dtype(teacher_checkpoint))
     teacher, own = (Blocks(checkpoint, dtype, ranks.device) for checkpoint in (teacher_checkpoint, student_checkpoint))
@@ -91,6 +98,13 @@ def adapt_blocks(
     student = StudentBlocks(layout, layers, stored.weights)
     identity = BlockwiseRun(BLOCKS, fingerprint(student_checkpoint), fingerprint(teacher_checkpoint))
     record = TrainingRecord.of(windows, options, dtype)
+    digest = run_digest({**identity.to_dict(), **record.to_dict(), "layers": list(layers)})
+    if maybe_done:
+        if ranks.broadcast(earlier.finished(digest)):
+            if not ranks.is_main:
+                return None
+            return Distillation.from_dict(earlier.tidy(BlockFolder, identity.to_dict(), console), DOCUMENT)
+        check_targets(out, student_checkpoint, teacher_checkpoint, overwrite=overwrite)
     with ranks.main_first():
         work = BlockFolder(folder, identity.to_dict(), main=ranks.is_main)
     with work:
@@ -129,6 +143,7 @@ def adapt_blocks(
             blocks=[work.report(layer) for layer in layers],
             heldout_perplexity=perplexities,
         )
+        work.write_about(**{FINISHED: digest})  # a run that is killed from here on may find OUT complete
         convert_checkpoint(
             model,
             out,
@@ -146,7 +161,7 @@ def adapt_blocks(
                         **record.to_dict(),
                     }
                 },
-                extra_files={"distillation.json": to_json(document.to_dict()) + "\n"},
+                extra_files={DOCUMENT: to_json({**document.to_dict(), RUN: digest}) + "\n"},
                 note=document.card_note(),
             ),
             console=console,
@@ -168,6 +183,12 @@ def before_and_after(
         **heldout_perplexities(teacher, {"dense": lambda layer: teacher.layer(layer, dense)}, heldout),
         **heldout_perplexities(own, variants, heldout),
     }
+
+
+def check_targets(out: str, *sources: Checkpoint, overwrite: bool) -> None:
+    """Raise UserError unless ``out`` may be written, and is none of its sources."""
+    for checkpoint in sources:
+        output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
 
 
 def loaded(work: BlockFolder, layer: int, blocks: Blocks) -> dict[str, torch.Tensor]:

@@ -29,8 +29,7 @@ from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, UserError, human_seconds
 from ladderize.files import output
-from ladderize.files.documents import read_own
-from ladderize.files.finished import finished, may_be_finished
+from ladderize.files.finished import EarlierRun
 from ladderize.files.regular import resolved
 from ladderize.files.work import work_folder
 from ladderize.layout import format_ranges
@@ -78,7 +77,8 @@ def retrain(
     ranks = join_ranks(options.device)
     task = open_task(model, options, ranks, revision)
     folder = work_folder(out, options.work_dir, *(source.folder for source in task.sources))
-    done, document = written_before(task, ranks, out, folder, console, overwrite=overwrite)
+    earlier = EarlierRun(resolved(out), ADAPTATION, folder, overwrite=overwrite)
+    done, document = written_before(task, ranks, earlier, console)
     if done:
         return document
     for source in task.sources:
@@ -122,25 +122,21 @@ def retrain(
     return document
 
 
-def written_before(
-    task: Task, ranks: Ranks, out: str, folder: Path, console: Console, *, overwrite: bool
-) -> tuple[bool, Adaptation | None]:
-    """Whether this very run has written ``out`` already, and, on the main process, the document of it.
+def written_before(task: Task, ranks: Ranks, earlier: EarlierRun, console: Console) -> tuple[bool, Adaptation | None]:
+    """Whether this very run has written OUT already, and, on the main process, the document of it.
 
     A run may be killed after its output appeared; what is left of its unfinished work is removed.
     """
-    target, options, document = resolved(out), task.options, None
-    if ranks.is_main and may_be_finished(target, ADAPTATION) and (options.resume or not overwrite):
-        written = Adaptation.from_dict(read_own(target / ADAPTATION), target / ADAPTATION)
+    options, document = task.options, None
+    if ranks.is_main and earlier.may_have_finished() and (options.resume or not earlier.overwrite):
+        written = Adaptation.from_dict(earlier.read(), earlier.out / ADAPTATION)
         if written.options == options.deciding(task.training):  # else there is no need to read all data
             stream, _ = open_data(task.checkpoint, options, task.training)
             with stream:
                 identity = run_identity(task, stream)
-            digest = result_digest(task, identity)
-            if finished(target, ADAPTATION, digest, overwrite=overwrite, work=folder):
+            if earlier.finished(result_digest(task, identity)):
+                earlier.tidy(TrainingFolder, identity, console)
                 document = written
-                TrainingFolder.tidy(folder, identity)
-                console.note(f"{target} is complete: this command wrote it in an earlier run")
     return ranks.broadcast(document is not None), document
 
 
