@@ -59,7 +59,8 @@ def retrain_options(params: Mapping[str, Any]) -> "RetrainOptions":
     from ladderize.adapt.retrain.options import RetrainOptions
     from ladderize.adapt.retrain.schedule import Budget, parse_count
 
-    given = {name: value for name, value in params.items() if value not in (None, [])}
+    # an option that may be repeated and was not given is an empty list or tuple, by the version of typer
+    given = {name: value for name, value in params.items() if value not in (None, [], ())}
     check_retraining(given)
     tokens = parse_count(given["max_tokens"], option="--max-tokens") if "max_tokens" in given else None
     steps = given.get("max_steps")
