@@ -20,7 +20,6 @@ import torch
 from ladderize.console import Console
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
-from ladderize.runtime.bench.plan import plan_bench
 from ladderize.runtime.bench.run import run_bench
 
 # Seconds of 511 decode steps at tp_size 8: batch -> dense, ladder, no communication
@@ -43,7 +42,7 @@ def bandwidth() -> float:
 
 
 def bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -> BenchDocument:
-    document = run_bench(plan_bench(choice, options, link), Console(as_json=True))
+    document = run_bench(choice, options, link, console=Console(quiet=True))
     gc.collect()
     torch.cuda.empty_cache()
     return document

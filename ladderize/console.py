@@ -91,20 +91,23 @@ class Console:
                 yield
 
     @contextlib.contextmanager
-    def progress(self, description: str, total: int, *, is_bytes: bool = False) -> Iterator[Advance]:
+    def progress(
+        self, description: str, total: int, *, is_bytes: bool = False, animated: bool = True
+    ) -> Iterator[Advance]:
         """Progress on stderr; yields ``advance(n, detail="")``.
 
         A terminal shows a bar with the time left. Elsewhere a line is written every minute, so that the log of a batch
-        job tells how far it is.
+        job tells how far it is. animated: False where nothing may run beside what is measured: the bar is then drawn by
+        ``advance`` alone.
         """
         if not self.speaks:
             yield lambda steps=1, detail="": None
         elif not sys.stderr.isatty():
             yield _LoggedProgress(description, total, is_bytes).advance
         else:
-            with _bar(total, is_bytes) as bar:
+            with _bar(total, is_bytes, animated) as bar:
                 task = bar.add_task(description, total=total, detail="")
-                yield lambda steps=1, detail="": bar.update(task, advance=steps, detail=detail)
+                yield lambda steps=1, detail="": bar.update(task, advance=steps, detail=detail, refresh=not animated)
 
     @contextlib.contextmanager
     def contained(self, *, bars: bool = False) -> Iterator[None]:
@@ -123,7 +126,7 @@ class Console:
 SILENT = Console(quiet=True)  # of calls from Python
 
 
-def _bar(total: int, is_bytes: bool) -> "Progress":
+def _bar(total: int, is_bytes: bool, animated: bool) -> "Progress":
     from rich.console import Console as RichConsole
     from rich.progress import (
         BarColumn,
@@ -139,7 +142,7 @@ def _bar(total: int, is_bytes: bool) -> "Progress":
     # on a narrow terminal the bar and the detail give way, not the count and the time
     fixed = Column(min_width=2 * len(str(total)) + 1, no_wrap=True)
     return Progress(
-        SpinnerColumn(),  # it moves while a single long step does not
+        *([SpinnerColumn()] if animated else []),  # it moves while a single long step does not
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
         DownloadColumn() if is_bytes else MofNCompleteColumn(table_column=fixed),
@@ -147,6 +150,7 @@ def _bar(total: int, is_bytes: bool) -> "Progress":
         TextColumn("{task.fields[detail]}", markup=False),
         console=RichConsole(file=sys.stderr),
         transient=True,
+        auto_refresh=animated,  # by a thread
     )
 
 

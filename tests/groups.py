@@ -197,3 +197,18 @@ def traced_swaps(group, folder, times):
             collectives.all_reduce(torch.ones(64))
     collectives.close()
     return times
+
+
+def report_and_die(group):
+    """Rank 0 is killed after two reports; what other ranks report is nobody's concern."""
+    group.report(f"rank {group.rank} of {group.size}")
+    group.report("again")
+    group.barrier()
+    if group.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.barrier()
+
+
+def report_once(group):
+    group.report("alone")
+    return 7

@@ -6,7 +6,8 @@ import torch
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives
-from ladderize.runtime.collectives.emulated import Link, emulate
+from ladderize.runtime.collectives.emulated import emulate
+from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from tests.groups import make_generator

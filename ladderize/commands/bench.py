@@ -1,5 +1,6 @@
 """``bench``."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -24,9 +25,15 @@ from ladderize.commands.options import (
     _runtime_options,
     options_from,
 )
-from ladderize.console import Console, UserError
-from ladderize.ranks.environment import is_main_rank
-from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, ModelChoice, parse_baselines, parse_batch_sizes
+from ladderize.console import Console
+from ladderize.runtime.bench.options import (
+    LAYOUT_NAMES,
+    BenchOptions,
+    ModelChoice,
+    check_bench_usage,
+    parse_baselines,
+    parse_batch_sizes,
+)
 
 
 def bench(
@@ -159,13 +166,6 @@ def bench(
     print_config: PrintConfig = False,
 ) -> None:
     """Time layouts against each other on ladderize's tensor-parallel runtime, and show what they wait for."""
-    from ladderize.figure import check_plot
-    from ladderize.files.documents import check_writable, write_json
-    from ladderize.runtime.bench.plan import plan_bench
-    from ladderize.runtime.bench.report import bench_summary
-    from ladderize.runtime.bench.run import run_bench
-
-    device = _runtime_options(device, backend, threads, emulate_tp or tp_size)
     choice = options_from(ModelChoice, ctx.params, models=tuple(models or ()))
     options = options_from(
         BenchOptions,
@@ -174,26 +174,11 @@ def bench(
         baselines=parse_baselines(baselines),
         check=not no_check,
         compile=compile_,
-        device=device,
     )
-    if out is not None:
-        check_writable(out)
-    if plot is not None:
-        check_plot(plot)
+    check_bench_usage(choice, options, link)  # before seconds of imports
     console = Console(as_json)
-    document = run_bench(plan_bench(choice, options, link), console)
-    console.document(document.to_dict())
-    console.result(bench_summary(document))
-    if is_main_rank():
-        if out is not None:
-            write_json(out, document.to_dict())
-            console.note(f"wrote {out}")
-        if plot is not None:
-            from ladderize.runtime.bench.plot import plot_bench
+    with console.stage("loading torch"):
+        from ladderize.runtime.bench.run import run_bench
 
-            console.note(f"drew {' and '.join(map(str, plot_bench(document, plot)))}")
-    if document.disproved:
-        raise UserError(
-            f"nothing overlapped in the trace of {' and '.join(document.disproved)}, although the layout overlaps: its"
-            " row is no result"
-        )
+        device = _runtime_options(device, backend, threads, options.ranks)
+    run_bench(choice, dataclasses.replace(options, device=device), link, console=console, out=out, plot=plot)

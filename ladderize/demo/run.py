@@ -26,11 +26,8 @@ from ladderize.eval.comparison import comparison_rows
 from ladderize.eval.harness import evaluate
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults
-from ladderize.files.documents import write_json
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
-from ladderize.runtime.bench.plan import plan_bench
-from ladderize.runtime.bench.report import bench_summary
 from ladderize.runtime.bench.run import run_bench
 from ladderize.workflows.spd import SpdOptions, run_spd
 from ladderize.workflows.spd_document import spd_rows
@@ -214,7 +211,5 @@ def _bench(
     said = {name: value for name, value in vars(options).items() if value != getattr(BenchOptions, name)}
     said |= {"link": link} if link is not None else {}
     console.note(f"$ ladderize bench {' '.join(models)} {_options_said(said)} --out {out}")
-    document = run_bench(plan_bench(ModelChoice(tuple(models)), options, link), console)
-    write_json(out, document.to_dict())
-    console.result("\n" + bench_summary(document))
-    return document
+    console.result("")
+    return run_bench(ModelChoice(tuple(models)), options, link, console=console, out=out)

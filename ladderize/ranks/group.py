@@ -3,7 +3,7 @@
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,17 +25,23 @@ INFERENCE_TIMEOUT = timedelta(hours=2)
 TRAINING_TIMEOUT = timedelta(days=30)
 
 
+def _unheard(value: Any) -> None:
+    """Nobody has asked for reports."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process is ``rank`` of ``size``, ``local_size`` of them on this machine; ``device`` is what it computes on.
 
     All ranks call the same methods in the same order. Messages between them go over the CPU.
+    ``report(value)`` gives a value to whoever started the ranks, while they go on; only what rank 0 reports is heard.
     """
 
     rank: int
     size: int
     device: torch.device
     local_size: int = 1
+    report: Callable[[Any], None] = _unheard
 
     @property
     def is_main(self) -> bool:

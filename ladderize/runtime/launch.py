@@ -6,6 +6,7 @@ and transformers anew in each (benchmarks/start_ranks.py); and the error is one 
 """
 
 import contextlib
+import dataclasses
 import gc
 import multiprocessing
 import os
@@ -49,32 +50,45 @@ def check_group_size(tp_size: int, device: str) -> None:
         )
 
 
-def run(function: Callable[..., Any], *args: Any, tp_size: int, device: str, threads: int | None = None) -> Any:
+Report = Callable[[Any], None]
+
+
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    tp_size: int,
+    device: str,
+    threads: int | None = None,
+    report: Report | None = None,
+) -> Any:
     """Call ``function(ranks, *args)`` on every rank of a group and return what rank 0 returned.
 
     One rank runs in this process. More are started as processes of this host, unless a launcher has done so.
     ``function`` and ``args`` are pickled by reference. Raises UserError with the cause if any rank fails; by then all
-    ranks are gone. threads: of each rank; None shares this host's cores out.
+    ranks are gone. threads: of each rank; None shares this host's cores out. report: is called here, in this process,
+    with each value that rank 0 gives to ``ranks.report``, so that results are safe before something else fails.
     """
+    report = report or (lambda value: None)
     check_group_size(tp_size, device)
     place = launched()
     if place != ALONE:
-        with _joined(place, device, threads, None) as ranks:
+        with _joined(place, device, threads, None, report) as ranks:
             return function(ranks, *args)
     if tp_size == 1:
         try:
-            with _joined(ALONE, device, threads, None) as ranks:
+            with _joined(ALONE, device, threads, None, report) as ranks:
                 return function(ranks, *args)
         except (RuntimeError, MemoryError) as error:
             raise _out_of_memory(error) or error from None
     with temporary_folder("group") as folder:
-        return _start(function, args, tp_size, device, threads, folder / "store")
+        return _start(function, args, tp_size, device, threads, folder / "store", report)
 
 
 @contextlib.contextmanager
-def _joined(place: Place, device: str, threads: int | None, init_method: str | None) -> Iterator[Ranks]:
+def _joined(place: Place, device: str, threads: int | None, init_method: str | None, report: Report) -> Iterator[Ranks]:
     set_threads(threads, place.local_size)
-    yield join_group(place, device, timeout=INFERENCE_TIMEOUT, init_method=init_method)
+    ranks = join_group(place, device, timeout=INFERENCE_TIMEOUT, init_method=init_method)
+    yield dataclasses.replace(ranks, report=report) if ranks.is_main else ranks
     if place.size > 1:
         gc.collect()  # NCCL waits for every CUDA graph that has captured it
         # not after an error: the others would fail of that, and say so before this rank says why
@@ -85,7 +99,13 @@ def _joined(place: Place, device: str, threads: int | None, init_method: str | N
 
 
 def _start(
-    function: Callable[..., Any], args: tuple[Any, ...], size: int, device: str, threads: int | None, store: Path
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    size: int,
+    device: str,
+    threads: int | None,
+    store: Path,
+    report: Report,
 ) -> Any:
     context = start_context()
     streams = [Connection(os.dup(number), readable=False) for number in (1, 2)]
@@ -100,7 +120,7 @@ def _start(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        return _supervise(pipes, processes)
+        return _supervise(pipes, processes, report)
     finally:
         _stop(processes)
         remove_segments(os.getpid())
@@ -121,7 +141,7 @@ def start_context() -> Any:
     return context
 
 
-def _supervise(pipes: list[Connection], processes: list[Any]) -> Any:
+def _supervise(pipes: list[Connection], processes: list[Any], report: Report) -> Any:
     """Wait until every rank is done; return rank 0's value, or raise UserError as soon as one rank fails."""
     values: dict[int, Any] = {}
     errors: dict[int, tuple[float, Exception]] = {}
@@ -134,9 +154,9 @@ def _supervise(pipes: list[Connection], processes: list[Any]) -> Any:
             timeout=0.2,
         )
         for rank in sorted(running):
-            _receive(rank, pipes[rank], values, errors)
+            _receive(rank, pipes[rank], values, errors, report)
             if processes[rank].exitcode is not None:
-                _receive(rank, pipes[rank], values, errors)
+                _receive(rank, pipes[rank], values, errors, report)
                 running.discard(rank)
         if deadline is None and (errors or any(process.exitcode not in (None, 0) for process in processes)):
             deadline = time.monotonic() + CAUSE_SECONDS
@@ -148,12 +168,24 @@ def _supervise(pipes: list[Connection], processes: list[Any]) -> Any:
     return values[0]
 
 
-def _receive(rank: int, pipe: Connection, values: dict[int, Any], errors: dict[int, tuple[float, Exception]]) -> None:
-    if rank in values or rank in errors:
-        return
-    with contextlib.suppress(EOFError, OSError):
-        if pipe.poll():
+def _receive(
+    rank: int,
+    pipe: Connection,
+    values: dict[int, Any],
+    errors: dict[int, tuple[float, Exception]],
+    report: Report,
+) -> None:
+    """Take all that a rank has sent so far: reports, and at the end its value or its error."""
+    while rank not in values and rank not in errors:
+        try:
+            if not pipe.poll():
+                return
             kind, value = pipe.recv()
+        except (EOFError, OSError):  # the rank is gone
+            return
+        if kind == "report":
+            report(value)
+        else:
             (values if kind == "value" else errors)[rank] = value
 
 
@@ -194,7 +226,7 @@ def _work(
     os.environ.update(started_rank_variables(place))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
     try:
-        with _joined(place, device, threads, store) as ranks:
+        with _joined(place, device, threads, store, lambda value: pipe.send(("report", value))) as ranks:
             value = function(ranks, *args)
             pipe.send(("value", value if ranks.is_main else None))
     except BaseException as error:

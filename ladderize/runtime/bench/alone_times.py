@@ -7,7 +7,7 @@ import torch
 
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
-from ladderize.runtime.collectives.emulated import Link
+from ladderize.runtime.collectives.links import Link
 
 ALONE_ROUNDS, ALONE_REPEAT = 6, 10
 

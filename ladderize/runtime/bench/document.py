@@ -4,13 +4,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ladderize.files.records import Record
+from ladderize.layout import OVERLAPPED
 from ladderize.runtime.bench.environment import Environment
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.reference_check import ReferenceAgreement
 from ladderize.runtime.bench.trace import Overlap
-from ladderize.runtime.collectives.emulated import Link
+from ladderize.runtime.collectives.links import Link
 
 MODEL_ROW, BASELINE_ROW = "model", "baseline, for timing only"
+PARALLEL, NO_COMM = "parallel baseline", "no-comm baseline"  # their rows
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class PhaseCommunication(Record):
     """In one pass of a phase (a decode pass makes one token of each row): the layers' all-reduces, and all collectives'
     times.
 
+    exposed_interval_ms: 95 % interval of exposed_ms, which is a difference of two medians and may come out below 0.
     hideable_ms, predicted_ms: None where the compute that covers was timed another way (CUDA graphs). hidden_share:
     None where nothing is overlapped.
     """
@@ -28,6 +31,7 @@ class PhaseCommunication(Record):
     alone_ms: float
     vocabulary_alone_ms: float
     exposed_ms: float
+    exposed_interval_ms: list[float]
     hidden_ms: float
     hideable_ms: float | None
     hidden_share: float | None
@@ -37,6 +41,8 @@ class PhaseCommunication(Record):
 @dataclass(frozen=True)
 class BenchRow(Record):
     """One variant at one batch size. By phase: ``prefill`` and ``decode``; samples are of every counted round.
+
+    A speed-up is over the first model; its interval is a 95 % interval of it.
 
     communication and its samples are None in the row of the first model without communication, overlap without
     --profile.
@@ -64,6 +70,9 @@ class BenchRow(Record):
     speedup_prefill: float
     speedup_decode: float
     speedup_end_to_end: float
+    speedup_prefill_interval: list[float]
+    speedup_decode_interval: list[float]
+    speedup_end_to_end_interval: list[float]
     weight_bytes: int
     kv_cache_bytes: int
     peak_memory_bytes: int | None
@@ -86,11 +95,27 @@ class BenchRow(Record):
         """Of one pass: the prefill, or a decode step."""
         return self.prefill_ms if phase == "prefill" else self.decode_ms_per_token
 
+    def speedup(self, phase: str) -> float:
+        """Over the first model."""
+        return self.speedup_prefill if phase == "prefill" else self.speedup_decode
+
+    def speedup_interval(self, phase: str) -> list[float]:
+        return self.speedup_prefill_interval if phase == "prefill" else self.speedup_decode_interval
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its layout lets a sum run under compute."""
+        return self.is_model and OVERLAPPED in (*self.attention_sync, *self.mlp_sync)
+
 
 @dataclass(frozen=True)
 class BenchDocument(Record):
-    """All of bench.json but the schema in front. checks: by checkpoint."""
+    """All of bench.json but the schema in front. checks: by checkpoint.
 
+    complete: False in what is written before all is done; it stays so where the rest failed.
+    """
+
+    complete: bool
     emulated: bool
     options: BenchOptions
     link: Link | None

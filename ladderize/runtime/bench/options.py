@@ -6,6 +6,7 @@ No torch here: the command line takes its defaults from these classes, and ``--h
 from dataclasses import dataclass
 from pathlib import Path
 
+from ladderize.checkpoint.llama import MOST_LAYERS
 from ladderize.choices import BackendName, Dtype, check_choices
 from ladderize.console import UsageError
 from ladderize.files.records import Record
@@ -84,15 +85,13 @@ def parse_batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_baselines(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if unknown := [name for name in names if name not in BASELINES]:
-        raise UsageError(f"--baselines {unknown[0]} is not one of {', '.join(BASELINES)}")
-    return names
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | None) -> None:
     """Raise UsageError for arguments that do not go together or take no effect. link: of ``--link``."""
     _check_choice(choice)
+    _check_numbers(options)
     if (options.emulate_tp is None) != (link is None):
         raise UsageError("--emulate-tp and --link go together: how many ranks, and what their all-reduce takes")
     if options.emulate_tp is not None and options.tp_size != 1:
@@ -111,6 +110,22 @@ def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | No
         raise UsageError("--profile shows what communication runs under; with one rank there is none")
 
 
+def _check_numbers(options: BenchOptions) -> None:
+    """The command line checks most of them by itself; from Python anything can come."""
+    least = {"tp_size": 1, "prompt_len": 1, "output_len": 2, "warmup": 1, "repeat": 1, "seed": 0}
+    for name, value in least.items():
+        if getattr(options, name) < value:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {value}, not {getattr(options, name)}")
+    if not options.batch_sizes or min(options.batch_sizes) < 1:
+        raise UsageError(f"--batch-size {options.batch_sizes} must name positive integers")
+    if options.emulate_tp is not None and options.emulate_tp < 2:
+        raise UsageError(f"--emulate-tp must be at least 2, not {options.emulate_tp}")
+    if options.backend != "auto" and options.ranks == 1:
+        raise UsageError(f"--backend {options.backend} has no effect with one rank; leave it out or raise --tp-size")
+    if unknown := [name for name in options.baselines if name not in BASELINES]:
+        raise UsageError(f"--baselines {unknown[0]} is not one of {', '.join(BASELINES)}")
+
+
 def _check_choice(choice: ModelChoice) -> None:
     if bool(choice.models) == (choice.random_weights is not None):
         raise UsageError("name checkpoints, or a shape with --random-weights, and not both")
@@ -121,5 +136,7 @@ def _check_choice(choice: ModelChoice) -> None:
     ):
         if choice.models and value is not None:
             raise UsageError(f"{option} goes with --random-weights; a checkpoint has its own layout and layers")
+    if choice.num_layers is not None and not 1 <= choice.num_layers <= MOST_LAYERS:
+        raise UsageError(f"--num-layers {choice.num_layers} is not from 1 to {MOST_LAYERS:,}")
     if len(set(choice.models)) < len(choice.models):
         raise UsageError("a model is named twice; every variant is timed once")

@@ -7,7 +7,7 @@ from ladderize.checkpoint.llama import check_config
 from ladderize.console import UsageError, UserError
 from ladderize.layout import Layout, LayoutError, parse_ranges
 from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, ModelChoice, check_bench_usage
-from ladderize.runtime.collectives.emulated import Link, parse_link
+from ladderize.runtime.collectives.links import Link, parse_link
 from ladderize.runtime.launch import check_group_size
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec, read_shape, shape_spec
 
@@ -75,6 +75,7 @@ def _random(choice: ModelChoice, options: BenchOptions) -> list[ModelSpec]:
     check_config(config)
     if choice.num_layers is not None:
         config["num_hidden_layers"] = choice.num_layers
+        check_config(config)
     for key in ("attention_sync", "mlp_sync", "sync_tp_size"):
         config.pop(key, None)
     config["model_type"] = "llama"

@@ -1,59 +1,47 @@
-"""The picture of a benchmark: compute and exposed communication, stacked, for each variant and batch size."""
+"""The picture of a benchmark: compute, hidden and waited communication of each variant and batch size, with error
+bars."""
 
 from pathlib import Path
 from typing import Any
 
 from ladderize.figure import save_figure
-from ladderize.runtime.bench.document import BenchDocument
-from ladderize.runtime.bench.report import row_labels
+from ladderize.runtime.bench.document import BenchDocument, BenchRow
+from ladderize.runtime.bench.report import group_text, row_labels
+from ladderize.runtime.bench.spread import quartiles
 
-COMPUTE, EXPOSED = "#4c72b0", "#dd8452"
+COMPUTE, HIDDEN, WAITED, INK = "#4c72b0", "#9fb8dc", "#dd8452", "#222222"
 
 
 def plot_bench(document: BenchDocument, stem: Path) -> list[Path]:
     """Write ``stem``.png and ``stem``.svg; returns their paths."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in document.rows if row.communication is not None]
-    figure = Figure(figsize=(11, 1.6 + max(1.6, 0.42 * len(rows))), layout="constrained")
+    rows = _rows(document)
+    figure = Figure(figsize=(11, 1.9 + max(1.6, 0.5 * len(rows))), layout="constrained")
     panels = figure.subplots(1, 2)
-    for panel, phase, title in zip(panels, ("prefill", "decode"), ("Prefill", "Decode, per token"), strict=True):
+    for panel, phase, title in zip(panels, ("prefill", "decode"), ("Prefill", "Decode, per step"), strict=True):
         _draw_phase(panel, document, phase)
         panel.set_title(title)
-    handles, entries = panels[0].get_legend_handles_labels()
-    figure.legend(handles, entries, loc="outside lower center", ncols=2, frameon=False)
-    ranks = rows[0].tp_size if rows else 1
-    group = (
-        f"{ranks} emulated ranks, link {document.link.name}"
-        if document.link is not None
-        else f"{ranks} ranks, {document.backend}"
-    )
-    figure.suptitle(f"{group}; medians of {document.options.repeat} interleaved runs", fontsize=10)
+    figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle(f"{group_text(document)}; medians of {document.options.repeat} interleaved rounds", fontsize=10)
     return save_figure(figure, stem)
 
 
+def _rows(document: BenchDocument) -> list[BenchRow]:
+    """Those that communicate: the no-comm baseline is the compute of the first."""
+    return [row for row in document.rows if row.communication is not None]
+
+
 def _draw_phase(panel: Any, document: BenchDocument, phase: str) -> None:
-    """One bar for each row that has communication, grouped by batch size."""
-    rows = [row for row in document.rows if row.communication is not None]
+    """One bar for each row, grouped by batch size."""
+    rows = _rows(document)
     labels = dict(zip((row.model for row in rows), row_labels(rows), strict=True))
     tick_names: list[str] = []
     ticks: list[float] = []
     position = 0.0
     for batch in sorted({row.batch_size for row in rows}):
         for row in (row for row in rows if row.batch_size == batch):
-            assert row.communication is not None
-            total = row.total_ms(phase)
-            compute = min(total, row.communication[phase].no_communication_ms)
-            first = not ticks  # the legend has one entry for each colour
-            panel.barh(position, compute, color=COMPUTE, label="compute" if first else None)
-            panel.barh(
-                position,
-                max(0.0, total - compute),
-                left=compute,
-                color=EXPOSED,
-                label="communication waited for" if first else None,
-            )
-            panel.text(total, position, f" {total:.3g} ms", va="center", fontsize=8)
+            _draw_bar(panel, row, phase, position)
             ticks.append(position)
             tick_names.append(f"{labels[row.model]}, batch {batch}")
             position += 1
@@ -61,5 +49,40 @@ def _draw_phase(panel: Any, document: BenchDocument, phase: str) -> None:
     panel.set_yticks(ticks, tick_names if phase == "prefill" else [""] * len(ticks))
     panel.invert_yaxis()
     panel.set_xlabel("ms")
-    panel.margins(x=0.18)
+    panel.set_xlim(left=0)
+    panel.margins(x=0.2)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_bar(panel: Any, row: BenchRow, phase: str, position: float) -> None:
+    """Compute, of which communication hides under the last part, then what is waited for; the whole with its spread."""
+    assert row.communication is not None
+    total, communication = row.total_ms(phase), row.communication[phase]
+    compute = communication.no_communication_ms
+    panel.barh(position, compute, color=COMPUTE, height=0.7)
+    hidden = communication.hidden_ms if row.overlaps else 0.0
+    if hidden > 0:
+        panel.barh(
+            position, hidden, left=compute - hidden, color=HIDDEN, hatch="////", edgecolor=COMPUTE, height=0.7, lw=0
+        )
+    if total > compute:
+        panel.barh(position, total - compute, left=compute, color=WAITED, height=0.7)
+    low, high = quartiles(row.samples_ms[phase])
+    # the mark of the median too: noise can put it left of the compute's end
+    panel.errorbar(
+        total, position, xerr=[[max(0.0, total - low)], [max(0.0, high - total)]], fmt="|", color=INK, capsize=3,
+        markersize=9, lw=1.2,
+    )  # fmt: skip
+    panel.text(max(total, high, compute), position, f"  {total:.3g} ms", va="center", fontsize=8)
+
+
+def _legend() -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    return [
+        Patch(color=COMPUTE, label="compute"),
+        Patch(facecolor=HIDDEN, edgecolor=COMPUTE, hatch="////", lw=0, label="communication hidden under compute"),
+        Patch(color=WAITED, label="communication waited for"),
+        Line2D([], [], color=INK, marker="|", markersize=9, label="median and quartiles of the whole"),
+    ]

@@ -1,7 +1,8 @@
-"""The check before any timing: is this really the model? Logits and greedy tokens against transformers in float32.
+"""The check before any timing: is this really the model? Logits and tokens against transformers in float32.
 
-A fast wrong model is worth nothing, so a benchmark of a checkpoint first compares teacher-forced logits at every
-position, and the tokens that decoding step by step chooses, with an fp32 forward of the Hugging Face model.
+A fast wrong model is worth nothing. So a benchmark of a checkpoint first compares logits with an fp32 forward of the
+Hugging Face model: of two texts that are read at once, and of the same texts decoded token by token after prompts of
+equal and of different length. The texts are as long as the prompts that are timed, up to a limit.
 """
 
 from concurrent.futures import ProcessPoolExecutor
@@ -10,48 +11,82 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ladderize.checkpoint.llama import parameter_count
 from ladderize.console import UserError, human_bytes
 from ladderize.files.records import Record
 from ladderize.memory import available_bytes
 from ladderize.ranks.threads import cores
-from ladderize.runtime.decode import Generator, Sampling, sample
+from ladderize.runtime.bench.options import BenchOptions
+from ladderize.runtime.decode import Generator
 from ladderize.runtime.launch import end_with_parent, start_context
 from ladderize.runtime.spec import ModelSpec
 
-PROMPT_TOKENS, NEW_TOKENS = 32, 32
+TEXTS = 2
+# The longer prompt is as long as those that are timed, within these limits: a short one shows neither a wrong position
+# nor a lost key, and the reference of a long one takes as long as the benchmark.
+SHORTEST_PROMPT, LONGEST_PROMPT = 64, 256
+DECODE_STEPS = 32
+# Positions of the texts whose logits are compared after reading them, beside all that are decoded.
+SAMPLED = 32
 # The largest difference of any logit that rounding explains, in standard deviations of the reference's logits.
 _TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
 
 @dataclass(frozen=True)
 class Reference:
-    """ids: prompt and greedy continuation [tokens]; logits: after each of them [tokens, vocab], float32."""
+    """ids [texts, tokens]; logits [texts, len(positions), vocab], float32: after each position in ``positions``.
 
-    ids: list[int]
-    prompt: int
+    prompts: tokens of each text that are its prompt where the prompts' lengths differ; the first is the longer.
+    """
+
+    ids: list[list[int]]
+    prompts: tuple[int, int]
+    positions: list[int]
     logits: np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class ReferenceAgreement(Record):
-    """How far a model is off the reference: its largest difference of a logit, and greedy tokens until the first other
-    one."""
+    """How far a model is off the reference: its largest difference of a logit, and how many of the decoded tokens were
+    the reference's. prompt_tokens: of the two prompts, padded to one length where they differ."""
 
     logit_difference: float
     tolerance: float
     equal_greedy_tokens: int
     greedy_tokens: int
+    prompt_tokens: list[int]
+    decode_steps: int
 
 
-def references(specs: list[ModelSpec], device: str) -> dict[str, Reference]:
+def text_lengths(positions: int, prompt_len: int) -> tuple[int, int, int]:
+    """Tokens of the longer prompt, of the shorter prompt, and decode steps after either.
+
+    positions: of the model. prompt_len: of the prompts that are timed.
+    """
+    steps = min(DECODE_STEPS, positions // 2)
+    longer = min(max(prompt_len, SHORTEST_PROMPT), LONGEST_PROMPT, positions - steps)
+    return longer, max(1, longer - max(1, longer // 3)), steps
+
+
+def longest_message(specs: list[ModelSpec], options: BenchOptions) -> int:
+    """Elements of the largest message that the check sends: hidden states of the texts, or logits of them."""
+    longer, _, steps = text_lengths(max(spec.positions for spec in specs), options.prompt_len)
+    hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
+    return TEXTS * max(hidden * (longer + steps), vocab * min(longer + steps, SAMPLED + 2 * (steps + 1)))
+
+
+def references(specs: list[ModelSpec], options: BenchOptions) -> dict[str, Reference]:
     """The reference of each checkpoint, computed in a process of its own, so that this one's memory stays what the
     runtime needs."""
     for spec in specs:
-        _check_memory(spec, device)
+        _check_memory(spec, options.device)
     with ProcessPoolExecutor(1, mp_context=start_context(), initializer=end_with_parent) as pool:
-        return {spec.name: pool.submit(_reference, spec, device).result() for spec in specs}
+        return {
+            spec.name: pool.submit(compute_reference, spec, options.device, options.prompt_len).result()
+            for spec in specs
+        }
 
 
 def _check_memory(spec: ModelSpec, device: str) -> None:
@@ -63,7 +98,8 @@ def _check_memory(spec: ModelSpec, device: str) -> None:
         )
 
 
-def _reference(spec: ModelSpec, device: str) -> Reference:
+def compute_reference(spec: ModelSpec, device: str, prompt_len: int) -> Reference:
+    """Random texts, and what transformers makes of them in float32: without padding, without a cache."""
     from transformers.utils import logging
 
     from ladderize.modeling import load
@@ -72,53 +108,79 @@ def _reference(spec: ModelSpec, device: str) -> Reference:
     torch.set_num_threads(len(cores()))
     assert spec.folder is not None
     model = load(spec.folder, dtype="float32", device=device)
-    length = min(PROMPT_TOKENS, spec.positions // 2)
-    prompt = torch.randint(0, spec.config["vocab_size"], (1, length), generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
-    new = min(NEW_TOKENS, spec.positions - length)
+    longer, shorter, steps = text_lengths(spec.positions, prompt_len)
+    tokens = longer + steps
+    ids = torch.randint(0, spec.config["vocab_size"], (TEXTS, tokens), generator=torch.Generator().manual_seed(0))
+    sampled = np.linspace(0, tokens - 1, min(tokens, SAMPLED)).round().astype(int).tolist()
+    decoded = [prompt - 1 + step for prompt in (longer, shorter) for step in range(steps + 1)]
+    positions = sorted({*sampled, *decoded})
     with torch.inference_mode():
-        ids, cache, past = prompt, None, prompt
-        for _ in range(new):
-            output = model(past, past_key_values=cache, use_cache=True)
-            cache, past = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
-            ids = torch.cat((ids, past), 1)
-        logits = model(ids, use_cache=False).logits[0]
-    return Reference(ids[0].tolist(), length, logits.float().cpu().numpy())
+        kept = torch.tensor(positions, device=device)
+        logits = model(ids.to(device), use_cache=False, logits_to_keep=kept).logits
+    return Reference(ids.tolist(), (longer, shorter), positions, logits.float().cpu().numpy())
+
+
+class _Comparison:
+    """Collects the differences from a reference; raises UserError, which begins with ``model``, for one too large."""
+
+    def __init__(self, model: str, spec: ModelSpec, reference: Reference) -> None:
+        self.model = model
+        self.expected = torch.from_numpy(reference.logits)
+        self.places = {position: place for place, position in enumerate(reference.positions)}
+        self.tolerance = _TOLERANCE[spec.dtype] * float(self.expected.std())
+        self.difference, self.equal, self.tokens = 0.0, 0, 0
+
+    def logits(self, what: str, text: int, positions: list[int], found: Tensor) -> None:
+        """found: [len(positions), vocab], of ``text`` after each of ``positions``."""
+        expected = self.expected[text, [self.places[position] for position in positions]]
+        difference = float((found - expected).abs().max())
+        if not difference <= self.tolerance:  # also for NaN
+            raise UserError(
+                f"{self.model}, {what}: a logit is {difference:.3g} off the fp32 reference, over the tolerance of"
+                f" {self.tolerance:.3g}: this is not the model that was converted, so nothing was timed"
+            )
+        self.difference = max(self.difference, difference)
+
+    def chosen(self, what: str, positions: list[int], found: Tensor) -> None:
+        """found [texts, vocab]: the tokens that greedy decoding chooses are the reference's, or all but as good."""
+        for text, (position, logits) in enumerate(zip(positions, found.float().cpu(), strict=True)):
+            self.logits(what, text, [position], logits[None])
+            expected = self.expected[text, self.places[position]]
+            ours, theirs = int(logits.argmax()), int(expected.argmax())
+            margin = float(expected[theirs] - expected[ours])
+            if margin >= self.tolerance:
+                raise UserError(
+                    f"{self.model}, {what}: greedy decoding chose token {ours} where the fp32 reference chose {theirs}"
+                    f" by a margin of {margin:.3g} (tolerance {self.tolerance:.3g}), so nothing was timed"
+                )
+            self.equal += ours == theirs
+            self.tokens += 1
 
 
 def check_against_reference(generator: Generator, reference: Reference, spec: ModelSpec) -> ReferenceAgreement:
-    """Raise UserError unless the model's logits and greedy tokens are the reference's; returns the differences seen.
+    """Raise UserError unless the model's logits and tokens are the reference's; returns the differences seen.
 
-    All ranks call it. generator: of one row. A first different token is allowed only where the reference's two best
-    logits are nearer to each other than the tolerance; in float32 none is.
+    All ranks call it, and each checks what it has computed. generator: of as many rows as there are texts.
     """
-    expected = torch.from_numpy(reference.logits)
-    tolerance = _TOLERANCE[spec.dtype] * float(expected.std())
-    ids = torch.tensor([reference.ids], device=generator.device)
-    logits = generator.model.logits(generator.read(ids))[0].float().cpu()
-    difference = float((logits - expected).abs().max())
-    model = f"{spec.name}: with {generator.model.collectives.ranks} ranks in {spec.dtype}"
-    if not difference <= tolerance:
-        raise UserError(
-            f"{model} a logit is {difference:.3g} off the fp32 reference, over the tolerance of {tolerance:.3g}: this"
-            " is not the model that was converted, so nothing was timed"
-        )
-    tokens = sample(generator.prefill([reference.ids[: reference.prompt]]), Sampling(), torch.zeros(1))
-    chosen = [int(tokens)]
-    for _ in range(len(reference.ids) - reference.prompt - 1):
-        tokens = sample(generator.decode_one_token(tokens), Sampling(), torch.zeros(1))
-        chosen.append(int(tokens))
-    equal = 0
-    for index, (ours, theirs) in enumerate(zip(chosen, reference.ids[reference.prompt :], strict=True)):
-        if ours != theirs:
-            best = expected[reference.prompt + index - 1].topk(2).values
-            margin = float(best[0] - best[1])
-            if spec.dtype == "float32" or margin >= tolerance:
-                raise UserError(
-                    f"{model} greedy decoding chose token {ours} at step {index} where the fp32 reference chose"
-                    f" {theirs} by a margin of {margin:.3g} (tolerance {tolerance:.3g}), so nothing was timed"
-                )
-            break
-        equal += 1
-    return ReferenceAgreement(difference, tolerance, equal, len(chosen))
+    ranks = generator.model.collectives.ranks
+    comparison = _Comparison(f"{spec.name} with {ranks} rank{'s' * (ranks > 1)} in {spec.dtype}", spec, reference)
+    ids = torch.tensor(reference.ids, device=generator.device)
+    read = generator.model.logits(generator.read(ids)[:, reference.positions]).float().cpu()
+    for text in range(TEXTS):
+        comparison.logits(f"reading {ids.shape[1]} tokens", text, reference.positions, read[text])
+    longer, shorter = reference.prompts
+    for what, prompts in (("decoding", (longer, longer)), ("decoding with padding", (longer, shorter))):
+        logits = generator.prefill([text[:prompt] for text, prompt in zip(reference.ids, prompts, strict=True)])
+        for step in range(ids.shape[1] - longer):
+            positions = [prompt + step for prompt in prompts]
+            comparison.chosen(f"{what}, step {step}", [position - 1 for position in positions], logits)
+            logits = generator.decode_one_token(ids[range(TEXTS), positions])
+        comparison.chosen(f"{what}, last step", positions, logits)
+    return ReferenceAgreement(
+        comparison.difference,
+        comparison.tolerance,
+        comparison.equal,
+        comparison.tokens,
+        [longer, shorter],
+        ids.shape[1] - longer,
+    )

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from ladderize.layout import OVERLAPPED
 from ladderize.runtime.bench.cost_model import predict
-from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, BenchRow, PhaseCommunication
+from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW, NO_COMM, BenchRow, PhaseCommunication
 from ladderize.runtime.bench.instrument import PHASES, PhaseOperations
 from ladderize.runtime.bench.options import BenchOptions
+from ladderize.runtime.bench.spread import difference_interval, speedup_interval
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.runtime.decode import Generator
 from ladderize.runtime.spec import ModelSpec
@@ -27,6 +28,11 @@ class TimedGenerator:
 
     def samples_ms(self) -> dict[str, list[float]]:
         return {phase: [1e3 * s for s in self.seconds[phase]] for phase in PHASES}
+
+    def end_to_end_seconds(self, decode_steps: int) -> list[float]:
+        """Of each round: the prefill and ``decode_steps`` steps."""
+        prefill, decode = (self.seconds[phase] for phase in PHASES)
+        return [a + decode_steps * b for a, b in zip(prefill, decode, strict=True)]
 
     def median_ms(self, phase: str) -> float:
         return statistics.median(self.seconds[phase]) * 1e3
@@ -67,7 +73,7 @@ def rows_of(
     )
     if timed is first and "no-comm" in options.baselines:
         row = _row(timed, timed.silent, first, options, batch, checked)
-        yield dataclasses.replace(row, model=f"{row.model}, no communication", kind=BASELINE_ROW)
+        yield dataclasses.replace(row, model=NO_COMM, kind=BASELINE_ROW)
 
 
 def _row(
@@ -79,6 +85,11 @@ def _row(
     total = prefill + options.decode_steps * decode
     first_prefill, first_decode = (first.communicating.median_ms(phase) for phase in PHASES)
     generator = timed.communicating.generator
+    reference = first.communicating
+    whole = speedup_interval(
+        reference.end_to_end_seconds(options.decode_steps), way.end_to_end_seconds(options.decode_steps)
+    )
+    intervals = [speedup_interval(reference.seconds[phase], way.seconds[phase]) for phase in PHASES]
     return BenchRow(
         model=timed.name,
         kind=BASELINE_ROW if timed.is_baseline else MODEL_ROW,
@@ -100,6 +111,9 @@ def _row(
         speedup_prefill=first_prefill / prefill,
         speedup_decode=first_decode / decode,
         speedup_end_to_end=(first_prefill + options.decode_steps * first_decode) / total,
+        speedup_prefill_interval=intervals[0],
+        speedup_decode_interval=intervals[1],
+        speedup_end_to_end_interval=whole,
         weight_bytes=generator.model.weights.nbytes,
         kv_cache_bytes=generator.cache.nbytes,
         peak_memory_bytes=timed.peak_memory_bytes,
@@ -131,6 +145,10 @@ def _communication(timed: TimedModel, phase: str) -> PhaseCommunication:
         alone_ms=alone,
         vocabulary_alone_ms=operations.vocabulary * 1e3,
         exposed_ms=exposed,
+        exposed_interval_ms=[
+            1e3 * bound
+            for bound in difference_interval(timed.communicating.seconds[phase], timed.silent.seconds[phase])
+        ],
         hidden_ms=alone - exposed,
         hideable_ms=None if graphed else hideable,
         hidden_share=(alone - exposed) / hideable if timed.overlaps and hideable and not graphed else None,

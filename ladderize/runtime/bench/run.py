@@ -1,228 +1,87 @@
-"""The benchmark: layouts against each other in one run, interleaved, so that whatever the machine does hits all alike.
+"""``ladderize bench`` from its options to its document: plan, measure, keep, show."""
 
-Two regimes, never mixed: prefill is bound by compute and sends long messages; decoding is bound by memory bandwidth and
-sends short ones, whose latency counts. Every model also runs without communication; the difference is what it waits
-for.
-"""
-
-import random
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from ladderize.console import Console
-from ladderize.memory import PeakMemory
-from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench import reference_check
-from ladderize.runtime.bench.alone_times import AloneTimes, synchronize
-from ladderize.runtime.bench.baselines import ParallelLlama
-from ladderize.runtime.bench.document import BenchDocument, BenchRow
-from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.bench.instrument import PHASES, instrument_model
-from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.bench.plan import BenchPlan
-from ladderize.runtime.bench.reference_check import ReferenceAgreement
-from ladderize.runtime.bench.rows import TimedGenerator, TimedModel, rows_of
-from ladderize.runtime.bench.trace import trace
-from ladderize.runtime.collectives.base import Collectives, NoCommunication
-from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.collectives.emulated import emulate
-from ladderize.runtime.collectives.observed import Traced
-from ladderize.runtime.decode import Generator, Sampling, sample
+from ladderize.console import Console, UserError
+from ladderize.figure import check_plot
+from ladderize.files.documents import check_writable, write_json
+from ladderize.ranks.environment import is_main_rank
+from ladderize.ranks.group import already_started
+from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.measure import measure
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.plan import plan_bench
+from ladderize.runtime.bench.plot import plot_bench
+from ladderize.runtime.bench.report import show_bench
 from ladderize.runtime.launch import run
-from ladderize.runtime.model import TPLlama
-from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
-
-TRACED_STEPS = 4
 
 
-def run_bench(plan: BenchPlan, console: Console) -> BenchDocument:
-    """Check and time the models of ``plan``. Raises UserError if one is not what it should be."""
-    options = plan.options
-    document: BenchDocument = run(
-        _bench, plan, console, tp_size=options.tp_size, device=options.device, threads=options.threads
-    )
+def run_bench(
+    choice: ModelChoice,
+    options: BenchOptions,
+    link: str | None = None,
+    *,
+    console: Console,
+    out: Path | None = None,
+    plot: Path | None = None,
+) -> BenchDocument:
+    """Check and time the chosen models against each other; shows the result and returns it.
+
+    link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it. out: a JSON file, which is written
+    after each batch size, and before traces are made. plot: draws ``plot``.png and ``plot``.svg. Raises UsageError or
+    UserError for what cannot be measured, and where a trace disproves an overlap; what was measured until then is kept
+    in ``out`` and shown.
+    """
+    if out is not None:
+        check_writable(out)
+    if plot is not None:
+        check_plot(plot)
+    plan = plan_bench(choice, options, link)
+    kept = _Kept(out, plot, console)
+    if options.tp_size > 1 and not already_started():
+        console.note(f"starting {options.tp_size} ranks")
+    try:
+        document: BenchDocument = run(
+            measure,
+            plan,
+            console,
+            tp_size=options.tp_size,
+            device=options.device,
+            threads=options.threads,
+            report=kept.write,
+        )
+    except BaseException:  # also Ctrl-C
+        kept.show()
+        raise
+    if is_main_rank():
+        kept.write(document)
+    kept.show()
+    if document.disproved:
+        raise UserError(
+            f"nothing overlapped in the trace of {' and '.join(document.disproved)}, although the layout overlaps: its"
+            " row is no result"
+        )
     return document
 
 
-def _bench(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocument:
-    """One rank's part."""
-    options = plan.options
-    surroundings = environment(group)
-    if options.compile:
-        torch._dynamo.reset()
-    collectives, backend = _collectives(group, plan)
-    weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
-    checks = _check(group, plan, collectives, weights) if options.check else {}
-    rows: list[BenchRow] = []
-    alone = AloneTimes(group, collectives, plan.link, plan.specs[0].torch_dtype)
-    rounds = len(options.batch_sizes) * (options.warmup + options.repeat)
-    with torch.inference_mode(), console.progress("bench", rounds) as advance:
-        for batch in options.batch_sizes:
-            models = _open_models(group, plan, collectives, weights, batch)
-            _time_models(group, models, options, batch, advance)
-            for timed in models:
-                generator = timed.silent.generator
-                prompts = _prompts(generator, options, batch)
-                timed.operations = instrument_model(generator, prompts, alone, group.device)
-            if options.profile is not None:
-                _trace_models(group, models, options, options.profile, batch, collectives, alone)
-            for timed in models:
-                rows += rows_of(timed, models[0], options, batch, checked=timed.name in checks)
-    collectives.close()
-    return BenchDocument(
-        emulated=options.emulate_tp is not None,
-        options=options,
-        link=plan.link,
-        message_bytes_outside_link_range=alone.sizes_outside_range(),
-        backend=backend,
-        environment=surroundings,
-        checks=checks,
-        alone_ms=alone.milliseconds(),
-        rows=rows,
-    )
+class _Kept:
+    """The newest document of a run: written as soon as it is there, shown at the end, however that comes."""
 
+    def __init__(self, out: Path | None, plot: Path | None, console: Console) -> None:
+        self.out, self.plot, self.console = out, plot, console
+        self.newest: BenchDocument | None = None
 
-def _collectives(group: Ranks, plan: BenchPlan) -> tuple[Collectives, str]:
-    """The means of communication, and one sentence on them."""
-    options, link = plan.options, plan.link
-    if options.emulate_tp is not None:
-        assert link is not None
-        means = emulate(options.emulate_tp, link, group.device)
-        return means, f"emulated: {options.emulate_tp} ranks over {link.name}"
-    hidden, vocab = (max(int(spec.config[key]) for spec in plan.specs) for key in ("hidden_size", "vocab_size"))
-    batch, checked_tokens = max(options.batch_sizes), reference_check.PROMPT_TOKENS + reference_check.NEW_TOKENS
-    longest = max(hidden * batch * options.prompt_len, vocab * batch, max(hidden, vocab) * checked_tokens)
-    return choose(options.backend, group, max_bytes=4 * longest)
+    def write(self, document: BenchDocument) -> None:
+        self.newest = document
+        if self.out is not None:
+            write_json(self.out, document.to_dict())
 
-
-def _check(
-    group: Ranks, plan: BenchPlan, collectives: Collectives, weights: WeightCache
-) -> dict[str, ReferenceAgreement]:
-    """The reference check of every checkpoint. Emulated sums are not sums, so there the whole model is checked on one
-    rank."""
-    options = plan.options
-    specs = [spec for spec in plan.specs if spec.folder is not None]
-    if not specs or options.backend == "none":
-        return {}
-    expected = group.broadcast(reference_check.references(specs, options.device) if group.is_main else None)
-    if options.emulate_tp is not None:
-        collectives, weights = Collectives(), WeightCache(group.device, pack=not options.compile)
-    results = {}
-    with torch.inference_mode():
-        for spec in specs:
-            reference = expected[spec.name]
-            generator = open_generator(
-                spec, collectives, weights, group, 1, len(reference.ids), compile=options.compile
-            )
-            results[spec.name] = reference_check.check_against_reference(generator, reference, spec)
-    return results
-
-
-def _open_models(
-    group: Ranks, plan: BenchPlan, collectives: Collectives, weights: WeightCache, batch: int
-) -> list[TimedModel]:
-    """The models first, then the baselines of the first; models of one shape share a cache, since only one runs at a
-    time."""
-    options = plan.options
-    planned: list[tuple[str, ModelSpec, type[TPLlama]]] = [(spec.name, spec, TPLlama) for spec in plan.specs]
-    if "parallel" in options.baselines:
-        planned.append(("parallel attention+MLP", plan.specs[0], ParallelLlama))
-    models = []
-    cache = None
-    for name, spec, model_class in planned:
-        ways = []
-        for means in (collectives, NoCommunication(collectives.ranks)):
-            generator = open_generator(
-                spec,
-                means,
-                weights,
-                group,
-                batch,
-                options.prompt_len + options.output_len,
-                compile=options.compile,
-                model_class=model_class,
-                cache=cache,
-            )
-            ways.append(TimedGenerator(generator))
-            cache = generator.cache
-        communicating, silent = ways
-        models.append(TimedModel(name, spec, communicating, silent, is_baseline=model_class is not TPLlama))
-    return models
-
-
-def _time_models(
-    group: Ranks, models: list[TimedModel], options: BenchOptions, batch: int, advance: Callable[[int], None]
-) -> None:
-    """Rounds over all models, each with and without communication, in an order drawn anew for each round."""
-    order = [(timed, way) for timed in models for way in (timed.communicating, timed.silent)]
-    shuffle = random.Random(options.seed)  # the same on every rank
-    for round_ in range(options.warmup + options.repeat):
-        shuffle.shuffle(order)
-        for timed, way in order:
-            with PeakMemory(group.device) as memory:
-                times = _time_pass(group, way.generator, options, batch)
-            if round_ >= options.warmup:
-                for phase, seconds in zip(PHASES, times, strict=True):
-                    # the group is done when its last rank is
-                    way.seconds[phase].append(max(group.gather(seconds)))
-            elif way is timed.communicating and memory.rise is not None:
-                own = way.generator.model.weights.resident_bytes + way.generator.cache.nbytes
-                timed.peak_memory_bytes = max(timed.peak_memory_bytes or 0, own + memory.rise)
-        advance(1)
-
-
-def _time_pass(group: Ranks, generator: Generator, options: BenchOptions, batch: int) -> tuple[float, float]:
-    """Seconds of the prefill, and per decoded token."""
-    prompts = _prompts(generator, options, batch)
-    draws = torch.zeros(batch, options.decode_steps, device=group.device)
-    group.barrier()
-    synchronize(group.device)
-    begin = time.perf_counter()
-    tokens = sample(generator.prefill(prompts), Sampling(), draws[:, 0])
-    synchronize(group.device)
-    middle = time.perf_counter()
-    generator.decode_n_tokens(tokens, draws, Sampling())
-    synchronize(group.device)
-    return middle - begin, (time.perf_counter() - middle) / options.decode_steps
-
-
-def _prompts(generator: Generator, options: BenchOptions, batch: int) -> list[list[int]]:
-    numbers = torch.Generator().manual_seed(options.seed)
-    ids: list[list[int]] = torch.randint(
-        0, generator.model.shape.vocab, (batch, options.prompt_len), generator=numbers
-    ).tolist()
-    return ids
-
-
-def _trace_models(
-    group: Ranks,
-    models: list[TimedModel],
-    options: BenchOptions,
-    folder: Path,
-    batch: int,
-    collectives: Collectives,
-    alone: AloneTimes,
-) -> None:
-    """Write a trace of each model into ``folder``, and note what it shows."""
-    for number, timed in enumerate(models):
-        generator = timed.communicating.generator
-        model = generator.model
-        model.collectives = traced = Traced(collectives)
-        eager = Generator(model, generator.rope, generator.cache)
-        prompts = _prompts(generator, options, batch)
-
-        def steps(eager: Generator = eager, prompts: list[list[int]] = prompts) -> None:
-            tokens = eager.prefill(prompts).argmax(-1)
-            for _ in range(min(TRACED_STEPS, options.decode_steps)):
-                tokens = eager.decode_one_token(tokens).argmax(-1)
-
-        group.barrier()
-        name = "".join(c if c.isalnum() or c in "+-." else "_" for c in Path(timed.name).name)
-        path = folder / f"{number}-{name}-batch{batch}-rank{group.rank}.json"
-        try:
-            timed.overlap = trace(steps, path, group.device, traced, lambda size: alone.seconds("all_reduce", size))
-        finally:
-            model.collectives = collectives
+    def show(self) -> None:
+        if self.newest is None:
+            return
+        self.console.document(self.newest.to_dict())
+        show_bench(self.newest, self.console)
+        if self.out is not None:
+            self.console.note(f"wrote {self.out}")
+        if self.plot is not None:
+            self.console.note(f"drew {' and '.join(map(str, plot_bench(self.newest, self.plot)))}")

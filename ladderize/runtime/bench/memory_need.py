@@ -1,0 +1,88 @@
+"""What a benchmark will at least hold in memory, from the models' shapes, before anything is allocated."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ladderize.checkpoint.llama import parameter_count
+from ladderize.console import UserError, human_bytes
+from ladderize.memory import available_bytes
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.options import BenchOptions
+from ladderize.runtime.shards import Shape, virtual_ranks
+from ladderize.runtime.spec import ModelSpec
+
+# A token id in a Python list: its place there, and most often an object of its own.
+ID_BYTES = 36
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes of one rank at its fullest. ``prefill``: token ids, activations of one layer, logits."""
+
+    weights: int
+    kv_cache: int
+    prefill: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.prefill
+
+
+def memory_need(specs: Iterable[ModelSpec], options: BenchOptions, device: torch.device) -> MemoryNeed:
+    """Of the largest batch. Weights that layouts share are counted once; what is not known is left out."""
+    weights: dict[object, int] = {}
+    cache = prefill = 0
+    batch, columns = max(options.batch_sizes), options.prompt_len + options.output_len
+    for spec in specs:
+        shape = Shape.from_config(spec.config, tp_size=options.ranks, rank=0, replicate_vocab=options.replicate_vocab)
+        width = spec.torch_dtype.itemsize
+        apart = tuple(virtual_ranks(spec.layout, layer, options.ranks) for layer in range(shape.layers))
+        weights[spec.folder, apart, spec.dtype] = weight_bytes(shape, width, packed=device.type == "cpu")
+        stored = 4 if device.type == "cpu" else width  # see KVCache
+        cache = max(cache, 2 * shape.layers * batch * shape.own_kv_heads * columns * shape.head_dim * stored)
+        heads = shape.own_heads + 2 * shape.own_kv_heads
+        token = width * (3 * shape.hidden + 3 * shape.own_inner) + 4 * heads * shape.head_dim
+        prefill = max(prefill, batch * (options.prompt_len * (token + ID_BYTES) + width * shape.vocab))
+    return MemoryNeed(sum(weights.values()), cache, prefill)
+
+
+def weight_bytes(shape: Shape, width: int, *, packed: bool) -> int:
+    """One rank's weights at ``width`` bytes each. packed: the LM head is a copy even of a tied embedding."""
+    attention = (2 * shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim * shape.hidden
+    layer = attention + 3 * shape.own_inner * shape.hidden + 2 * shape.hidden
+    tables = 1 if shape.tied and not packed else 2
+    return width * (shape.layers * layer + tables * shape.own_vocab * shape.hidden)
+
+
+def check_memory(specs: list[ModelSpec], options: BenchOptions, group: Ranks) -> None:
+    """Raise UserError if the ranks of this machine cannot hold the models. All ranks call it.
+
+    On a CPU the ranks of a machine share its memory; each GPU has its own.
+    """
+    free = available_bytes(group.device)
+    if free is None:
+        return
+    sharing = group.local_size if group.device.type == "cpu" else 1
+    where = f" on each of {sharing} ranks" if sharing > 1 else ""
+    need = memory_need(specs, options, group.device)
+    if sharing * need.total > free:
+        raise UserError(
+            f"{specs[0].name}: weights take {human_bytes(need.weights)}, the KV cache {human_bytes(need.kv_cache)} and"
+            f" the prefill {human_bytes(need.prefill)} of memory{where}, and {human_bytes(free)} are free; choose a"
+            " smaller model or --batch-size, a shorter --prompt-len, fewer layers or models, or more ranks"
+        )
+    if options.check and options.emulate_tp is not None:
+        _check_whole_models(specs, free)
+
+
+def _check_whole_models(specs: list[ModelSpec], free: int) -> None:
+    """Under emulation the reference check loads all of a model, not one rank's part."""
+    for spec in (spec for spec in specs if spec.folder is not None):
+        need = parameter_count(spec.config) * spec.torch_dtype.itemsize
+        if need > free:
+            raise UserError(
+                f"{spec.name}: the correctness check runs the whole model, which takes {human_bytes(need)}, and"
+                f" {human_bytes(free)} are free; --no-check leaves it out and labels the results unchecked"
+            )
