@@ -63,7 +63,7 @@ def test_a_line_is_ids_from_bos_to_eos(model, tmp_path):
     assert {row[0] for row in rows} == {SHAPE["bos_token_id"]}
     ended = [row for row in rows if row[-1] == EOS]
     assert document["eos_share"] == len(ended) / 40
-    assert 0 < len(ended) < 40
+    assert len(ended) < 40  # how many more than none depends on the random weights
     assert all(EOS not in row[1:-1] for row in rows)
     assert {len(row) for row in rows if row not in ended} == {LENGTH + 1}
     assert all("text" not in json.loads(line) for line in (tmp_path / "self.jsonl").open())
@@ -287,8 +287,8 @@ def test_bad_models_and_places(tmp_path, monkeypatch):
     edit_json(model / "config.json", bos_token_id=None)
     assert "has no BOS token" in failure(command(model, out))
     edit_json(model / "config.json", bos_token_id=1)
-    monkeypatch.setattr("ladderize.runtime.decode.Generator.prefill", lambda self, prompts: torch.tensor([torch.nan]))
-    assert "its logits are NaN or infinite" in failure(command(model, out))
+    monkeypatch.setattr("ladderize.runtime.decode.Generator.prefill", lambda self, prompts: torch.full((len(prompts), 5), torch.nan))
+    assert "the model's logits are NaN or infinite" in failure(command(model, out))
     assert listing(tmp_path) == before  # a run that made nothing leaves nothing
 
 

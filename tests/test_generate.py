@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ladderize import load
+from ladderize.console import UserError
 from ladderize.demo.run import MODEL
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
@@ -125,6 +128,38 @@ def test_text_never_shows_half_a_character():
 
 
 # ---- the command ----
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", [(), ("--temperature", "1"), ("--temperature", "1", "--top-k", "3"), ("--json",)])
+def test_weights_that_are_no_numbers(tmp_path, value, options):
+    model = load(MODEL)
+    with torch.no_grad():
+        model.lm_head.weight[7] = value
+    model.save_pretrained(tmp_path / "m")
+    for path in MODEL.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "m")
+    outcome = invoke("generate", tmp_path / "m", "-p", "the cat", "--max-new-tokens", 4, *options)
+    assert "the model's logits are NaN or infinite" in one_sentence(outcome)
+
+
+def test_logits_that_become_nan_later():
+    group = Ranks(0, 1, torch.device("cpu"))
+    from ladderize.runtime.collectives.base import Collectives
+
+    generator = make_generator(MODEL, group, Collectives(), 1, 64)
+    decode, steps = generator.decode_one_token, []
+
+    def overflows(tokens):
+        steps.append(tokens)
+        return decode(tokens) * (torch.inf if len(steps) > 3 else 1)
+
+    generator.decode_one_token = overflows
+    with torch.inference_mode():
+        tokens = generate_tokens(generator, [[1, 5, 6]], max_new_tokens=20, sampling=Sampling())
+        assert all(len(next(tokens)[0]) == 1 for _ in range(4))
+        with pytest.raises(UserError, match="logits are NaN or infinite"):
+            next(tokens)
 
 
 def test_generate_streams_the_models_text(stories):

@@ -47,6 +47,11 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     return order.gather(-1, place.unsqueeze(-1)).squeeze(-1)
 
 
+def are_sound(logits: Tensor) -> Tensor:
+    """Whether the largest logit of every row is a finite number: bool []. A NaN anywhere makes it NaN."""
+    return logits.amax(-1).isfinite().all()
+
+
 def rope_table(config: dict[str, object], positions: int, device: torch.device) -> Tensor:
     """cos + i sin [positions, head_dim / 2], from transformers' own rotary embedding: every rope scaling it knows is
     ours too."""
@@ -134,15 +139,19 @@ class Generator:
             step = Step(_rope_factors(self.rope, positions), position, self.position, mask)
         return self.model.logits(self.model.forward(tokens[:, None], step, self.cache))[:, 0]
 
-    def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
+    def decode_n_tokens(self, tokens: Tensor, draws: Tensor, sampling: Sampling, sound: Tensor | None = None) -> Tensor:
         """Append ``tokens`` [batch] and as many more as ``draws`` [batch, n] has columns; returns the new ones [batch,
         n].
 
-        On a GPU nothing here waits for the device.
+        On a GPU nothing here waits for the device. sound: a bool [] that becomes false where logits are NaN or
+        infinite.
         """
         new = []
         for draw in draws.unbind(1):
-            tokens = sample(self.decode_one_token(tokens), sampling, draw)
+            logits = self.decode_one_token(tokens)
+            if sound is not None:
+                sound &= are_sound(logits)
+            tokens = sample(logits, sampling, draw)
             new.append(tokens)
         return torch.stack(new, 1)
 
@@ -222,16 +231,23 @@ def generate_tokens(
     """Yield the new tokens of each row, a few steps at a time; a row that has ended yields nothing more (its EOS is
     included).
 
-    first_row: the number by which ``sampling`` knows the first of the rows, where they are some of many.
+    first_row: the number by which ``sampling`` knows the first of the rows, where they are some of many. Raises
+    UserError where logits are NaN or infinite: what is sampled from them means nothing.
     """
     draws = sampling.draws(len(prompts), max_new_tokens, first_row).to(generator.device)
     # a host that waits for every token keeps a GPU idle; a CPU has nothing to gain
     chunk = 8 if generator.device.type == "cuda" else 1
     ended = [False] * len(prompts)
-    tokens = sample(generator.prefill(prompts), sampling, draws[:, 0])
-    new = tokens[:, None]
+    logits = generator.prefill(prompts)
+    sound = are_sound(logits)
+    new = sample(logits, sampling, draws[:, 0])[:, None]
     done = 1
     while True:
+        if not sound:
+            raise UserError(
+                "the model's logits are NaN or infinite, so nothing was generated from them; are its weights sound, and"
+                " is the dtype wide enough?"
+            )
         rows = []
         for row, ids in enumerate(new.tolist()):
             kept: list[int] = []
@@ -244,5 +260,5 @@ def generate_tokens(
         if all(ended) or done >= max_new_tokens:
             return
         steps = min(chunk, max_new_tokens - done)
-        new = generator.decode_n_tokens(new[:, -1], draws[:, done : done + steps], sampling)
+        new = generator.decode_n_tokens(new[:, -1], draws[:, done : done + steps], sampling, sound)
         done += steps
