@@ -287,7 +287,9 @@ def test_bad_models_and_places(tmp_path, monkeypatch):
     edit_json(model / "config.json", bos_token_id=None)
     assert "has no BOS token" in failure(command(model, out))
     edit_json(model / "config.json", bos_token_id=1)
-    monkeypatch.setattr("ladderize.runtime.decode.Generator.prefill", lambda self, prompts: torch.full((len(prompts), 5), torch.nan))
+    monkeypatch.setattr(
+        "ladderize.runtime.decode.Generator.prefill", lambda self, prompts: torch.full((len(prompts), 5), torch.nan)
+    )
     assert "the model's logits are NaN or infinite" in failure(command(model, out))
     assert listing(tmp_path) == before  # a run that made nothing leaves nothing
 

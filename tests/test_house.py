@@ -22,6 +22,7 @@ LEAVES = {
     "ranks",
     "files",
     "checkpoint",
+    "chat_template",
     "modeling",
     "blocks",
     "data",

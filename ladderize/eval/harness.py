@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ladderize import data
+from ladderize.chat_template.renderer import ChatRenderer, RefusedConversation
 from ladderize.checkpoint.model_check import check_model
 from ladderize.console import SILENT, Console, UserError
 from ladderize.eval.options import EvalOptions
@@ -184,9 +185,27 @@ def lm_eval_backend(
     """lm-eval's HF backend around a loaded model. BOS is told explicitly, the same for all models."""
     from lm_eval.models.huggingface import HFLM
 
-    if options.apply_chat_template and not getattr(tokenizer, "chat_template", None):
-        raise UserError(f"{name} has no chat template, so --apply-chat-template cannot be done")
-    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size, add_bos_token=add_bos)
+    backend = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size, add_bos_token=add_bos)
+    if options.apply_chat_template:
+        assert tokenizer is not None
+        renderer = ChatRenderer.of(tokenizer)
+        if renderer is None:
+            raise UserError(f"{name} has no chat template, so --apply-chat-template cannot be done")
+
+        def apply(chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            """lm-eval's own method, with the limits of ours; it, too, leaves the system's turns out if they are
+            refused."""
+            given = {
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": not add_generation_prompt,
+            }
+            try:
+                return renderer.render(chat_history, **given)[0]
+            except RefusedConversation:
+                return renderer.render([turn for turn in chat_history if turn["role"] != "system"], **given)[0]
+
+        backend.apply_chat_template = apply
+    return backend
 
 
 def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ladderize.adapt.data.formats import BadRow
+from ladderize.chat_template.renderer import ChatRenderer, RefusedConversation, Span
 from ladderize.console import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DATE = datetime(2024, 7, 26)  # what Llama 3.2's template says where it is given no date
-Span = tuple[int, int]
 
 
 class ChatTemplate:
@@ -31,7 +31,8 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", origin: str) -> None:
-        if not getattr(tokenizer, "chat_template", None):
+        renderer = ChatRenderer.of(tokenizer, date=DATE)  # a row must not depend on when it is read
+        if renderer is None:
             raise UserError(
                 f"{origin}: a conversation, but the tokenizer has no chat template; put a chat_template.jinja into the"
                 " model's folder"
@@ -42,8 +43,8 @@ class ChatTemplate:
                 " begins"
             )
         self.tokenizer = tokenizer
-        self.template: str = tokenizer.get_chat_template()
-        self.has_markers = MARKERS.search(self.template) is not None
+        self.renderer = renderer
+        self.has_markers = MARKERS.search(renderer.template) is not None
 
     def encode(self, messages: list[dict[str, Any]], origin: str) -> tuple[np.ndarray, np.ndarray]:
         """int64 ids and bool scored, [tokens] each. The text is tokenised as a whole, and only the template gives it a
@@ -58,19 +59,12 @@ class ChatTemplate:
         return np.asarray(encoding["input_ids"], dtype=np.int64), _inside(offsets, spans)
 
     def _render(self, messages: list[dict[str, Any]], origin: str, **options: Any) -> tuple[str, list[Span]]:
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         try:
-            # some templates tell the model today's date, and a row must not depend on when it is read
-            given: dict[str, Any] = {**self.tokenizer.special_tokens_map, "strftime_now": DATE.strftime, **options}
-            rendered: Any = render_jinja_template(conversations=[messages], chat_template=self.template, **given)
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-            raise BadRow(
-                f"{origin}: the chat template refuses the conversation ({' '.join(str(error).split())[:200]})"
-            ) from None
-        texts, spans = rendered  # spans are empty unless asked for
-        return texts[0], spans[0] if spans else []
+            return self.renderer.render(messages, **options)
+        except RefusedConversation as problem:
+            raise BadRow(f"{origin}: {problem}") from None
+        except UserError as problem:
+            raise UserError(f"{origin}: {problem}") from None
 
     def _marked(self, messages: list[dict[str, Any]], origin: str) -> tuple[str, list[Span]]:
         return self._render(messages, origin, return_assistant_tokens_mask=True)

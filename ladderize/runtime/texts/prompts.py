@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ladderize.chat_template.renderer import ChatRenderer
 from ladderize.console import SILENT, Console, UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer
@@ -56,14 +57,13 @@ def tokenizer_of(spec: ModelSpec) -> Any:
 def encode(tokenizer: Any, prompts: list[str], spec: ModelSpec, options: GenerateOptions) -> list[list[int]]:
     """Token ids of each prompt, checked against the model's vocabulary and length."""
     encoded = []
+    renderer = ChatRenderer.of(tokenizer) if options.chat else None
+    if options.chat and renderer is None:
+        raise UserError(f"{spec.name} has no chat template, so --chat has nothing to apply")
     for prompt in prompts:
-        if options.chat:
-            if not tokenizer.chat_template:
-                raise UserError(f"{spec.name} has no chat template, so --chat has nothing to apply")
-            message = [{"role": "user", "content": prompt}]
-            ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=True)[
-                "input_ids"
-            ]
+        if renderer is not None:
+            text, _ = renderer.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # only the template gives it a BOS
         else:
             ids = tokenizer(prompt)["input_ids"]
         if not ids:

@@ -1,0 +1,108 @@
+"""Chat templates are programs of strangers: whatever they do, it is one sentence, and soon."""
+
+import os
+import shutil
+import signal
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from ladderize.chat_template import child
+from ladderize.chat_template.renderer import ChatRenderer, RefusedConversation
+from ladderize.console import UserError
+from ladderize.demo.run import MODEL
+from tests.helpers import invoke, one_sentence
+
+TURNS = [{"role": "user", "content": "Hello"}]
+TOKENS = {"bos_token": "<s>", "additional_special_tokens": ["<a>"]}
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
+RECURSION = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """The same child with a second instead of five."""
+    script = tmp_path / "child.py"
+    script.write_text(Path(child.__file__).read_text().replace("CPU_SECONDS = 5", "CPU_SECONDS = 1"))
+    monkeypatch.setattr(child, "__file__", str(script))
+    monkeypatch.setattr(child, "CPU_SECONDS", 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "refused", "message"),
+    [
+        ("{% if %}", False, "Expected an expression"),
+        ("{{ messages | nothing }}", False, "No filter named"),
+        ("{{ ''.__class__.__mro__ }}", False, "is unsafe"),
+        ("{{ raise_exception('roles must alternate') }}", True, "refuses the conversation .roles must alternate"),
+        ("{{ range(10000000) | list }}", True, "Range too big"),
+        ("{{ 1 / 0 }}", True, "division by zero"),
+        ("{{ messages.none.none }}", True, "has no attribute 'none'"),
+        ("{{ messages[0].content + 1 }}", True, "can only concatenate str"),
+        ("{{ 'x' * 10000000000 }}", False, "more than 2 GiB of memory"),
+        (
+            "{% set x = namespace(s='x') %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}",
+            False,
+            "2 GiB|runs for more",
+        ),
+        (RECURSION, False, "calls itself without end"),
+        (LOOP, False, "runs for more than 1 s"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", False, "nested too deeply"),
+    ],
+)
+def test_templates_that_go_wrong(quick, template, refused, message):
+    renderer = ChatRenderer(template, TOKENS)
+    with pytest.raises(UserError, match=message) as error:
+        renderer.render(TURNS)
+    assert isinstance(error.value, RefusedConversation) == refused
+    assert "\n" not in str(error.value)
+
+
+def test_a_renderer_goes_on_after_an_error(quick):
+    template = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ bos_token }}{{ messages[0].content }}"
+    renderer = ChatRenderer(template, TOKENS)
+    for _ in range(2):
+        assert renderer.render(TURNS) == ("<s>Hello", [])
+        with pytest.raises(UserError, match="runs for more than"):
+            renderer.render([{"role": "user", "content": "loop"}])
+    assert renderer.render([{"role": "user", "content": "\ud800"}]) == ("<s>\ud800", [])
+    pid = renderer._process.pid
+    del renderer
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_the_same_text_as_transformers():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}{{ messages | tojson }}"
+    )
+    renderer = ChatRenderer.of(tokenizer)
+    turns = [*TURNS, {"role": "assistant", "content": "Grüße \U0001f642"}]
+    for options in ({}, {"add_generation_prompt": True}, {"continue_final_message": True}):
+        expected = tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        assert renderer.render(turns, **options)[0] == expected
+    text, ((begin, end),) = renderer.render(turns, return_assistant_tokens_mask=True)
+    assert text[begin:end] == turns[1]["content"]
+    tokenizer.chat_template = None
+    assert ChatRenderer.of(tokenizer) is None
+
+
+def test_the_day_that_a_template_is_told():
+    template = "{{ strftime_now('%d %b %Y') }}"
+    assert ChatRenderer(template, {}, date=datetime(2024, 7, 26)).render(TURNS)[0] == "26 Jul 2024"
+    assert ChatRenderer(template, {}).render(TURNS)[0].endswith(str(datetime.now().year))
+
+
+def test_generate_with_a_template(tmp_path):
+    model = shutil.copytree(MODEL, tmp_path / "m")
+    arguments = ("generate", model, "-p", "the cat", "--chat", "--max-new-tokens", 3)
+    (model / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    plain = invoke("generate", model, "-p", "the cat", "--max-new-tokens", 3)
+    assert invoke(*arguments).stdout == plain.stdout
+    (model / "chat_template.jinja").write_text("{{ raise_exception('never\nthis') }}")
+    assert "the chat template refuses the conversation (never this)" in one_sentence(invoke(*arguments))
