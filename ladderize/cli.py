@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ladderize import __version__
-from ladderize.commands import adapt, bench, convert, demo, evaluate, generate, inspect, merge, sensitivity, spd
+from ladderize.commands import adapt, bench, convert, demo, evaluate, generate, inspect, merge, plot, sensitivity, spd
 from ladderize.commands.config_file import ConfigurableCommand
 from ladderize.console import DEBUG, UsageError, UserError, error_boundary
 from ladderize.ranks.environment import launch_variables
@@ -75,6 +75,7 @@ app.command(rich_help_panel=CONVERT, cls=ConfigurableCommand)(sensitivity.sensit
 app.command(rich_help_panel=RECOVER, cls=ConfigurableCommand)(spd.spd)
 app.command(rich_help_panel=RECOVER, cls=ConfigurableCommand)(adapt.adapt)
 app.command(rich_help_panel=RECOVER)(merge.merge)
+app.command(rich_help_panel=RECOVER)(plot.plot)
 app.command("eval", rich_help_panel=MEASURE, cls=ConfigurableCommand)(evaluate.evaluate)
 app.command(rich_help_panel=MEASURE, cls=ConfigurableCommand)(bench.bench)
 app.command(rich_help_panel=MEASURE)(generate.generate)

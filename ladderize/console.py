@@ -294,6 +294,15 @@ def human_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def human_count(count: float) -> str:
+    """``11804672`` -> ``11.8M``."""
+    for unit in ("", "k", "M", "B"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}T"
+
+
 def human_seconds(seconds: float) -> str:
     """``95`` -> ``1.6 min``."""
     if seconds < 90:

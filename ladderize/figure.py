@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def check_plot(stem: Path) -> None:
+def check_plot(stem: Path, *, option: str = "--plot") -> None:
     """Raise UserError unless a picture can be drawn and written: before hours of work, not after."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UserError("--plot needs matplotlib: pip install 'ladderize[plots]'") from None
+        raise UserError(f"{option} needs matplotlib: pip install 'ladderize[plots]'") from None
     if not resolved(stem, "--plot ").parent.is_dir():
-        raise UserError(f"--plot {stem}: the folder {stem.parent} does not exist")
+        raise UserError(f"{option} {stem}: the folder {stem.parent} does not exist")
 
 
 def save_figure(figure: "Figure", stem: Path) -> list[Path]:

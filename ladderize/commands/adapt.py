@@ -9,8 +9,10 @@ import typer
 from ladderize.adapt.methods import BLOCKS, FULL, LORA, Attention, Method, Write
 from ladderize.adapt.retrain.schedule import ScheduleKind
 from ladderize.commands.config_file import Config, PrintConfig
+from ladderize.commands.next_steps import command, scoring_file, show_next
 from ladderize.commands.options import (
     DATA,
+    LOADING,
     MEMORY,
     METHOD,
     OPTIMISATION,
@@ -25,9 +27,11 @@ from ladderize.commands.options import (
     options_from,
     said,
 )
-from ladderize.commands.retraining import check_effect, preset_filled_in, retrain_options
+from ladderize.commands.retraining import check_effect, check_retraining, preset_filled_in, retrain_options
 from ladderize.commands.training import ComputeDtype, TrainingSeed, WorkDir, memory_limit, start_training_on
 from ladderize.console import Console, UsageError
+
+SHOWN_ROWS = 4  # of --show-data
 
 
 def adapt(
@@ -359,6 +363,10 @@ def adapt(
     if out is None and not show_data:
         raise UsageError("OUT is missing: name the folder to write")
     console = Console(as_json)
+    if plot is not None:
+        from ladderize.figure import check_plot
+
+        check_plot(plot)
     run = _adapt_blocks if method == BLOCKS else _retrain
     run(model, out, preset_filled_in(ctx.params), console)
 
@@ -369,10 +377,11 @@ def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], consol
         raise UsageError("--method blocks needs --distill-from DENSE, the checkpoint that MODEL was converted from")
     if len(params["data"]) > 1:
         raise UsageError("--method blocks reads one --data file")
-    device = start_training_on(params["device"], params["dtype"], params["threads"], params["lr"])
-    from ladderize.adapt.blockwise.documents import BLOCK_ERROR, distillation_rows, perplexity_rows
-    from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-    from ladderize.adapt.blockwise.run import adapt_blocks
+    with console.stage(LOADING):
+        device = start_training_on(params["device"], params["dtype"], params["threads"], params["lr"])
+        from ladderize.adapt.blockwise.documents import BLOCK_ERROR, distillation_rows, perplexity_rows
+        from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+        from ladderize.adapt.blockwise.run import adapt_blocks
 
     distill = options_from(DistillOptions, params, max_memory=memory_limit(params["max_memory"]))
     options = options_from(
@@ -402,14 +411,19 @@ def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], consol
         console.result(BLOCK_ERROR)
         console.result(distillation.target)
         console.result(f"wrote {out}")
+        _draw(out, params["plot"], console)
+        show_next(console, _measure(params, out))
 
 
 def _retrain(model: str, out: str | None, params: Mapping[str, Any], console: Console) -> None:
-    options = retrain_options(params)
-    from ladderize.adapt.retrain.run import retrain, show_data_of
+    check_retraining({name: value for name, value in params.items() if value not in (None, [], ())})
+    with console.stage(LOADING):
+        options = retrain_options(params)
+        from ladderize.adapt.retrain.run import retrain, show_data_of
 
     if params["show_data"]:
-        text, document = show_data_of(model, options, params["revision"])
+        rows = params["show_data_rows"] or SHOWN_ROWS
+        text, document = show_data_of(model, options, params["revision"], rows)
         console.document(document)
         console.result(text)
         return
@@ -426,5 +440,23 @@ def _retrain(model: str, out: str | None, params: Mapping[str, Any], console: Co
     if adaptation is not None:
         console.document(adaptation.to_dict())
         console.result(adaptation.summary())
-        merge = " (an adapter; `ladderize merge` makes a checkpoint of it)" if options.method == LORA else ""
-        console.result(f"wrote {out}{merge}")
+        console.result(f"wrote {out}{' (an adapter)' if options.method == LORA else ''}")
+        _draw(out, params["plot"], console)
+        if options.method == LORA:
+            show_next(console, ("make a checkpoint of it", command("merge", out, f"{out}-merged")))
+        else:
+            show_next(console, _measure(params, out))
+
+
+def _draw(out: str, stem: Path | None, console: Console) -> None:
+    if stem is not None:
+        from ladderize.adapt.curves import read_curves
+        from ladderize.adapt.curves_plot import draw_curves
+
+        console.note(f"drew {' and '.join(map(str, draw_curves([read_curves(Path(out))], stem)))}")
+
+
+def _measure(params: Mapping[str, Any], out: str) -> tuple[str, str]:
+    models = [name for name in (params["distill_from"], params["model"], out) if name is not None]
+    file = scoring_file(params["eval_data"] or [])
+    return "measure it", command("eval", *models, "--perplexity", file)

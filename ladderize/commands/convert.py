@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ladderize.commands.next_steps import FILE, command, show_next
 from ladderize.commands.options import (
     LAYOUT,
     OUTPUT,
@@ -18,7 +19,7 @@ from ladderize.commands.options import (
     said,
 )
 from ladderize.console import Console, UsageError, UserError, human_bytes
-from ladderize.layout import RangeSyntaxError, format_ranges
+from ladderize.layout import BLOCKING, RangeSyntaxError, format_ranges
 
 if TYPE_CHECKING:
     from ladderize.convert.report import ConversionReport
@@ -181,6 +182,16 @@ def convert(
     if report.not_carried_over:
         console.result(f"left     {', '.join(report.not_carried_over)} (not carried over)")
     console.result(f"{'would write' if dry_run else 'wrote'} {report.out}")
+    if not dry_run:
+        _show_next(console, src, report)
+
+
+def _show_next(console: Console, src: str, report: "ConversionReport") -> None:
+    steps = [("measure it", command("eval", src, report.out, "--perplexity", FILE))]
+    if {*report.attention_sync, *report.mlp_sync} != {BLOCKING}:
+        adapt = command("adapt", report.out, f"{report.out}-adapted", "--distill-from", src)
+        steps.append(("win accuracy back", f"{adapt} --data {FILE} --max-tokens 20M"))
+    show_next(console, *steps)
 
 
 def _weights_in_words(report: "ConversionReport") -> str:

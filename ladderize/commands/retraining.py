@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ladderize.adapt.retrain.options import RetrainOptions
 
 # options of retraining that no field of its dataclasses is called after
-ONLY_RETRAINING = {"preset", "no_packing", "show_data"}
+ONLY_RETRAINING = {"preset", "no_packing", "show_data", "show_data_rows"}
 PRESETS: dict[str, dict[str, Any]] = {
     # Ladder Residual, arXiv 2501.06589, section 4: supervised fine-tuning of Llama-3.1-8B-Instruct
     "ladder-paper": {"lr": 5e-6, "warmup_steps": 200, "schedule": "cosine", "max_tokens": "3B"},
@@ -104,6 +104,10 @@ def check_retraining(given: Mapping[str, Any]) -> None:
             raise UsageError(f"--{name.replace('_', '-')} has no effect without --distill-from")
     if "distill_from" in given and given.get("distill_weight", 1.0) == 0:
         raise UsageError("--distill-weight 0 makes --distill-from useless; leave both out")
+    if "show_data_rows" in given and not given["show_data"]:
+        raise UsageError("--show-data-rows has no effect without --show-data")
+    if "plot" in given and given["show_data"]:
+        raise UsageError("--plot has no effect with --show-data, which trains nothing")
     if "heldout" in given and "eval_data" in given:
         raise UsageError("--heldout has no effect with --eval-data")
     for name in ("write", "eval_every"):

@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from ladderize.commands.config_file import Config, PrintConfig
+from ladderize.commands.next_steps import command, show_next
 from ladderize.commands.options import (
     DATA,
+    LOADING,
     MAX_SEED,
     MEASUREMENT,
     MEMORY,
@@ -24,7 +26,7 @@ from ladderize.commands.options import (
     options_from,
 )
 from ladderize.console import Console, UsageError, UserError
-from ladderize.convert.sensitivity_file import Mode, changes_to_ladder
+from ladderize.convert.sensitivity_file import Mode, changes_to_ladder, kind_of
 from ladderize.eval.options import SensitivityOptions
 
 
@@ -100,11 +102,13 @@ def sensitivity(
         raise UsageError(f"--mode {mode} needs --sync-tp-size N")
     check_taus(tau1, tau2)
     device = compute_options(device, threads)
-    from ladderize.eval.sensitivity import SensitivityFolder, measure_sensitivity, sensitivity_rows
-    from ladderize.files.documents import check_writable, read_json, write_json
-    from ladderize.files.work import work_folder
-    from ladderize.ranks.group import already_started
-    from ladderize.ranks.threads import set_threads
+    console = Console(as_json)
+    with console.stage(LOADING):
+        from ladderize.eval.sensitivity import SensitivityFolder, measure_sensitivity, sensitivity_rows
+        from ladderize.files.documents import check_writable, read_json, write_json
+        from ladderize.files.work import work_folder
+        from ladderize.ranks.group import already_started
+        from ladderize.ranks.threads import set_threads
 
     if already_started():
         raise UserError("sensitivity runs in one process; start it without torchrun or accelerate launch")
@@ -115,11 +119,15 @@ def sensitivity(
         from ladderize.figure import check_plot
 
         check_plot(plot)
-    console = Console(as_json)
     options = options_from(SensitivityOptions, ctx.params, device=device)
     with SensitivityFolder(work_folder(str(out), None), {}) as work:
         known = [path for path in (work.table, out) if path.is_file() and not overwrite]
         previous = read_json(known[0], advice="name another file, or pass --overwrite") if known else None
+        if previous is not None and known[0] == out and previous.get("complete") is True:
+            console.note(
+                f"{out} is complete, so nothing was measured (--overwrite measures again); classes are those of"
+                " --tau1 and --tau2"
+            )
         document = measure_sensitivity(
             model, options, console=console, previous=previous, save=lambda content: write_json(work.table, content)
         )
@@ -129,7 +137,12 @@ def sensitivity(
     console.table(list(sensitivity_rows(document)), right=["block", "S", "perplexity"])
     console.result(f"dense perplexity {document.perplexity[-1]:.4f}")
     console.note(f"wrote {out}")
+    kind = kind_of(mode)
+    more = [] if kind == "ladder" else ["--sync-tp-size", str(sync_tp_size)]
+    target = f"{model if Path(model).exists() else Path(model).name}-{kind}"  # a hub id names no folder
+    auto = command("convert", model, target, f"--{kind}", "auto", "--sensitivity", out, *more)
     if plot is not None:
         from ladderize.eval.sensitivity_plot import draw_sensitivity
 
         console.note(f"drew {' and '.join(map(str, draw_sensitivity(document, plot)))}")
+    show_next(console, ("convert by it", f"{auto} --{kind}-fraction 0.5"))

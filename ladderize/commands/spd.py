@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from ladderize.commands.config_file import Config, PrintConfig
+from ladderize.commands.next_steps import command, scoring_file, show_next
 from ladderize.commands.options import (
     DATA,
     LAYOUT,
@@ -144,3 +145,11 @@ def spd(
     console.result("")
     console.table(perplexity_rows(document.perplexity), right=["perplexity", "stderr", "difference"])
     console.result(f"wrote {out}")
+    show_next(
+        console,
+        ("measure it", command("eval", model, out, "--perplexity", scoring_file([]))),
+        (
+            "retrain it",
+            command("adapt", out, f"{out}-adapted", "--distill-from", model, "--data", data, "--max-tokens", "20M"),
+        ),
+    )

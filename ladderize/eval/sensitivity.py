@@ -175,7 +175,8 @@ def _fill_table(
     """Add the rows of the windows that have none yet. windows: ids [samples, seq_len]."""
     if rows:
         console.note(f"going on after {len(rows)} of {len(windows)} windows")
-    suffixes = Suffixes(blocks, column_layouts(run.mode, blocks.num_layers, run.sync_tp_size))
+    with console.stage("loading the weights"):
+        suffixes = Suffixes(blocks, column_layouts(run.mode, blocks.num_layers, run.sync_tp_size))
     batch_size = options.batch_size or max(1, TOKENS_PER_PASS // windows.shape[1])
     console.note(_estimate(suffixes, windows, len(rows), batch_size))
     saved_at = time.monotonic()

@@ -91,6 +91,7 @@ def run_spd(
     """
     training = options.training
     check_launch_of_blocks()
+    training.source.files()  # that they are there
     ranks = join_ranks(training.device)
     checkpoint = open_checkpoint(model, options.revision)
     layout = Layout.from_config(checkpoint.config)
@@ -111,7 +112,8 @@ def run_spd(
         spd_fraction=options.spd_fraction,
         max_ppl_increase=options.max_ppl_increase,
     )
-    windows = training_windows(checkpoint, training)
+    with console.stage("reading the data"):
+        windows = training_windows(checkpoint, training)
     calibration = windows.train[: options.calibration_samples].numpy()
     dtype = compute_dtype(training.dtype, stored_dtype(checkpoint))
     teacher = Blocks(checkpoint, dtype, ranks.device)

@@ -82,6 +82,7 @@ def adapt_blocks(
     was.
     """
     check_launch_of_blocks()
+    options.source.files()  # that they are there
     ranks = join_ranks(options.device)
     student_checkpoint, teacher_checkpoint = open_checkpoint(model, revision), open_checkpoint(teacher_name)
     layout = check_pair(student_checkpoint, teacher_checkpoint, model, teacher_name)
@@ -91,7 +92,8 @@ def adapt_blocks(
     maybe_done = ranks.broadcast(earlier.may_have_finished())  # then OUT may be full
     if not maybe_done:
         check_targets(out, student_checkpoint, teacher_checkpoint, overwrite=overwrite)
-    windows = training_windows(teacher_checkpoint, options)
+    with console.stage("reading the data"):
+        windows = training_windows(teacher_checkpoint, options)
     dtype = compute_dtype(options.dtype, stored_dtype(teacher_checkpoint))
     teacher, own = (Blocks(checkpoint, dtype, ranks.device) for checkpoint in (teacher_checkpoint, student_checkpoint))
     stored = Blocks(student_checkpoint, getattr(torch, stored_dtype(student_checkpoint)), ranks.device)

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.utils.checkpoint import checkpoint
 
 from ladderize.adapt.data.packing import IGNORED_TARGET
+from ladderize.adapt.retrain.metrics import loss_label
 from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.files.records import Record
 
@@ -28,11 +29,7 @@ class Objective(Record):
     @property
     def label(self) -> str:
         """What the loss is, in words."""
-        if not self.distill_weight:
-            return "cross-entropy"
-        if self.distill_weight == 1:
-            return "KL"
-        return f"{self.distill_weight:g} KL + {1 - self.distill_weight:g} cross-entropy"
+        return loss_label(self.distill_weight)
 
     def total(self, cross_entropy_sum: Amount, divergence_sum: Amount) -> Amount:
         """Of two sums (or means) the one to minimise. The factor keeps the gradient's scale at every temperature."""

@@ -39,8 +39,8 @@ class Demand:
         return {
             "parameters": (self.trained * FP32 + frozen * self.compute) // self.shards,
             "gradients": self.trained * FP32 // self.shards,
-            # autocast keeps narrow copies of fp32 weights during a pass
-            "narrow copies": self.trained * self.compute if self.compute < FP32 and self.shards == 1 else 0,
+            # autocast keeps bf16 copies of fp32 weights during a pass
+            "bf16 copies": self.trained * self.compute if self.compute < FP32 and self.shards == 1 else 0,
             "optimizer": self.trained * MOMENT_BYTES // self.shards,
             "teacher": own_teacher * self.compute // self.shards if self.teacher else 0,
             "activations": self.activations(),

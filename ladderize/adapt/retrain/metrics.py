@@ -7,6 +7,15 @@ from pathlib import Path
 METRICS = "metrics.jsonl"
 
 
+def loss_label(distill_weight: float) -> str:
+    """What the loss is, in words, by the weight of the teacher's predictions."""
+    if not distill_weight:
+        return "cross-entropy"
+    if distill_weight == 1:
+        return "KL"
+    return f"{distill_weight:g} KL + {1 - distill_weight:g} cross-entropy"
+
+
 def cut_metrics(path: Path, step: int) -> None:
     """Drop what was written after the state that training goes on from."""
     if not path.is_file():

@@ -65,6 +65,12 @@ class RetrainOptions:
     def __post_init__(self) -> None:
         check_choices(self)
 
+    def check_data(self) -> None:
+        """Raise UserError for files that are not there: cheap, for use before anything else."""
+        for spec in (*self.data, *self.eval_data):
+            if not spec.is_streamed:
+                spec.files()
+
     def resolve(self, config: Mapping[str, Any], ranks: int) -> TrainOptions:
         """Every default worked out for a model and a number of processes; raises UserError for what does not go
         together."""

@@ -27,7 +27,7 @@ from ladderize.adapt.retrain.trackers import Trackers, check_trackers
 from ladderize.adapt.retrain.trainer import Trainer, TrainOptions, probe_seconds
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import Console, UserError, human_seconds
+from ladderize.console import Console, UserError, human_count, human_seconds
 from ladderize.files import output
 from ladderize.files.finished import EarlierRun
 from ladderize.files.regular import resolved
@@ -74,6 +74,7 @@ def retrain(
     UserError.
     """
     check_trackers(options.log_with)
+    options.check_data()
     ranks = join_ranks(options.device)
     task = open_task(model, options, ranks, revision)
     folder = work_folder(out, options.work_dir, *(source.folder for source in task.sources))
@@ -87,9 +88,10 @@ def retrain(
         else:
             output.check_target(Path(out), source.folder, overwrite=overwrite)
     check_memory(task, ranks, console)
-    stream, heldout = open_data(task.checkpoint, options, task.training)
-    with stream:
+    with console.stage("reading the data"):
+        stream, heldout = open_data(task.checkpoint, options, task.training)
         identity = run_identity(task, stream) if ranks.is_main else {}  # it reads all data
+    with stream:
         with ranks.main_first():
             if ranks.is_main and not options.resume:
                 TrainingFolder.discard(folder)
@@ -159,16 +161,17 @@ def make_trainer(
         mesh=ranks.mesh() if task.sharded else None,
         reshard=accelerate_settings().reshard,
     )
-    student = build_student(
-        task.checkpoint,
-        task.layout,
-        setup,
-        trained=task.trained,
-        lora=task.lora,
-        seed=training.seed,
-        temperature=training.objective.temperature,
-    )
-    teacher = build_teacher(task.teacher, setup, student) if task.teacher is not None else None
+    with console.stage("loading the models" if task.teacher is not None else "loading the model"):
+        student = build_student(
+            task.checkpoint,
+            task.layout,
+            setup,
+            trained=task.trained,
+            lora=task.lora,
+            seed=training.seed,
+            temperature=training.objective.temperature,
+        )
+        teacher = build_teacher(task.teacher, setup, student) if task.teacher is not None else None
     parameters = dict(trained_parameters(student))
     engine = Engine(
         student,
@@ -211,10 +214,10 @@ def announce_training(trainer: Trainer, task: Task, console: Console) -> None:
     training, ranks = task.training, trainer.engine.ranks
     numbers = sum(parameter.numel() for parameter in trainer.parameters.values())
     text = (
-        f"training {numbers:,} numbers ({task.options.method}, layers"
+        f"trainable parameters: {human_count(numbers)} ({task.options.method}, layers"
         f" {format_ranges(task.layers)}"
         f"{', embedding and head' if task.everything and task.options.method != LORA else ''})"
-        f" on {ranks.size} process{'es' if ranks.size > 1 else ''}:"
+        f" on {ranks.size} process{'es' if ranks.size > 1 else ''};"
         f" {'about ' if training.budget.tokens else ''}{training.about_steps:,} steps of {training.batch_size} rows"
         f" of {training.seq_len} tokens, peak learning rate {training.schedule.peak:g}"
     )
@@ -228,14 +231,17 @@ def announce_training(trainer: Trainer, task: Task, console: Console) -> None:
         console.note(advice)
 
 
-def show_data_of(model: str, options: RetrainOptions, revision: str | None) -> tuple[str, dict[str, Any]]:
-    """The first batch as text and as a document; nothing is trained."""
+def show_data_of(model: str, options: RetrainOptions, revision: str | None, rows: int) -> tuple[str, dict[str, Any]]:
+    """The first ``rows`` rows of the training as text and as a document; nothing is trained."""
     checkpoint = open_checkpoint(model, revision)
     options = replace(
         options, budget=options.budget if options.budget.tokens else Budget(steps=options.budget.steps or 1)
     )
     stream, _ = open_data(checkpoint, options, training := options.resolve(checkpoint.config, 1))
     with stream:
-        rows = stream.take(training.batch_size)
+        taken = stream.take(rows)
     tokenizer = load_tokenizer(checkpoint.folder)
-    return show_batch(rows, tokenizer), {"model": model, "rows": batch_document(rows, tokenizer)}
+    text = show_batch(taken, tokenizer)
+    if rows < training.batch_size:
+        text += f"\n\n{rows} of the {training.batch_size} rows of a step (--show-data-rows shows more)"
+    return text, {"model": model, "rows": batch_document(taken, tokenizer)}

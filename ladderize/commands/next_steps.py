@@ -1,0 +1,31 @@
+"""The next command to try, with which a command's output ends."""
+
+import shlex
+from collections.abc import Sequence
+
+from ladderize.console import Console
+from ladderize.data import SUFFIXES, split_name
+
+FILE = "FILE"  # stands for what nobody has named yet
+
+
+def command(*words: object) -> str:
+    """A command line of ``ladderize`` as a shell takes it."""
+    return shlex.join(["ladderize", *map(str, words)])
+
+
+def show_next(console: Console, *steps: tuple[str, str]) -> None:
+    """steps: what for, and the command."""
+    wide = max(len(purpose) for purpose, _ in steps)
+    console.result("\nnext:")
+    for purpose, line in steps:
+        console.result(f"  {purpose:{wide}}  {line}")
+
+
+def scoring_file(*files: Sequence[str]) -> str:
+    """The first of the files that ``eval --perplexity`` reads, or a word that stands for one."""
+    for name in (name for names in files for name in names):
+        path, _ = split_name(name)
+        if path.suffix in SUFFIXES and path.is_file():
+            return name
+    return FILE

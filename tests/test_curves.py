@@ -1,0 +1,89 @@
+"""`ladderize plot` and `adapt --plot`: what the curves are read from, and that they are drawn."""
+
+import json
+
+import pytest
+
+from ladderize.adapt.curves import read_curves
+from ladderize.adapt.curves_plot import smoothed
+from ladderize.console import UserError
+from tests.helpers import invoke, one_sentence
+
+METRICS = [
+    {"step": 0, "heldout_perplexity": 9.0, "dense_heldout_perplexity": 4.0},
+    *({"step": step, "loss": 2.0 / step, "divergence": 1.0 / step} for step in range(1, 61)),
+    {"step": 60, "heldout_perplexity": 5.0},
+]
+
+
+def write_run(folder, *, about="adaptation.json", weight=1.0, tail=""):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in METRICS) + tail)
+    objective = {"distill_weight": weight, "temperature": 1.0}
+    content = {"options": {"objective": objective}} if about == "adaptation.json" else {"objective": objective}
+    (folder / about).write_text(json.dumps({"schema_version": 1, **content}))
+    return folder
+
+
+def write_blocks(folder, name):
+    folder.mkdir()
+    report = {"block": 3, "curve": [[0, 0.5], [10, 0.25]]}
+    blocks = [report] if name == "distillation.json" else [{"block": 2, "distillation": None}, {"distillation": report}]
+    (folder / name).write_text(json.dumps({"schema_version": 1, "blocks": blocks}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("about", "weight", "label"), [("adaptation.json", 1.0, "KL"), ("run.json", 0, "cross-entropy")]
+)
+def test_what_a_retraining_left_is_read(tmp_path, about, weight, label):
+    curves = read_curves(write_run(tmp_path / "run", about=about, weight=weight, tail='{"step": 61, "lo'))
+    assert curves.label == f"loss ({label})"
+    assert curves.loss == [(step, 2.0 / step) for step in range(1, 61)]
+    assert curves.heldout == [(0, 9.0), (60, 5.0)]
+    assert curves.dense == 4.0
+
+
+@pytest.mark.parametrize("name", ["distillation.json", "spd.json"])
+def test_what_a_distillation_left_is_read(tmp_path, name):
+    assert read_curves(write_blocks(tmp_path / "run", name)).blocks == {3: [(0, 0.5), (10, 0.25)]}
+
+
+def test_several_runs_are_drawn(tmp_path):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", weight=0.5), write_blocks(tmp_path / "c", "spd.json")]
+    outcome = invoke("plot", *runs, "--out", tmp_path / "curves")
+    assert outcome.code == 0, outcome.stderr
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    picture = (tmp_path / "curves.svg").read_text()
+    assert "<svg" in picture
+    assert str(tmp_path / "curves.png") in outcome.stdout
+
+
+def test_points_are_smoothed():
+    assert smoothed([(1, 2.0), (2, 4.0)]) == [(1.0, 2.0), (2.0, 4.0)]
+    assert len(smoothed([(step, 1.0) for step in range(1000)])) == 20
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is no folder; name the output of adapt or spd"),
+        ({}, "has no metrics.jsonl, and no distillation.json or spd.json"),
+        ({"metrics.jsonl": "x\n"}, "line 1 is no JSON"),
+        ({"metrics.jsonl": '{"step": "x"}\n'}, "step is 'x', but must be of type int"),
+        ({"spd.json": '{"schema_version": 1, "blocks": [{"distillation": null}]}'}, "has no metrics.jsonl"),
+    ],
+)
+def test_what_cannot_be_drawn(tmp_path, content, message):
+    folder = tmp_path / "run"
+    if content is not None:
+        folder.mkdir()
+        for name, text in content.items():
+            (folder / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_curves(folder)
+    assert message in one_sentence(invoke("plot", folder, "--out", tmp_path / "curves"))
+
+
+def test_a_stem_that_cannot_be_written(tmp_path):
+    assert "--out" in one_sentence(invoke("plot", write_run(tmp_path / "a"), "--out", tmp_path / "none" / "curves"))
