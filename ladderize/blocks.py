@@ -229,4 +229,4 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 def check_finite(value: float, what: str) -> None:
     """Raise UserError if ``what`` came out as NaN or infinite."""
     if not math.isfinite(value):
-        raise UserError(f"{what} is NaN or infinite; are the model's weights sound, and is the dtype wide enough?")
+        raise UserError(f"{what} is NaN or infinite; check the model's weights, or compute in float32")

@@ -133,7 +133,7 @@ def parse_line(line: bytes) -> Any:
     try:
         return parse_json(line, constants=True)
     except ValueError as error:
-        raise ValueError(f"is no JSON ({error})") from None
+        raise ValueError(f"is not JSON ({error})") from None
 
 
 def as_ids(value: Any) -> np.ndarray:
@@ -146,7 +146,7 @@ def as_ids(value: Any) -> np.ndarray:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         if isinstance(value, list) and not value:
             return np.empty(0, dtype=np.int64)
-        raise ValueError("its input_ids are no list of integers")
+        raise ValueError("its input_ids are not a list of integers")
     if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
         raise ValueError("its input_ids hold a negative or an impossibly large token id")
     return array.astype(np.int64)

@@ -107,7 +107,10 @@ def test_a_temporary_in_use_is_left_alone(llama, tmp_path):
 
 
 def test_a_target_filled_meanwhile_is_not_replaced(llama, tmp_path):
-    with pytest.raises(UserError, match="filled by somebody else meanwhile"), output.atomic_folder(tmp_path / "out"):
+    with (
+        pytest.raises(UserError, match="written to by another program meanwhile"),
+        output.atomic_folder(tmp_path / "out"),
+    ):
         convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
     assert listing(tmp_path) == ["out", "src"]
     load(tmp_path / "out")

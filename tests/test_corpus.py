@@ -189,7 +189,7 @@ def test_work_of_another_run_is_not_gone_on_with(model, unfinished):
     assert "another ignore_eos;" in failure([*command(model, out), "--ignore-eos"])
     assert "holds 8 samples already" in failure(command(model, out, 7))
     (work_of(out) / "run.json").unlink()
-    assert "is no folder of unfinished work, and not empty; choose another --out" in failure(command(model, out))
+    assert "is not empty and not a folder of unfinished work; choose another --out" in failure(command(model, out))
     assert len(ids_of((work_of(out) / "samples.jsonl").read_bytes())) == 8
 
 
@@ -283,7 +283,7 @@ def test_bad_models_and_places(tmp_path, monkeypatch):
     out.unlink()
     edit_json(model / "generation_config.json", bos_token_id=None)
     edit_json(model / "config.json", bos_token_id=1000)
-    assert "bos_token_id is 1000, which is no token of the model's 97" in failure(command(model, out))
+    assert "bos_token_id is 1000, but the model has 97 tokens" in failure(command(model, out))
     edit_json(model / "config.json", bos_token_id=None)
     assert "has no BOS token" in failure(command(model, out))
     edit_json(model / "config.json", bos_token_id=1)

@@ -67,7 +67,7 @@ def test_split_name():
         ("a.txt", b"\xff\xfe", "not UTF-8"),
         ("a.jsonl", b"{}\n", 'line 1: not a JSON object with "input_ids" or a "text"'),
         ("a.jsonl", b'{"text": "x"}\n{"text": 1}', "line 2"),
-        ("a.npy", b"junk", "no NumPy array"),
+        ("a.npy", b"junk", "not a NumPy array"),
         ("a.npz", b"junk", "no archive of NumPy arrays"),
     ],
 )

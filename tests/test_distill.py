@@ -408,7 +408,7 @@ def test_work_of_another_run_is_not_mixed_in(tmp_path):
         work.remove()
     assert listing(tmp_path) == ["w"]  # whoever made it: run.json could not say
     (folder / "mine.txt").write_text("not ladderize's")
-    with pytest.raises(UserError, match="is no folder of unfinished work"):
+    with pytest.raises(UserError, match="not a folder of unfinished work"):
         BlockFolder(folder, {"a": 2})
     (folder / "mine.txt").unlink()
     with BlockFolder(folder, {}) as work:

@@ -271,7 +271,7 @@ def task_without_data(folder: Path) -> Path:
         (["--tasks", "demo_agrement", "--include-path", TASKS], 1, "near names: demo_agreement"),
         (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
         (["--tasks", "a", "--seq-len", "9"], 2, "--seq-len has no effect"),
-        (["--tasks", "a", "--include-path", "/no/dir"], 1, "is no folder"),
+        (["--tasks", "a", "--include-path", "/no/dir"], 1, "is not a folder"),
         (["--perplexity", "/no/file.txt"], 1, "does not exist"),
         (["--tasks", "a", "--dtype", "int4"], 2, "'int4' is not one of"),
         (["--tasks", "a", "--revision", "x"], 1, "has no revisions"),
@@ -291,7 +291,7 @@ def test_found_before_any_work(tmp_path, monkeypatch):
     assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in one_sentence(outcome)
     for out, message in (
         (tmp_path, "is a folder"),
-        (tmp_path / "fifo", "is no ordinary file"),
+        (tmp_path / "fifo", "is not a regular file"),
         (tmp_path / "no" / "r.json", "does not exist"),
         (Path("/proc/r.json"), "cannot be written"),
     ):

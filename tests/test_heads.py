@@ -103,13 +103,13 @@ def test_kv_order(order, kv_heads, expected):
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ((0, 1, 2, 2), "no permutation of the heads 0 to 3"),
-        ((0, 1, 2), "no permutation"),
-        ((0, 1, 2, 3, 4), "no permutation"),
-        ((1, 2, 3, 4), "no permutation"),
-        ((-1, 0, 1, 2), "no permutation"),
-        ((), "no permutation"),
-        ((0, 2, 1, 3), "tears KV groups apart: positions 0 to 1 hold the heads 0, 2"),
+        ((0, 1, 2, 2), "not a permutation of the heads 0 to 3"),
+        ((0, 1, 2), "not a permutation"),
+        ((0, 1, 2, 3, 4), "not a permutation"),
+        ((1, 2, 3, 4), "not a permutation"),
+        ((-1, 0, 1, 2), "not a permutation"),
+        ((), "not a permutation"),
+        ((0, 2, 1, 3), "splits KV groups: positions 0 to 1 hold the heads 0, 2"),
     ],
 )
 def test_orders_that_are_none(order, message):
@@ -271,10 +271,10 @@ def test_nothing_dropped_takes_any_map(llama, tmp_path, options):
         ({"layers": [{"layer": -1, "heads": list(range(8))}]}, "names layer -1"),
         (
             {"layers": [{"layer": 1, "heads": [0] * 8}]},
-            "does not fit layer 1: its order is no permutation of the heads 0 to 7",
+            "does not fit layer 1: its order is not a permutation of the heads 0 to 7",
         ),
-        ({"layers": [{"layer": 1, "heads": [0, 2, 1, 3, 4, 5, 6, 7]}]}, "tears KV groups apart"),
-        ({"layers": [{"layer": 1, "heads": list(range(8))}] * 2}, "layer 1 stands there twice"),
+        ({"layers": [{"layer": 1, "heads": [0, 2, 1, 3, 4, 5, 6, 7]}]}, "splits KV groups"),
+        ({"layers": [{"layer": 1, "heads": list(range(8))}] * 2}, "layer 1 appears twice"),
         ({"layers": [{"layer": True, "heads": list(range(8))}]}, "layers[0]: layer is True, but must be of type int"),
         ({"layers": [{"heads": []}]}, "layers[0] has no layer"),
         (
@@ -324,7 +324,7 @@ def test_files_that_are_no_head_map(llama, tmp_path, text, message):
 def test_other_ways_to_name_no_head_map(llama, tmp_path):
     convert = lambda *options: one_sentence(invoke("convert", llama, tmp_path / "out", *options))  # noqa: E731
     assert "no such file" in convert("--ladder", "all", "--head-map", tmp_path / "missing.json")
-    assert "is a directory" in convert("--ladder", "all", "--head-map", tmp_path)
+    assert "is a folder, not a regular file" in convert("--ladder", "all", "--head-map", tmp_path)
     path = save_map(map_for(llama), tmp_path / "map.json")
     assert "nothing to convert" in convert("--head-map", path)
     (tmp_path / "r.yaml").write_text("ladder: all\nhead_map: 5\n")
@@ -467,7 +467,7 @@ def test_a_replacement_too_large_for_the_stored_dtype(tmp_path):
     "name", ["../x.json", "a/b.json", "config.json", "x.txt", ".x.json", "model.safetensors.index.json"]
 )
 def test_extra_files_have_plain_names(llama, tmp_path, name):
-    with pytest.raises(ValueError, match="is no plain name"):
+    with pytest.raises(ValueError, match="is not the plain name"):
         convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(extra_files={name: "{}"}))
     with pytest.raises(ValueError, match="has its own recipe"):
         convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(record={"recipe": {}}), verify=False)

@@ -103,7 +103,7 @@ def test_lora_is_on_exactly_what_was_asked_for(name):
         ({"alpha": -1.0}, "above 0"),
         ({"alpha": float("inf")}, "finite"),
         ({"dropout": 1.0}, "below 1"),
-        ({"targets": ("q_proj", "lm_head")}, "--lora-targets: lm_head is no projection; a layer has q_proj, k_proj"),
+        ({"targets": ("q_proj", "lm_head")}, "--lora-targets: lm_head is not a projection; a layer has q_proj, k_proj"),
         ({"targets": ()}, "names no projection"),
     ],
 )
@@ -293,7 +293,7 @@ def test_somebody_elses_adapter_needs_its_base(pair, tmp_path):
 def test_a_base_that_moved(pair, tmp_path):
     base, adapter = pair
     base.rename(tmp_path / "moved")
-    assert f"{base}, which {adapter} was trained on, is not there; say with --base" in one_sentence(
+    assert f"{base}, which {adapter} was trained on, does not exist; give its location with --base" in one_sentence(
         ladderize_merge(adapter, tmp_path / "out")
     )
     assert ladderize_merge(adapter, tmp_path / "out", "--base", tmp_path / "moved").code == 0
@@ -320,7 +320,7 @@ def set_config(**changes):
 DAMAGE = {
     "no config": (
         lambda a: (a / "adapter_config.json").unlink(),
-        "holds no adapter_config.json; it is no PEFT adapter",
+        "holds no adapter_config.json; it is not a PEFT adapter",
     ),
     "no tensors": (lambda a: (a / "adapter_model.safetensors").unlink(), "the adapter is incomplete"),
     "pickle": (

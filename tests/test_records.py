@@ -59,9 +59,9 @@ def test_there_and_back():
         ({"pair": [1]}, "file.json: pair has 1 entries, but must have 2"),
         (
             {"pair": [1, 10**400]},
-            f"file.json: pair[1] is 1{'0' * 59}..., which is no number that a float can hold",
+            f"file.json: pair[1] is 1{'0' * 59}..., which is out of the range of a float",
         ),
-        ({"by_layer": {"x": []}}, "file.json: by_layer has the key 'x', which is no integer"),
+        ({"by_layer": {"x": []}}, "file.json: by_layer has the key 'x', which is not an integer"),
         ({"by_layer": {"1": ["x"]}}, "file.json: by_layer.1[0] is 'x', but must be of type int"),
     ],
 )

@@ -302,7 +302,7 @@ def block(**changes):
         (block(sensitivity=None), "blocks[1]: sensitivity is None, but must be of type float"),
         (block(sensitivity="0.1"), "blocks[1]: sensitivity is '0.1', but must be of type float"),
         (block(sensitivity=False), "blocks[1]: sensitivity is False, but must be of type float"),
-        (block(sensitivity=10**400), "which is no number"),
+        (block(sensitivity=10**400), "which is not a number"),
         (block(**{"class": "tame"}), "class of block 1 is 'tame'"),
         (block(**{"class": []}), "blocks[1]: class is [], but must be of type str"),
     ],
@@ -331,7 +331,7 @@ def test_files_that_are_none(tmp_path, text, message):
 
 def test_infinity_by_overflow(llama, tmp_path, measured):
     measured.write_text(measured.read_text().replace("12.0", "1e999"))
-    with pytest.raises(UserError, match="sensitivity of block 3 is inf, which is no number"):
+    with pytest.raises(UserError, match="sensitivity of block 3 is inf, which is not a number"):
         read_sensitivity(measured)
 
 
@@ -339,7 +339,7 @@ def test_another_sync_tp_size(llama, tmp_path, measured):
     outcome = invoke(
         "convert", llama, tmp_path / "out", "--spd", "auto", "--sensitivity", measured, "--sync-tp-size", "2"
     )
-    assert "was measured with sync_tp_size 4, so it says nothing about --sync-tp-size 2" in one_sentence(outcome)
+    assert "was measured with sync_tp_size 4, so it does not apply to --sync-tp-size 2" in one_sentence(outcome)
     assert outcome.code == 1
 
 

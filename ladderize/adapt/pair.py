@@ -12,7 +12,7 @@ def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_nam
     none."""
     layout, dense = Layout.from_config(student.config), Layout.from_config(teacher.config)
     if layout.is_dense:
-        raise UserError(f"{model} is dense; there is nothing to distil. Convert it first")
+        raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
     if not dense.is_dense:
         raise UserError(
             f"--distill-from {teacher_name} is not dense ({dense}); name the model that {model} was converted from"

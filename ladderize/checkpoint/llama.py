@@ -55,7 +55,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     check_rope(config)
     for key, value in _numbers(config):
         if not math.isfinite(value):
-            raise UserError(f"config.json: {key} is {value}, which is no number; repair the file")
+            raise UserError(f"config.json: {key} is {value}, which is not a number; repair the file")
     heads, kv_heads = config["num_attention_heads"], kv_head_count(config)
     if heads % kv_heads:
         raise UserError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")

@@ -132,7 +132,7 @@ def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8 or length > MAX_HEADER_BYTES:
             raise UserError(
-                f"{path} is truncated or no safetensors file (header of {length} bytes in {size}); download it again"
+                f"{path} is truncated or not a safetensors file (header of {length} bytes in {size}); download it again"
             )
         raw = file.read(length)
     try:
@@ -228,8 +228,8 @@ def _snapshot(repo: str, revision: str | None, **patterns: Any) -> Path:
     try:
         return Path(snapshot_download(repo, revision=revision, **patterns))
     except LocalEntryNotFoundError:
-        raise UserError(f"{repo} is no local folder, is not in the cache, and the hub cannot be reached") from None
+        raise UserError(f"{repo} is not a local folder and not in the cache, and the hub cannot be reached") from None
     except (HfHubHTTPError, ValueError, OSError) as error:
         raise UserError(
-            f"{repo} is no local folder and cannot be had from the hub: {str(error).splitlines()[0]}"
+            f"{repo} is not a local folder and cannot be downloaded from the hub: {str(error).splitlines()[0]}"
         ) from None

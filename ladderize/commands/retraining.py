@@ -38,9 +38,7 @@ def check_effect(method: str, given: Sequence[str]) -> None:
         if elsewhere:
             raise UsageError(f"--{name.replace('_', '-')} has no effect with --method {method}")
     if method == LORA and "no_verify" in given:
-        raise UsageError(
-            "--no-verify has no effect with --method lora: an adapter is no checkpoint that could be loaded alone"
-        )
+        raise UsageError("--no-verify has no effect with --method lora: an adapter cannot be loaded alone")
 
 
 def preset_filled_in(params: Mapping[str, Any]) -> dict[str, Any]:

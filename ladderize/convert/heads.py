@@ -42,13 +42,13 @@ def kv_order(order: Sequence[int], kv_heads: int) -> tuple[int, ...]:
 def check_order(order: Sequence[int], heads: int, kv_heads: int) -> None:
     """Raise UserError unless ``order`` is a permutation of the heads that keeps KV groups together."""
     if sorted(order) != list(range(heads)):
-        raise UserError(f"its order is no permutation of the heads 0 to {heads - 1}")
+        raise UserError(f"its order is not a permutation of the heads 0 to {heads - 1}")
     group = heads // kv_heads
     for first in range(0, heads, group):
         members = order[first : first + group]
         if len({head // group for head in members}) > 1:
             raise UserError(
-                f"its order tears KV groups apart: positions {first} to {first + group - 1} hold the heads "
+                f"its order splits KV groups: positions {first} to {first + group - 1} hold the heads "
                 f"{', '.join(map(str, members))}, which do not share one KV head"
             )
 
@@ -176,7 +176,7 @@ def read_head_map(path: Path) -> HeadMap:
     orders: dict[int, tuple[int, ...]] = {}
     for entry in found.layers:
         if entry.layer in orders:
-            raise UserError(f"{path}: layer {entry.layer} stands there twice")
+            raise UserError(f"{path}: layer {entry.layer} appears twice")
         orders[entry.layer] = entry.heads
     report = {
         entry["layer"]: GroupingReport.from_dict(entry, f"{path}: layer {entry['layer']}")

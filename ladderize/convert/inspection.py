@@ -119,6 +119,5 @@ def _check_tp_size(config: dict[str, Any], layout: Layout, tp_size: int) -> None
     check_split(config, tp_size, name="--tp-size")
     if layout.sync_tp_size is not None and layout.sync_tp_size % tp_size:
         raise UserError(
-            f"--tp-size {tp_size} does not divide sync_tp_size {layout.sync_tp_size}, so no such group can run this"
-            " layout"
+            f"--tp-size {tp_size} does not divide sync_tp_size {layout.sync_tp_size}, so it cannot run this layout"
         )

@@ -172,7 +172,7 @@ def check_extra_files(files: Mapping[str, str]) -> None:
     itself."""
     for name in files:
         if not re.fullmatch(r"[\w-][\w.-]*\.jsonl?", name) or name.endswith(FOREIGN) or name in MADE_HERE:
-            raise ValueError(f"{name!r} is no plain name of a JSON file that may be added to a checkpoint")
+            raise ValueError(f"{name!r} is not the plain name of a JSON file")
 
 
 def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:

@@ -91,7 +91,7 @@ class SensitivityDocument(SensitivityRun):
             )
         if self.kind == SPD and sync_tp_size not in (None, self.sync_tp_size):
             raise UserError(
-                f"{path} was measured with sync_tp_size {self.sync_tp_size}, so it says nothing about"
+                f"{path} was measured with sync_tp_size {self.sync_tp_size}, so it does not apply to"
                 f" --sync-tp-size {sync_tp_size}"
             )
 
@@ -128,7 +128,7 @@ def read_sensitivity(path: Path, kind: str = SPD) -> SensitivityDocument:
     if not document.fingerprint:
         raise UserError(f"{path}: fingerprint is '', but must be the text that identifies a model")
     if not math.isfinite(document.tau1):
-        raise UserError(f"{path}: tau1 is {document.tau1}, which is no number")
+        raise UserError(f"{path}: tau1 is {document.tau1}, which is not a number")
     blocks = [
         replace(entry, sensitivity_class=FORMER_CLASSES.get(entry.sensitivity_class, entry.sensitivity_class))
         for entry in document.blocks
@@ -139,7 +139,7 @@ def read_sensitivity(path: Path, kind: str = SPD) -> SensitivityDocument:
                 f"{path}: block {number} is called {entry.block}; there must be one for each layer, in order"
             )
         if not math.isfinite(entry.sensitivity):
-            raise UserError(f"{path}: the sensitivity of block {number} is {entry.sensitivity}, which is no number")
+            raise UserError(f"{path}: the sensitivity of block {number} is {entry.sensitivity}, which is not a number")
         if entry.sensitivity_class not in CLASSES:
             raise UserError(
                 f"{path}: the class of block {number} is {entry.sensitivity_class!r}, but must be one of"

@@ -54,7 +54,7 @@ def parse_size(text: str, *, option: str = "--max-shard-size") -> int:
     """``5GB``, ``500MB``, ``2GiB`` or plain bytes; raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
     if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:
-        raise UsageError(f"{option}: {text!r} is no size; write for example 5GB or 500MB")
+        raise UsageError(f"{option}: {text!r} is not a size; write for example 5GB or 500MB")
     return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
 
 
@@ -112,7 +112,7 @@ def check_replacements(checkpoint: Checkpoint, replace: Mapping[str, TensorInfo]
             wanted = list(checkpoint.tensors[name].shape)
             raise UserError(f"{new.file} is to replace {name}, but has shape {list(new.shape)} instead of {wanted}")
         if new.dtype not in FLOAT_DTYPES:
-            raise UserError(f"{new.file} is to replace {name}, but is stored as {new.dtype}, which is no float")
+            raise UserError(f"{new.file} is to replace {name}, but is stored as {new.dtype}, which is not a float type")
 
 
 def _aligned(entries: list[Entry]) -> tuple[Entry, ...]:

@@ -86,7 +86,7 @@ def load_tasks(options: EvalOptions) -> "TaskManager":
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if options.include_path is not None and not Path(options.include_path).is_dir():
-        raise UserError(f"--include-path {options.include_path} is no folder")
+        raise UserError(f"--include-path {options.include_path} is not a folder")
     manager = TaskManager(include_path=options.include_path, include_defaults=options.include_default_tasks)
     for task in options.tasks:
         if task not in manager.all_tasks:

@@ -17,7 +17,7 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"--out {path} is a folder; name a file")
     if path.exists() and not path.is_file():
-        raise UserError(f"--out {path} is no ordinary file; name another")
+        raise UserError(f"--out {path} is not a regular file; name another")
     parent = path.parent
     if not parent.is_dir():
         raise UserError(f"--out {path}: the folder {parent} does not exist")

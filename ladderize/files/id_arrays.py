@@ -88,7 +88,7 @@ def _read_header(member: "zipfile.ZipExtFile | object") -> tuple[tuple[int, ...]
 
 def _check_ids(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
     if dtype.hasobject:
-        raise UserError(f"{path} is no NumPy array of numbers (arrays of Python objects are never unpickled)")
+        raise UserError(f"{path} is not a NumPy array of numbers (arrays of Python objects are never unpickled)")
     if dtype.kind not in "iu" or len(shape) not in (1, 2):
         raise UserError(
             f"{path}: expected token ids, that is integers in one or two dimensions, not {dtype} in {len(shape)}"

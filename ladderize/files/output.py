@@ -172,7 +172,7 @@ def _take_place(temporary: Path, out: Path, overwrite: bool) -> Path | None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     if not overwrite:
-        raise UserError(f"OUT {out} was filled by somebody else meanwhile; nothing was written")
+        raise UserError(f"OUT {out} was written to by another program meanwhile; nothing was written")
     return temporary if _exchange(temporary, out) else _swap_with_journal(temporary, out)
 
 

@@ -18,7 +18,7 @@ def parse_json(content: bytes, *, constants: bool = False) -> Any:
     """
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"it holds {constant}, which is no number")
+        raise ValueError(f"it holds {constant}, which is not a number")
 
     try:
         text = content.decode("utf-8")
@@ -34,7 +34,7 @@ def parse_json(content: bytes, *, constants: bool = False) -> Any:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("it holds half of a surrogate pair, which is no character") from None
+            raise ValueError("it holds half of a surrogate pair, which is not a character") from None
     return value
 
 

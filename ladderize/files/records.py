@@ -113,7 +113,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         try:
             return float(value)
         except OverflowError:
-            raise UserError(f"{where} is {_shown(value)}, which is no number that a float can hold") from None
+            raise UserError(f"{where} is {_shown(value)}, which is out of the range of a float") from None
     if kind is Path and isinstance(value, str):
         return Path(value)
     if type(value) is not kind:
@@ -126,7 +126,7 @@ def _key(kind: Any, key: Any, where: str) -> Any:
         try:
             return int(key)
         except (TypeError, ValueError):
-            raise UserError(f"{where} has the key {key!r}, which is no integer") from None
+            raise UserError(f"{where} has the key {key!r}, which is not an integer") from None
     return key
 
 

@@ -30,7 +30,9 @@ def resolved(path: str | Path, what: str = "") -> Path:
     try:
         return Path(path).expanduser().resolve()
     except (RuntimeError, ValueError, OSError):
-        raise UserError(f"{what}{path} leads nowhere: a loop of links, or the home of nobody; name another") from None
+        raise UserError(
+            f"{what}{path} cannot be resolved: a loop of links, or the home folder of an unknown user; name another"
+        ) from None
 
 
 def check_regular(path: Path) -> None:

@@ -53,7 +53,7 @@ class WorkFolder:
         while self.lock is None:
             if folder.exists() and (not folder.is_dir() or not self._only_ours()):
                 raise UserError(
-                    f"{folder} is no folder of unfinished work, and not empty; choose another {self.OPTION}"
+                    f"{folder} is not empty and not a folder of unfinished work; choose another {self.OPTION}"
                 )
             made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ def _launched_dtype(stored: str) -> str:
         return "bfloat16"
     if launched not in ("", "no"):
         raise UserError(
-            f"accelerate was told mixed_precision {launched}, which is too narrow to train in; take bf16 or no"
+            f"accelerate launch asks for mixed_precision {launched}, which is too narrow to train in; take bf16 or no"
         )
     return "float32" if stored in WIDE else "bfloat16"
 
@@ -34,7 +34,7 @@ def check_launch_of_blocks() -> None:
     _refuse_common()
     if accelerate_settings().fsdp:
         raise UserError(
-            "accelerate was told to use FSDP, which has no effect on block-to-block distillation: every process trains"
+            "accelerate launch asks for FSDP, which has no effect on block-to-block distillation: every process trains"
             " whole blocks; leave it out"
         )
 
@@ -47,10 +47,10 @@ def wants_fsdp(ranks: int) -> bool:
         return False
     if ranks == 1:
         raise UserError(
-            "accelerate was told to use FSDP with one process, which shards nothing; start several, or leave it out"
+            "accelerate launch asks for FSDP with one process, which shards nothing; start several, or leave it out"
         )
     if settings.fsdp_version != "2":
-        raise UserError("accelerate was told to use FSDP 1; adapt supports FSDP 2: add --fsdp_version 2")
+        raise UserError("accelerate launch asks for FSDP 1; adapt supports FSDP 2: add --fsdp_version 2")
     for told, option in (
         (settings.offload, "--fsdp_offload_params"),
         (settings.activation_checkpointing, "--fsdp_activation_checkpointing"),
@@ -66,7 +66,7 @@ def _refuse_common() -> None:
     settings = accelerate_settings()
     if settings.deepspeed:
         raise UserError(
-            "accelerate was told to use DeepSpeed, which adapt does not support; FSDP2 shards the same: --use_fsdp"
+            "accelerate launch asks for DeepSpeed, which adapt does not support; FSDP2 shards the same: --use_fsdp"
             " --fsdp_version 2"
         )
     if settings.accumulation_steps not in ("", "1"):

@@ -40,17 +40,17 @@ def test_specs():
     ("given", "message"),
     [
         (["a.csv"], "--data a.csv: neither a file that ends in"),
-        (["a.jsonl=x"], "no positive number: 'x'"),
-        (["a.jsonl=0"], "no positive"),
-        (["a.jsonl=-1", "b.jsonl=1"], "no positive"),
-        (["a.jsonl=inf"], "no positive"),
+        (["a.jsonl=x"], "not a positive number: 'x'"),
+        (["a.jsonl=0"], "not a positive"),
+        (["a.jsonl=-1", "b.jsonl=1"], "not a positive"),
+        (["a.jsonl=inf"], "not a positive"),
         (["a.jsonl=2"], "has no effect on a single source"),
         (["a.jsonl=2", "b.jsonl"], "--data b.jsonl has no weight, but others"),
         (["a.jsonl", "hub:o/n:train"], "n:train is streamed.*weight"),
         (["hub:n:train"], "is written hub:OWNER/NAME"),
         (["hub:o/n"], "is written"),
         (["hub:o/n:"], "is written"),
-        (["hub:o/n:train[:1%]"], "a stream cannot be cut"),
+        (["hub:o/n:train[:1%]"], "a slice of a split cannot be streamed"),
     ],
 )
 def test_bad_specs(given, message):

@@ -114,7 +114,7 @@ def test_what_a_killed_run_left_before_its_first_state_is_no_harm(place, tmp_pat
     succeed(place, tmp_path / "whole")
     work.mkdir()
     (work / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
-    assert "no folder of unfinished work" in one_sentence(
+    assert "not a folder of unfinished work" in one_sentence(
         adapt(place, tmp_path / "out")
     )  # without run.json it is somebody's
     (work / "run.json").write_text("")
@@ -127,7 +127,7 @@ def test_somebodys_folder_is_left_alone(place, tmp_path):
     (tmp_path / "mine" / "step-00001000").mkdir(parents=True)
     for more in ([], ["--resume", "no"]):
         message = one_sentence(adapt(place, tmp_path / "out", "--work-dir", tmp_path / "mine", *more))
-        assert "no folder of unfinished work" in message
+        assert "not a folder of unfinished work" in message
     assert listing(tmp_path / "mine") == ["step-00001000"]
 
 
@@ -182,7 +182,7 @@ def test_resume_no_begins_anew(place, tmp_path, monkeypatch):
     assert "going on after step 6" in adapt(place, tmp_path / "out").stderr
     assert "going on" not in adapt(place, tmp_path / "out", "--resume", "no").stderr
     (tmp_path / "out.ladderize-work" / "somebody's.txt").write_text("x")
-    assert "no folder of unfinished work" in one_sentence(adapt(place, tmp_path / "out", "--resume", "no"))
+    assert "not a folder of unfinished work" in one_sentence(adapt(place, tmp_path / "out", "--resume", "no"))
 
 
 def test_states_kept_and_the_best_one_written(place, tmp_path, monkeypatch):

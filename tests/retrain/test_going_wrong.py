@@ -141,7 +141,7 @@ def test_of_fsdp_what_is_here(monkeypatch):
 
 
 def test_dense_models_and_missing_budgets_are_refused(place, tmp_path):
-    assert "is dense; there is nothing to win back" in one_sentence(adapt(place, tmp_path / "out", model="dense"))
+    assert "is dense; there is no accuracy to recover" in one_sentence(adapt(place, tmp_path / "out", model="dense"))
     command = [argument for argument in arguments(place) if argument not in ("--max-steps", 6)]
     assert "say how long to train" in one_sentence(invoke(*command[:2], tmp_path / "out", *command[2:]))
     assert "OUT is missing" in one_sentence(invoke(*command, "--max-steps", 1))

@@ -48,5 +48,5 @@ def test_schedules():
         7,
     ]
     for text in ("", "3 tokens", "-3", "0", "1e9"):
-        with pytest.raises(UserError, match="no count"):
+        with pytest.raises(UserError, match="not a number of tokens"):
             parse_count(text, option="--max-tokens")

@@ -67,7 +67,8 @@ def _reserve(file: Path, size: int) -> None:
         except OSError as error:
             file.unlink()
             raise UserError(
-                f"the teacher's states need {human_bytes(size)} in {file}, which cannot be had ({sentence(error)});"
+                f"the teacher's states need {human_bytes(size)} in {file}, which cannot be allocated"
+                f" ({sentence(error)});"
                 " choose a --work-dir on another disk, or fewer --samples"
             ) from None
 

@@ -54,7 +54,5 @@ def _fill(store: StateStore, batch: int, states: Callable[[Tensor], State]) -> N
     for rows in torch.arange(store.windows).split(batch):
         state = states(rows)
         if not torch.isfinite(complete(state)).all():
-            raise UserError(
-                "the dense model's states are NaN or infinite; are its weights sound, and is the dtype wide enough?"
-            )
+            raise UserError("the dense model's states are NaN or infinite; check its weights, or compute in float32")
         store.write(int(rows[0]), state)

@@ -39,8 +39,7 @@ class ChatTemplate:
             )
         if not tokenizer.is_fast:
             raise UserError(
-                f"{origin}: a conversation, but the tokenizer is not a fast one, which would say where each token"
-                " begins"
+                f"{origin}: a conversation, but the tokenizer is not a fast one, so token positions are unknown"
             )
         self.tokenizer = tokenizer
         self.renderer = renderer
@@ -79,8 +78,9 @@ class ChatTemplate:
             after, _ = self._render(messages[: number + 1], origin)
             if not text.startswith(after) or not after.startswith(before):
                 raise UserError(
-                    f"{origin}: turn {number + 1}: the chat template rewrites earlier turns, so that nobody can tell"
-                    " which text is the assistant's; put {% generation %} and {% endgeneration %} around it in the"
+                    f"{origin}: turn {number + 1}: the chat template rewrites earlier turns, so"
+                    " the assistant's text cannot be located; put {% generation %} and {% endgeneration %} around"
+                    " it in the"
                     " template"
                 )
             spans.append((len(before), len(after)))

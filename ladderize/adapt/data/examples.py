@@ -131,7 +131,7 @@ class Encoder:
         if (highest := int(ids.max())) >= self.vocab_size:
             raise UserError(
                 f"{origin}: holds the token id {highest}, but the model's vocabulary ends at {self.vocab_size - 1}; "
-                "was it another tokenizer's?"
+                "were they made with another tokenizer?"
             )
 
     def _pieces(self, ids: np.ndarray, scored: np.ndarray, origin: str) -> Encoded:

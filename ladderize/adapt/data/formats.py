@@ -89,7 +89,7 @@ def read_ids(row: Row) -> tuple[np.ndarray, np.ndarray]:
     if mask is None:
         return ids, np.ones(len(ids), dtype=bool)
     if not isinstance(mask, list) or len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
-        raise BadRow(f"{row.origin}: its loss_mask is no list of 0 and 1, one for each of the {len(ids)} input_ids")
+        raise BadRow(f"{row.origin}: its loss_mask is not a list of 0 and 1, one for each of the {len(ids)} input_ids")
     return ids, np.asarray(mask, dtype=bool)
 
 
@@ -98,7 +98,7 @@ def read_messages(row: Row, column: str) -> list[dict[str, Any]]:
     role_key, content_key = ("role", "content") if column == "messages" else ("from", "value")
     turns = row.values[column]
     if not isinstance(turns, list) or not turns:
-        raise BadRow(f"{row.origin}: its {column} are no list of turns")
+        raise BadRow(f"{row.origin}: its {column} are not a list of turns")
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, Mapping) or not all(isinstance(turn.get(key), str) for key in (role_key, content_key)):

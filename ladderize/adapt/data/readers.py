@@ -65,8 +65,8 @@ class IndexedReader:
         if count is None:
             if total == 1:
                 raise UserError(
-                    f"{name} has a single row, of which nothing can be held out; give --eval-data FILE, or --heldout 0"
-                    " to measure nothing"
+                    f"{name} has a single row, so none can be held out; give --eval-data FILE, or --heldout 0"
+                    " to skip validation"
                 )
             count = min(MOST_HELDOUT, max(1, min(LEAST_HELDOUT, total // 10), total // HELDOUT_SHARE))
         if count >= total:

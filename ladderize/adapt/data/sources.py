@@ -81,7 +81,7 @@ def parse_specs(texts: Sequence[str], option: str = "--data") -> list[SourceSpec
         )
     if not weighted and len(specs) > 1 and (streamed := next((spec for spec in specs if spec.is_streamed), None)):
         raise UsageError(
-            f"{streamed.name} is streamed, so nobody knows how many rows it has; give every source a weight (SPEC=2.5)"
+            f"{streamed.name} is streamed, so its number of rows is unknown; give every source a weight (SPEC=2.5)"
         )
     return specs
 
@@ -100,7 +100,7 @@ def _parse(text: str, option: str) -> SourceSpec:
     except ValueError:
         weight = math.nan
     if not (math.isfinite(weight) and weight > 0):
-        raise UsageError(f"{option} {text}: the weight after = is no positive number: {tail!r}")
+        raise UsageError(f"{option} {text}: the weight after = is not a positive number: {tail!r}")
     return SourceSpec(head, weight, _parse_hub(head, option), option)
 
 
@@ -117,7 +117,7 @@ def _parse_hub(text: str, option: str) -> tuple[str, str | None, str] | None:
     if not text.startswith(HUB):
         return None
     if "[" in text:
-        raise UsageError(f"{option} {text}: a stream cannot be cut; name a whole split")
+        raise UsageError(f"{option} {text}: a slice of a split cannot be streamed; name a whole split")
     name, *rest = text.removeprefix(HUB).split(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or len(rest) not in (1, 2) or not all(rest):
         raise UsageError(

@@ -171,7 +171,7 @@ def fixed_rows(
     examples: list[Example] = []
     for spec in specs:
         if spec.is_streamed:
-            raise UserError(f"{spec.name}: a stream cannot be measured on as a whole; give a file")
+            raise UserError(f"{spec.name}: a stream cannot be used for validation; give a file")
         rows = _open_rows(spec, options)
         bad.extend(rows.bad)
         for begin in range(0, len(rows), CHUNK_ROWS):

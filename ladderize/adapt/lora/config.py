@@ -55,7 +55,7 @@ class LoraOptions(Record):
             raise UsageError(f"--lora-dropout must be at least 0 and below 1, not {self.dropout:g}")
         if unknown := [name for name in self.targets if name not in LORA_TARGETS]:
             raise UsageError(
-                f"--lora-targets: {', '.join(unknown)} is no projection; a layer has {', '.join(LORA_TARGETS)}"
+                f"--lora-targets: {', '.join(unknown)} is not a projection; a layer has {', '.join(LORA_TARGETS)}"
             )
         if not self.targets:
             raise UsageError(f"--lora-targets names no projection; name some of {', '.join(LORA_TARGETS)}")

@@ -96,7 +96,7 @@ def read_adapter(folder: Path) -> Adapter:
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; name the folder of a PEFT adapter")
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise UserError(f"{folder} holds no {ADAPTER_CONFIG}; it is no PEFT adapter")
+        raise UserError(f"{folder} holds no {ADAPTER_CONFIG}; it is not a PEFT adapter")
     config = read_json(folder / ADAPTER_CONFIG)
     check_adapter_config(config, folder / ADAPTER_CONFIG)
     if not (folder / ADAPTER_TENSORS).is_file():
@@ -124,7 +124,7 @@ def check_adapter_config(config: Mapping[str, Any], path: Path) -> None:
     on = [key for key in config if key not in KNOWN and config[key] not in OFF and key != "runtime_config"]
     if on:
         raise UserError(
-            f"{path}: {on[0]} is {_short(config[on[0]])}, so this is no plain LoRA; merge it with PEFT's"
+            f"{path}: {on[0]} is {_short(config[on[0]])}, so this is not plain LoRA; merge it with PEFT's"
             " merge_and_unload"
         )
     if config.get("init_lora_weights") not in INITIALISATIONS:

@@ -113,7 +113,7 @@ def _check_extra_files(files: Mapping[str, str]) -> None:
             or name in (ADAPTER_CONFIG, ADAPTER_TENSORS, ADAPTATION, ADAPTER_CARD, "config.json")
             or "safetensors" in name
         ):
-            raise ValueError(f"{name!r} is no plain name of a file that may be added to an adapter")
+            raise ValueError(f"{name!r} is not the plain name of a file")
 
 
 def adapter_card(

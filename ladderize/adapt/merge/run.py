@@ -102,8 +102,7 @@ def merge(
     check_fits(source, checkpoint.config, name)
     if source.document is None:
         console.note(
-            f"Note: {source.folder} has no {ADAPTATION}, so nobody can tell what it was trained on; its shapes fit"
-            f" {name}"
+            f"Note: {source.folder} has no {ADAPTATION}, so what it was trained on is unknown; its shapes fit {name}"
         )
     check_merge_space(source, checkpoint, out)
     merged = {f"{module}.weight" for module in source.modules}
@@ -159,7 +158,7 @@ def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[s
         )
     name = adapter.base.model
     if Path(name).is_absolute() and not Path(name).exists():
-        raise UserError(f"{name}, which {adapter.folder} was trained on, is not there; say with --base where it is now")
+        raise UserError(f"{name}, which {adapter.folder} was trained on, does not exist; give its location with --base")
     return name, revision or adapter.base.revision
 
 

@@ -97,7 +97,9 @@ def retrain(
                 TrainingFolder.discard(folder)
             work = TrainingFolder(folder, identity, main=ranks.is_main)
         if not folder.is_dir():
-            raise UserError(f"{folder} is there for the main process only; name a --work-dir that all machines see")
+            raise UserError(
+                f"{folder} is visible to the main process only; choose a --work-dir that all machines can see"
+            )
         with work:
             trackers = Trackers(
                 options.log_with,
@@ -193,7 +195,8 @@ def make_trainer(
     else:
         if not work.state_path(step).is_dir():
             raise UserError(
-                f"{work.state_path(step)} is there for the main process only; name a --work-dir that all machines see"
+                f"{work.state_path(step)} is visible to the main process only; choose a --work-dir that all machines"
+                " can see"
             )
         trainer.resume(work.state_path(step))
         before, settings = trainer.progress.settings, options.settings(training)

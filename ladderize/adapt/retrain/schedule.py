@@ -18,7 +18,7 @@ def parse_count(text: str, *, option: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)", text.strip())
     count = round(float(match[1]) * COUNTS[match[2].upper()]) if match else 0
     if count < 1:
-        raise UsageError(f"{option}: {text!r} is no count; write for example 20M or 3B")
+        raise UsageError(f"{option}: {text!r} is not a number of tokens or steps; write for example 20M or 3B")
     return count
 
 

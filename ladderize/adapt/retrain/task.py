@@ -95,7 +95,7 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
     checkpoint = open_checkpoint(model, revision)
     layout = Layout.from_config(checkpoint.config)
     if layout.is_dense:
-        raise UserError(f"{model} is dense; there is nothing to win back. Convert it first")
+        raise UserError(f"{model} is dense; there is no accuracy to recover; convert it first")
     teacher = None
     if options.distill_from is not None:
         teacher = open_checkpoint(options.distill_from)

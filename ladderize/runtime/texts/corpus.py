@@ -165,9 +165,7 @@ def bos_id(spec: ModelSpec, tokenizer: Any) -> int:
             " with"
         )
     if type(bos) is not int or not 0 <= bos < spec.config["vocab_size"]:
-        raise UserError(
-            f"{spec.name}: bos_token_id is {bos!r}, which is no token of the model's {spec.config['vocab_size']}"
-        )
+        raise UserError(f"{spec.name}: bos_token_id is {bos!r}, but the model has {spec.config['vocab_size']} tokens")
     return bos
 
 
