@@ -68,7 +68,7 @@ def test_split_name():
         ("a.jsonl", b"{}\n", 'line 1: not a JSON object with "input_ids" or a "text"'),
         ("a.jsonl", b'{"text": "x"}\n{"text": 1}', "line 2"),
         ("a.npy", b"junk", "not a NumPy array"),
-        ("a.npz", b"junk", "no archive of NumPy arrays"),
+        ("a.npz", b"junk", "not an archive of NumPy arrays"),
     ],
 )
 def test_unreadable_files(tmp_path, name, content, message):
@@ -131,5 +131,7 @@ def test_ids_of_a_line_are_preferred_to_its_text(tmp_path):
 )
 def test_ids_that_are_none(tmp_path, ids):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + json.dumps({"input_ids": ids, "text": "y"}))
-    with pytest.raises(UserError, match=r"a.jsonl, line 2: its input_ids (are no list of integers|hold a negative or)"):
+    with pytest.raises(
+        UserError, match=r"a.jsonl, line 2: its input_ids (are not a list of integers|hold a negative or)"
+    ):
         read_documents(str(tmp_path / "a.jsonl"), Letters())

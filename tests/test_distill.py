@@ -351,7 +351,7 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
         (["--seq-len", "1"], 2, "--seq-len"),
         (["--lr", "0"], 2, "--lr must be above 0"),
         (["--lr", "nan"], 2, "--lr must be above 0"),
-        (["--max-memory", "much"], 2, "--max-memory: 'much' is no size"),
+        (["--max-memory", "much"], 2, "--max-memory: 'much' is not a size"),
         (["--dtype", "float16"], 2, "too narrow to train in"),
         (["--method", "magic"], 2, "'magic' is not one of"),
         (["--lr", "1e300"], 2, "at most 1000"),

@@ -154,7 +154,7 @@ def test_archives_that_are_none(tmp_path):
     whole = path.read_bytes()
     for content in (b"", b"PK", whole[:200], whole[:100] + b"x" * 40 + whole[140:], b"\x93NUMPY\x01\x00" + b"(" * 300):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="is no archive of NumPy arrays"):
+        with pytest.raises(UserError, match="is not an archive of NumPy arrays"):
             read_documents(str(path), None)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("readme.txt", "nothing")

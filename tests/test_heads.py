@@ -445,7 +445,7 @@ def test_replacements_that_do_not_fit(llama, tmp_path):
     for replace, message in (
         ({"model.layers.9.x": good[O1]}, "has no such tensor"),
         (trained(tmp_path / "a", [Q2], torch.float32, q_proj=(32, 16)), r"has shape \[32, 16\] instead of \[32, 32\]"),
-        (trained(tmp_path / "b", [O1], torch.int8), "stored as I8, which is no float"),
+        (trained(tmp_path / "b", [O1], torch.int8), "stored as I8, which is not a float type"),
     ):
         with pytest.raises(UserError, match=message):
             convert_checkpoint(llama, tmp_path / "out", SPD, changes=Changes(replace=replace))

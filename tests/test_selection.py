@@ -302,7 +302,7 @@ def block(**changes):
         (block(sensitivity=None), "blocks[1]: sensitivity is None, but must be of type float"),
         (block(sensitivity="0.1"), "blocks[1]: sensitivity is '0.1', but must be of type float"),
         (block(sensitivity=False), "blocks[1]: sensitivity is False, but must be of type float"),
-        (block(sensitivity=10**400), "which is not a number"),
+        (block(sensitivity=10**400), "which is out of the range of a float"),
         (block(**{"class": "tame"}), "class of block 1 is 'tame'"),
         (block(**{"class": []}), "blocks[1]: class is [], but must be of type str"),
     ],

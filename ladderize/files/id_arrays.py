@@ -75,8 +75,8 @@ def _numpy_errors(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception:
-        what = "archive of NumPy arrays" if path.suffix == ".npz" else "NumPy array of numbers"
-        raise UserError(f"{path} is no {what} (arrays of Python objects are never unpickled)") from None
+        what = "an archive of NumPy arrays" if path.suffix == ".npz" else "a NumPy array of numbers"
+        raise UserError(f"{path} is not {what} (arrays of Python objects are never unpickled)") from None
 
 
 def _read_header(member: "zipfile.ZipExtFile | object") -> tuple[tuple[int, ...], np.dtype]:

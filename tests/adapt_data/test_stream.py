@@ -279,7 +279,7 @@ def test_the_hub_that_cannot_be_read(monkeypatch, tokenizer):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: other)
     with pytest.raises(UserError, match="has the columns body; rows need"):
         stream("hub:o/n:train", tokenizer)
-    with pytest.raises(UserError, match="--eval-data hub:o/n:train: a stream cannot be measured"):
+    with pytest.raises(UserError, match="--eval-data hub:o/n:train: a stream cannot be used for validation"):
         fixed_rows(parse_specs(["hub:o/n:train"], "--eval-data"), tokenizer, options())
 
 
