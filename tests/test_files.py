@@ -27,7 +27,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
         ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested deeper than 100 levels"),
         ('{"a": "\\ud800"}', "half of a surrogate pair"),
         ('{"\\uDFFF": 1}', "half of a surrogate pair"),
-        ("[NaN]", "holds NaN, which is no number"),
+        ("[NaN]", "holds NaN, which is not a number"),
         ("9" * 5000, "Exceeds the limit"),
         (b"\xff", "not UTF-8 text .byte 0."),
     ],
