@@ -8,12 +8,14 @@ import typer
 
 from ladderize import __version__
 from ladderize.commands import adapt, bench, convert, demo, evaluate, generate, inspect, merge, plot, sensitivity, spd
+from ladderize.commands.command import Command, Commands
 from ladderize.commands.config_file import ConfigurableCommand
 from ladderize.console import DEBUG, UsageError, UserError, error_boundary
 from ladderize.ranks.environment import launch_variables
 
 app = typer.Typer(
     name="ladderize",
+    cls=Commands,
     help="Turn a dense Llama checkpoint into one that waits less for communication under tensor parallelism.",
     epilog="Every error is one sentence; --debug, given anywhere, shows the traceback behind it.",
     no_args_is_help=True,
@@ -69,14 +71,14 @@ def root(
 
 
 CONVERT, RECOVER, MEASURE = "Convert", "Recover accuracy", "Measure and run"
-app.command(rich_help_panel=CONVERT)(convert.convert)
-app.command(rich_help_panel=CONVERT)(inspect.inspect)
+app.command(rich_help_panel=CONVERT, cls=Command)(convert.convert)
+app.command(rich_help_panel=CONVERT, cls=Command)(inspect.inspect)
 app.command(rich_help_panel=CONVERT, cls=ConfigurableCommand)(sensitivity.sensitivity)
 app.command(rich_help_panel=RECOVER, cls=ConfigurableCommand)(spd.spd)
 app.command(rich_help_panel=RECOVER, cls=ConfigurableCommand)(adapt.adapt)
-app.command(rich_help_panel=RECOVER)(merge.merge)
-app.command(rich_help_panel=RECOVER)(plot.plot)
+app.command(rich_help_panel=RECOVER, cls=Command)(merge.merge)
+app.command(rich_help_panel=RECOVER, cls=Command)(plot.plot)
 app.command("eval", rich_help_panel=MEASURE, cls=ConfigurableCommand)(evaluate.evaluate)
 app.command(rich_help_panel=MEASURE, cls=ConfigurableCommand)(bench.bench)
-app.command(rich_help_panel=MEASURE)(generate.generate)
-app.command(rich_help_panel=MEASURE)(demo.demo)
+app.command(rich_help_panel=MEASURE, cls=Command)(generate.generate)
+app.command(rich_help_panel=MEASURE, cls=Command)(demo.demo)

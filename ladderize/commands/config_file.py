@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from ladderize.commands.command import Command
 from ladderize.commands.options import ADVANCED, said
 from ladderize.console import UserError
 
 NOT_IN_FILES = {"config", "print_config", "help"}
 
 
-class ConfigurableCommand(TyperCommand):
+class ConfigurableCommand(Command):
     """A command that has ``Config`` and ``PrintConfig`` among its options."""
 
     def invoke(self, ctx: Any) -> Any:
