@@ -5,6 +5,8 @@ from types import TracebackType
 
 import torch
 
+from ladderize.console import UserError, human_bytes
+
 STATUS, CLEAR, MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 MAPS, LIBRARIES = (
     Path("/proc/self/maps"),
@@ -84,6 +86,18 @@ def available_bytes(device: torch.device) -> int | None:
         except (OSError, ValueError, KeyError):  # no such version of control groups, or no limit ("max")
             continue
     return min(found) if found else None
+
+
+def check_fits(needed: int, device: torch.device, what: str, advice: str) -> None:
+    """Raise UserError if ``what`` takes more bytes than are free: before the system starts to kill processes.
+
+    advice: what to lower, for the end of the sentence.
+    """
+    available = available_bytes(device)
+    if available is not None and needed > available:
+        raise UserError(
+            f"{what} needs {human_bytes(needed)} of memory, and {human_bytes(available)} are free; {advice}"
+        )
 
 
 def _table(path: Path) -> dict[str, int]:

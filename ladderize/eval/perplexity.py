@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from ladderize.blocks import check_finite
 from ladderize.eval.results import Perplexity
+from ladderize.memory import check_fits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,7 +72,15 @@ def model_perplexity(
     batch_size: int = 8,
     advance: Callable[[int], None] = lambda n: None,
 ) -> Perplexity:
-    """Score ``windows`` with ``model`` and time it."""
+    """Score ``windows`` with ``model`` and time it. Raises UserError where a batch's logits do not fit into memory."""
+    longest, at_once = max(map(len, windows)), min(batch_size, len(windows))
+    embedding = next(model.get_input_embeddings().parameters())
+    check_fits(
+        longest * model.config.vocab_size * (at_once * embedding.dtype.itemsize + 4),
+        embedding.device,
+        f"scoring {at_once:,} windows of {longest:,} tokens at a time",
+        "lower --batch-size or --seq-len",
+    )
     start = time.perf_counter()
     nlls = score_windows(model, windows, batch_size=batch_size, advance=advance)
     return perplexity_from_nlls(nlls, windows, time.perf_counter() - start)

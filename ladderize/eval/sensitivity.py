@@ -44,6 +44,7 @@ from ladderize.convert.sensitivity_file import (
 from ladderize.eval.options import SensitivityOptions
 from ladderize.files.work import WorkFolder, differences
 from ladderize.layout import BLOCKING, OVERLAPPED, Layout
+from ladderize.memory import check_fits
 
 TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's, and from how many parameters on the lower one holds
 RESAMPLES, INTERVAL = 2000, 0.95
@@ -175,9 +176,15 @@ def _fill_table(
     """Add the rows of the windows that have none yet. windows: ids [samples, seq_len]."""
     if rows:
         console.note(f"going on after {len(rows)} of {len(windows)} windows")
+    batch_size = min(options.batch_size or max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
+    check_fits(
+        _memory(blocks, run, batch_size * windows.shape[1]),
+        blocks.device,
+        f"sensitivity with {batch_size:,} windows of {windows.shape[1]:,} tokens at a time",
+        "lower --batch-size or --seq-len" if batch_size > 1 else "choose a machine with more",
+    )
     with console.stage("loading the weights"):
         suffixes = Suffixes(blocks, column_layouts(run.mode, blocks.num_layers, run.sync_tp_size))
-    batch_size = options.batch_size or max(1, TOKENS_PER_PASS // windows.shape[1])
     console.note(_estimate(suffixes, windows, len(rows), batch_size))
     saved_at = time.monotonic()
     left = windows[len(rows) :]
@@ -256,6 +263,14 @@ def _is_row(row: object, columns: int) -> bool:
 def sweep_seconds(layer_seconds: float, layers: int, windows: int, batch_size: int) -> float:
     """What a sweep takes: one pass over the model and L suffixes, for each batch."""
     return layer_seconds * math.ceil(windows / batch_size) * (layers + layers * (layers + 1) / 2)
+
+
+def _memory(blocks: Blocks, run: SensitivityRun, tokens: int) -> int:
+    """Bytes of the weights, and of a pass over ``tokens`` tokens: the state at every block, and one block's work."""
+    hidden, intermediate = int(blocks.config["hidden_size"]), int(blocks.config["intermediate_size"])
+    states = (blocks.num_layers + 1) * hidden
+    block = 4 * hidden * (run.sync_tp_size or 1) + 3 * intermediate
+    return (parameter_count(blocks.config) + tokens * (states + block)) * blocks.dtype.itemsize
 
 
 def _estimate(suffixes: Suffixes, windows: np.ndarray, done: int, batch_size: int) -> str:

@@ -4,11 +4,13 @@ On a CPU it is float32, whatever the weights are: with one query per head, atten
 times as long there (torch converts them again for each step), and the cache is small beside the weights.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ladderize.memory import check_fits
 from ladderize.runtime.shards import Shape
 
 
@@ -22,9 +24,15 @@ class KVCache:
 
     @classmethod
     def allocate(cls, shape: Shape, batch: int, columns: int, dtype: torch.dtype, device: torch.device) -> "KVCache":
-        """dtype: of the model's weights."""
+        """dtype: of the model's weights. Raises UserError where there is not enough memory."""
         dtype = torch.float32 if device.type == "cpu" else dtype
         size = _size(shape, batch, columns)
+        check_fits(
+            2 * math.prod(size) * dtype.itemsize,
+            device,
+            f"a KV cache for {batch:,} texts of {columns:,} tokens",
+            "generate fewer texts at a time, or shorter ones",
+        )
         # zeros, not empty: a masked column of garbage could hold NaN, and 0 * NaN is NaN
         return cls(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
 

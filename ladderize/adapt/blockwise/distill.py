@@ -25,6 +25,7 @@ from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, layer_seconds, timed
 from ladderize.console import Console
 from ladderize.layout import Layout, format_ranges
+from ladderize.memory import check_fits
 from ladderize.ranks.group import Ranks
 
 
@@ -78,6 +79,19 @@ def block_key(student: StudentBlocks, layer: int, about: Mapping[str, Any]) -> s
     return digest.hexdigest()
 
 
+def check_block_fits(teacher: Blocks, student: StudentBlocks, rows: int, tokens: int) -> None:
+    """Raise UserError where a step on ``rows`` windows of ``tokens`` tokens cannot fit into memory."""
+    hidden, intermediate = int(teacher.config["hidden_size"]), int(teacher.config["intermediate_size"])
+    # numbers per token that are kept for the backward pass
+    kept = 8 * hidden * (student.layout.sync_tp_size or 1) + 4 * intermediate
+    check_fits(
+        4 * rows * tokens * kept,
+        teacher.device,
+        f"a step on {rows:,} windows of {tokens:,} tokens",
+        "lower --batch-size or --seq-len",
+    )
+
+
 def estimate(
     teacher: Blocks, student: StudentBlocks, windows: Windows, options: DistillOptions
 ) -> tuple[float, int, int]:
@@ -85,6 +99,7 @@ def estimate(
     now."""
     options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
     batch_size = options.batch_size or 1
+    check_block_fits(teacher, student, min(batch_size, len(windows.train)), windows.train.shape[1])
     rows, index = torch.arange(min(batch_size, len(windows.train))), student.layers[0]
     store = StateStore((len(rows), windows.train.shape[1], teacher.config["hidden_size"]), teacher.dtype, True)
     with torch.no_grad():

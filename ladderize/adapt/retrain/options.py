@@ -89,9 +89,7 @@ class RetrainOptions:
             )
         own = batch_size // ranks
         micro = self.micro_batch_size or next(
-            rows
-            for rows in range(own, 0, -1)
-            if own % rows == 0 and (rows == 1 or rows * seq_len <= MICRO_BATCH_TOKENS)
+            rows for rows in range(min(own, max(1, MICRO_BATCH_TOKENS // seq_len)), 0, -1) if own % rows == 0
         )
         if own % micro:
             raise UserError(

@@ -22,7 +22,15 @@ from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.outcome import write_outcome
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.state import TrainingFolder
-from ladderize.adapt.retrain.task import Task, check_disk, check_memory, open_task, result_digest, run_identity
+from ladderize.adapt.retrain.task import (
+    Task,
+    check_disk,
+    check_length,
+    check_memory,
+    open_task,
+    result_digest,
+    run_identity,
+)
 from ladderize.adapt.retrain.trackers import Trackers, check_trackers
 from ladderize.adapt.retrain.trainer import Trainer, TrainOptions, probe_seconds
 from ladderize.blocks import open_checkpoint
@@ -87,6 +95,7 @@ def retrain(
             check_adapter_target(Path(out), source, overwrite=overwrite)
         else:
             output.check_target(Path(out), source.folder, overwrite=overwrite)
+    check_length(task, folder)
     check_memory(task, ranks, console)
     with console.stage("reading the data"):
         stream, heldout = open_data(task.checkpoint, options, task.training)

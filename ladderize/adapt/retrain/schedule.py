@@ -10,16 +10,18 @@ from ladderize.files.records import Record
 
 ScheduleKind = Literal["cosine", "wsd", "constant"]
 DECAY = 0.2  # wsd: of the training, at its end
+MOST = 10**18  # tokens that nobody has
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_count(text: str, *, option: str) -> int:
     """``3B``, ``20M``, ``500k`` or a plain number; raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)", text.strip())
-    count = round(float(match[1]) * COUNTS[match[2].upper()]) if match else 0
-    if count < 1:
-        raise UsageError(f"{option}: {text!r} is not a number of tokens or steps; write for example 20M or 3B")
-    return count
+    value = float(match[1]) * COUNTS[match[2].upper()] if match else 0.0
+    if not 1 <= round(min(value, MOST)) < MOST:
+        shown = text if len(text) <= 40 else text[:40] + "..."
+        raise UsageError(f"{option}: {shown!r} is not a number of tokens below 10^18; write for example 20M or 3B")
+    return round(value)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ from ladderize.memory import available_bytes
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import compute_dtype, wants_fsdp
 
+METRICS_BYTES = 250  # of a step's line in metrics.jsonl
+
 
 @dataclass(frozen=True)
 class Task:
@@ -160,6 +162,17 @@ def check_disk(task: Task, folder: Path) -> None:
         raise UserError(
             f"{folder} needs {human_bytes(needed)} for the states of the training, but only {human_bytes(free)} are"
             " free there; choose another --work-dir, or a lower --keep"
+        )
+
+
+def check_length(task: Task, folder: Path) -> None:
+    """Refuse a training that nobody means: its log alone, a line for each step, would not fit on the disk."""
+    steps = task.training.about_steps
+    needed, free = steps * METRICS_BYTES, shutil.disk_usage(output.existing_parent(folder)).free
+    if needed > free:
+        raise UserError(
+            f"{steps:,} steps would write {human_bytes(needed)} of metrics to {folder}, where {human_bytes(free)} are"
+            " free; lower --max-steps or --max-tokens, or raise --batch-size"
         )
 
 

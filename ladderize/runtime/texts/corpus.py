@@ -6,6 +6,7 @@ same bytes in the end.
 """
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import SILENT, Console, UsageError, UserError, human_bytes
 from ladderize.files.documents import check_writable, read_json
+from ladderize.files.output import existing_parent
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.modeling import load_tokenizer
@@ -31,6 +33,8 @@ from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generat
 from ladderize.runtime.texts.corpus_file import CorpusFile, check_corpus_target
 from ladderize.runtime.texts.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
 from ladderize.runtime.texts.prompts import open_spec
+
+SHORTEST_LINE = len('{"input_ids": [1, 2]}\n')
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ def sample_corpus(
         check_corpus_target(out, overwrite)
     spec = open_spec(model, options)
     assert spec.folder is not None
+    check_corpus_space(out, samples)
     tokenizer = load_tokenizer(spec.folder)
     if options.max_new_tokens + 1 > spec.positions:
         raise UserError(
@@ -150,6 +155,16 @@ def check_corpus_usage(out: Path, samples: int, batch_size: int | None, options:
     for option, count in (("--num-samples", samples), ("--batch-size", batch_size)):
         if count is not None and count < 1:
             raise UsageError(f"{option} must be at least 1, not {count}")
+
+
+def check_corpus_space(out: Path, samples: int) -> None:
+    """Refuse more lines than the disk holds even if each text had one token."""
+    needed, free = samples * SHORTEST_LINE, shutil.disk_usage(existing_parent(out)).free
+    if needed > free:
+        raise UserError(
+            f"--num-samples {samples:,} takes at least {human_bytes(needed)} beside {out}, where {human_bytes(free)}"
+            " are free; lower it, or choose another disk"
+        )
 
 
 def bos_id(spec: ModelSpec, tokenizer: Any) -> int:

@@ -1,0 +1,84 @@
+"""Sizes that nobody means, or that this machine does not hold: one sentence before any work, not a killed process."""
+
+import numpy as np
+import pytest
+
+from ladderize.adapt.retrain.schedule import parse_count
+from ladderize.console import UsageError
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.recipe import Recipe
+from tests.helpers import SHAPE, invoke, listing, one_sentence, save_llama
+
+BILLION, TRILLION = 10**9, 10**12
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sizes")
+    save_llama(folder / "dense")
+    convert_checkpoint(str(folder / "dense"), folder / "spd", Recipe(spd="0,2", sync_tp_size=2), verify=False)
+    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (24, 16)))
+    return folder
+
+
+def command(name, place, out):
+    data = ["--data", place / "ids.npy", "--device", "cpu", "--threads", 1]
+    blocks = ["--method", "blocks", "--distill-from", place / "dense"]
+    return {
+        "adapt": ["adapt", place / "spd", out, *data],
+        "blocks": ["adapt", place / "spd", out, *blocks, *data],
+        "spd": ["spd", place / "dense", out, "--sync-tp-size", 2, *data],
+        "sensitivity": ["sensitivity", place / "dense", *data, "--sync-tp-size", 2, "--out", f"{out}.json"],
+        "eval": ["eval", place / "dense", "--perplexity", place / "ids.npy"],
+        "generate": ["generate", place / "dense", "--from-bos", "--out", f"{out}.jsonl", "--max-new-tokens", 8],
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "code", "expected"),
+    [
+        ("adapt", ["--max-steps", TRILLION], 1, "1,000,000,000,000 steps would write 250 TB of metrics"),
+        ("adapt", ["--max-tokens", "900000T"], 1, "of metrics"),
+        ("adapt", ["--max-tokens", 400 * "9"], 2, "is not a number of tokens below 10^18"),
+        ("adapt", ["--max-steps", 2, "--batch-size", TRILLION], 1, "fewer than --batch-size 1000000000000"),
+        ("adapt", ["--max-steps", 2, "--micro-batch-size", BILLION, "--batch-size", BILLION], 1, "this needs about"),
+        ("adapt", ["--max-steps", 2, "--seq-len", BILLION], 1, "positions that the model can read"),
+        ("adapt", ["--max-steps", 2, "--batch-size", 2, "--keep", TRILLION], 1, "for the states of the training"),
+        ("blocks", ["--samples", TRILLION], 1, "gives 24 windows of 16 tokens, too few"),
+        ("spd", ["--samples", TRILLION], 1, "gives 24 windows of 16 tokens, too few"),
+        ("spd", ["--seq-len", BILLION], 1, "is over the model's 64 positions"),
+        ("sensitivity", ["--seq-len", BILLION], 1, "is over the model's 64 positions"),
+        ("eval", ["--seq-len", BILLION], 1, "must be between 2 and the 64 positions"),
+        ("generate", ["--num-samples", TRILLION], 1, "--num-samples 1,000,000,000,000 takes at least 22 TB"),
+        ("generate", ["--num-samples", BILLION, "--batch-size", BILLION], 1, "a KV cache for 1,000,000,000 texts"),
+    ],
+)
+def test_what_no_machine_holds(place, tmp_path, name, more, code, expected):
+    outcome = invoke(*command(name, place, tmp_path / "out"), *more)
+    assert expected in one_sentence(outcome)
+    assert outcome.code == code
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("blocks", ["--batch-size", TRILLION], "a step on 22 windows of 16 tokens needs"),
+        ("sensitivity", ["--batch-size", TRILLION], "sensitivity with 24 windows of 16 tokens at a time needs"),
+        ("eval", ["--batch-size", TRILLION], "scoring 24 windows of 16 tokens at a time needs"),
+        ("generate", ["--num-samples", 64], "a KV cache for 64 texts of 9 tokens needs"),
+    ],
+)
+def test_what_this_machine_does_not_hold(place, tmp_path, monkeypatch, name, more, expected):
+    monkeypatch.setattr("ladderize.memory.available_bytes", lambda device: 10_000)
+    message = one_sentence(invoke(*command(name, place, tmp_path / "out"), *more))
+    assert expected in message
+    assert "10 kB are free" in message
+    assert listing(tmp_path) == []
+
+
+def test_counts_of_any_length():
+    assert parse_count("20M", option="--max-tokens") == 20_000_000
+    for text in ("0", "0.2", "1000000T", "9" * 5000):
+        with pytest.raises(UsageError, match="is not a number of tokens below 10"):
+            parse_count(text, option="--max-tokens")
