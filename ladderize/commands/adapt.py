@@ -45,7 +45,7 @@ def adapt(
             "--data",
             metavar="FILE[=WEIGHT]",
             help=(
-                "jsonl, parquet, txt, npy, npz:array, a glob of one kind, or hub:OWNER/NAME\\[:CONFIG]:SPLIT. Give it"
+                "jsonl, parquet, txt, npy, npz:array, a glob of one kind, or hub:OWNER/NAME:SPLIT. Give it"
                 " several times to mix sources."
             ),
             rich_help_panel=DATA,
@@ -93,6 +93,7 @@ def adapt(
     distill_weight: Annotated[
         float | None,
         typer.Option(
+            metavar="X",
             min=0.0,
             max=1.0,
             help="Weight of the KL term (0 to 1). Cross-entropy gets the rest.",
@@ -102,14 +103,17 @@ def adapt(
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="Temperature of both models in the KL term.", show_default="1", rich_help_panel=METHOD),
+        typer.Option(
+            metavar="X", help="Temperature of both models in the KL term.", show_default="1", rich_help_panel=METHOD
+        ),
     ] = None,
     lora_rank: Annotated[
-        int | None, typer.Option(min=1, help="lora: rank.", show_default="16", rich_help_panel=METHOD)
+        int | None, typer.Option(metavar="N", min=1, help="lora: rank.", show_default="16", rich_help_panel=METHOD)
     ] = None,
     lora_alpha: Annotated[
         float | None,
         typer.Option(
+            metavar="X",
             help="lora: alpha; adapters are scaled by alpha / rank.",
             show_default="twice the rank",
             rich_help_panel=METHOD,
@@ -118,7 +122,12 @@ def adapt(
     lora_dropout: Annotated[
         float | None,
         typer.Option(
-            min=0.0, max=0.99, help="lora: dropout of the adapters' input.", show_default="0", rich_help_panel=METHOD
+            metavar="X",
+            min=0.0,
+            max=0.99,
+            help="lora: dropout of the adapters' input.",
+            show_default="0",
+            rich_help_panel=METHOD,
         ),
     ] = None,
     lora_targets: Annotated[
@@ -146,11 +155,12 @@ def adapt(
     ] = False,
     show_data_rows: Annotated[
         int | None,
-        typer.Option(min=1, help="Rows that --show-data prints.", show_default="4", rich_help_panel=DATA),
+        typer.Option(metavar="N", min=1, help="Rows that --show-data prints.", show_default="4", rich_help_panel=DATA),
     ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="blocks: windows to train on.",
             show_default="what the data give, up to 1024",
@@ -166,11 +176,14 @@ def adapt(
     ] = None,
     max_steps: Annotated[
         int | None,
-        typer.Option(min=1, help="How many steps to train, instead of --max-tokens.", rich_help_panel=OPTIMISATION),
+        typer.Option(
+            metavar="N", min=1, help="How many steps to train, instead of --max-tokens.", rich_help_panel=OPTIMISATION
+        ),
     ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="Rows per optimizer step, over all processes.",
             show_default="2048 to 65536 tokens: a 2000th of --max-tokens; blocks: 2048 tokens",
@@ -181,6 +194,7 @@ def adapt(
         float | None,
         typer.Option(
             "--lr",
+            metavar="X",
             help="Peak learning rate.",
             show_default="full 2e-5, lora 1e-4, blocks 5e-5; times 4096 / hidden size",
             rich_help_panel=OPTIMISATION,
@@ -197,6 +211,7 @@ def adapt(
     warmup_steps: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=0,
             help="Steps of linear warm-up.",
             show_default="5 % of all, at most 200",
@@ -206,6 +221,7 @@ def adapt(
     min_lr: Annotated[
         float | None,
         typer.Option(
+            metavar="X",
             min=0.0,
             max=1.0,
             help="Final learning rate, as a fraction of the peak.",
@@ -216,20 +232,29 @@ def adapt(
     weight_decay: Annotated[
         float | None,
         typer.Option(
-            min=0.0, help="AdamW's weight decay, of matrices only.", show_default="0", rich_help_panel=OPTIMISATION
+            metavar="X",
+            min=0.0,
+            help="AdamW's weight decay, of matrices only.",
+            show_default="0",
+            rich_help_panel=OPTIMISATION,
         ),
     ] = None,
     max_gradient: Annotated[
         float | None,
-        typer.Option(help="Clip the gradient's norm to this.", show_default="1", rich_help_panel=OPTIMISATION),
+        typer.Option(
+            metavar="X", help="Clip the gradient's norm to this.", show_default="1", rich_help_panel=OPTIMISATION
+        ),
     ] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help="blocks: most epochs per block.", show_default="10", rich_help_panel=OPTIMISATION),
+        typer.Option(
+            metavar="N", min=1, help="blocks: most epochs per block.", show_default="10", rich_help_panel=OPTIMISATION
+        ),
     ] = None,
     patience: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="blocks: stop a block after this many epochs without a better held-out loss.",
             show_default="2",
@@ -248,6 +273,7 @@ def adapt(
     heldout: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=0,
             help="Rows to hold out of each --data for validation.",
             show_default="a hundredth, up to 256; blocks: a tenth, up to 64 windows",
@@ -257,6 +283,7 @@ def adapt(
     eval_every: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="Steps between validations.",
             show_default="a tenth of all, at most 500",
@@ -266,6 +293,7 @@ def adapt(
     save_every: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="Steps between checkpoints.",
             show_default="a tenth of all, at most 500",
@@ -275,6 +303,7 @@ def adapt(
     keep: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="Number of recent checkpoints to keep, besides the best weights.",
             show_default="2",
@@ -301,6 +330,7 @@ def adapt(
     micro_batch_size: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="Rows computed at once on one device. It decides the memory, not the result.",
             show_default="8192 tokens",

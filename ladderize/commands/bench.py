@@ -62,12 +62,17 @@ def bench(
     num_layers: Annotated[
         int | None,
         typer.Option(
-            min=1, help="With --random-weights: number of layers.", show_default="the config's", rich_help_panel=MODELS
+            metavar="N",
+            min=1,
+            help="With --random-weights: number of layers.",
+            show_default="the config's",
+            rich_help_panel=MODELS,
         ),
     ] = None,
     sync_tp_size: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="With --random-weights: virtual ranks of spd.",
             show_default="as many as ranks",
@@ -108,23 +113,31 @@ def bench(
         str, typer.Option(metavar="A,B", help="Batch sizes.", rich_help_panel=MEASUREMENT)
     ] = ",".join(map(str, BenchOptions.batch_sizes)),
     prompt_len: Annotated[
-        int, typer.Option(min=1, help="Tokens per prompt.", rich_help_panel=MEASUREMENT)
+        int, typer.Option(metavar="N", min=1, help="Tokens per prompt.", rich_help_panel=MEASUREMENT)
     ] = BenchOptions.prompt_len,
     output_len: Annotated[
         int,
-        typer.Option(min=2, help="Tokens to generate. The prefill makes the first one.", rich_help_panel=MEASUREMENT),
+        typer.Option(
+            metavar="N", min=2, help="Tokens to generate. The prefill makes the first one.", rich_help_panel=MEASUREMENT
+        ),
     ] = BenchOptions.output_len,
     warmup: Annotated[
-        int, typer.Option(min=1, help="Rounds that are not counted.", rich_help_panel=MEASUREMENT)
+        int, typer.Option(metavar="N", min=1, help="Rounds that are not counted.", rich_help_panel=MEASUREMENT)
     ] = BenchOptions.warmup,
     repeat: Annotated[
         int,
-        typer.Option(min=1, help="Rounds that are counted. Medians are reported.", rich_help_panel=MEASUREMENT),
+        typer.Option(
+            metavar="N", min=1, help="Rounds that are counted. Medians are reported.", rich_help_panel=MEASUREMENT
+        ),
     ] = BenchOptions.repeat,
     seed: Annotated[
         int,
         typer.Option(
-            min=0, max=MAX_SEED, help="Seed of prompts and of the order in each round.", rich_help_panel=MEASUREMENT
+            metavar="N",
+            min=0,
+            max=MAX_SEED,
+            help="Seed of prompts and of the order in each round.",
+            rich_help_panel=MEASUREMENT,
         ),
     ] = BenchOptions.seed,
     no_check: Annotated[

@@ -8,16 +8,12 @@ from typer.core import TyperCommand, TyperGroup
 class SwitchesWithoutType:
     """Shows no type for switches in the help: ``--overwrite`` takes no value."""
 
-    params: list[Any]
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        _hide_types_of_switches(self.params)
-
-    def get_help_option(self, ctx: Any) -> Any:
-        option = super().get_help_option(ctx)  # type: ignore[misc]  # of the class that this is mixed into
-        _hide_types_of_switches([option] if option is not None else [])
-        return option
+    def get_params(self, ctx: Any) -> Any:
+        parameters = super().get_params(ctx)  # type: ignore[misc]  # of the class that this is mixed into
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+                parameter.metavar = ""
+        return parameters
 
 
 class Command(SwitchesWithoutType, TyperCommand):
@@ -26,9 +22,3 @@ class Command(SwitchesWithoutType, TyperCommand):
 
 class Commands(SwitchesWithoutType, TyperGroup):
     """The command line as a whole."""
-
-
-def _hide_types_of_switches(parameters: list[Any]) -> None:
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
-            parameter.metavar = ""

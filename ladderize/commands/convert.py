@@ -50,6 +50,7 @@ def convert(
     sync_tp_size: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="With --spd: TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.",
             rich_help_panel=LAYOUT,

@@ -43,12 +43,17 @@ def evaluate(
         typer.Option(metavar="DIR", help="A folder with your own lm-eval tasks.", rich_help_panel=MEASUREMENT),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Samples per task, for a quick look.", rich_help_panel=MEASUREMENT)
+        int | None,
+        typer.Option(metavar="N", min=1, help="Samples per task, for a quick look.", rich_help_panel=MEASUREMENT),
     ] = None,
     num_fewshot: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Few-shot examples.", show_default="the task's own number", rich_help_panel=MEASUREMENT
+            metavar="N",
+            min=0,
+            help="Few-shot examples.",
+            show_default="the task's own number",
+            rich_help_panel=MEASUREMENT,
         ),
     ] = None,
     apply_chat_template: Annotated[
@@ -62,6 +67,7 @@ def evaluate(
     seq_len: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=2,
             help="Tokens per window of --perplexity.",
             show_default="the rows of ids, else 2048 or the model's limit",
@@ -69,10 +75,13 @@ def evaluate(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of sampling and of few-shot examples.", rich_help_panel=MEASUREMENT)
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Seed of sampling and of few-shot examples.", rich_help_panel=MEASUREMENT
+        ),
     ] = EvalOptions.seed,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Sequences per forward pass.", rich_help_panel=MEMORY)
+        int, typer.Option(metavar="N", min=1, help="Sequences per forward pass.", rich_help_panel=MEMORY)
     ] = EvalOptions.batch_size,
     dtype: DtypeOption = EvalOptions.dtype,
     device: Annotated[

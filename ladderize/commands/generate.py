@@ -62,6 +62,7 @@ def generate(
     batch_size: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=1,
             help="Texts at a time. The KV cache grows with it.",
             show_default=str(DEFAULT_SAMPLES_AT_A_TIME),
@@ -73,11 +74,15 @@ def generate(
         typer.Option("--overwrite", help="Replace --out once the new one is complete.", rich_help_panel=CORPUS),
     ] = False,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens per text; an EOS token ends it earlier.", rich_help_panel=SAMPLING)
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Most tokens per text; an EOS token ends it earlier.", rich_help_panel=SAMPLING
+        ),
     ] = 128,
     temperature: Annotated[
         float | None,
         typer.Option(
+            metavar="X",
             min=0.0,
             help="Sampling temperature. 0: greedy.",
             show_default="0; 1 with --from-bos",
@@ -85,11 +90,13 @@ def generate(
         ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=1, help="Sample from the k likeliest tokens.", rich_help_panel=SAMPLING)
+        int | None,
+        typer.Option(metavar="N", min=1, help="Sample from the k likeliest tokens.", rich_help_panel=SAMPLING),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
+            metavar="X",
             min=0.0,
             max=1.0,
             help="Sample from the fewest tokens whose probabilities sum to p.",
@@ -99,7 +106,11 @@ def generate(
     seed: Annotated[
         int,
         typer.Option(
-            min=0, max=MAX_SEED, help="Sampling seed; the same draws for every --tp-size.", rich_help_panel=SAMPLING
+            metavar="N",
+            min=0,
+            max=MAX_SEED,
+            help="Sampling seed; the same draws for every --tp-size.",
+            rich_help_panel=SAMPLING,
         ),
     ] = 0,
     ignore_eos: Annotated[

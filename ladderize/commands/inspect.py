@@ -16,6 +16,7 @@ def inspect(
     tp_size: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=2,
             help="TP size to count bytes for.",
             show_default="the layout's sync_tp_size, else up to 8",

@@ -33,7 +33,13 @@ Device = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, help="CPU threads of each process.", show_default="cores / processes", rich_help_panel=MEMORY),
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="CPU threads of each process.",
+        show_default="cores / processes",
+        rich_help_panel=MEMORY,
+    ),
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint.", rich_help_panel=OUTPUT)
@@ -54,6 +60,7 @@ Data = Annotated[
 SeqLen = Annotated[
     int | None,
     typer.Option(
+        metavar="N",
         min=2,
         help="Tokens per window.",
         show_default="the rows of ids, else 2048 or the model's limit",
@@ -133,6 +140,7 @@ Backend = Annotated[
 TpSize = Annotated[
     int,
     typer.Option(
+        metavar="N",
         min=1,
         help="Tensor-parallel ranks (processes). Under torchrun: as many as it started.",
         rich_help_panel=MEMORY,

@@ -44,7 +44,9 @@ def sensitivity(
     ],
     sync_tp_size: Annotated[
         int | None,
-        typer.Option(min=1, help="TP size to drop sync points for (virtual ranks).", rich_help_panel=MEASUREMENT),
+        typer.Option(
+            metavar="N", min=1, help="TP size to drop sync points for (virtual ranks).", rich_help_panel=MEASUREMENT
+        ),
     ] = None,
     mode: Annotated[
         Mode,
@@ -59,27 +61,39 @@ def sensitivity(
     tau1: Annotated[
         float | None,
         typer.Option(
+            metavar="X",
             help="Sensitivity up to which a block is insensitive.",
             show_default="0.05; 0.02 from 30B parameters",
             rich_help_panel=MEASUREMENT,
         ),
     ] = None,
     tau2: Annotated[
-        float, typer.Option(help="Sensitivity above which a block is extremely sensitive.", rich_help_panel=MEASUREMENT)
+        float,
+        typer.Option(
+            metavar="X", help="Sensitivity above which a block is extremely sensitive.", rich_help_panel=MEASUREMENT
+        ),
     ] = SensitivityOptions.tau2,
     samples: Annotated[
         int,
         typer.Option(
-            min=1, help="Windows to score, drawn from the data; all if there are fewer.", rich_help_panel=DATA
+            metavar="N",
+            min=1,
+            help="Windows to score, drawn from the data; all if there are fewer.",
+            rich_help_panel=DATA,
         ),
     ] = SensitivityOptions.samples,
     seq_len: SeqLen = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=MAX_SEED, help="Seed of the windows that are drawn.", rich_help_panel=DATA)
+        int,
+        typer.Option(
+            metavar="N", min=0, max=MAX_SEED, help="Seed of the windows that are drawn.", rich_help_panel=DATA
+        ),
     ] = SensitivityOptions.seed,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Windows per forward pass.", show_default="4096 tokens", rich_help_panel=MEMORY),
+        typer.Option(
+            metavar="N", min=1, help="Windows per forward pass.", show_default="4096 tokens", rich_help_panel=MEMORY
+        ),
     ] = None,
     dtype: DtypeOption = SensitivityOptions.dtype,
     device: Device = None,

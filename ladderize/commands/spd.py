@@ -48,6 +48,7 @@ def spd(
     sync_tp_size: Annotated[
         int,
         typer.Option(
+            metavar="N",
             min=2,
             help="TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.",
             rich_help_panel=LAYOUT,
@@ -57,12 +58,16 @@ def spd(
     spd_fraction: Annotated[
         float | None,
         typer.Option(
-            help="Fraction of all blocks to drop, least sensitive first.", show_default="0.7", rich_help_panel=LAYOUT
+            metavar="X",
+            help="Fraction of all blocks to drop, least sensitive first.",
+            show_default="0.7",
+            rich_help_panel=LAYOUT,
         ),
     ] = None,
     max_ppl_increase: Annotated[
         float | None,
         typer.Option(
+            metavar="X",
             help="Instead: drop blocks while their summed sensitivities stay within this perplexity.",
             rich_help_panel=LAYOUT,
         ),
@@ -70,13 +75,17 @@ def spd(
     tau1: Annotated[
         float | None,
         typer.Option(
+            metavar="X",
             help="Sensitivity up to which a block is insensitive.",
             show_default="0.05; 0.02 from 30B parameters",
             rich_help_panel=METHOD,
         ),
     ] = None,
     tau2: Annotated[
-        float, typer.Option(help="Sensitivity above which a block is extremely sensitive.", rich_help_panel=METHOD)
+        float,
+        typer.Option(
+            metavar="X", help="Sensitivity above which a block is extremely sensitive.", rich_help_panel=METHOD
+        ),
     ] = 10.0,
     distill: Annotated[
         Literal["all", "sensitive"],
@@ -97,7 +106,12 @@ def spd(
     ] = "error",
     calibration_samples: Annotated[
         int,
-        typer.Option(min=1, help="Windows for sensitivity and head grouping, out of --samples.", rich_help_panel=DATA),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Windows for sensitivity and head grouping, out of --samples.",
+            rich_help_panel=DATA,
+        ),
     ] = 128,
     samples: Samples = None,
     heldout: Heldout = None,

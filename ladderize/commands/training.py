@@ -12,6 +12,7 @@ from ladderize.console import UsageError
 Samples = Annotated[
     int | None,
     typer.Option(
+        metavar="N",
         min=1,
         help="Windows to train on.",
         show_default="what the data give, up to 1024",
@@ -21,6 +22,7 @@ Samples = Annotated[
 Heldout = Annotated[
     int | None,
     typer.Option(
+        metavar="N",
         min=1,
         help="Windows to hold out for early stopping and for the table.",
         show_default="a tenth, up to 64",
@@ -29,24 +31,36 @@ Heldout = Annotated[
 ]
 Epochs = Annotated[
     int,
-    typer.Option(min=1, help="Most epochs per block; see --patience.", rich_help_panel=OPTIMISATION),
+    typer.Option(metavar="N", min=1, help="Most epochs per block; see --patience.", rich_help_panel=OPTIMISATION),
 ]
 Patience = Annotated[
     int,
     typer.Option(
-        min=1, help="A block stops after this many epochs without a better held-out loss.", rich_help_panel=OPTIMISATION
+        metavar="N",
+        min=1,
+        help="A block stops after this many epochs without a better held-out loss.",
+        rich_help_panel=OPTIMISATION,
     ),
 ]
 LearningRate = Annotated[
     float | None,
     typer.Option(
-        "--lr", help="Peak learning rate.", show_default="5e-5 * 4096 / hidden size", rich_help_panel=OPTIMISATION
+        "--lr",
+        metavar="X",
+        help="Peak learning rate.",
+        show_default="5e-5 * 4096 / hidden size",
+        rich_help_panel=OPTIMISATION,
     ),
 ]
 StepWindows = Annotated[
     int | None,
     typer.Option(
-        "--batch-size", min=1, help="Windows per step.", show_default="2048 tokens", rich_help_panel=OPTIMISATION
+        "--batch-size",
+        metavar="N",
+        min=1,
+        help="Windows per step.",
+        show_default="2048 tokens",
+        rich_help_panel=OPTIMISATION,
     ),
 ]
 ComputeDtype = Annotated[
@@ -60,7 +74,12 @@ ComputeDtype = Annotated[
 TrainingSeed = Annotated[
     int,
     typer.Option(
-        "--seed", min=0, max=MAX_SEED, help="Seed of which data are used, and their order.", rich_help_panel=DATA
+        "--seed",
+        metavar="N",
+        min=0,
+        max=MAX_SEED,
+        help="Seed of which data are used, and their order.",
+        rich_help_panel=DATA,
     ),
 ]
 TrainingData = Annotated[
