@@ -345,7 +345,12 @@ def adapt(
     ] = False,
     attention: Annotated[
         Attention | None,
-        typer.Option(help="Attention implementation of transformers.", show_default="sdpa", rich_help_panel=MEMORY),
+        typer.Option(
+            metavar="NAME",
+            help="sdpa, eager, flash_attention_2 or flex_attention, as in transformers.",
+            show_default="sdpa",
+            rich_help_panel=MEMORY,
+        ),
     ] = None,
     max_memory: Annotated[
         str | None,
