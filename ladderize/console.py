@@ -333,7 +333,7 @@ def error_boundary(debug: bool) -> Iterator[None]:
         if debug:
             raise
         what = f"{type(error).__name__}: {sentence(error)}"
-        _say(f"Error: something unforeseen, {what} (run again with --debug for the traceback)", style="red")
+        _say(f"Error: unexpected error: {what} (run again with --debug for the traceback)", style="red")
         sys.exit(1)
 
 

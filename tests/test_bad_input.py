@@ -76,7 +76,7 @@ DAMAGE = {
     "infinite number": (lambda s: replace_text(s / "config.json", "1e-06", "1e999"), "rms_norm_eps is inf"),
     "text for a number": (lambda s: edit_json(s / "config.json", hidden_size="32"), "hidden_size is '32'"),
     "no layers": (lambda s: edit_json(s / "config.json", num_hidden_layers=0), "num_hidden_layers is 0"),
-    "a billion layers": (lambda s: edit_json(s / "config.json", num_hidden_layers=10**9), "at most 10000 are believed"),
+    "a billion layers": (lambda s: edit_json(s / "config.json", num_hidden_layers=10**9), "at most 10000 are accepted"),
     "astronomical": (lambda s: edit_json(s / "config.json", hidden_size=10**40), "a positive integer below"),
     "heads": (lambda s: edit_json(s / "config.json", num_key_value_heads=3), "cannot share 3 key-value heads"),
     "not a Llama": (lambda s: edit_json(s / "config.json", model_type="mistral"), "this is a mistral, not a Llama"),
@@ -124,8 +124,8 @@ DAMAGE = {
         lambda s: (s / "model.safetensors").open("ab").write(b"more"),
         "4 bytes that its header does not account for",
     ),
-    "header lies": (lambda s: rewrite_header(s / "model.safetensors", lie), "lies about its size"),
-    "header overlaps": (lambda s: rewrite_header(s / "model.safetensors", overlap), "header that lies"),
+    "header lies": (lambda s: rewrite_header(s / "model.safetensors", lie), "has a wrong size"),
+    "header overlaps": (lambda s: rewrite_header(s / "model.safetensors", overlap), "inconsistent header"),
     "negative shape": (lambda s: rewrite_header(s / "model.safetensors", negative), "negative or fractional"),
     "unknown dtype": (lambda s: rewrite_header(s / "model.safetensors", unknown_dtype), "unknown dtype Q7"),
     "tensor missing": (lambda s: change_tensors(s, **{Q: None}), f"{Q} is missing"),
@@ -133,7 +133,7 @@ DAMAGE = {
         lambda s: change_tensors(s, **{Q: torch.zeros(31, 32)}),
         r"shape \[31, 32\], but config.json asks for \[32, 32\]",
     ),
-    "tensor too many": (lambda s: change_tensors(s, extra=torch.zeros(3)), "no tensor of a Llama"),
+    "tensor too many": (lambda s: change_tensors(s, extra=torch.zeros(3)), "not a tensor of a Llama"),
     "integer tensor": (lambda s: change_tensors(s, **{Q: torch.zeros(32, 32, dtype=torch.int8)}), "stored as I8"),
 }
 

@@ -238,7 +238,7 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
     assert "block-00002.safetensors" in listing(tmp_path / "out.ladderize-work")
     again = adapt(pair, tmp_path / "out", "--max-memory", "1B")  # also: from disk this time
     assert again.code == 0
-    assert "blocks 1:3 are done already" in again.stderr
+    assert "blocks 1:3 are already done" in again.stderr
     assert trained == [1, 2, 3]
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"
@@ -323,7 +323,7 @@ def test_training_that_never_helped_writes_nothing(pair, tmp_path):
     assert "block-00001.safetensors" in listing(tmp_path / "out.ladderize-work")
     written = adapt(pair, tmp_path / "out", "--write", "last", "--epochs", 1)
     assert written.code == 0, written.stderr
-    assert "are done already" in written.stderr
+    assert "are already done" in written.stderr
     assert "out.ladderize-work" not in listing(tmp_path)
 
 
@@ -345,7 +345,7 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--train", "0"], 1, "0 compute what the dense layers compute; only 1:4 do not"),
+        (["--train", "0"], 1, "0 are the same as in the dense model; only 1:4 differ from it"),
         (["--train", "9"], 1, "--train: 9 is out of range"),
         (["--samples", "70"], 1, "gives 72 windows of 16 tokens, and 78 are asked for"),
         (["--seq-len", "1"], 2, "--seq-len"),
@@ -429,7 +429,7 @@ def test_blocks_trained_otherwise_are_trained_anew(pair, tmp_path, monkeypatch):
         BlockFolder, "save", lambda self, layer, *rest: trained.append(layer) or save(self, layer, *rest)
     )
     (tmp_path / "out.ladderize-work" / "block-00002.safetensors").write_bytes(b"cut off")
-    assert "blocks 1,3 are done already" in adapt(pair, tmp_path / "out").stderr
+    assert "blocks 1,3 are already done" in adapt(pair, tmp_path / "out").stderr
     assert trained == [2]
     assert adapt(pair, tmp_path / "two", "--lr", 2e-3, "--overwrite").code == 0
     assert trained == [2, 1, 2, 3]
@@ -469,7 +469,7 @@ def test_the_dense_row_is_the_teachers(pair, tmp_path):
     path.unlink()  # it shares its bytes with the source
     save_file(tensors, path, metadata={"format": "pt"})
     shown = adapt(pair, tmp_path / "out", "--json")
-    assert "has another embedding, final norm or LM head" in shown.stderr
+    assert "has a different embedding, final norm or LM head" in shown.stderr
     rows = json.loads(shown.stdout)["heldout_perplexity"]
     np.save(
         tmp_path / "heldout.npy",

@@ -268,7 +268,7 @@ def task_without_data(folder: Path) -> Path:
     [
         ([], 2, "nothing to evaluate"),
         (["--limit", "3", "--perplexity", "x.txt"], 2, "--limit has no effect without --tasks"),
-        (["--tasks", "demo_agrement", "--include-path", TASKS], 1, "near names: demo_agreement"),
+        (["--tasks", "demo_agrement", "--include-path", TASKS], 1, "similar names: demo_agreement"),
         (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
         (["--tasks", "a", "--seq-len", "9"], 2, "--seq-len has no effect"),
         (["--tasks", "a", "--include-path", "/no/dir"], 1, "is not a folder"),

@@ -177,7 +177,7 @@ def test_the_command_line_counts_both(tmp_path):
     assert "head_map.json" in dry.stdout
     assert f"{rewritten} rewritten" in done.stdout
     assert f"{kept} linked" in done.stdout
-    assert "in another order in layers 2" in done.stdout
+    assert "reordered in layers 2" in done.stdout
 
 
 def test_an_order_that_is_the_old_one_links(llama, tmp_path):

@@ -50,7 +50,7 @@ def check_config(config: Mapping[str, Any]) -> None:
             raise UserError(f"config.json: {key} is {value!r}, but must be a positive integer below {LARGEST:,}")
     if config["num_hidden_layers"] > MOST_LAYERS:
         raise UserError(
-            f"config.json: num_hidden_layers is {config['num_hidden_layers']}; at most {MOST_LAYERS} are believed"
+            f"config.json: num_hidden_layers is {config['num_hidden_layers']}; at most {MOST_LAYERS} are accepted"
         )
     check_rope(config)
     for key, value in _numbers(config):
@@ -150,7 +150,8 @@ def check_tensors(checkpoint: Checkpoint) -> list[str]:
     for name, tensor in found.items():
         if name not in expected and not IGNORED.fullmatch(name) and optional.get(name) != tensor.shape:
             raise UserError(
-                f"{checkpoint.folder}: {tensor.file} holds {name} {list(tensor.shape)}, which is no tensor of a Llama"
+                f"{checkpoint.folder}: {tensor.file} holds {name} {list(tensor.shape)}, which is not a tensor of a"
+                " Llama"
                 " with this config.json"
             )
         if tensor.dtype not in FLOAT_DTYPES:

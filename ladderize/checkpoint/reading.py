@@ -145,7 +145,7 @@ def read_header(folder: Path, name: str) -> dict[str, TensorInfo]:
     for tensor in sorted(tensors, key=lambda t: (t.start, t.stop)):
         if tensor.start != end:
             raise UserError(
-                f"{path} has a header that lies: {tensor.name} does not begin where the tensor before it ends"
+                f"{path} has an inconsistent header: {tensor.name} does not begin where the tensor before it ends"
             )
         end = tensor.stop
     if end > size:
@@ -162,7 +162,7 @@ def _tensor(name: str, file: str, entry: Mapping[str, Any], base: int) -> Tensor
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"{name} has the unknown dtype {dtype}")
     if stop - start != math.prod(shape) * DTYPE_BYTES[dtype]:
-        raise ValueError(f"{name} lies about its size: {dtype} {shape} does not take {stop - start} bytes")
+        raise ValueError(f"{name} has a wrong size: {dtype} {shape} does not take {stop - start} bytes")
     return TensorInfo(name, file, dtype, tuple(shape), base + start, base + stop)
 
 

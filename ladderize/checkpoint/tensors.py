@@ -155,7 +155,7 @@ def write_tensors(
                 tensor = produce(name).detach()
                 if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
                     raise ValueError(
-                        f"{name} was announced as {dtype} {list(shape)}, but is {tensor.dtype} {list(tensor.shape)}"
+                        f"{name} was declared as {dtype} {list(shape)}, but is {tensor.dtype} {list(tensor.shape)}"
                     )
                 values = tensor.cpu().reshape(-1).view(torch.uint8).numpy()
                 file.write(values.data)

@@ -488,7 +488,7 @@ def _draw(out: str, stem: Path | None, console: Console) -> None:
         from ladderize.adapt.curves import read_curves
         from ladderize.adapt.curves_plot import draw_curves
 
-        console.note(f"drew {' and '.join(map(str, draw_curves([read_curves(Path(out))], stem)))}")
+        console.note(f"wrote {' and '.join(map(str, draw_curves([read_curves(Path(out))], stem)))}")
 
 
 def _measure(params: Mapping[str, Any], out: str) -> tuple[str, str]:

@@ -132,7 +132,7 @@ def convert(
     from ladderize.convert.recipe import Recipe, read_recipe
 
     if recipe is not None and (clash := [name for name in said(ctx) if name in names_of(Recipe)]):
-        raise UsageError(f"--recipe and --{clash[0].replace('_', '-')} both say what to do; give one of them")
+        raise UsageError(f"--recipe and --{clash[0].replace('_', '-')} cannot be combined; give one of them")
     console = Console(as_json)
     if not out.strip():
         raise UsageError("OUT is empty; name the folder to write")
@@ -164,8 +164,8 @@ def convert(
         console.table(shown, right=["block", "sensitivity"])
         console.result(f"\nselected {selection.rule}")
         console.result(
-            f"estimate {selection.estimated_ppl_increase:+.4g} perplexity: the sum over the selected blocks, right to"
-            " first order\n"
+            f"estimate {selection.estimated_ppl_increase:+.4g} perplexity: the sum over the selected blocks, a"
+            " first-order estimate\n"
         )
     if dry_run:
         console.table([layer.to_dict() for layer in report.layers], right=["layer"])
@@ -175,13 +175,13 @@ def convert(
         f"weights  {human_bytes(report.weight_bytes)} in {len(report.weight_files)} files, {_weights_in_words(report)}"
     )
     if report.permuted_layers:
-        console.result(f"heads    in another order in layers {format_ranges(report.permuted_layers)}")
+        console.result(f"heads    reordered in layers {format_ranges(report.permuted_layers)}")
     if dry_run:
         files = [*report.weight_files, *report.carried_over, *report.extra_files]
         files.append("config.json, README.md, ladderize.yaml and the model code")
         console.result(f"files    {', '.join(files)}")
     if report.not_carried_over:
-        console.result(f"left     {', '.join(report.not_carried_over)} (not carried over)")
+        console.result(f"skipped  {', '.join(report.not_carried_over)} (not carried over)")
     console.result(f"{'would write' if dry_run else 'wrote'} {report.out}")
     if not dry_run:
         _show_next(console, src, report)
@@ -191,7 +191,7 @@ def _show_next(console: Console, src: str, report: "ConversionReport") -> None:
     steps = [("measure it", command("eval", src, report.out, "--perplexity", FILE))]
     if {*report.attention_sync, *report.mlp_sync} != {BLOCKING}:
         adapt = command("adapt", report.out, f"{report.out}-adapted", "--distill-from", src)
-        steps.append(("win accuracy back", f"{adapt} --data {FILE} --max-tokens 20M"))
+        steps.append(("recover accuracy", f"{adapt} --data {FILE} --max-tokens 20M"))
     show_next(console, *steps)
 
 

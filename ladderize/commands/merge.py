@@ -46,7 +46,7 @@ def merge(
     console.result(f"layout   {report.layout}")
     console.result(f"weights  {human_bytes(report.weight_bytes)} in {len(report.weight_files)} files, {how}")
     console.result(
-        f"logits   within {report.max_abs_logit_difference:.2g} of PEFT's, up to {report.max_abs_logit:.3g} large;"
-        f" rounding the merged weights makes {report.max_abs_logit_difference_of_rounding:.2g}"
+        f"logits   largest difference to PEFT's: {report.max_abs_logit_difference:.2g} (of which rounding of the merged"
+        f" weights: {report.max_abs_logit_difference_of_rounding:.2g}); largest logit: {report.max_abs_logit:.3g}"
     )
     console.result(f"wrote {report.out}")

@@ -28,4 +28,4 @@ def plot(
     runs = [read_curves(folder) for folder in folders]
     with console.stage("drawing"):
         drawn = draw_curves(runs, out)
-    console.result(f"drew {' and '.join(map(str, drawn))}")
+    console.result(f"wrote {' and '.join(map(str, drawn))}")

@@ -158,5 +158,5 @@ def sensitivity(
     if plot is not None:
         from ladderize.eval.sensitivity_plot import draw_sensitivity
 
-        console.note(f"drew {' and '.join(map(str, draw_sensitivity(document, plot)))}")
-    show_next(console, ("convert by it", f"{auto} --{kind}-fraction 0.5"))
+        console.note(f"wrote {' and '.join(map(str, draw_sensitivity(document, plot)))}")
+    show_next(console, ("convert with it", f"{auto} --{kind}-fraction 0.5"))

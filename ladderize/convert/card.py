@@ -69,8 +69,8 @@ def _changes(permuted: Sequence[int], replaced: int) -> str:
     said = []
     if permuted:
         said.append(
-            f"The attention heads of layers {format_ranges(permuted)} are in another order, which a dense model cannot"
-            " tell."
+            f"The attention heads of layers {format_ranges(permuted)} are in another order, which makes no"
+            " difference to a dense model."
         )
     if replaced:
         said.append(f"{replaced} tensors have other values than the source's; `ladderize.yaml` names them.")

@@ -192,7 +192,7 @@ def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
         elif path.name.lower().endswith(FOREIGN):
             left_behind.append(str(relative))
         elif not path.exists():
-            raise UserError(f"{path} is a link to nothing, so it cannot be carried over; mend or remove it")
+            raise UserError(f"{path} is a link to nothing, so it cannot be carried over; repair or remove it")
         else:
             check_regular(path)
             target = path.resolve()

@@ -92,7 +92,7 @@ def load_tasks(options: EvalOptions) -> "TaskManager":
         if task not in manager.all_tasks:
             near = difflib.get_close_matches(task, manager.all_tasks, n=3)
             hint = (
-                f"near names: {', '.join(near)}"
+                f"similar names: {', '.join(near)}"
                 if near
                 else "lm-eval's `lm_eval ls tasks` lists them, --include-path adds your own"
             )
@@ -190,7 +190,7 @@ def lm_eval_backend(
         assert tokenizer is not None
         renderer = ChatRenderer.of(tokenizer)
         if renderer is None:
-            raise UserError(f"{name} has no chat template, so --apply-chat-template cannot be done")
+            raise UserError(f"{name} has no chat template, so --apply-chat-template has nothing to apply")
 
         def apply(chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             """lm-eval's own method, with the limits of ours; it, too, leaves the system's turns out if they are

@@ -175,7 +175,7 @@ def _fill_table(
 ) -> None:
     """Add the rows of the windows that have none yet. windows: ids [samples, seq_len]."""
     if rows:
-        console.note(f"going on after {len(rows)} of {len(windows)} windows")
+        console.note(f"resuming after {len(rows)} of {len(windows)} windows")
     batch_size = min(options.batch_size or max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
     check_fits(
         _memory(blocks, run, batch_size * windows.shape[1]),

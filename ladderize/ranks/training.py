@@ -24,7 +24,8 @@ def _launched_dtype(stored: str) -> str:
         return "bfloat16"
     if launched not in ("", "no"):
         raise UserError(
-            f"accelerate launch asks for mixed_precision {launched}, which is too narrow to train in; take bf16 or no"
+            f"accelerate launch asks for mixed_precision {launched}, whose range is too small for training; take"
+            " bf16 or no"
         )
     return "float32" if stored in WIDE else "bfloat16"
 

@@ -98,7 +98,7 @@ def _check(config: dict[str, Any], tp_size: int, option: str) -> Layout:
     check_config(config)
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
-        raise UserError(f"config.json: hidden_act is {activation!r}; the runtime computes Llama's own, silu")
+        raise UserError(f"config.json: hidden_act is {activation!r}; the runtime supports silu only")
     layout = Layout.from_config(config)
     layout.check_model(config)
     check_runnable(config, layout, tp_size, name=option)

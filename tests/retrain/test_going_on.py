@@ -59,7 +59,7 @@ def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     assert work.is_dir()
     outcome = adapt(place, tmp_path / "out", *more, steps=30)
     assert outcome.code == 0, outcome.stderr
-    assert "going on after step" in outcome.stderr
+    assert "resuming after step" in outcome.stderr
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
     assert [line["step"] for line in map(json.loads, (tmp_path / "out" / "metrics.jsonl").open())] == [
         line["step"] for line in map(json.loads, (tmp_path / "whole" / "metrics.jsonl").open())
@@ -86,10 +86,10 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     other = adapt(place, tmp_path / "out", "--weight-decay", "0.5")
-    assert "another weight_decay; give it again as it was, begin anew with --resume no" in one_sentence(other)
+    assert "another weight_decay; give the old value again, start again with --resume no" in one_sentence(other)
     np.save(tmp_path / "other.npy", np.load(place / "eval.npy")[:1])
     other = adapt(place, tmp_path / "out", "--eval-data", tmp_path / "other.npy")
-    assert "another eval_data; give it again" in one_sentence(other)
+    assert "another eval_data; give the old value again" in one_sentence(other)
     assert adapt(place, tmp_path / "out").code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
     written = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole")]
@@ -102,7 +102,7 @@ def test_the_schedule_may_change_on_the_way(place, tmp_path, monkeypatch):
     monkeypatch.undo()
     outcome = adapt(place, tmp_path / "out", "--lr", "1e-4", steps=9)
     assert outcome.code == 0, outcome.stderr
-    assert "going on after step 6" in outcome.stderr
+    assert "resuming after step 6" in outcome.stderr
     assert "with another budget and schedule from here on" in outcome.stderr
     rates = read_metrics(tmp_path / "out" / "metrics.jsonl", "lr")
     assert len(rates) == 9
@@ -147,7 +147,7 @@ def test_a_bad_row_on_the_way_can_be_skipped_from_there(place, tmp_path, monkeyp
     assert "--skip-bad-rows" in message
     outcome = invoke(*command[:2], tmp_path / "out", *command[2:], "--skip-bad-rows")
     assert outcome.code == 0, outcome.stderr
-    assert "going on after step" in outcome.stderr
+    assert "resuming after step" in outcome.stderr
     whole = invoke(*command[:2], tmp_path / "whole", *command[2:], "--skip-bad-rows")
     assert whole.code == 0, whole.stderr
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
@@ -179,7 +179,7 @@ def test_a_tied_head_that_the_file_has_twice(place, tmp_path):
 def test_resume_no_begins_anew(place, tmp_path, monkeypatch):
     monkeypatch.setattr(retraining, "write_outcome", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
     assert "no outcome" in one_sentence(adapt(place, tmp_path / "out"))
-    assert "going on after step 6" in adapt(place, tmp_path / "out").stderr
+    assert "resuming after step 6" in adapt(place, tmp_path / "out").stderr
     assert "going on" not in adapt(place, tmp_path / "out", "--resume", "no").stderr
     (tmp_path / "out.ladderize-work" / "somebody's.txt").write_text("x")
     assert "not a folder of unfinished work" in one_sentence(adapt(place, tmp_path / "out", "--resume", "no"))

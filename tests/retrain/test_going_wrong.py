@@ -170,7 +170,7 @@ def test_training_that_never_helped_writes_nothing(place, tmp_path, method):
         assert outcome.code == 1
         assert "training never lowered the held-out perplexity (before " in message
         assert "--write last" in message
-        assert ("going on after step 4" in outcome.stderr) == again
+        assert ("resuming after step 4" in outcome.stderr) == again
         assert listing(tmp_path) == ["data.npy", "other.npy", "out.ladderize-work"]
     assert train("last").code == 0
     heldout = json.loads((tmp_path / "out" / "adaptation.json").read_text())["heldout_perplexity"]

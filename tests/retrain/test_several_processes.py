@@ -49,7 +49,7 @@ def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):
         FSDP_VERSION="2",
     )
     assert outcome.returncode == 0, outcome.stderr[-2000:]
-    assert "going on after step 2" in outcome.stderr
+    assert "resuming after step 2" in outcome.stderr
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
     for name, value in theirs.items():

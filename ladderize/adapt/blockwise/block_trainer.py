@@ -160,7 +160,7 @@ class BlockTrainer:
             raise UserError(
                 f"block {self.index}: the loss is NaN or infinite after {step} steps; "
                 + (
-                    "are the weights sound, and is the dtype wide enough?"
+                    "check the model's weights, or compute in float32"
                     if step == 0
                     else f"take a smaller --lr (this one was {self.options.lr:g})"
                 )

@@ -48,7 +48,7 @@ def distill(
     keys = {layer: partial(block_key, student, layer, about) for layer in student.layers}
     done = [layer for layer in student.layers if work.has(layer, keys[layer])]
     if done:
-        console.note(f"blocks {format_ranges(done)} are done already")
+        console.note(f"blocks {format_ranges(done)} are already done")
     mine = [
         layer for number, layer in enumerate(student.layers) if number % ranks.size == ranks.rank and layer not in done
     ]

@@ -112,7 +112,8 @@ def adapt_blocks(
     with work:
         if teacher.ends_differ(own):
             console.note(
-                f"{model} has another embedding, final norm or LM head than {teacher_name}: its blocks will read what"
+                f"{model} has a different embedding, final norm or LM head than {teacher_name}: its blocks will read"
+                " what"
                 " they do not expect"
             )
         announce_distillation(teacher, student, windows, options, console)
@@ -204,6 +205,7 @@ def layers_to_distill(layout: Layout, ranges: str | None) -> tuple[int, ...]:
     chosen = parse_ranges(ranges, layout.num_layers, option="--train") if ranges is not None else able
     if rest := sorted(set(chosen) - set(able)):
         raise UserError(
-            f"--train: {format_ranges(rest)} compute what the dense layers compute; only {format_ranges(able)} do not"
+            f"--train: {format_ranges(rest)} are the same as in the dense model; only {format_ranges(able)} differ"
+            " from it"
         )
     return tuple(chosen)

@@ -133,7 +133,7 @@ def adapter_card(
 A LoRA adapter for `{base}`, trained with ladderize {__version__}: rank {config["r"]}, alpha {config["lora_alpha"]},
 on {targets} of layers {format_ranges(layers)}. `adaptation.json` says how.
 
-**It belongs to this layout.** {layout}. On the dense model, or on another layout, it is of no use.
+**It belongs to this layout.** {layout}. On the dense model, or on another layout, it does not work.
 
 **Loading**, over its base:
 

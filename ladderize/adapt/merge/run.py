@@ -195,7 +195,7 @@ def check_merge_space(adapter: Adapter, base: Checkpoint, out: Path) -> None:
     )
     if needed > (free := shutil.disk_usage(output.existing_parent(out)).free):
         raise UserError(
-            f"OUT {out} needs {human_bytes(needed)} for a while, but only {human_bytes(free)} are free there; choose"
+            f"OUT {out} temporarily needs {human_bytes(needed)}, but only {human_bytes(free)} are free there; choose"
             " another disk"
         )
 

@@ -77,15 +77,14 @@ class RetrainOptions:
         positions = int(config.get("max_position_embeddings") or 2048)
         seq_len = self.seq_len or min(2048, positions)
         if seq_len > positions:
-            raise UserError(f"--seq-len {seq_len} is more than the {positions} positions that the model can read")
+            raise UserError(f"--seq-len {seq_len} is more than the {positions} positions that the model supports")
         per_step = (
             max(LEAST_PER_STEP, min(MOST_PER_STEP, self.budget.tokens // 2000)) if self.budget.tokens else PER_STEP
         )
         batch_size = self.batch_size or -(-max(1, per_step // seq_len) // ranks) * ranks
         if batch_size % ranks:
             raise UserError(
-                f"--batch-size {batch_size} (rows of a step, over all processes) cannot be shared out evenly by {ranks}"
-                " processes"
+                f"--batch-size {batch_size} (rows of a step, over all processes) must be divisible by the {ranks} processes"
             )
         own = batch_size // ranks
         micro = self.micro_batch_size or next(

@@ -213,8 +213,8 @@ def make_trainer(
             key for key, value in vars(settings).items() if before is not None and getattr(before, key) != value
         )
         console.note(
-            f"going on after step {step}, which {work.folder} holds"
-            + (f", with another {other} from here on" if other else "")
+            f"resuming after step {step}, saved in {work.folder}"
+            + (f", with a new {other} from here on" if other else "")
         )
     trainer.progress.settings = options.settings(training)
     return trainer

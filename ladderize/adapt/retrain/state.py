@@ -56,7 +56,7 @@ class TrainingFolder(WorkFolder):
     """Unfinished training: states named by their step, and metrics.jsonl."""
 
     CONTENT = (*WorkFolder.CONTENT, STEP, f"{STEP}.part", METRICS)
-    ADVICE = "give it again as it was, begin anew with --resume no"
+    ADVICE = "give the old value again, start again with --resume no"
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], *, main: bool = True) -> None:
         super().__init__(folder, identity, main=main)
@@ -161,7 +161,7 @@ class TrainingFolder(WorkFolder):
         try:
             progress = Progress.from_dict(read_json(path / STATE), STATE)
             if progress.stream is None or progress.settings is None or path != self.state_path(progress.step):
-                raise UserError(f"{STATE} is not that of this step")
+                raise UserError(f"{STATE} does not belong to this step")
             load_trained(path, parameters)
             with safe_open(path / STATE_OPTIMIZER, framework="pt") as file:
                 names = set(file.keys())
@@ -178,7 +178,7 @@ class TrainingFolder(WorkFolder):
                         assign(tensor, file.get_tensor(f"{moment}/{name}"))
         except (SafetensorError, OSError, ValueError, KeyError, UserError) as error:
             raise UserError(
-                f"{path} is damaged ({sentence(error)}); delete it to go on from the state before it"
+                f"{path} is damaged ({sentence(error)}); delete it to resume from the state before it"
             ) from None
         if progress.best_step and not self.weights(progress.best_step).is_file():
             progress.best_step = progress.best_perplexity = None  # a later state replaced it, and was deleted

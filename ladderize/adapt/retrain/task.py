@@ -103,7 +103,7 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
         teacher = open_checkpoint(options.distill_from)
         check_pair(checkpoint, teacher, model, options.distill_from)
     if (teacher is None) != (options.objective.distill_weight == 0):
-        raise UserError("a teacher (distill_from) and a weight of its predictions (distill_weight) go together")
+        raise UserError("distill_from (the teacher) and distill_weight must be given together")
     check_tied(checkpoint, model)
     compute = compute_dtype(options.dtype, stored_dtype(checkpoint))
     check_attention(options.attention, ranks.device.type, compute)

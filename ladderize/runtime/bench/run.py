@@ -84,4 +84,4 @@ class _Kept:
         if self.out is not None:
             self.console.note(f"wrote {self.out}")
         if self.plot is not None:
-            self.console.note(f"drew {' and '.join(map(str, plot_bench(self.newest, self.plot)))}")
+            self.console.note(f"wrote {' and '.join(map(str, plot_bench(self.newest, self.plot)))}")
