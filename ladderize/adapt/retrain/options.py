@@ -84,7 +84,8 @@ class RetrainOptions:
         batch_size = self.batch_size or -(-max(1, per_step // seq_len) // ranks) * ranks
         if batch_size % ranks:
             raise UserError(
-                f"--batch-size {batch_size} (rows of a step, over all processes) must be divisible by the {ranks} processes"
+                f"--batch-size {batch_size} (rows of a step, over all processes) must be divisible by the {ranks}"
+                " processes"
             )
         own = batch_size // ranks
         micro = self.micro_batch_size or next(

@@ -97,8 +97,8 @@ def write_outcome(
     metrics = {METRICS: work.metrics.read_text()}
     if fingerprint(open_checkpoint(task.model, revision)) != identity["model"]:
         raise UserError(
-            f"{task.model} has changed since the training began, and {work.folder} holds what was trained of it; put it"
-            " back"
+            f"{task.model} has changed since the training began, and {work.folder} holds its retrained weights; restore"
+            " the model"
         )
     digest = result_digest(task, identity)
     work.write_about(**{FINISHED: digest})  # a run that is killed from here on may find OUT complete
