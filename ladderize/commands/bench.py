@@ -152,7 +152,9 @@ def bench(
     dtype: Annotated[
         Dtype,
         typer.Option(
-            help="Dtype of weights and compute. auto: as stored; bfloat16 for random weights.", rich_help_panel=MEMORY
+            metavar="DTYPE",
+            help="float32, bfloat16, float16, or auto: as stored, bfloat16 for random weights.",
+            rich_help_panel=MEMORY,
         ),
     ] = ModelChoice.dtype,
     device: Device = None,

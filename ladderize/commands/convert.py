@@ -106,7 +106,12 @@ def convert(
     ] = None,
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="Dtype to store weights in.", show_default="as in SRC", rich_help_panel=_WEIGHTS),
+        typer.Option(
+            metavar="DTYPE",
+            help="Dtype to store weights in: float32, bfloat16 or float16.",
+            show_default="as in SRC",
+            rich_help_panel=_WEIGHTS,
+        ),
     ] = None,
     max_shard_size: Annotated[
         str | None,

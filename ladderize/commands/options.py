@@ -68,7 +68,10 @@ SeqLen = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    Dtype, typer.Option("--dtype", help="Dtype to compute in; auto: as stored.", rich_help_panel=MEMORY)
+    Dtype,
+    typer.Option(
+        "--dtype", metavar="DTYPE", help="float32, bfloat16, float16, or auto: as stored.", rich_help_panel=MEMORY
+    ),
 ]
 
 

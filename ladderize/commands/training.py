@@ -67,7 +67,8 @@ ComputeDtype = Annotated[
     Dtype,
     typer.Option(
         "--dtype",
-        help="Dtype to compute in. auto: float32 if the model is stored in it, else bfloat16.",
+        metavar="DTYPE",
+        help="float32, bfloat16, float16, or auto: float32 if the model is stored in it, else bfloat16.",
         rich_help_panel=MEMORY,
     ),
 ]
