@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import torch
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import UserError
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
-from ladderize.convert.sensitivity_file import MODES
-from ladderize.eval import sensitivity
+from ladderize.convert.sensitivity_file import MODES, SensitivityDocument
+from ladderize.eval import sensitivity, sensitivity_plot
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.perplexity import score_windows
 from ladderize.eval.sensitivity import (
@@ -22,6 +23,7 @@ from ladderize.eval.sensitivity import (
     default_tau1,
     measure_sensitivity,
 )
+from ladderize.eval.sensitivity_plot import block_ticks, value_ticks
 from tests.helpers import BIASES, SHAPE, edit_json, fresh_rng, invoke, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
@@ -292,3 +294,28 @@ def test_a_home_folder_is_understood_everywhere(llama, ids, tmp_path, monkeypatc
     command = ["sensitivity", llama, "--data", ids, "--samples", 12, "--out", "~/s.json"]
     assert invoke(*command, "--sync-tp-size", 4).code == 0
     assert "with another sync_tp_size" in one_sentence(invoke(*command, "--sync-tp-size", 2))
+
+
+def test_ticks_of_the_picture_stay_apart():
+    assert block_ticks(8) == list(range(8))
+    assert all(len(block_ticks(count)) <= 26 for count in range(1, 300))
+    assert value_ticks(-0.01, 12.0, 0.05) == pytest.approx([0, 0.1, 1, 10])  # nothing below 0 for a tiny bar
+    assert value_ticks(-0.8, 3.0, 0.05) == pytest.approx([-0.1, 0, 0.1, 1])
+    assert len(value_ticks(0.0, 1e30, 0.02)) <= 8
+
+
+def test_a_tiny_negative_bar_takes_little_of_the_picture(llama, ids, tmp_path, monkeypatch):
+    command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--samples", 12, "--out", tmp_path / "s.json"]
+    assert invoke(*command).code == 0
+    document = SensitivityDocument.from_dict(json.loads((tmp_path / "s.json").read_text()), "s.json")
+    values = [8.0, -0.001, 0.02, 0.4]
+    blocks = [
+        replace(block, sensitivity=value, low=value - 0.001, high=value + 0.001)
+        for block, value in zip(document.blocks, values, strict=True)
+    ]
+    figures = []
+    monkeypatch.setattr(sensitivity_plot, "save_figure", lambda figure, stem: figures.append(figure))
+    sensitivity_plot.draw_sensitivity(replace(document, blocks=blocks), tmp_path / "s")
+    (axes,) = figures[0].axes
+    zero = axes.transAxes.inverted().transform(axes.transData.transform((0, 0)))[1]
+    assert 0 < zero < 0.1

@@ -153,7 +153,7 @@ def sensitivity(
     console.note(f"wrote {out}")
     kind = kind_of(mode)
     more = [] if kind == "ladder" else ["--sync-tp-size", str(sync_tp_size)]
-    target = f"{model if Path(model).exists() else Path(model).name}-{kind}"  # a hub id names no folder
+    target = f"{Path(model).name}-{kind}"
     auto = command("convert", model, target, f"--{kind}", "auto", "--sensitivity", out, *more)
     if plot is not None:
         from ladderize.eval.sensitivity_plot import draw_sensitivity

@@ -1,9 +1,14 @@
 """The picture of a sensitivity: S of each block with its interval, coloured by class."""
 
+import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ladderize.convert.sensitivity_file import CLASSES, SensitivityDocument
 from ladderize.figure import save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = dict(zip(CLASSES, ("#55a868", "#dd8452", "#c44e52"), strict=True))
 TITLES = {
@@ -52,10 +57,11 @@ def draw_sensitivity(document: SensitivityDocument, stem: Path) -> list[Path]:
                 xytext=(3, -3),
                 textcoords="offset points",
             )
-    if highest > 20 * max(document.tau1, 1e-3):  # a few blocks dwarf the others: linear around 0, logarithmic above
-        axes.set_yscale("symlog", linthresh=max(document.tau1, 1e-3))
+    threshold = max(document.tau1, 1e-3)
+    if highest > 20 * threshold:  # a few blocks dwarf the others: linear around 0, logarithmic above
+        _draw_symlog(axes, min(entry.low for entry in blocks), highest, threshold)
     axes.axhline(0, color="black", linewidth=0.6)
-    axes.set_xticks([entry.block for entry in blocks][:: max(1, len(blocks) // 40)])
+    axes.set_xticks(block_ticks(len(blocks)))
     axes.set_xlabel("block i")
     axes.set_ylabel("S (perplexity)")
     axes.set_title(TITLES[document.mode], fontsize=10)
@@ -67,3 +73,29 @@ def draw_sensitivity(document: SensitivityDocument, stem: Path) -> list[Path]:
         f"{Path(document.model).name}{ranks}; {samples}, {document.interval:.0%} bootstrap intervals", fontsize=9
     )
     return save_figure(figure, stem)
+
+
+def block_ticks(count: int) -> list[int]:
+    """The blocks whose number is written: all, or so many that numbers stay apart."""
+    step = next(step for step in (1, 2, 4, 5, 10, 20, 50, 100, 200, 500, 1000) if count <= 26 * step or step == 1000)
+    return list(range(0, count, step))
+
+
+def value_ticks(lowest: float, highest: float, threshold: float) -> list[float]:
+    """0, and the powers of ten outside of +-threshold that the values reach, at most about six on a side."""
+    first = math.ceil(math.log10(threshold))
+
+    def side(most: float) -> list[float]:
+        exponents = range(first, math.floor(math.log10(most)) + 1) if most > threshold else range(0)
+        return [10.0**exponent for exponent in exponents[:: max(1, -(-len(exponents) // 6))]]
+
+    return [*(-value for value in reversed(side(-lowest))), 0.0, *side(highest)]
+
+
+def _draw_symlog(axes: "Axes", lowest: float, highest: float, threshold: float) -> None:
+    """A scale that is linear within the threshold; the axis ends where the values do, also below 0."""
+    axes.set_yscale("symlog", linthresh=threshold, linscale=0.6)
+    axes.set_ylim(min(0.0, 1.5 * lowest) - 0.1 * threshold, 1.5 * highest)
+    ticks = value_ticks(lowest, highest, threshold)
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
