@@ -23,7 +23,7 @@ from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.metrics import read_metrics
 from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.run import make_trainer, open_data, retrain
+from ladderize.adapt.retrain.run import adapt_checkpoint, make_trainer, open_data
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.adapt.retrain.task import open_task
@@ -83,7 +83,7 @@ def agrees_with_the_cpu(folder: Path, device: str) -> dict[str, float]:
                 lr=1e-3,
                 dtype="float32",
             )
-            retrain(str(folder / "ladder"), str(out), options, console=Console(True), verify=False)
+            adapt_checkpoint(str(folder / "ladder"), str(out), options, console=Console(True), verify=False)
             losses.append(read_metrics(out / "metrics.jsonl", "loss"))
         worst[method] = max(abs(a / b - 1) for a, b in zip(*losses, strict=True))
     return worst

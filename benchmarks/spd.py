@@ -36,7 +36,7 @@ from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.environment import environment
-from ladderize.workflows.spd import SpdOptions, permuted, run_spd
+from ladderize.workflows.spd import SpdOptions, permuted, spd
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 MHA = {
@@ -67,7 +67,7 @@ def table(args: argparse.Namespace) -> dict:
                 ),
             )
             begin = time.perf_counter()
-            document = run_spd(args.model, f"{folder}/out", options, console=Console())
+            document = spd(args.model, f"{folder}/out", options, console=Console())
             assert document is not None
             layers = len(document.blocks)
             seconds = time.perf_counter() - begin

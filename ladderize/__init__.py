@@ -6,29 +6,49 @@ The commands as functions; docs/python.md shows each. ``import ladderize`` impor
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ladderize.adapt.blockwise.documents import Distillation
+    from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+    from ladderize.adapt.blockwise.run import adapt_blocks
+    from ladderize.adapt.data.sources import data_sources
+    from ladderize.adapt.lora.config import LoraOptions
     from ladderize.adapt.merge.run import MergeReport, merge
+    from ladderize.adapt.retrain.adaptation import Adaptation
+    from ladderize.adapt.retrain.losses import Objective
+    from ladderize.adapt.retrain.options import RetrainOptions
+    from ladderize.adapt.retrain.run import adapt_checkpoint
+    from ladderize.adapt.retrain.schedule import Budget
     from ladderize.console import SILENT, Console
     from ladderize.convert.inspection import InspectionReport, inspect_checkpoint
     from ladderize.convert.pipeline import convert_checkpoint
     from ladderize.convert.recipe import Recipe, read_recipe
     from ladderize.convert.report import ConversionReport
+    from ladderize.convert.sensitivity_file import SensitivityDocument
     from ladderize.errors import LadderizeError, UsageError, UserError
     from ladderize.eval.harness import evaluate
-    from ladderize.eval.options import EvalOptions
+    from ladderize.eval.options import EvalOptions, SensitivityOptions
     from ladderize.eval.results import EvalResults
+    from ladderize.eval.sensitivity import measure_sensitivity
+    from ladderize.eval.sensitivity_run import write_sensitivity
     from ladderize.layout import Layout, LayoutError
     from ladderize.modeling import load, load_tokenizer, register
     from ladderize.runtime.sampling import Sampling
     from ladderize.runtime.texts.corpus import CorpusDocument, sample_corpus
     from ladderize.runtime.texts.options import GenerateOptions
     from ladderize.runtime.texts.prompts import GenerateDocument, generate
+    from ladderize.workflows.spd import SpdOptions, spd
+    from ladderize.workflows.spd_document import SpdDocument
 
 __version__ = "0.1.0"
 __all__ = [
     "SILENT",
+    "Adaptation",
+    "BlockwiseOptions",
+    "Budget",
     "Console",
     "ConversionReport",
     "CorpusDocument",
+    "DistillOptions",
+    "Distillation",
     "EvalOptions",
     "EvalResults",
     "GenerateDocument",
@@ -37,41 +57,69 @@ __all__ = [
     "LadderizeError",
     "Layout",
     "LayoutError",
+    "LoraOptions",
     "MergeReport",
+    "Objective",
     "Recipe",
+    "RetrainOptions",
     "Sampling",
+    "SensitivityDocument",
+    "SensitivityOptions",
+    "SpdDocument",
+    "SpdOptions",
     "UsageError",
     "UserError",
     "__version__",
+    "adapt_blocks",
+    "adapt_checkpoint",
     "convert_checkpoint",
+    "data_sources",
     "evaluate",
     "generate",
     "inspect_checkpoint",
     "load",
     "load_tokenizer",
+    "measure_sensitivity",
     "merge",
     "read_recipe",
     "register",
     "sample_corpus",
+    "spd",
+    "write_sensitivity",
 ]
 # home -> public names; tests/test_api.py compares them with the imports above, which type checkers read
 _HOMES = {
+    "adapt.blockwise.documents": ("Distillation",),
+    "adapt.blockwise.options": ("BlockwiseOptions", "DistillOptions"),
+    "adapt.blockwise.run": ("adapt_blocks",),
+    "adapt.data.sources": ("data_sources",),
+    "adapt.lora.config": ("LoraOptions",),
     "adapt.merge.run": ("MergeReport", "merge"),
+    "adapt.retrain.adaptation": ("Adaptation",),
+    "adapt.retrain.losses": ("Objective",),
+    "adapt.retrain.options": ("RetrainOptions",),
+    "adapt.retrain.run": ("adapt_checkpoint",),
+    "adapt.retrain.schedule": ("Budget",),
     "console": ("Console", "SILENT"),
     "convert.inspection": ("InspectionReport", "inspect_checkpoint"),
     "convert.pipeline": ("convert_checkpoint",),
     "convert.recipe": ("Recipe", "read_recipe"),
     "convert.report": ("ConversionReport",),
+    "convert.sensitivity_file": ("SensitivityDocument",),
     "errors": ("LadderizeError", "UsageError", "UserError"),
     "eval.harness": ("evaluate",),
-    "eval.options": ("EvalOptions",),
+    "eval.options": ("EvalOptions", "SensitivityOptions"),
     "eval.results": ("EvalResults",),
+    "eval.sensitivity": ("measure_sensitivity",),
+    "eval.sensitivity_run": ("write_sensitivity",),
     "layout": ("Layout", "LayoutError"),
     "modeling": ("load", "load_tokenizer", "register"),
     "runtime.sampling": ("Sampling",),
     "runtime.texts.corpus": ("CorpusDocument", "sample_corpus"),
     "runtime.texts.options": ("GenerateOptions",),
     "runtime.texts.prompts": ("GenerateDocument", "generate"),
+    "workflows.spd": ("SpdOptions", "spd"),
+    "workflows.spd_document": ("SpdDocument",),
 }
 _HOME_OF = {name: f"ladderize.{home}" for home, names in _HOMES.items() for name in names}
 

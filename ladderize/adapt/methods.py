@@ -2,6 +2,9 @@
 
 from typing import Final, Literal
 
+from ladderize.choices import Dtype
+from ladderize.errors import UsageError
+
 Method = Literal["full", "lora", "blocks"]
 FULL: Final = "full"
 LORA: Final = "lora"
@@ -9,3 +12,13 @@ BLOCKS: Final = "blocks"
 
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"]  # transformers' implementations
 Write = Literal["best", "last"]  # which weights become the output
+
+MAX_LR = 1e3
+
+
+def check_training(dtype: Dtype, lr: float | None) -> None:
+    """Raise UsageError for a dtype or a learning rate that nothing is trained with."""
+    if dtype == "float16":
+        raise UsageError("--dtype float16 is too narrow to train in; take bfloat16 or float32")
+    if lr is not None and not 0 < lr <= MAX_LR:
+        raise UsageError(f"--lr must be above 0 and at most {MAX_LR:g}, not {lr:g}")

@@ -454,7 +454,7 @@ def _retrain(model: str, out: str | None, params: Mapping[str, Any], console: Co
     check_retraining({name: value for name, value in params.items() if value not in (None, [], ())})
     with console.stage(LOADING):
         options = retrain_options(params)
-        from ladderize.adapt.retrain.run import retrain, show_data_of
+        from ladderize.adapt.retrain.run import adapt_checkpoint, show_data_of
 
     if params["show_data"]:
         rows = params["show_data_rows"] or SHOWN_ROWS
@@ -463,7 +463,7 @@ def _retrain(model: str, out: str | None, params: Mapping[str, Any], console: Co
         console.result(text)
         return
     assert out is not None
-    adaptation = retrain(
+    adaptation = adapt_checkpoint(
         model,
         out,
         options,

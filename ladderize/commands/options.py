@@ -1,6 +1,5 @@
 """Options and checks that several commands share."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, TypeVar
@@ -8,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ladderize.choices import BackendName, DeviceName, Dtype
-from ladderize.console import UsageError, UserError
+from ladderize.console import UserError
 
 MAX_SEED = 2**32 - 1
 LOADING = "loading torch and transformers"  # the first line of a command that computes
@@ -97,14 +96,6 @@ def said(ctx: typer.Context) -> list[str]:
     """The parameters that the user gave, in the command's order, also where the value is the default."""
     names = [parameter.name for parameter in ctx.command.params if parameter.name is not None]
     return [name for name in names if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"]
-
-
-def check_taus(tau1: float | None, tau2: float) -> None:
-    for option, value in (("--tau1", tau1), ("--tau2", tau2)):
-        if value is not None and not math.isfinite(value):
-            raise UsageError(f"{option} must be finite, not {value}")
-    if tau1 is not None and tau1 > tau2:
-        raise UsageError(f"--tau1 {tau1:g} is above --tau2 {tau2:g}")
 
 
 def compute_options(device: DeviceName | None, threads: int | None) -> DeviceName:

@@ -1,12 +1,11 @@
 """What ``adapt`` is asked to do: which options go together, and the dataclass of retraining made of them."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ladderize.adapt.methods import BLOCKS, LORA
 from ladderize.commands.options import names_of, options_from
-from ladderize.commands.training import MAX_LR, start_training_on
+from ladderize.commands.training import start_training_on
 from ladderize.console import UsageError
 
 if TYPE_CHECKING:
@@ -62,19 +61,16 @@ def retrain_options(params: Mapping[str, Any]) -> "RetrainOptions":
     check_retraining(given)
     tokens = parse_count(given["max_tokens"], option="--max-tokens") if "max_tokens" in given else None
     steps = given.get("max_steps")
-    if steps is not None and tokens is not None:
-        raise UsageError("--max-tokens and --max-steps both say how long to train; give one of them")
-    if steps is None and tokens is None and not given["show_data"]:
-        raise UsageError("say how long to train: --max-tokens, such as 20M, or --max-steps")
+    budget = Budget(tokens, steps)
+    if not given["show_data"]:
+        budget.check()
     trackers = split_names(given.get("log_with", ""))
     if "log_with" in given and not trackers:
         raise UsageError("--log-with names no tracker; write for example tensorboard")
-    if "log_dir" in given and not {"tensorboard", "wandb"} & set(trackers):
-        raise UsageError("--log-dir has no effect without --log-with tensorboard or wandb")
     device = start_training_on(params["device"], params["dtype"], params["threads"], None)
     distill_weight = given.get("distill_weight", 1.0) if "distill_from" in given else 0.0
     targets = {"targets": split_names(given["lora_targets"])} if "lora_targets" in given else {}
-    return options_from(
+    options = options_from(
         RetrainOptions,
         params,
         data=tuple(parse_specs(given["data"])),
@@ -82,39 +78,29 @@ def retrain_options(params: Mapping[str, Any]) -> "RetrainOptions":
         objective=options_from(Objective, params, distill_weight=distill_weight),
         lora=options_from(LoraOptions, params, prefix="lora_", **targets),
         packing=not given["no_packing"],
-        budget=Budget(tokens, steps),
+        budget=budget,
         resume=given.get("resume") != "no",
         device=device,
         log_with=trackers,
     )
+    options.check()
+    return options
 
 
 def check_retraining(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for values that no retraining can have, and for options that take no effect together."""
-    for name, most in (("lr", MAX_LR), ("temperature", 100.0), ("max_gradient", math.inf), ("lora_alpha", math.inf)):
-        if name in given and not 0 < given[name] <= most:
-            raise UsageError(
-                f"--{name.replace('_', '-')} must be above 0{f' and at most {most:g}' if most < math.inf else ''}, not"
-                f" {given[name]:g}"
-            )
+    """Raise UsageError for options that were given and take no effect together, whatever their values."""
     for name in ("distill_weight", "temperature"):
         if name in given and "distill_from" not in given:
             raise UsageError(f"--{name.replace('_', '-')} has no effect without --distill-from")
-    if "distill_from" in given and given.get("distill_weight", 1.0) == 0:
-        raise UsageError("--distill-weight 0 makes --distill-from useless; leave both out")
     if "show_data_rows" in given and not given["show_data"]:
         raise UsageError("--show-data-rows has no effect without --show-data")
     if "plot" in given and given["show_data"]:
         raise UsageError("--plot has no effect with --show-data, which trains nothing")
-    if "heldout" in given and "eval_data" in given:
-        raise UsageError("--heldout has no effect with --eval-data")
     for name in ("write", "eval_every"):
         if name in given and given.get("heldout") == 0:
             raise UsageError(
                 f"--{name.replace('_', '-')} has no effect with --heldout 0, where nothing is validated on"
             )
-    if "min_lr" in given and given.get("schedule") == "constant":
-        raise UsageError("--min-lr has no effect with --schedule constant")
 
 
 def split_names(text: str) -> tuple[str, ...]:

@@ -21,12 +21,11 @@ from ladderize.commands.options import (
     Revision,
     SeqLen,
     Threads,
-    check_taus,
     compute_options,
     options_from,
 )
-from ladderize.console import Console, UsageError, UserError
-from ladderize.convert.sensitivity_file import Mode, changes_to_ladder, kind_of
+from ladderize.console import Console
+from ladderize.convert.sensitivity_file import Mode, kind_of
 from ladderize.eval.options import SensitivityOptions
 
 
@@ -110,43 +109,20 @@ def sensitivity(
     print_config: PrintConfig = False,
 ) -> None:
     """Measure how much perplexity each block costs when its sync points are dropped or overlapped."""
-    if changes_to_ladder(mode) and sync_tp_size is not None:
-        raise UsageError(f"--mode {mode} drops nothing, so --sync-tp-size has no effect")
-    if not changes_to_ladder(mode) and sync_tp_size is None:
-        raise UsageError(f"--mode {mode} needs --sync-tp-size N")
-    check_taus(tau1, tau2)
     device = compute_options(device, threads)
+    options = options_from(SensitivityOptions, ctx.params, device=device)
     console = Console(as_json)
     with console.stage(LOADING):
-        from ladderize.eval.sensitivity import SensitivityFolder, measure_sensitivity, sensitivity_rows
-        from ladderize.files.documents import check_writable, read_json, write_json
-        from ladderize.files.work import work_folder
-        from ladderize.ranks.group import already_started
+        from ladderize.eval.sensitivity import sensitivity_rows
+        from ladderize.eval.sensitivity_run import write_sensitivity
         from ladderize.ranks.threads import set_threads
 
-    if already_started():
-        raise UserError("sensitivity runs in one process; start it without torchrun or accelerate launch")
     set_threads(threads, 1)
-    out = out.expanduser()
-    check_writable(out)
     if plot is not None:
         from ladderize.figure import check_plot
 
         check_plot(plot)
-    options = options_from(SensitivityOptions, ctx.params, device=device)
-    with SensitivityFolder(work_folder(str(out), None), {}) as work:
-        known = [path for path in (work.table, out) if path.is_file() and not overwrite]
-        previous = read_json(known[0], advice="name another file, or pass --overwrite") if known else None
-        if previous is not None and known[0] == out and previous.get("complete") is True:
-            console.note(
-                f"{out} is complete, so nothing was measured (--overwrite measures again); classes are those of"
-                " --tau1 and --tau2"
-            )
-        document = measure_sensitivity(
-            model, options, console=console, previous=previous, save=lambda content: write_json(work.table, content)
-        )
-        write_json(out, document.to_dict())
-        work.remove()
+    document = write_sensitivity(model, out, options, overwrite=overwrite, console=console)
     console.document(document.to_dict())
     console.table(list(sensitivity_rows(document)), right=["block", "S", "perplexity"])
     console.result(f"dense perplexity {document.perplexity[-1]:.4f}")

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
+import ladderize
 from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.next_steps import command, scoring_file, show_next
 from ladderize.commands.options import (
@@ -18,7 +19,6 @@ from ladderize.commands.options import (
     Revision,
     SeqLen,
     Threads,
-    check_taus,
     options_from,
 )
 from ladderize.commands.training import (
@@ -36,7 +36,7 @@ from ladderize.commands.training import (
     memory_limit,
     start_training_on,
 )
-from ladderize.console import Console, UsageError
+from ladderize.console import Console
 
 
 def spd(
@@ -134,22 +134,18 @@ def spd(
     print_config: PrintConfig = False,
 ) -> None:
     """Sync-Point Drop in one command: measure sensitivity, drop, regroup heads, distil, and show what each step won."""
-    if spd_fraction is not None and max_ppl_increase is not None:
-        raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
-    check_taus(tau1, tau2)
     console = Console(as_json)
     with console.stage(LOADING):
         device = start_training_on(device, dtype, threads, lr)
         from ladderize.adapt.blockwise.documents import BLOCK_ERROR, perplexity_rows
         from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-        from ladderize.workflows.spd import SpdOptions, run_spd
+        from ladderize.workflows.spd import SpdOptions
         from ladderize.workflows.spd_document import spd_rows
 
     distillation = options_from(DistillOptions, ctx.params, max_memory=memory_limit(max_memory))
     training = options_from(BlockwiseOptions, ctx.params, distill=distillation, device=device)
-    fraction = spd_fraction if spd_fraction is not None or max_ppl_increase is not None else SpdOptions.spd_fraction
-    options = options_from(SpdOptions, ctx.params, training=training, spd_fraction=fraction)
-    document = run_spd(model, out, options, console=console, overwrite=overwrite, verify=not no_verify)
+    options = options_from(SpdOptions, ctx.params, training=training)
+    document = ladderize.spd(model, out, options, console=console, overwrite=overwrite, verify=not no_verify)
     if document is None:
         return
     console.document(document.to_dict())

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from ladderize.adapt.methods import check_training
 from ladderize.choices import DeviceName, Dtype
 from ladderize.commands.options import DATA, MAX_SEED, MEMORY, OPTIMISATION, OUTPUT, compute_options
-from ladderize.console import UsageError
 
 Samples = Annotated[
     int | None,
@@ -92,7 +92,6 @@ TrainingData = Annotated[
         rich_help_panel=DATA,
     ),
 ]
-MAX_LR = 1e3
 MaxMemory = Annotated[
     str | None,
     typer.Option(
@@ -115,10 +114,7 @@ WorkDir = Annotated[
 
 def start_training_on(device: DeviceName | None, dtype: Dtype, threads: int | None, lr: float | None) -> DeviceName:
     """Check where and how to train, and share the cores out; returns the device."""
-    if dtype == "float16":
-        raise UsageError("--dtype float16 is too narrow to train in; take bfloat16 or float32")
-    if lr is not None and not 0 < lr <= MAX_LR:
-        raise UsageError(f"--lr must be above 0 and at most {MAX_LR:g}, not {lr:g}")
+    check_training(dtype, lr)
     device = compute_options(device, threads)
     from ladderize.ranks.group import launched
     from ladderize.ranks.threads import set_threads

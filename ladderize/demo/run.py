@@ -16,7 +16,7 @@ from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.run import retrain
+from ladderize.adapt.retrain.run import adapt_checkpoint
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.console import Console, UserError
 from ladderize.convert.pipeline import convert_checkpoint
@@ -29,7 +29,7 @@ from ladderize.eval.results import EvalResults
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.run import run_bench
-from ladderize.workflows.spd import SpdOptions, run_spd
+from ladderize.workflows.spd import SpdOptions, spd
 from ladderize.workflows.spd_document import spd_rows
 
 HERE = Path(__file__).parent
@@ -146,7 +146,7 @@ def _distil(dense: str, folder: Path, data: str, size: DemoSize, console: Consol
     console.note(
         f"$ ladderize spd {dense} {out} --sync-tp-size 4 --spd-fraction 1 --data {data} --samples {size.samples} ..."
     )
-    document = run_spd(dense, out, options, console=console, verify=size.verify)
+    document = spd(dense, out, options, console=console, verify=size.verify)
     assert document is not None  # which it is on other ranks than 0
     console.result(f"{DISTILLED:19} {document.layout}\n")
     console.table(spd_rows(document), right=["block", "S"])
@@ -169,7 +169,7 @@ def _retrain(dense: str, folder: Path, data: str, size: DemoSize, console: Conso
     )
     said = f"--distill-from {dense} --data {data} --max-tokens {tokens} --seq-len {SEQ_LEN} --batch-size 8 --lr {LR}"
     console.note(f"$ ladderize adapt {model} {out} {said}")
-    adaptation = retrain(model, out, options, console=console, verify=size.verify)
+    adaptation = adapt_checkpoint(model, out, options, console=console, verify=size.verify)
     assert adaptation is not None  # which it is on other ranks than 0
     console.result(f"\n{RETRAINED:19} {adaptation.layout}\n{adaptation.summary()}")
     return out

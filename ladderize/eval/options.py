@@ -1,11 +1,13 @@
 """The options of ``ladderize eval`` and ``ladderize sensitivity``, with their defaults. Imports no torch."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from ladderize.choices import Dtype, check_choices
-from ladderize.convert.sensitivity_file import Mode
+from ladderize.convert.sensitivity_file import Mode, changes_to_ladder
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
+from ladderize.ranks.device import default_device
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,22 @@ class SensitivityOptions:
     tau1: float | None = None
     tau2: float = 10.0
     dtype: Dtype = "auto"
-    device: str = "cpu"
+    device: str = field(default_factory=default_device)
     revision: str | None = None
 
     def __post_init__(self) -> None:
         check_choices(self)
+        if changes_to_ladder(self.mode) and self.sync_tp_size is not None:
+            raise UsageError(f"--mode {self.mode} drops nothing, so --sync-tp-size has no effect")
+        if not changes_to_ladder(self.mode) and self.sync_tp_size is None:
+            raise UsageError(f"--mode {self.mode} needs --sync-tp-size N")
+        check_taus(self.tau1, self.tau2)
+
+
+def check_taus(tau1: float | None, tau2: float) -> None:
+    """Raise UsageError for thresholds of sensitivity that cannot be meant."""
+    for option, value in (("--tau1", tau1), ("--tau2", tau2)):
+        if value is not None and not math.isfinite(value):
+            raise UsageError(f"{option} must be finite, not {value}")
+    if tau1 is not None and tau1 > tau2:
+        raise UsageError(f"--tau1 {tau1:g} is above --tau2 {tau2:g}")

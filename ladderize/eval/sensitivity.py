@@ -31,7 +31,7 @@ from ladderize.blocks import (
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import parameter_count
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import Console, UserError, human_bytes, human_seconds
+from ladderize.console import SILENT, Console, UserError, human_bytes, human_seconds
 from ladderize.convert.sensitivity_file import (
     CLASSES,
     BlockSensitivity,
@@ -42,7 +42,7 @@ from ladderize.convert.sensitivity_file import (
     changes_to_ladder,
 )
 from ladderize.eval.options import SensitivityOptions
-from ladderize.files.work import WorkFolder, differences
+from ladderize.files.work import differences
 from ladderize.layout import BLOCKING, OVERLAPPED, Layout
 from ladderize.memory import check_fits
 
@@ -102,23 +102,11 @@ class Suffixes:
         return torch.stack(columns, 1).cpu().numpy()
 
 
-class SensitivityFolder(WorkFolder):
-    """The table of a ``ladderize sensitivity`` while it grows, beside the file that it becomes."""
-
-    TABLE = "table.json"
-    CONTENT = (*WorkFolder.CONTENT, TABLE)
-    OPTION = "--out"
-
-    @property
-    def table(self) -> Path:
-        return self.folder / self.TABLE
-
-
 def measure_sensitivity(
-    model: str,
+    model: str | Path,
     options: SensitivityOptions,
     *,
-    console: Console,
+    console: Console = SILENT,
     windows: np.ndarray | None = None,
     sha256: str | None = None,
     previous: Mapping[str, Any] | None = None,
@@ -130,6 +118,7 @@ def measure_sensitivity(
     rows are taken over; raises UserError if it measured anything else. windows: ids [samples, seq_len] that were read
     from the data before; sha256: of those data, if they are no single file.
     """
+    model = str(model)
     checkpoint = open_checkpoint(model, options.revision)
     check_measurable(checkpoint, model, options)
     if windows is None:

@@ -27,14 +27,14 @@ from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtyp
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import kv_head_count
 from ladderize.choices import Dtype, check_choices
-from ladderize.console import Console, UserError, human_seconds, to_json
+from ladderize.console import SILENT, Console, UsageError, UserError, human_seconds, to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection
 from ladderize.convert.sensitivity_file import CLASSES, INSENSITIVE
-from ladderize.eval.options import SensitivityOptions
+from ladderize.eval.options import SensitivityOptions, check_taus
 from ladderize.eval.results import Perplexity
 from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.files import output
@@ -49,6 +49,7 @@ from ladderize.workflows.spd_document import SpdBlock, SpdDocument
 
 DOCUMENT = "spd.json"
 CALIBRATION_SAMPLES = 128  # the paper's
+DEFAULT_FRACTION = 0.7
 SENSITIVITY = "sensitivity.json"  # in the work folder, and in OUT
 Distilled = Literal["all", "sensitive"]
 HeadGrouping = Literal["error", "paper", "none"]
@@ -56,13 +57,16 @@ HeadGrouping = Literal["error", "paper", "none"]
 
 @dataclass(frozen=True)
 class SpdOptions:
-    """See ``ladderize spd --help``. training: the data, its windows, and the distillation. calibration_samples: so many
-    of the windows to train on, or all, for the sensitivity and the grouping. distill: which of the selected blocks are
-    distilled, ``all`` or only those that are not insensitive. Raises UsageError for values that cannot be meant."""
+    """See ``ladderize spd --help``. Raises UsageError for values that cannot be meant.
+
+    spd_fraction: 0.7 unless max_ppl_increase is given. training: the data, its windows, and the distillation.
+    calibration_samples: so many of the windows to train on, or all, for the sensitivity and the grouping. distill:
+    which of the selected blocks are distilled, ``all`` or only those that are not insensitive.
+    """
 
     sync_tp_size: int
     training: BlockwiseOptions
-    spd_fraction: float | None = 0.7
+    spd_fraction: float | None = None
     max_ppl_increase: float | None = None
     calibration_samples: int = CALIBRATION_SAMPLES
     tau1: float | None = None
@@ -73,6 +77,14 @@ class SpdOptions:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_taus(self.tau1, self.tau2)
+        if self.spd_fraction is not None and self.max_ppl_increase is not None:
+            raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
+
+    @property
+    def fraction(self) -> float | None:
+        """Of all blocks, to be dropped; None where max_ppl_increase decides."""
+        return DEFAULT_FRACTION if self.spd_fraction is None and self.max_ppl_increase is None else self.spd_fraction
 
     def choices(self) -> dict[str, Any]:
         """What decides the result besides the data and the training."""
@@ -80,8 +92,14 @@ class SpdOptions:
         return {name: getattr(self, name) for name in names}
 
 
-def run_spd(
-    model: str, out: str, options: SpdOptions, *, console: Console, overwrite: bool = False, verify: bool = True
+def spd(
+    model: str | Path,
+    out: str | Path,
+    options: SpdOptions,
+    *,
+    overwrite: bool = False,
+    verify: bool = True,
+    console: Console = SILENT,
 ) -> SpdDocument | None:
     """From the dense ``model`` to the SPD checkpoint ``out``; returns the document of spd.json, on other ranks than 0
     None.
@@ -89,7 +107,7 @@ def run_spd(
     Every step is kept in a work folder until OUT is there, so a killed run goes on. Of several processes (accelerate
     launch, torchrun) rank 0 measures and groups, and all distil.
     """
-    training = options.training
+    model, out, training = str(model), str(out), options.training
     check_launch_of_blocks()
     training.source.files()  # that they are there
     ranks = join_ranks(training.device)
@@ -109,7 +127,7 @@ def run_spd(
         spd="auto",
         sync_tp_size=options.sync_tp_size,
         sensitivity=str(folder / SENSITIVITY),
-        spd_fraction=options.spd_fraction,
+        spd_fraction=options.fraction,
         max_ppl_increase=options.max_ppl_increase,
     )
     with console.stage("reading the data"):

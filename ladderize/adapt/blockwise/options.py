@@ -4,10 +4,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from ladderize.adapt.data.sources import SourceSpec, parse_specs
-from ladderize.adapt.methods import Write
+from ladderize.adapt.methods import Write, check_training
 from ladderize.choices import Dtype, check_choices
 from ladderize.console import UsageError
 from ladderize.files.records import Record
+from ladderize.ranks.device import default_device
 
 # The paper's learning rate at LLaMA2-7B's width; a step of Adam moves a sum over twice the width twice as far.
 PAPERS_LR, PAPERS_WIDTH = 5e-5, 4096
@@ -63,12 +64,13 @@ class BlockwiseOptions:
     layers: str | None = None
     distill: DistillOptions = field(default_factory=DistillOptions)
     dtype: Dtype = "auto"
-    device: str = "cpu"
+    device: str = field(default_factory=default_device)
     work_dir: Path | None = None
     write: Write = "best"
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_training(self.dtype, self.distill.lr)
         if self.source.is_streamed:
             raise UsageError(
                 f"{self.source.name} is streamed, and block-to-block distillation reads its data whole; give a file"

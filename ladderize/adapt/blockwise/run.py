@@ -19,7 +19,7 @@ from ladderize.adapt.pair import check_pair
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_nlls
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import Console, UserError, human_bytes, human_seconds, to_json
+from ladderize.console import SILENT, Console, UserError, human_bytes, human_seconds, to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
@@ -65,15 +65,15 @@ def announce_distillation(
 
 
 def adapt_blocks(
-    model: str,
-    out: str,
-    teacher_name: str,
+    model: str | Path,
+    out: str | Path,
+    teacher_name: str | Path,
     options: BlockwiseOptions,
     *,
-    console: Console,
     overwrite: bool = False,
     verify: bool = True,
     revision: str | None = None,
+    console: Console = SILENT,
 ) -> Distillation | None:
     """Distil ``model``'s blocks against the dense ``teacher_name`` and write the result to ``out``; returns the
     document of distillation.json, on other ranks than 0 None.
@@ -81,6 +81,7 @@ def adapt_blocks(
     Several processes (accelerate launch, torchrun) share the blocks out; rank 0 writes. A killed run goes on where it
     was.
     """
+    model, out, teacher_name = str(model), str(out), str(teacher_name)
     check_launch_of_blocks()
     options.source.files()  # that they are there
     ranks = join_ranks(options.device)

@@ -86,6 +86,11 @@ def parse_specs(texts: Sequence[str], option: str = "--data") -> list[SourceSpec
     return specs
 
 
+def data_sources(*texts: str) -> tuple[SourceSpec, ...]:
+    """``data_sources("a.jsonl=2", "chat/*.parquet=1")``: the data of ``RetrainOptions``, as --data takes them."""
+    return tuple(parse_specs(texts))
+
+
 def _parse(text: str, option: str) -> SourceSpec:
     head, equals, tail = text.rpartition("=")
     if not (equals and _is_source(head)):

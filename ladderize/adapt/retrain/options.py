@@ -1,5 +1,6 @@
 """What a retraining is asked to do, and the defaults for a model."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,13 +8,14 @@ from typing import Any
 
 from ladderize.adapt.data.sources import SourceSpec
 from ladderize.adapt.lora.config import LoraOptions
-from ladderize.adapt.methods import FULL, LORA, Attention, Method, Write
+from ladderize.adapt.methods import BLOCKS, FULL, LORA, Attention, Method, Write, check_training
 from ladderize.adapt.retrain.adaptation import DecidingOptions, FixedOptions, Settings
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.schedule import Budget, Schedule, ScheduleKind
 from ladderize.adapt.retrain.trainer import TrainOptions
 from ladderize.choices import Dtype, check_choices
-from ladderize.console import UserError
+from ladderize.console import UsageError, UserError
+from ladderize.ranks.device import default_device
 
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
@@ -57,7 +59,7 @@ class RetrainOptions:
     resume: bool = True
     seed: int = 0
     dtype: Dtype = "auto"
-    device: str = "cpu"
+    device: str = field(default_factory=default_device)
     work_dir: Path | None = None
     log_with: tuple[str, ...] = ()
     log_dir: Path | None = None
@@ -70,6 +72,31 @@ class RetrainOptions:
         for spec in (*self.data, *self.eval_data):
             if not spec.is_streamed:
                 spec.files()
+
+    def check(self) -> None:
+        """Raise UsageError for values that no retraining can have, and for options that take no effect together."""
+        if self.method == BLOCKS:
+            raise UsageError("--method blocks has options of its own: BlockwiseOptions, for adapt_blocks")
+        check_training(self.dtype, self.lr)
+        for name, value, most in (
+            ("temperature", self.objective.temperature, 100.0),
+            ("max-gradient", self.max_gradient, math.inf),
+        ):
+            if not 0 < value <= most:
+                limit = f" and at most {most:g}" if most < math.inf else ""
+                raise UsageError(f"--{name} must be above 0{limit}, not {value:g}")
+        if not self.data:
+            raise UsageError("--data names nothing to train on")
+        if self.objective.distill_weight and self.distill_from is None:
+            raise UsageError("--distill-weight has no effect without --distill-from")
+        if self.distill_from is not None and not self.objective.distill_weight:
+            raise UsageError("--distill-weight 0 makes --distill-from useless; leave both out")
+        if self.heldout is not None and self.eval_data:
+            raise UsageError("--heldout has no effect with --eval-data")
+        if self.min_lr and self.schedule == "constant":
+            raise UsageError("--min-lr has no effect with --schedule constant")
+        if self.log_dir is not None and not {"tensorboard", "wandb"} & set(self.log_with):
+            raise UsageError("--log-dir has no effect without --log-with tensorboard or wandb")
 
     def resolve(self, config: Mapping[str, Any], ranks: int) -> TrainOptions:
         """Every default worked out for a model and a number of processes; raises UserError for what does not go

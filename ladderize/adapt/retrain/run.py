@@ -35,7 +35,7 @@ from ladderize.adapt.retrain.trackers import Trackers, check_trackers
 from ladderize.adapt.retrain.trainer import Trainer, TrainOptions, probe_seconds
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import Console, UserError, human_count, human_seconds
+from ladderize.console import SILENT, Console, UserError, human_count, human_seconds
 from ladderize.files import output
 from ladderize.files.finished import EarlierRun
 from ladderize.files.regular import resolved
@@ -65,22 +65,25 @@ def open_data(
     return stream, fixed_rows(options.eval_data, tokenizer, asked) if options.eval_data else stream.heldout_rows
 
 
-def retrain(
-    model: str,
-    out: str,
+def adapt_checkpoint(
+    model: str | Path,
+    out: str | Path,
     options: RetrainOptions,
     *,
-    console: Console,
     overwrite: bool = False,
     verify: bool = True,
     revision: str | None = None,
+    console: Console = SILENT,
 ) -> Adaptation | None:
-    """Retrain ``model`` and write the result to ``out``; returns the document of adaptation.json, on other ranks than 0
-    None.
+    """Retrain ``model`` as a whole and write ``out``: a checkpoint, or with method ``lora`` an adapter; returns the
+    document of adaptation.json, on other ranks than 0 None.
 
-    One process, or those of accelerate launch or torchrun. A killed run goes on where its last state was saved. Raises
-    UserError.
+    model: a folder or a hub id. One process, or those of accelerate launch or torchrun. A killed run goes on where its
+    last state was saved. Raises UserError, UsageError for options that cannot be meant.
     """
+    model, out = str(model), str(out)
+    options.check()
+    options.budget.check()
     check_trackers(options.log_with)
     options.check_data()
     ranks = join_ranks(options.device)

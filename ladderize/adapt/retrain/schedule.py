@@ -31,6 +31,15 @@ class Budget(Record):
     tokens: int | None = None
     steps: int | None = None
 
+    def check(self) -> None:
+        """Raise UsageError unless one of them is given, and is positive."""
+        if self.steps is not None and self.tokens is not None:
+            raise UsageError("--max-tokens and --max-steps both say how long to train; give one of them")
+        if self.steps is None and self.tokens is None:
+            raise UsageError("say how long to train: --max-tokens, such as 20M, or --max-steps")
+        if (self.steps or self.tokens or 0) < 1:
+            raise UsageError(f"the budget must be at least 1, not {self.steps or self.tokens or 0}")
+
     def share(self, step: int, tokens: int) -> float:
         """How much of it is spent, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""
         spent = step / self.steps if self.steps is not None else tokens / (self.tokens or 1)
