@@ -118,7 +118,16 @@ def test_options_in_prose_exist(page: Path) -> None:
     """`--option` in a line of prose is an option of some command, or of the command named with it."""
     every = command_line().commands
     known = {name: {text for p in c.params for text in (*p.opts, *p.secondary_opts)} for name, c in every.items()}
-    elsewhere = {"--version", "--help", "--debug", "--no-deps", "--config_file", "--nproc-per-node", "--nnodes"}
+    elsewhere = {
+        "--version",
+        "--help",
+        "--debug",
+        "--install-completion",
+        "--no-deps",
+        "--config_file",
+        "--nproc-per-node",
+        "--nnodes",
+    }
     anywhere = set().union(*known.values()) | elsewhere | {"--standalone", "--durations"}
     wrong = []
     for span in re.findall(r"`([^`\n]+)`", prose(page)):

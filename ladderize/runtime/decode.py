@@ -245,8 +245,8 @@ def generate_tokens(
     while True:
         if not sound:
             raise UserError(
-                "the model's logits are NaN or infinite, so nothing was generated from them; are its weights sound, and"
-                " is the dtype wide enough?"
+                "the model's logits are NaN or infinite, so nothing was generated from them; check its weights, or"
+                " compute in float32"
             )
         rows = []
         for row, ids in enumerate(new.tolist()):
