@@ -1,4 +1,5 @@
-"""Reading a rank's part of a checkpoint: safetensors' slices, mapped for a tensor or the whole file, and a pread loop.
+"""Reading a rank's part of a checkpoint: TensorReader (pread of blocks of rows), safetensors' slices, mapped for a
+tensor or the whole file, and a pread for every row.
 
 What runtime/loader.py reads with TP2: half of the rows, or half of the columns, of bfloat16 matrices. Seconds are
 medians of interleaved runs with the file in the page cache; the peak is of the resident set, above where it stood.
@@ -42,6 +43,13 @@ def one_mapping(folder: Path, infos: dict[str, TensorInfo], dim: int) -> list[Te
 
 
 def mapping_each(folder: Path, infos: dict[str, TensorInfo], dim: int) -> list[Tensor]:
+    parts = []
+    for name in infos:
+        parts += one_mapping(folder, {name: infos[name]}, dim)
+    return parts
+
+
+def tensor_reader(folder: Path, infos: dict[str, TensorInfo], dim: int) -> list[Tensor]:
     reader = TensorReader(folder)
     return [reader.read(info, dim=dim, start=0, stop=SIZE // 2) for info in infos.values()]
 
@@ -66,6 +74,7 @@ WAYS: dict[str, Callable[[Path, dict[str, TensorInfo], int], list[Tensor]]] = {
     "pread loop": pread,
     "mapped, whole file": one_mapping,
     "mapped, each tensor": mapping_each,
+    "TensorReader": tensor_reader,
 }
 
 

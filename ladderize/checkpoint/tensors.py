@@ -11,15 +11,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from safetensors import safe_open
-
-from ladderize.checkpoint.dtypes import DTYPE_BYTES, stored_dtype_name
+from ladderize.checkpoint.dtypes import DTYPE_BYTES, stored_dtype_name, torch_dtype
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.console import UserError, sentence
+from ladderize.files.regular import open_regular
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+BLOCK_BYTES = 4 << 20  # of rows that columns are cut from, and of values on their way to another dtype or device
+READ_AT_ONCE = 1 << 30  # Linux reads no more than 2 GiB in one call
 
 
 class TensorReader:
@@ -53,21 +55,68 @@ class TensorReader:
         dtype: "torch.dtype | None" = None,
         device: "torch.device | str" = "cpu",
     ) -> "Tensor":
-        """A tensor, or the indices ``start`` to ``stop`` of its dimension ``dim``; None keeps the stored dtype.
+        """A tensor, or the indices ``start`` to ``stop`` of its dimension ``dim`` (0 or 1). dtype: None keeps the
+        stored one.
 
-        The file is mapped for as long as this takes, so that memory holds what was asked for and no more: with the
-        mapping kept, a rank's resident set grows by every page that it ever read (benchmarks/read_slices.py).
+        Nothing is mapped: a page of a file that shrinks would end the process without a word. Memory holds what was
+        asked for, and a block of whole rows where columns are cut out of them or the dtype or device is another.
         """
-        path = self.folder / info.file
-        self._check_length(path, info)
-        with safe_open(path, framework="pt", device="cpu") as file:
-            part = file.get_slice(info.name)
-            if dim is None:
-                values = part[...] if info.shape else file.get_tensor(info.name)
-            else:
-                values = part[start:stop] if dim == 0 else part[:, start:stop]
-            copied: Tensor = values.to(device, dtype or values.dtype, copy=True)
-        return copied
+        import torch
+
+        shape, stored = list(info.shape), torch_dtype(info.dtype)
+        first = 0
+        if dim is not None:
+            shape[dim] = stop - start
+        if dim == 0:
+            first = start * math.prod(info.shape[1:])
+        values = torch.empty(shape, dtype=dtype or stored, device=device)
+        if dim == 1:
+            self._read_columns(info, values, start, stop)
+        else:
+            self._read_span(info, first, values.view(-1))
+        return values
+
+    def _read_span(self, info: TensorInfo, first: int, values: "Tensor") -> None:
+        """Fill ``values`` [n] with the elements of a tensor from number ``first`` on."""
+        import torch
+
+        stored = torch_dtype(info.dtype)
+        if values.dtype == stored and values.device.type == "cpu":
+            self._fill(info, first, values)
+            return
+        step = max(1, BLOCK_BYTES // stored.itemsize)
+        block = torch.empty(min(step, len(values)), dtype=stored)
+        for begin in range(0, len(values), step):
+            part = block[: len(values) - begin]
+            self._fill(info, first + begin, part)
+            values[begin : begin + len(part)].copy_(part)
+
+    def _read_columns(self, info: TensorInfo, values: "Tensor", start: int, stop: int) -> None:
+        """Fill ``values`` [rows, stop - start, ...]: whole rows are read, a block at a time, and cut."""
+        import torch
+
+        stored = torch_dtype(info.dtype)
+        width = math.prod(info.shape[1:])
+        rows = max(1, BLOCK_BYTES // max(1, width * stored.itemsize))
+        block = torch.empty((min(rows, info.shape[0]), *info.shape[1:]), dtype=stored)
+        for begin in range(0, info.shape[0], rows):
+            part = block[: info.shape[0] - begin]
+            self._fill(info, begin * width, part.view(-1))
+            values[begin : begin + len(part)].copy_(part[:, start:stop])
+
+    def _fill(self, info: TensorInfo, first: int, values: "Tensor") -> None:
+        """Read stored elements into ``values`` [n], on the CPU and contiguous."""
+        import torch
+
+        if not len(values):
+            return
+        raw = memoryview(values.view(torch.uint8).numpy())
+        descriptor, offset = self._open(info.file).fileno(), info.start + first * values.element_size()
+        while raw:
+            count = os.preadv(descriptor, [raw[:READ_AT_ONCE]], offset)
+            if not count:
+                raise _shorter(self.folder / info.file)
+            raw, offset = raw[count:], offset + count
 
     def chunks(self, info: TensorInfo, spans: Sequence[tuple[int, int]], step: int) -> Iterator[memoryview]:
         """The bytes of a file from each span's start to its stop, at most ``step`` at a time.
@@ -94,12 +143,8 @@ class TensorReader:
 
     def _open(self, name: str) -> BufferedReader:
         if name not in self._files:
-            self._files[name] = self._stack.enter_context((self.folder / name).open("rb"))
+            self._files[name] = self._stack.enter_context(open_regular(self.folder / name))
         return self._files[name]
-
-    def _check_length(self, path: Path, info: TensorInfo) -> None:
-        if path.stat().st_size < info.stop:  # a mapped page that is not there would end the process without a word
-            raise _shorter(path)
 
 
 def _shorter(path: Path) -> UserError:
