@@ -21,7 +21,7 @@ from ladderize.runtime.bench.baselines import ParallelLlama
 from ladderize.runtime.bench.document import PARALLEL, BenchDocument, BenchRow
 from ladderize.runtime.bench.environment import environment
 from ladderize.runtime.bench.instrument import PHASES, instrument_model
-from ladderize.runtime.bench.memory_need import check_memory
+from ladderize.runtime.bench.memory_need import check_bench_memory
 from ladderize.runtime.bench.message_check import check_messages
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import BenchPlan
@@ -39,13 +39,13 @@ from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
 TRACED_STEPS = 4
 
 
-def measure(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocument:
+def measure_plan(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocument:
     """One rank's part: check and time the models of ``plan``; reports the document as often as there is more of it.
 
     Raises UserError if a model is not what it should be, or does not fit into memory.
     """
     options = plan.options
-    check_memory(plan.specs, options, group)
+    check_bench_memory(plan.specs, options, group)
     surroundings = environment(group)
     if options.compile:
         torch._dynamo.reset()

@@ -14,7 +14,7 @@ from ladderize.runtime.shards import Shape, virtual_ranks
 from ladderize.runtime.spec import ModelSpec
 
 # A token id in a Python list: its place there, and most often an object of its own.
-ID_BYTES = 36
+TOKEN_ID_BYTES = 36
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def memory_need(specs: Iterable[ModelSpec], options: BenchOptions, device: torch
         cache = max(cache, 2 * shape.layers * batch * shape.own_kv_heads * columns * shape.head_dim * stored)
         heads = shape.own_heads + 2 * shape.own_kv_heads
         token = width * (3 * shape.hidden + 3 * shape.own_inner) + 4 * heads * shape.head_dim
-        prefill = max(prefill, batch * (options.prompt_len * (token + ID_BYTES) + width * shape.vocab))
+        prefill = max(prefill, batch * (options.prompt_len * (token + TOKEN_ID_BYTES) + width * shape.vocab))
     return MemoryNeed(sum(weights.values()), cache, prefill)
 
 
@@ -56,7 +56,7 @@ def weight_bytes(shape: Shape, width: int, *, packed: bool) -> int:
     return width * (shape.layers * layer + tables * shape.own_vocab * shape.hidden)
 
 
-def check_memory(specs: list[ModelSpec], options: BenchOptions, group: Ranks) -> None:
+def check_bench_memory(specs: list[ModelSpec], options: BenchOptions, group: Ranks) -> None:
     """Raise UserError if the ranks of this machine cannot hold the models. All ranks call it.
 
     On a CPU the ranks of a machine share its memory; each GPU has its own.

@@ -14,9 +14,10 @@ def show_bench(document: BenchDocument, console: Console) -> None:
         return
     console.result(_heading(document))
     labels = row_labels(document.rows)
-    for phase, title in zip(PHASES, ("Prefill", "Decode, per step (one token of each row)"), strict=True):
+    emulated = " (emulated)" if document.emulated else ""
+    for phase, title in zip(PHASES, ("Prefill", "Decode, one step"), strict=True):
         lines = [_line(row, label, phase, document) for row, label in zip(document.rows, labels, strict=True)]
-        console.result(f"\n{title}")
+        console.result(f"\n{title}{emulated}")
         console.table(lines, right=[key for key in lines[0] if key != "model"])
     console.result("")
     for line in (*_explanations(document), *_verdict(document)):
@@ -40,30 +41,32 @@ def group_text(document: BenchDocument) -> str:
     return f"{ranks} rank{'s' * (ranks > 1)}, {document.backend}"
 
 
-def waited_text(communication: PhaseCommunication, digits: int) -> str:
-    """What was waited for; a bound where the rounds do not tell it from nothing, ``?`` where they say less than none.
+def waited_text(communication: PhaseCommunication) -> str:
+    """ms waited for; a bound where the rounds do not tell it from nothing, ``?`` where they say less than nothing.
 
     The difference of two medians can come out negative, which no waiting time is.
     """
     low, high = communication.exposed_interval_ms
-    if high <= 0 < communication.alone_ms:
-        return "?"
-    if low <= 0:
-        return f"<{high:.{digits}f}" if high > 0 else f"{0:.{digits}f}"
-    return f"{communication.exposed_ms:.{digits}f}"
-
-
-def hidden_text(communication: PhaseCommunication, digits: int) -> str:
-    """What of the communication ran under compute, to the same rule as ``waited_text``."""
-    low, high = communication.exposed_interval_ms
     if high <= 0:
         return "?"
-    if communication.hidden_ms <= 0:  # it waited longer than the collectives take alone
-        return "none"
+    return f"<{_short(high)}" if low <= 0 else _short(communication.exposed_ms)
+
+
+def hidden_text(communication: PhaseCommunication) -> str:
+    """ms of the communication that ran under compute, to the same rule as ``waited_text``."""
+    low, high = communication.exposed_interval_ms
     if low <= 0:
         least = communication.alone_ms - high
-        return f">{least:.{digits}f}" if least > 0 else "?"
-    return f"{communication.hidden_ms:.{digits}f}"
+        return f">{_short(least)}" if 0 < least < communication.alone_ms else "?"
+    if communication.hidden_ms <= 0:  # it waited longer than the collectives take alone
+        return "none"
+    return _short(communication.hidden_ms)
+
+
+def _short(milliseconds: float) -> str:
+    """Four digits: as many as a measurement has at best."""
+    digits = 3 if milliseconds < 10 else 2 if milliseconds < 100 else 1 if milliseconds < 1000 else 0
+    return f"{milliseconds:.{digits}f}"
 
 
 def _heading(document: BenchDocument) -> str:
@@ -76,35 +79,22 @@ def _heading(document: BenchDocument) -> str:
 
 
 def _line(row: BenchRow, label: str, phase: str, document: BenchDocument) -> dict[str, str]:
-    digits = 2 if phase == "prefill" else 3
-    is_first = row.model == document.rows[0].model
     low, high = row.speedup_interval(phase)
-    line = {
-        "model": label + (" (emulated)" if row.emulated else ""),
-        "batch": str(row.batch_size),
-        "ms": f"{row.total_ms(phase):.{digits}f}",
-    }
+    line = {"model": label, "batch": str(row.batch_size), "ms": _short(row.total_ms(phase))}
     if phase == "decode":
         line["tokens/s"] = f"{row.output_tokens_per_s:.1f}"
     line |= {
-        "speed-up": f"{row.speedup(phase):.3f}x",
-        "95 % interval": "" if is_first else f"{low:.3f}-{high:.3f}",
+        "speed-up": f"{row.speedup(phase):.2f}x",
+        "95 % interval": "" if row.model == document.rows[0].model else f"{low:.2f}-{high:.2f}",
         "waited ms": "",
         "hidden ms": "",
         "comm. alone ms": "",
     }
-    if phase == "decode":
-        line["all- reduces"] = ""
-    if row.communication is not None:
-        communication = row.communication[phase]
-        line["waited ms"] = waited_text(communication, digits)
-        line["comm. alone ms"] = f"{communication.alone_ms:.{digits}f}" if communication.alone_ms else ""
-        if row.overlaps and communication.alone_ms:
-            line["hidden ms"] = hidden_text(communication, digits)
-        if phase == "decode":
-            line["all- reduces"] = str(communication.all_reduces)
-    if phase == "decode" and any(other.overlap is not None for other in document.rows):
-        line["under compute"] = "" if row.overlap is None else f"{row.overlap.share:.0%}"
+    if row.communication is not None and (communication := row.communication[phase]).alone_ms:
+        line["waited ms"] = waited_text(communication)
+        line["comm. alone ms"] = _short(communication.alone_ms)
+        if row.overlaps:
+            line["hidden ms"] = hidden_text(communication)
     return line
 
 
@@ -112,12 +102,34 @@ def _explanations(document: BenchDocument) -> list[str]:
     lines = [
         "speed-up: over the first model; its 95 % interval says how far the rounds disagree.",
         "waited ms: longer than the same model without communication.",
-        "hidden ms: of the communication's own time (comm. alone ms), what did not show. Layouts that overlap only.",
+        "hidden ms: of the communication's own time (comm. alone ms), what did not show; for layouts that overlap.",
+        *_per_model(document),
     ]
-    if any("<" in waited_text(c, 3) for row in document.rows for c in (row.communication or {}).values()):
-        lines.append("<: at most this (95 %); the rounds do not tell it from 0. >: at least this.")
+    if any(c.exposed_interval_ms[0] <= 0 < c.alone_ms for row in document.rows for c in _communications(row)):
+        lines.insert(
+            3, "<, >: at most, at least (95 %), where the rounds do not tell waiting from none; ?: not even that."
+        )
     if any(row.is_random for row in document.rows):
         lines.append("Weights are random: these are times only.")
+    return lines
+
+
+def _communications(row: BenchRow) -> list[PhaseCommunication]:
+    return list((row.communication or {}).values())
+
+
+def _per_model(document: BenchDocument) -> list[str]:
+    """What has one figure for each model: the number of all-reduces, and what traces show."""
+    counts, shares = {}, []
+    for row, label in zip(document.rows, row_labels(document.rows), strict=True):
+        if row.communication is not None:
+            counts[label] = str(row.communication["decode"].all_reduces)
+        if row.overlap is not None:
+            shares.append(f"{label} {row.overlap.share:.0%} (batch {row.batch_size})")
+    counted = ", ".join(f"{label} {count}" for label, count in counts.items())
+    lines = [f"All-reduces of the layers in one pass: {counted}."]
+    if shares:
+        lines.append(f"Of the communication, under compute in the traces: {', '.join(shares)}.")
     return lines
 
 
@@ -126,14 +138,12 @@ def _verdict(document: BenchDocument) -> list[str]:
     lines = []
     checked = {row.model: label for row, label in zip(document.rows, row_labels(document.rows), strict=True)}
     for model, check in document.checks.items():
+        equal = "all" if check.equal_greedy_tokens == check.greedy_tokens else f"{check.equal_greedy_tokens} of"
+        as_good = "" if equal == "all" else ", the others as good"
         lines.append(
-            f"Reference check of {checked.get(model, model)}: passed. The largest logit difference to transformers in"
-            f" float32 is {check.logit_difference:.2g} (tolerance {check.tolerance:.2g});"
-            f" {check.equal_greedy_tokens} of {check.greedy_tokens} tokens are equal, the others as good."
-            if check.equal_greedy_tokens < check.greedy_tokens
-            else f"Reference check of {checked.get(model, model)}: passed. The largest logit difference to transformers"
-            f" in float32 is {check.logit_difference:.2g} (tolerance {check.tolerance:.2g}); all"
-            f" {check.greedy_tokens} tokens are equal."
+            f"Reference check of {checked.get(model, model)}: passed. Largest logit difference to transformers in"
+            f" float32 {check.logit_difference:.2g} (tolerance {check.tolerance:.2g}); {equal} {check.greedy_tokens}"
+            f" tokens equal{as_good}."
         )
     unchecked = sorted({row.model for row in document.rows if row.is_model and not (row.is_random or row.checked)})
     if unchecked:
@@ -154,7 +164,7 @@ def _warnings(document: BenchDocument, labels: Sequence[str]) -> list[str]:
             low, high = row.speedup_interval(phase)
             if low <= 1 <= high and row.model != document.rows[0].model:
                 doubtful.append(what)
-            if row.communication is not None and waited_text(row.communication[phase], 3) == "?":
+            if row.communication is not None and _is_impossible(row.communication[phase]):
                 impossible.append(what)
     if doubtful:
         found.append(
@@ -167,6 +177,10 @@ def _warnings(document: BenchDocument, labels: Sequence[str]) -> list[str]:
             f" {', '.join(impossible)}; other programs ran, perhaps"
         )
     return found
+
+
+def _is_impossible(communication: PhaseCommunication) -> bool:
+    return communication.alone_ms > 0 and waited_text(communication) == "?"
 
 
 def _range(sizes: list[int]) -> str:

@@ -8,7 +8,7 @@ from ladderize.files.documents import check_writable, write_json
 from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import already_started
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.runtime.bench.measure import measure
+from ladderize.runtime.bench.measure import measure_plan
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.plan import plan_bench
 from ladderize.runtime.bench.plot import plot_bench
@@ -42,7 +42,7 @@ def run_bench(
         console.note(f"starting {options.tp_size} ranks")
     try:
         document: BenchDocument = run(
-            measure,
+            measure_plan,
             plan,
             console,
             tp_size=options.tp_size,

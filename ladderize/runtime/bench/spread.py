@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-RESAMPLES = 2000
+DRAWN_ROUNDS = 2000
 LEVEL = (2.5, 97.5)  # percentiles
 
 
@@ -35,7 +35,7 @@ def _drawn_medians(*series: Sequence[float]) -> "np.ndarray[Any, Any]":
     """[series, resamples]: the median of each series in each resample of the rounds."""
     values = np.asarray(series, dtype=float)
     # always the same draws, so that the same samples give the same interval
-    rounds = np.random.default_rng(0).integers(0, values.shape[1], (RESAMPLES, values.shape[1]))
+    rounds = np.random.default_rng(0).integers(0, values.shape[1], (DRAWN_ROUNDS, values.shape[1]))
     medians: np.ndarray[Any, Any] = np.median(values[:, rounds], axis=-1)
     return medians
 
