@@ -155,8 +155,12 @@ def test_an_interrupted_swap_is_completed_before_out_is_looked_at(llama, tmp_pat
     convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all"), verify=False)
     kill_at("output._exchange", llama, tmp_path / "out", tmp_path)
     assert "out" not in listing(tmp_path)
-    outcome = invoke("convert", llama, tmp_path / "out", "--ladder", "2:")
+    outcome = invoke("convert", llama, tmp_path / "out", "--ladder", "3:")
     assert "is not empty" in one_sentence(outcome)
+    outcome = invoke("convert", llama, tmp_path / "out", "--ladder", "2:")  # that is what the interrupted run made
+    assert outcome.code == 0
+    assert "is complete: this command wrote it in an earlier run" in outcome.stderr
+    assert listing(tmp_path) == ["out", "src"]
     load(tmp_path / "out")
 
 

@@ -1,6 +1,7 @@
 """A run that is killed after its output appeared: the same command finds the output, tidies up, and exits 0."""
 
 import json
+import shutil
 import signal
 import sys
 
@@ -28,6 +29,9 @@ main()
 """
 BEFORE_TIDYING = "ladderize.files.work:WorkFolder.remove"
 COMPLETE = "is complete: this command wrote it in an earlier run"
+
+
+BEFORE_THE_END = "ladderize.console:Console.document"
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +91,46 @@ def test_killed_after_the_output_appeared(place, tmp_path, name):
         assert listing(tmp_path) == ["out"]
     assert json.loads(invoke(*arguments, "--json").stdout)["out"] == str(out)
     assert "is not empty" in one_sentence(invoke(*arguments, "--seed", 1))  # another command
+
+
+@pytest.mark.parametrize("name", ["convert", "merge", "corpus"])
+def test_killed_before_it_says_so(place, tmp_path, name):
+    """These have no work left when the output is there, and may be killed all the same."""
+    warm.warm_python().preload("accelerate", "datasets", "peft")
+    adapter, out = tmp_path / "adapter", tmp_path / "out"
+    if name == "merge":
+        assert invoke(*command("lora", place, adapter)).code == 0
+    arguments = {
+        "convert": ["convert", place / "dense", out, "--ladder", "1:"],
+        "merge": ["merge", adapter, out],
+        "corpus": ["generate", place / "dense", "--from-bos", "--num-samples", 4, "--max-new-tokens", 4, "--out"],
+    }[name]
+    if name == "corpus":
+        arguments.append(out := tmp_path / "out.jsonl")
+    kill(BEFORE_TIDYING if name == "corpus" else BEFORE_THE_END, *arguments)
+    before = out.read_bytes() if name == "corpus" else fingerprint(out)
+    outcome = invoke(*arguments)
+    assert outcome.code == 0, outcome.stderr
+    assert (out.read_bytes() if name == "corpus" else fingerprint(out)) == before
+    assert listing(tmp_path) == sorted({out.name, *(["adapter"] if name == "merge" else [])})
+    if name == "corpus":
+        return
+    assert COMPLETE in outcome.stderr
+    assert "1 there already" in outcome.stdout
+    assert f"wrote {out}" in outcome.stdout
+    assert json.loads(invoke(*arguments, "--json").stdout)["out"] == str(out)
+
+
+def test_another_conversion_does_not_count_as_this_one(place, tmp_path):
+    shutil.copytree(place / "dense", tmp_path / "src")
+    arguments = ["convert", tmp_path / "src", tmp_path / "out", "--no-verify", "--ladder"]
+    assert invoke(*arguments, "1:").code == 0
+    assert "is not empty" in one_sentence(invoke(*arguments, "2:"))
+    assert invoke(*arguments, "1:").code == 0
+    (tmp_path / "src" / "tokenizer.json").write_text("{}")
+    assert "is not empty" in one_sentence(invoke(*arguments, "1:"))
+    (tmp_path / "src" / "tokenizer.json").unlink()
+    other = save_llama(tmp_path / "other", seed=1)
+    shutil.copyfile(other / "model.safetensors", tmp_path / "src" / "new")
+    (tmp_path / "src" / "new").replace(tmp_path / "src" / "model.safetensors")
+    assert "is not empty" in one_sentence(invoke(*arguments, "1:"))

@@ -1,6 +1,8 @@
 """checkpoint -> checkpoint: plan, validate, write, verify, rename into place."""
 
 import dataclasses
+import filecmp
+import functools
 import hashlib
 import json
 import re
@@ -13,6 +15,7 @@ from typing import Any
 import yaml
 
 from ladderize import __version__
+from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import INDEX, WEIGHTS, header_sha256
 from ladderize.console import SCHEMA_VERSION, SILENT, Console, UserError, human_bytes, sentence
 from ladderize.convert.card import MARK, make_card
@@ -26,6 +29,8 @@ from ladderize.files import output
 from ladderize.files.regular import resolved
 from ladderize.layout import CONFIG_KEYS, Layout
 
+RECORD = "ladderize.yaml"
+THERE = "there already"  # how weight files came to an output that an earlier run has written
 REMOTE_CODE = Path(__file__).parent / "remote_code"
 AUTO_MAP = {
     "AutoConfig": "configuration_ladderized_llama.LadderizedLlamaConfig",
@@ -76,7 +81,12 @@ def make_record(plan: Plan) -> dict[str, Any]:
         "ladderize_version": __version__,
         "layout": str(plan.after),
         "recipe": full_recipe(plan).to_dict(),
-        "source": {"name": plan.source_name, "layout": str(plan.before), "files": hashes},
+        "source": {
+            "name": plan.source_name,
+            "layout": str(plan.before),
+            "fingerprint": fingerprint(plan.source),
+            "files": hashes,
+        },
     }
     if plan.selection is not None:
         record["selection"] = plan.selection.to_dict()
@@ -85,6 +95,27 @@ def make_record(plan: Plan) -> dict[str, Any]:
     if clash := record.keys() & plan.changes.record.keys():
         raise ValueError(f"ladderize.yaml has its own {min(clash)}; name the additional key otherwise")
     return record | dict(plan.changes.record)
+
+
+def record_text(plan: Plan) -> str:
+    """ladderize.yaml."""
+    return yaml.safe_dump(make_record(plan), sort_keys=False, allow_unicode=True)
+
+
+def is_written(plan: Plan) -> bool:
+    """Whether OUT is what this plan makes: a run may be killed after its output appeared.
+
+    The record has hashes of the source's configuration and a fingerprint of its weights; other files are compared.
+    """
+    record, source = plan.out / RECORD, plan.source.folder
+    if not record.is_file() or not all((plan.out / name).is_file() for name in plan.weight_files):
+        return False
+    if record.read_text(encoding="utf-8", errors="replace") != record_text(plan):
+        return False
+    return all(
+        (plan.out / path).is_file() and filecmp.cmp(source / path, plan.out / path, shallow=False)
+        for path in plan.carried
+    )
 
 
 def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None]) -> Counter[str]:
@@ -111,8 +142,7 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
     if not plan.after.is_dense:
         for code in sorted(REMOTE_CODE.glob("*_ladderized_llama.py")):
             shutil.copyfile(code, folder / code.name)
-    record = yaml.safe_dump(make_record(plan), sort_keys=False, allow_unicode=True)
-    (folder / "ladderize.yaml").write_text(record, encoding="utf-8")
+    (folder / RECORD).write_text(record_text(plan), encoding="utf-8")
     card = ""
     if (path := source_card(source)) is not None:
         shutil.copyfile(path, folder / "README.source.md")
@@ -161,14 +191,21 @@ def convert_checkpoint(
 
     The output appears whole or not at all, and ``src`` is never touched. Weight files that do not change are
     hard-linked where possible; ``copy=True`` copies them. Raises UserError, LayoutError or OSError, each with a message
-    for the user.
+    for the user. Where ``out`` is what the same conversion has made before, nothing is done.
 
     changes: what changes besides the layout. check: is given the finished folder before it appears as ``out``; if it
     raises, nothing appears. The report's ``checked`` is what it returns.
     """
     if not dry_run:
         output.complete_journal(resolved(out, "OUT "))
-    plan = make_plan(str(src), Path(out), recipe, revision=revision, overwrite=overwrite, changes=changes or Changes())
+    make = functools.partial(make_plan, str(src), Path(out), recipe, revision=revision, changes=changes or Changes())
+    if changes is None and not overwrite and (resolved(out) / RECORD).is_file():
+        plan = make(overwrite=True)  # as if OUT might be replaced: it is only looked at
+        if is_written(plan):
+            console.note(f"{plan.out} is complete: this command wrote it in an earlier run")
+            output.clean_up(plan.out)
+            return dataclasses.replace(report_of(plan), written=True, weights={THERE: len(plan.shards)})
+    plan = make(overwrite=overwrite)
     report = report_of(plan)
     if dry_run:
         return report

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import yaml
 from torch import Tensor
 
 from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
@@ -17,11 +18,11 @@ from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.dtypes import torch_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
-from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.reading import Checkpoint, read_checkpoint
 from ladderize.checkpoint.tensors import TensorReader, locate_tensors, write_tensors
 from ladderize.console import SILENT, Console, UserError, human_bytes
 from ladderize.convert.changes import Changes
-from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.pipeline import RECORD, THERE, convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import Verification
 from ladderize.data import file_sha256
@@ -92,10 +93,8 @@ def merge(
     out = resolved(out, "OUT ")
     output.complete_journal(out)
     source = read_adapter(Path(adapter))
-    output.check_target(out, source.folder, overwrite=overwrite)
     name, revision = base_of(source, base, revision)
     checkpoint = open_checkpoint(name, revision)
-    output.check_target(out, checkpoint.folder, overwrite=overwrite)
     layout = Layout.from_config(checkpoint.config)
     found = fingerprint(checkpoint)
     check_base_is(source, name, layout, found)
@@ -104,14 +103,88 @@ def merge(
         console.note(
             f"Note: {source.folder} has no {ADAPTATION}, so what it was trained on is unknown; its shapes fit {name}"
         )
-    check_merge_space(source, checkpoint, out)
-    merged = {f"{module}.weight" for module in source.modules}
+    if not overwrite and is_merged(out, name, merge_record(source, found)):
+        console.note(f"{out} is complete: this command wrote it in an earlier run")
+        output.clean_up(out)
+        weights = weights_of(source, checkpoint, out, console)
+    else:
+        for folder in (source.folder, checkpoint.folder):
+            output.check_target(out, folder, overwrite=overwrite)
+        check_merge_space(source, checkpoint, out)
+        weights = write_merged_checkpoint(
+            source,
+            checkpoint,
+            out,
+            name,
+            found,
+            revision=revision,
+            overwrite=overwrite,
+            verify=verify,
+            console=console,
+        )
+    return MergeReport(
+        adapter=str(source.folder),
+        base=name,
+        out=str(out),
+        layout=str(layout),
+        **layout.to_config(),
+        fingerprint=found,
+        layers=source.layers,
+        merged_tensors=sorted(merged_names(source)),
+        **weights,
+    )
+
+
+def merged_names(adapter: Adapter) -> set[str]:
+    """The base's tensors that the adapter changes."""
+    return {f"{module}.weight" for module in adapter.modules}
+
+
+def is_merged(out: Path, base: str, record: Mapping[str, Any]) -> bool:
+    """Whether ``out`` says that this adapter was merged into this base: a run may be killed after OUT appeared."""
+    path = out / RECORD
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("source"), dict):
+        return False
+    return found["source"].get("name") == base and found.get("merged_adapter") == record
+
+
+def weights_of(adapter: Adapter, base: Checkpoint, out: Path, console: Console) -> dict[str, Any]:
+    """What the report says of the weights of a merged checkpoint that is there; its logits are compared again."""
+    tensors, merged = read_checkpoint(out).tensors, merged_names(adapter)
+    files = sorted({info.file for info in tensors.values()})
+    return {
+        **check_merged(adapter, base, out, console).to_dict(),
+        "weight_bytes": sum(info.nbytes for info in tensors.values()),
+        "weight_files": files,
+        "weight_files_rewritten": sorted({tensors[name].file for name in merged if name in tensors}),
+        "weights": {THERE: len(files)},
+        "verified": None,
+    }
+
+
+def write_merged_checkpoint(
+    adapter: Adapter,
+    base: Checkpoint,
+    out: Path,
+    name: str,
+    found: str,
+    *,
+    revision: str | None,
+    overwrite: bool,
+    verify: bool,
+    console: Console,
+) -> dict[str, Any]:
+    """Merge and write; returns what the report says of the weights. name, found: the base's, and its fingerprint."""
     with output.scratch_folder(out) as scratch:
         file = scratch / "merged.safetensors"
         with console.progress(
-            "merging", sum(checkpoint.tensors[name].nbytes for name in merged), is_bytes=True
+            "merging", sum(base.tensors[name].nbytes for name in merged_names(adapter)), is_bytes=True
         ) as advance:
-            write_merged(source, checkpoint, file, advance)
+            write_merged(adapter, base, file, advance)
         report = convert_checkpoint(
             name,
             out,
@@ -121,30 +194,22 @@ def merge(
             verify=verify,
             changes=Changes(
                 replace=locate_tensors(file),
-                record={"merged_adapter": merge_record(source, found)},
-                extra_files=carried(source),
-                note=note_of(source),
+                record={"merged_adapter": merge_record(adapter, found)},
+                extra_files=carried(adapter),
+                note=note_of(adapter),
             ),
             console=console,
-            check=lambda folder: check_merged(source, checkpoint, folder, console).to_dict(),
+            check=lambda folder: check_merged(adapter, base, folder, console).to_dict(),
         )
     assert report.weights is not None  # since it was written
-    return MergeReport(
-        adapter=str(source.folder),
-        base=name,
-        out=str(out),
-        layout=str(layout),
-        **layout.to_config(),
-        fingerprint=found,
-        layers=source.layers,
-        merged_tensors=sorted(merged),
+    return {
         **(report.checked or {}),
-        weight_bytes=report.weight_bytes,
-        weight_files=report.weight_files,
-        weight_files_rewritten=report.weight_files_rewritten,
-        weights=report.weights,
-        verified=report.verified,
-    )
+        "weight_bytes": report.weight_bytes,
+        "weight_files": report.weight_files,
+        "weight_files_rewritten": report.weight_files_rewritten,
+        "weights": report.weights,
+        "verified": report.verified,
+    }
 
 
 def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[str, str | None]:
