@@ -2,10 +2,12 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 import ladderize
@@ -38,6 +40,32 @@ def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monk
     assert "was not applied; go on from step 2, which is saved in" in message
     assert adapt(place, tmp_path / "out", "--save-every", 2).code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
+def test_a_state_that_is_damaged(place, tmp_path, monkeypatch):
+    """Tensors of another shape, none at all, JSON without end: the state and what to do are named."""
+
+    def losses(self, batch, original=Engine.losses):
+        stop = self.student.training and (tmp_path / "out.ladderize-work" / "step-00000002").is_dir()
+        return original(self, batch) * (math.nan if stop else 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "losses", losses)
+        assert "is nan" in one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
+    state = tmp_path / "out.ladderize-work" / "step-00000002"
+    optimizer = load_file(state / "optimizer.safetensors")
+    name = min(optimizer)
+    damage = {
+        r"optimizer.safetensors: exp_avg.* has shape \[3\] instead of": lambda: save_file(
+            optimizer | {name: torch.zeros(3)}, state / "optimizer.safetensors"
+        ),
+        "optimizer.safetensors is truncated": lambda: (state / "optimizer.safetensors").write_bytes(b"x"),
+        "nested deeper than": lambda: (state / "state.json").write_text("[" * 9999),
+    }
+    for message, harm in damage.items():
+        harm()
+        said = one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
+        assert re.search(f"{state} is damaged .*{message}", said), said
 
 
 def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):

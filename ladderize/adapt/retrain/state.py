@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ladderize.adapt.data.place import StreamPlace
@@ -19,7 +18,8 @@ from ladderize.adapt.retrain.adaptation import Settings
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.adapt.retrain.sharding import assign, whole
-from ladderize.checkpoint.tensors import infos_of, write_tensors
+from ladderize.checkpoint.reading import TensorInfo, read_header
+from ladderize.checkpoint.tensors import TensorReader, infos_of, write_tensors
 from ladderize.console import UserError, sentence, to_json
 from ladderize.files.documents import read_json
 from ladderize.files.locks import fsync
@@ -163,10 +163,10 @@ class TrainingFolder(WorkFolder):
             if progress.stream is None or progress.settings is None or path != self.state_path(progress.step):
                 raise UserError(f"{STATE} does not belong to this step")
             load_trained(path, parameters)
-            with safe_open(path / STATE_OPTIMIZER, framework="pt") as file:
-                names = set(file.keys())
+            infos = read_header(path, STATE_OPTIMIZER)
+            with TensorReader(path) as reader:
                 for name, parameter in parameters.items():
-                    if f"{MOMENTS[0]}/{name}" not in names:
+                    if f"{MOMENTS[0]}/{name}" not in infos:
                         continue
                     device = parameter.device if engine.optimizer.defaults["fused"] else "cpu"
                     moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
@@ -175,8 +175,8 @@ class TrainingFolder(WorkFolder):
                         **moments,
                     }
                     for moment, tensor in moments.items():
-                        assign(tensor, file.get_tensor(f"{moment}/{name}"))
-        except (SafetensorError, OSError, ValueError, KeyError, UserError) as error:
+                        _restore(tensor, infos[f"{moment}/{name}"], reader)
+        except (OSError, ValueError, KeyError, UserError) as error:
             raise UserError(
                 f"{path} is damaged ({sentence(error)}); delete it to resume from the state before it"
             ) from None
@@ -191,9 +191,16 @@ class TrainingFolder(WorkFolder):
 
 def load_trained(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
     """The trained parameters of a state, one at a time."""
-    with safe_open(path / STATE_WEIGHTS, framework="pt") as file:
+    infos = read_header(path, STATE_WEIGHTS)
+    with TensorReader(path) as reader:
         for name, parameter in parameters.items():
-            assign(parameter, file.get_tensor(name))
+            _restore(parameter, infos[name], reader)
+
+
+def _restore(tensor: Tensor, info: TensorInfo, reader: TensorReader) -> None:
+    if info.shape != tuple(tensor.shape):
+        raise UserError(f"{info.file}: {info.name} has shape {list(info.shape)} instead of {list(tensor.shape)}")
+    assign(tensor, reader.read(info))
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], main: bool) -> None:
