@@ -70,7 +70,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 DAMAGE = {
     "empty folder": (lambda s: [p.unlink() for p in s.iterdir()], "is empty"),
     "no config": (lambda s: (s / "config.json").unlink(), "no config.json"),
-    "config is no JSON": (lambda s: (s / "config.json").write_text("{"), "not valid JSON"),
+    "config is not JSON": (lambda s: (s / "config.json").write_text("{"), "not valid JSON"),
     "config is a list": (lambda s: (s / "config.json").write_text("[]"), "holds a list"),
     "NaN in config": (lambda s: edit_json(s / "config.json", rms_norm_eps=float("nan")), "holds NaN"),
     "infinite number": (lambda s: replace_text(s / "config.json", "1e-06", "1e999"), "rms_norm_eps is inf"),

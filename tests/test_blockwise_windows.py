@@ -99,8 +99,8 @@ def test_rows_of_ids_are_windows_and_passages_are_none(tmp_path, checkpoint):
 
 def test_a_bad_row_is_named_without_an_option_that_is_not_there(tmp_path, checkpoint):
     for line, problem in (
-        ("{", "is no JSON"),
-        ('{"text": 1}', "its text is no string"),
+        ("{", "is not JSON"),
+        ('{"text": 1}', "its text is not a string"),
         ('{"input_ids": [5]}', "1 tok"),
     ):
         (tmp_path / "a.jsonl").write_text(json.dumps({"text": "fine"}) + "\n" + line)

@@ -230,14 +230,14 @@ def test_a_second_run_does_not_touch_the_firsts_work(model, unfinished):
     before = listing(out.parent)
     with CorpusFile(out, about, 10, eos=(), overwrite=False) as file:
         assert file.samples == 8
-        assert "another run is at work in" in failure(command(model, out))
+        assert "another run is using" in failure(command(model, out))
     assert listing(out.parent) == before
 
 
 def test_a_finished_file_is_replaced_only_if_asked_for(model, tmp_path):
     out = tmp_path / "self.jsonl"
     out.write_text("precious")
-    assert "is there already; choose another name, or pass --overwrite" in failure(command(model, out))
+    assert "already exists; choose another name, or pass --overwrite" in failure(command(model, out))
     assert out.read_text() == "precious"
     assert invoke(*command(model, out), "--overwrite").code == 0
     assert len(ids_of(out.read_bytes())) == 10

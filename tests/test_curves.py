@@ -67,9 +67,9 @@ def test_points_are_smoothed():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is no folder; name the output of adapt or spd"),
+        (None, "is not a folder; name the output of adapt or spd"),
         ({}, "has no metrics.jsonl, and no distillation.json or spd.json"),
-        ({"metrics.jsonl": "x\n"}, "line 1 is no JSON"),
+        ({"metrics.jsonl": "x\n"}, "line 1 is not JSON"),
         ({"metrics.jsonl": '{"step": "x"}\n'}, "step is 'x', but must be of type int"),
         ({"spd.json": '{"schema_version": 1, "blocks": [{"distillation": null}]}'}, "has no metrics.jsonl"),
     ],

@@ -352,7 +352,7 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
         (["--lr", "0"], 2, "--lr must be above 0"),
         (["--lr", "nan"], 2, "--lr must be above 0"),
         (["--max-memory", "much"], 2, "--max-memory: 'much' is not a size"),
-        (["--dtype", "float16"], 2, "too narrow to train in"),
+        (["--dtype", "float16"], 2, "too small a range for training"),
         (["--method", "magic"], 2, "'magic' is not one of"),
         (["--lr", "1e300"], 2, "at most 1000"),
         (["--data", "another.npy"], 2, "--method blocks reads one --data file"),
@@ -392,7 +392,7 @@ def test_work_of_another_run_is_not_mixed_in(tmp_path):
         assert work.has(0, lambda: "this key")
         assert not work.has(0, lambda: "another")
         assert not work.has(1, lambda: pytest.fail("nothing to compare with"))
-        with pytest.raises(UserError, match="another run is at work"):
+        with pytest.raises(UserError, match="another run is using"):
             BlockFolder(folder, {"a": 1, "b": [2, 3]})
         BlockFolder(folder, {}, main=False)  # another rank of the same run
     with BlockFolder(folder, {"a": 1, "b": [2, 3]}) as work:

@@ -114,7 +114,7 @@ def test_options_that_fit_no_model(values, message):
 
 def test_options_that_do_not_fit_this_model():
     with pytest.raises(
-        UserError, match="--lora-rank 17 is more than k_proj has itself.*at most 16, or leave k_proj out"
+        UserError, match="--lora-rank 17 is larger than the smaller side of k_proj.*at most 16, or leave k_proj out"
     ):
         lora_config(SHAPE, [0], LoraOptions(rank=17))
     assert lora_config(SHAPE, [0], LoraOptions(rank=17, targets=("q_proj",))).lora_alpha == 34

@@ -282,7 +282,7 @@ def test_a_killed_command_goes_on_and_nobody_works_beside_it(llama, ids, tmp_pat
     assert len(json.loads((folder / "table.json").read_text())["nll"]) == 6
     assert "holds a measurement with another mode" in one_sentence(invoke(*command, "--out", out, "--mode", "each"))
     with sensitivity.SensitivityFolder(folder, {}):
-        assert "another run is at work in" in one_sentence(invoke(*command, "--out", out))
+        assert "another run is using" in one_sentence(invoke(*command, "--out", out))
     resumed = invoke(*command, "--out", out)
     assert "resuming after 6 of 12 windows" in resumed.stderr
     assert json.loads(out.read_text()) == json.loads((tmp_path / "whole.json").read_text())

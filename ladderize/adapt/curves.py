@@ -54,7 +54,7 @@ def read_curves(folder: Path) -> Curves:
     """The curves of what was trained in, or written to, a folder. Raises UserError where there are none."""
     folder = folder.expanduser()
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder; name the output of adapt or spd, or unfinished work")
+        raise UserError(f"{folder} is not a folder; name the output of adapt or spd, or unfinished work")
     if (folder / METRICS).is_file():
         return _retraining(folder)
     for name, key in BLOCKS_OF.items():
@@ -79,7 +79,7 @@ def _retraining(folder: Path) -> Curves:
         try:
             lines.append(_Metrics.from_dict(json.loads(text), f"{path}, line {number}"))
         except (ValueError, RecursionError):
-            raise UserError(f"{path}, line {number} is no JSON; is the file damaged?") from None
+            raise UserError(f"{path}, line {number} is not JSON; the file may be damaged") from None
     return Curves(
         _name(folder),
         label=_label(folder),

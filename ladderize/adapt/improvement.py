@@ -33,5 +33,5 @@ def check_improved(before: float, after: float, *, work: Path) -> None:
 def target_text(before: float, after: float, dense: float) -> str:
     """The dense model's perplexity as the target, and the share won back, for people."""
     share = share_won_back(before, after, dense)
-    won = f": {share:.0%} of the loss won back" if share is not None else ""
+    won = f": {share:.0%} of the loss recovered" if share is not None else ""
     return f"dense model (target) {dense:.4f}{won}"

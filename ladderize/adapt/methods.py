@@ -19,6 +19,6 @@ MAX_LR = 1e3
 def check_training(dtype: Dtype, lr: float | None) -> None:
     """Raise UsageError for a dtype or a learning rate that nothing is trained with."""
     if dtype == "float16":
-        raise UsageError("--dtype float16 is too narrow to train in; take bfloat16 or float32")
+        raise UsageError("--dtype float16 has too small a range for training; use bfloat16 or float32")
     if lr is not None and not 0 < lr <= MAX_LR:
         raise UsageError(f"--lr must be above 0 and at most {MAX_LR:g}, not {lr:g}")

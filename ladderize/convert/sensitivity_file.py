@@ -121,7 +121,7 @@ def read_sensitivity(path: Path, kind: str = SPD) -> SensitivityDocument:
             f" `ladderize sensitivity --mode {kind}`, or select with --{kind_of(mode)} auto"
         )
     if content.get("complete") is not True:
-        raise UserError(f"{path} is not complete; run `ladderize sensitivity` again, it goes on where it was stopped")
+        raise UserError(f"{path} is not complete; run `ladderize sensitivity` again to resume it")
     document = SensitivityDocument.from_dict(content, path)
     if kind == SPD and (document.sync_tp_size is None or document.sync_tp_size < 1):
         raise UserError(f"{path}: sync_tp_size is {document.sync_tp_size}, but must be a positive integer")

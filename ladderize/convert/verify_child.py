@@ -45,7 +45,7 @@ def load_as_a_stranger() -> None:
         with torch.inference_mode():
             logits = model(torch.arange(4)[None] % config.vocab_size).logits
         if not torch.isfinite(logits).all():
-            sys.exit("a forward pass of the written checkpoint gives NaN or infinity; are the source's weights sound?")
+            sys.exit("a forward pass of the written checkpoint gives NaN or infinity; check the source's weights")
         result["forward"] = "finite"
     print(json.dumps(result))
 

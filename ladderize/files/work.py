@@ -61,7 +61,7 @@ class WorkFolder:
                 self.lock = lock_folder(folder)
             except BlockingIOError:
                 raise UserError(
-                    f"another run is at work in {folder}; wait for it, or choose another {self.OPTION}"
+                    f"another run is using {folder}; wait for it, or choose another {self.OPTION}"
                 ) from None
         self.about = read_own(folder / ABOUT)
         self.begun = not self.about

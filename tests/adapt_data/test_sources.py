@@ -84,7 +84,7 @@ def test_bad_lines_are_named_or_skipped_and_counted(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_bytes("\r\n".join(lines).encode() + b'\n{"text": "\xff"}\n')
     name = str(tmp_path / "a.jsonl")
     with pytest.raises(
-        UserError, match=r"a\.jsonl, line 3: is no JSON \(.*\); mend it, or leave such rows out with --skip-bad-rows"
+        UserError, match=r"a\.jsonl, line 3: is not JSON \(.*\); repair it, or skip such rows with --skip-bad-rows"
     ):
         stream(name, tokenizer)
     # the empty text of line 6 is seen only when it is tokenised
@@ -94,7 +94,7 @@ def test_bad_lines_are_named_or_skipped_and_counted(tmp_path, tokenizer):
     assert {where.rpartition(" ")[2] for where in origins(rows)} == {"1", "4", "7", "9"}
     assert counts.skipped_rows == 5
     assert len(counts.skipped_first) == 5
-    assert "line 10: is no JSON (it is not UTF-8" in counts.skipped_first[3]
+    assert "line 10: is not JSON (it is not UTF-8" in counts.skipped_first[3]
     assert "line 6: gives 0 tokens" in counts.skipped_first[4]
     bad = BadRows()
     fixed = fixed_rows(parse_specs([name]), Encodes(tokenizer), options(skip_bad_rows=True), bad=bad)
@@ -105,7 +105,7 @@ def test_bad_lines_are_named_or_skipped_and_counted(tmp_path, tokenizer):
             UserError, match="gives no example to train on .3 bad rows, .*b.jsonl, line [123]: gives 1 tokens"
         ):
             next(opened)
-    with pytest.raises(UserError, match=r"b\.jsonl, line [123]: gives 1 tokens, .*; mend it, or leave"):
+    with pytest.raises(UserError, match=r"b\.jsonl, line [123]: gives 1 tokens, .*; repair it, or skip"):
         stream(str(tmp_path / "b.jsonl"), None)
 
 
@@ -118,7 +118,7 @@ def test_files_without_rows(tmp_path, tokenizer):
         with pytest.raises(UserError, match=f"a.{suffix} holds no rows"):
             stream(str(tmp_path / f"a.{suffix}"), tokenizer)
     (tmp_path / "b.jsonl").write_text("x\n")
-    with pytest.raises(UserError, match="holds no rows besides 1 bad ones, first .*line 1: is no JSON"):
+    with pytest.raises(UserError, match="holds no rows besides 1 bad ones, first .*line 1: is not JSON"):
         stream(str(tmp_path / "b.jsonl"), tokenizer, skip_bad_rows=True)
 
 

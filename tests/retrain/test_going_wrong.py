@@ -37,7 +37,7 @@ def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monk
         message = one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
     assert "the loss of step 3 is nan; step 3, of " in message
     assert "ids.npy, row" in message
-    assert "was not applied; go on from step 2, which is saved in" in message
+    assert "was not applied; resume from step 2, which is saved in" in message
     assert adapt(place, tmp_path / "out", "--save-every", 2).code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
 

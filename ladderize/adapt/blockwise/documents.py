@@ -98,7 +98,7 @@ class Distillation(Record):
 
     @property
     def target(self) -> str:
-        """The dense model's perplexity and the share of the loss won back, in words."""
+        """The dense model's perplexity and the share of the loss recovered, in words."""
         values = [self.heldout_perplexity[name].perplexity for name in ("before", "distilled", "dense")]
         return target_text(*values)
 

@@ -27,7 +27,7 @@ class BadRow(UserError):
 
     def unskipped(self) -> "BadRow":
         """The same with what to do about it, where such rows are not skipped."""
-        return BadRow(f"{self}; mend it, or leave such rows out with --skip-bad-rows")
+        return BadRow(f"{self}; repair it, or skip such rows with --skip-bad-rows")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def check_row(row: Row) -> str:
     elif name in ("messages", "conversations"):
         read_messages(row, name)
     elif wrong := [column for column in COLUMNS[name] if not isinstance(row.values[column], str)]:
-        raise BadRow(f"{row.origin}: its {wrong[0]} is no string")
+        raise BadRow(f"{row.origin}: its {wrong[0]} is not a string")
     return name
 
 

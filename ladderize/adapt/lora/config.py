@@ -87,8 +87,8 @@ def lora_config(config: Mapping[str, Any], layers: Sequence[int], options: LoraO
     narrowest = min(sizes, key=lambda name: sizes[name])
     if options.rank > sizes[narrowest]:
         raise UserError(
-            f"--lora-rank {options.rank} is more than {narrowest} has itself, the smaller side of which is"
-            f" {sizes[narrowest]}; take at most {sizes[narrowest]}, or leave {narrowest} out"
+            f"--lora-rank {options.rank} is larger than the smaller side of {narrowest},"
+            f" {sizes[narrowest]}; give at most {sizes[narrowest]}, or leave {narrowest} out"
         )
     # PEFT has no default targets for our model type, and without layers_pattern would take any number in a name for a
     # layer

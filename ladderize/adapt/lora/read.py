@@ -103,8 +103,8 @@ def read_adapter(folder: Path) -> Adapter:
         pickles = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(PICKLES))
         if pickles:
             raise UserError(
-                f"{folder} has its weights as pickle only ({pickles[0]}), which can run code when opened and is not"
-                " read here; write them anew with PEFT's save_pretrained(safe_serialization=True)"
+                f"{folder} has pickle weights only ({pickles[0]}), which can run code when opened and is not"
+                " read here; save them again with PEFT's save_pretrained(safe_serialization=True)"
             )
         raise UserError(f"{folder} holds no {ADAPTER_TENSORS}; the adapter is incomplete")
     document = base = None

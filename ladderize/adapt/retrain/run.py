@@ -125,7 +125,7 @@ def adapt_checkpoint(
                 trainer.run()
             except torch.OutOfMemoryError:
                 raise UserError(
-                    "out of GPU memory: the same command goes on with a smaller --micro-batch-size or"
+                    "out of GPU memory: run the same command again to resume, with a smaller --micro-batch-size or"
                     " --gradient-checkpointing, or sharded over several GPUs"
                 ) from None
             finally:

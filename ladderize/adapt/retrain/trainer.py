@@ -135,8 +135,8 @@ class Trainer:
                     self.save(self.stream.place(), weights_only=True)
                 if asked_to_stop and not last:
                     raise UserError(
-                        f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; the"
-                        " same command goes on"
+                        f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; run"
+                        " the same command again to resume"
                     )
         return progress
 
@@ -219,7 +219,7 @@ class Trainer:
         shown = ", ".join(places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")
         state = self.folder.latest()
         advice = (
-            f"go on from step {int(state.name[-8:])}, which is saved in {self.folder.folder},"
+            f"resume from step {int(state.name[-8:])}, which is saved in {self.folder.folder},"
             if state is not None
             else "begin again"
         )

@@ -95,7 +95,7 @@ def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | No
     if (options.emulate_tp is None) != (link is None):
         raise UsageError("--emulate-tp and --link go together: how many ranks, and what their all-reduce takes")
     if options.emulate_tp is not None and options.tp_size != 1:
-        raise UsageError("--emulate-tp is one process that stands for a group; leave --tp-size out")
+        raise UsageError("--emulate-tp runs one process in place of a group; leave --tp-size out")
     if options.emulate_tp is not None and options.backend != "auto":
         raise UsageError("--backend has no effect with --emulate-tp")
     if options.replicate_vocab and options.ranks == 1:

@@ -168,7 +168,7 @@ def _warnings(document: BenchDocument, labels: Sequence[str]) -> list[str]:
                 impossible.append(what)
     if doubtful:
         found.append(
-            "the rounds disagree by more than the models differ, so that these speed-ups may be noise:"
+            "the rounds disagree by more than the models differ, so these speed-ups may be noise:"
             f" {', '.join(doubtful)}; raise --repeat, or keep the machine idle"
         )
     if impossible:

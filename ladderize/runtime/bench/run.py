@@ -59,7 +59,7 @@ def run_bench(
     if document.disproved:
         raise UserError(
             f"nothing overlapped in the trace of {' and '.join(document.disproved)}, although the layout overlaps: its"
-            " row is no result"
+            " row is not valid"
         )
     return document
 

@@ -30,8 +30,8 @@ class Link(Record):
         if self.beta_gb_s is None:
             if self.max_bytes is not None and size > self.max_bytes:
                 raise UserError(
-                    f"--link {self.name} is known up to {self.max_bytes} bytes only, and a message of {size} bytes"
-                    " would be sent; give --link ALPHA_US,BETA_GB_S"
+                    f"--link {self.name} was measured up to {self.max_bytes} bytes only, and a message has {size}"
+                    " bytes; give --link ALPHA_US,BETA_GB_S"
                 )
             return self.alpha_us * 1e-6
         return self.alpha_us * 1e-6 + size / (self.beta_gb_s * 1e9)

@@ -219,7 +219,7 @@ def _sample(
             )
         before = group.broadcast(file.samples if file is not None else 0)
         if before:
-            console.note(f"{before} samples are there already")
+            console.note(f"{before} samples are already there")
         backend, seconds, made = None, 0.0, 0
         if before < corpus.samples:
             generator, backend = _open(group, spec, corpus, options, console)

@@ -105,7 +105,7 @@ class CorpusFile(WorkFolder):
                 left = left[self.file.write(left) :]
         except OSError as error:
             raise UserError(
-                f"{self.part} cannot be written: {sentence(error)}; once it can, the same command goes on"
+                f"{self.part} cannot be written: {sentence(error)}; once it can, run the same command again to resume"
             ) from None
         for ids in rows:
             self._add(ids)
@@ -138,4 +138,4 @@ def _ids(line: bytes) -> list[int] | None:
 
 
 def _is_there(out: Path) -> UserError:
-    return UserError(f"--out {out} is there already; choose another name, or pass --overwrite")
+    return UserError(f"--out {out} already exists; choose another name, or pass --overwrite")

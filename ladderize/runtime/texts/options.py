@@ -33,6 +33,6 @@ class GenerateOptions:
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         if self.backend == "none":
-            raise UsageError("--backend none sums nothing, so its text would be noise; it is for bench")
+            raise UsageError("--backend none sums nothing, so the text would be meaningless; it is for bench")
         if self.replicate_vocab and self.tp_size == 1:
             raise UsageError("--replicate-vocab has no effect with one rank")
