@@ -14,7 +14,7 @@ from ladderize.console import Console
 from ladderize.files.documents import read_document
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
-from ladderize.runtime.bench.run import run_bench
+from ladderize.runtime.bench.run import bench
 
 SHAPES = Path(__file__).parent / "shapes"
 
@@ -39,7 +39,7 @@ def main() -> None:
     )
     slow = ModelChoice(random_weights=str(SHAPES / "slow_link.json"), dtype="float32")
     link = f"{max(alpha, 0):.1f},{beta:.6f}"
-    emulated = run_bench(slow, emulated_options, link, console=Console())
+    emulated = bench(slow, emulated_options, link, console=Console())
     print(
         f"link fitted to the measured all-reduces: {alpha:.0f} us + bytes / {beta:.4f} GB/s; prefill of"
         f" {emulated_options.prompt_len} tokens"
@@ -59,7 +59,7 @@ def main() -> None:
         print(f"{real.model:12} measured {told[0]}   emulated {told[1]}   ratio {ratio:.3f}")
     shape = ModelChoice(random_weights=str(SHAPES / "200m.json"), layout="dense,ladder,spd+ladder")
     options = BenchOptions(emulate_tp=8, repeat=15, threads=1)
-    hiding = run_bench(shape, options, "200,1", console=Console())
+    hiding = bench(shape, options, "200,1", console=Console())
     for row in hiding.rows:
         for phase in ("prefill", "decode"):
             found = row.communication[phase]

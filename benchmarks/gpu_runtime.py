@@ -20,7 +20,7 @@ import torch
 from ladderize.console import Console
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
-from ladderize.runtime.bench.run import run_bench
+from ladderize.runtime.bench.run import bench as timed
 
 # Seconds of 511 decode steps at tp_size 8: batch -> dense, ladder, no communication
 # (github.com/mayank31398/ladder-residual-inference, branch pp, logs/final)
@@ -42,7 +42,7 @@ def bandwidth() -> float:
 
 
 def bench(choice: ModelChoice, options: BenchOptions, link: str | None = None) -> BenchDocument:
-    document = run_bench(choice, options, link, console=Console(quiet=True))
+    document = timed(choice, options, link, console=Console(quiet=True))
     gc.collect()
     torch.cuda.empty_cache()
     return document

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from ladderize.eval.sensitivity_run import write_sensitivity
     from ladderize.layout import Layout, LayoutError
     from ladderize.modeling import load, load_tokenizer, register
+    from ladderize.runtime.bench.document import BenchDocument
+    from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+    from ladderize.runtime.bench.run import bench
     from ladderize.runtime.sampling import Sampling
     from ladderize.runtime.texts.corpus import CorpusDocument, sample_corpus
     from ladderize.runtime.texts.options import GenerateOptions
@@ -42,6 +45,8 @@ __version__ = "0.1.0"
 __all__ = [
     "SILENT",
     "Adaptation",
+    "BenchDocument",
+    "BenchOptions",
     "BlockwiseOptions",
     "Budget",
     "Console",
@@ -59,6 +64,7 @@ __all__ = [
     "LayoutError",
     "LoraOptions",
     "MergeReport",
+    "ModelChoice",
     "Objective",
     "Recipe",
     "RetrainOptions",
@@ -72,6 +78,7 @@ __all__ = [
     "__version__",
     "adapt_blocks",
     "adapt_checkpoint",
+    "bench",
     "convert_checkpoint",
     "data_sources",
     "evaluate",
@@ -114,6 +121,9 @@ _HOMES = {
     "eval.sensitivity_run": ("write_sensitivity",),
     "layout": ("Layout", "LayoutError"),
     "modeling": ("load", "load_tokenizer", "register"),
+    "runtime.bench.document": ("BenchDocument",),
+    "runtime.bench.options": ("BenchOptions", "ModelChoice"),
+    "runtime.bench.run": ("bench",),
     "runtime.sampling": ("Sampling",),
     "runtime.texts.corpus": ("CorpusDocument", "sample_corpus"),
     "runtime.texts.options": ("GenerateOptions",),

@@ -24,6 +24,7 @@ from ladderize.eval.sensitivity import (
     measure_sensitivity,
 )
 from ladderize.eval.sensitivity_plot import block_ticks, value_ticks
+from ladderize.eval.sensitivity_run import SensitivityFolder
 from tests.helpers import BIASES, SHAPE, edit_json, fresh_rng, invoke, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
@@ -281,7 +282,7 @@ def test_a_killed_command_goes_on_and_nobody_works_beside_it(llama, ids, tmp_pat
     folder = out.with_name("s.json.ladderize-work")
     assert len(json.loads((folder / "table.json").read_text())["nll"]) == 6
     assert "holds a measurement with another mode" in one_sentence(invoke(*command, "--out", out, "--mode", "each"))
-    with sensitivity.SensitivityFolder(folder, {}):
+    with SensitivityFolder(folder, {}):
         assert "another run is using" in one_sentence(invoke(*command, "--out", out))
     resumed = invoke(*command, "--out", out)
     assert "resuming after 6 of 12 windows" in resumed.stderr

@@ -110,7 +110,7 @@ class TensorReader:
 
         if not len(values):
             return
-        raw = memoryview(values.view(torch.uint8).numpy())
+        raw = values.view(torch.uint8).numpy().data
         descriptor, offset = self._open(info.file).fileno(), info.start + first * values.element_size()
         while raw:
             count = os.preadv(descriptor, [raw[:READ_AT_ONCE]], offset)

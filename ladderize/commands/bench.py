@@ -193,7 +193,7 @@ def bench(
     check_bench_usage(choice, options, link)  # before seconds of imports
     console = Console(as_json)
     with console.stage("loading torch"):
-        from ladderize.runtime.bench.run import run_bench
+        import ladderize.runtime.bench.run
 
         device = _runtime_options(device, backend, threads, options.ranks)
-    run_bench(choice, dataclasses.replace(options, device=device), link, console=console, out=out, plot=plot)
+    ladderize.bench(choice, dataclasses.replace(options, device=device), link, console=console, out=out, plot=plot)

@@ -28,7 +28,7 @@ from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
-from ladderize.runtime.bench.run import run_bench
+from ladderize.runtime.bench.run import bench
 from ladderize.workflows.spd import SpdOptions, spd
 from ladderize.workflows.spd_document import spd_rows
 
@@ -208,8 +208,8 @@ def _bench(
 ) -> BenchDocument:
     """`ladderize bench`, its JSON written to ``out``."""
     options = dataclasses.replace(options, warmup=size.warmup, repeat=size.repeat)
-    said = {name: value for name, value in vars(options).items() if value != getattr(BenchOptions, name)}
+    said = {name: value for name, value in vars(options).items() if value != getattr(BenchOptions(), name)}
     said |= {"link": link} if link is not None else {}
     console.note(f"$ ladderize bench {' '.join(models)} {_options_said(said)} --out {out}")
     console.result("")
-    return run_bench(ModelChoice(tuple(models)), options, link, console=console, out=out)
+    return bench(ModelChoice(tuple(models)), options, link, console=console, out=out)

@@ -3,13 +3,14 @@
 No torch here: the command line takes its defaults from these classes, and ``--help`` is instant.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ladderize.checkpoint.llama import MOST_LAYERS
 from ladderize.choices import BackendName, Dtype, check_choices
 from ladderize.console import UsageError
 from ladderize.files.records import Record
+from ladderize.ranks.device import default_device
 
 LAYOUT_NAMES = {"dense": (), "ladder": ("ladder",), "spd": ("spd",), "spd+ladder": ("spd", "ladder")}
 BASELINES = ("parallel", "no-comm")
@@ -51,7 +52,7 @@ class BenchOptions(Record):
     compile: bool = False
     check: bool = True
     profile: Path | None = None
-    device: str = "cpu"
+    device: str = field(default_factory=default_device)
     threads: int | None = None
     seed: int = 0
 

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from ladderize.console import Console, UserError
+from ladderize.console import SILENT, Console, UserError
 from ladderize.figure import check_plot
 from ladderize.files.documents import check_writable, write_json
+from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import already_started
 from ladderize.runtime.bench.document import BenchDocument
@@ -16,22 +17,23 @@ from ladderize.runtime.bench.report import show_bench
 from ladderize.runtime.launch import run
 
 
-def run_bench(
+def bench(
     choice: ModelChoice,
     options: BenchOptions,
     link: str | None = None,
     *,
-    console: Console,
     out: Path | None = None,
     plot: Path | None = None,
+    console: Console = SILENT,
 ) -> BenchDocument:
-    """Check and time the chosen models against each other; shows the result and returns it.
+    """Check and time the chosen models against each other; returns the result, and shows it where the console speaks.
 
     link: of the ranks that ``options.emulate_tp`` emulates, as ``--link`` takes it. out: a JSON file, which is written
     after each batch size, and before traces are made. plot: draws ``plot``.png and ``plot``.svg. Raises UsageError or
     UserError for what cannot be measured, and where a trace disproves an overlap; what was measured until then is kept
     in ``out`` and shown.
     """
+    check_device(options.device)
     if out is not None:
         check_writable(out)
     if plot is not None:

@@ -1,0 +1,46 @@
+"""docs/python.md: its examples run, one after the other, and no function prints."""
+
+import contextlib
+import io
+import re
+
+import pytest
+
+import ladderize
+from tests.helpers import ROOT
+
+PAGE = (ROOT / "docs" / "python.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
+
+
+def test_the_page_shows_every_function():
+    functions = {name for name in ladderize.__all__ if callable(getattr(ladderize, name)) and name[0].islower()}
+    missing = {name for name in functions if not re.search(rf"\b{name}\b", PAGE)}
+    assert not missing
+    assert functions >= {"convert_checkpoint", "evaluate", "spd", "adapt_checkpoint", "adapt_blocks", "merge", "bench"}
+
+
+def quiet_calls(code: str) -> str:
+    """The same code where only its own ``print`` writes: what a function prints is collected elsewhere."""
+    return re.sub(r"(?<![\w.])print\(", "show(", code)
+
+
+@pytest.mark.timeout(600)
+def test_the_examples_run_and_functions_are_silent(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    shown: list[str] = []
+    namespace = {"show": lambda *values: shown.append(" ".join(map(str, values)))}
+    assert len(BLOCKS) > 10
+    for block in BLOCKS:
+        bars = io.StringIO()  # transformers' bar, which is not ours
+        with (
+            contextlib.redirect_stderr(bars)
+            if re.search(r"from_pretrained|load\(", block)
+            else contextlib.nullcontext()
+        ):
+            exec(compile(quiet_calls(block), "docs/python.md", "exec"), namespace)
+        assert capfd.readouterr() == ("", ""), block
+    for line, comment in re.findall(r"^print\((?:.*)\)  # (.*?)(;.*)?$", PAGE, flags=re.M):
+        assert line in shown, f"{line!r} is not among what was printed: {shown} {comment}"
+    assert any("already" in line or "not empty" in line for line in shown)
+    assert any("the layout is of 12 layers, but the model has 8" in line for line in shown)
