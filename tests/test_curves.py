@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ladderize.adapt.curves import read_curves
-from ladderize.adapt.curves_plot import smoothed
+from ladderize.adapt.curves.draw import smoothed
+from ladderize.adapt.curves.read import read_curves
 from ladderize.console import UserError
 from tests.helpers import invoke, one_sentence
 

@@ -485,8 +485,8 @@ def _retrain(model: str, out: str | None, params: Mapping[str, Any], console: Co
 
 def _draw(out: str, stem: Path | None, console: Console) -> None:
     if stem is not None:
-        from ladderize.adapt.curves import read_curves
-        from ladderize.adapt.curves_plot import draw_curves
+        from ladderize.adapt.curves.draw import draw_curves
+        from ladderize.adapt.curves.read import read_curves
 
         console.note(f"wrote {' and '.join(map(str, draw_curves([read_curves(Path(out))], stem)))}")
 

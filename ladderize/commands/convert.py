@@ -159,6 +159,8 @@ def convert(
             raise
         raise UserError(f"{recipe}: {error}") from None
     console.document(report.to_dict())
+    for warning in report.warnings:
+        console.warn(warning)
     for remark in report.remarks:
         console.note(f"Note: {remark}")
     if selection := report.selection:

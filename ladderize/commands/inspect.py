@@ -41,6 +41,8 @@ def inspect(
     console.result(f"model       {report.model} ({report.model_type})")
     console.result(f"layout      {report.layout}")
     console.result(f"parameters  {report.parameters:,} stored as {report.dtype}")
+    for retraining in report.retrainings:
+        console.result(f"retrained   {retraining.summary()}")
     console.result(f"\nper token, on each of {report.tp_size} ranks:")
     dense, this = report.dense.to_dict(), report.this.to_dict()
     rows = [

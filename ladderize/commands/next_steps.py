@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Sequence
 
 from ladderize.console import Console
-from ladderize.data import SUFFIXES, split_name
 
 FILE = "FILE"  # stands for what nobody has named yet
 
@@ -24,6 +23,8 @@ def show_next(console: Console, *steps: tuple[str, str]) -> None:
 
 def scoring_file(*files: Sequence[str]) -> str:
     """The first of the files that ``eval --perplexity`` reads, or a word that stands for one."""
+    from ladderize.data import SUFFIXES, split_name
+
     for name in (name for names in files for name in names):
         path, _ = split_name(name)
         if path.suffix in SUFFIXES and path.is_file():

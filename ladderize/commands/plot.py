@@ -19,8 +19,8 @@ def plot(
     ] = Path("curves"),
 ) -> None:
     """Draw training curves: the loss, and the held-out perplexity beside the dense model's."""
-    from ladderize.adapt.curves import read_curves
-    from ladderize.adapt.curves_plot import draw_curves
+    from ladderize.adapt.curves.draw import draw_curves
+    from ladderize.adapt.curves.read import read_curves
     from ladderize.figure import check_plot
 
     console = Console()

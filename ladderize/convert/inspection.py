@@ -7,6 +7,7 @@ from ladderize.checkpoint.dtypes import DTYPE_BYTES, FLOAT_DTYPES, STORED_NAMES
 from ladderize.checkpoint.llama import check_config, parameter_count
 from ladderize.checkpoint.reading import read_config, read_tensors, resolve_json
 from ladderize.console import UserError
+from ladderize.convert.retraining import Retraining, read_retrainings
 from ladderize.files.records import Record
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split, fitting_ranks
 
@@ -42,7 +43,7 @@ class TokenCommunication(Record):
 @dataclass(frozen=True)
 class InspectionReport(Record):
     """The document of ``ladderize inspect``. tp_size: the ranks that bytes are counted for. dense, this: the
-    communication of the dense model and of this layout."""
+    communication of the dense model and of this layout. retrainings: how the weights were retrained, in order."""
 
     model: str
     model_type: str
@@ -56,6 +57,7 @@ class InspectionReport(Record):
     tp_size: int
     dense: TokenCommunication
     this: TokenCommunication
+    retrainings: list[Retraining]
 
 
 def sync_points_by_layer(layout: Layout) -> list[LayerSyncPoints]:
@@ -112,6 +114,7 @@ def inspect_checkpoint(model: str, *, revision: str | None = None, tp_size: int 
         tp_size=ranks,
         dense=communication_per_token(Layout.dense(layout.num_layers), *sizes),
         this=communication_per_token(layout, *sizes),
+        retrainings=read_retrainings(folder),
     )
 
 

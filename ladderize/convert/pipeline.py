@@ -147,6 +147,8 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
     if (path := source_card(source)) is not None:
         shutil.copyfile(path, folder / "README.source.md")
         card = path.read_text(encoding="utf-8-sig", errors="replace")
+    warnings = [f"**Warning.** {told[:1].upper()}{told[1:]}." for told in plan.warnings]
+    paragraphs = [paragraph for paragraph in (plan.changes.note, *warnings) if paragraph]
     text = make_card(
         plan.out.name,
         plan.source_name,
@@ -156,7 +158,7 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
         hub_id=plan.hub_id,
         permuted=plan.changes.permuted_layers,
         replaced=len(plan.changes.replace),
-        note=plan.changes.note,
+        note="\n\n".join(paragraphs),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
     return how

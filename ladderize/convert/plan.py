@@ -21,6 +21,7 @@ from ladderize.console import UserError, to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
 from ladderize.convert.recipe import Recipe
+from ladderize.convert.retraining import layout_warning, read_retrainings
 from ladderize.convert.selection import Selection
 from ladderize.convert.weights import Shard, parse_size, plan_shards
 from ladderize.files import output
@@ -63,6 +64,7 @@ class Plan:
     carried: list[Path]  # relative to the source
     left_behind: list[str]
     remarks: list[str]
+    warnings: list[str]
 
     @property
     def weight_bytes(self) -> int:
@@ -123,6 +125,7 @@ def make_plan(
         )
     source = read_checkpoint(folder if local else fetch_weights(src, revision))
     remarks = check_tensors(source)
+    warning = layout_warning(read_retrainings(source.folder), before, after)
     check_fingerprint(source, src, head_map, selection)
     limit = parse_size(recipe.max_shard_size) if recipe.max_shard_size else None
     moves = head_map.moves(config) if head_map is not None else None
@@ -147,6 +150,7 @@ def make_plan(
         carried=[path for path in carried if str(path) not in changes.extra_files],
         left_behind=left_behind,
         remarks=remarks,
+        warnings=[warning] if warning is not None else [],
     )
 
 

@@ -41,6 +41,7 @@ class ConversionReport(Record):
     carried_over: list[str]
     not_carried_over: list[str]
     remarks: list[str]
+    warnings: list[str]
     checked: Mapping[str, Any] | None = None
     verified: Verification | None = None
     written: bool = False
@@ -68,4 +69,5 @@ def report_of(plan: Plan) -> ConversionReport:
         carried_over=[str(path) for path in plan.carried],
         not_carried_over=plan.left_behind,
         remarks=plan.remarks,
+        warnings=plan.warnings,
     )

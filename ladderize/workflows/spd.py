@@ -47,7 +47,7 @@ from ladderize.ranks.group import join_ranks
 from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 from ladderize.workflows.spd_document import SpdBlock, SpdDocument
 
-DOCUMENT = "spd.json"
+SPD_FILE = "spd.json"
 CALIBRATION_SAMPLES = 128  # the paper's
 DEFAULT_FRACTION = 0.7
 SENSITIVITY = "sensitivity.json"  # in the work folder, and in OUT
@@ -119,7 +119,7 @@ def spd(
         )
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
     folder = work_folder(out, training.work_dir, checkpoint.folder)
-    earlier = EarlierRun(resolved(out), DOCUMENT, folder, overwrite=overwrite)
+    earlier = EarlierRun(resolved(out), SPD_FILE, folder, overwrite=overwrite)
     maybe_done = ranks.broadcast(earlier.may_have_finished())  # then OUT may be full
     if not maybe_done:
         output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
@@ -153,14 +153,14 @@ def spd(
         if ranks.broadcast(earlier.finished(digest)):
             if not ranks.is_main:
                 return None
-            return SpdDocument.from_dict(earlier.tidy(BlockFolder, identity, console), DOCUMENT)
+            return SpdDocument.from_dict(earlier.tidy(BlockFolder, identity, console), SPD_FILE)
         output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
     with ranks.main_first():
         work = BlockFolder(folder, identity, main=ranks.is_main)
     with work:
         with ranks.main_first():
             if ranks.is_main:
-                measure(model, options, calibration, record, ranks.device, work, console)
+                fill_sensitivity(model, options, calibration, record, ranks.device, work, console)
         chosen, selection = recipe.resolve(layout)
         assert selection is not None
         # the work folder will be gone, and OUT has the file
@@ -217,7 +217,7 @@ def spd(
                 record={"selection": selection.to_dict(), **distilled},
                 extra_files={
                     SENSITIVITY: (folder / SENSITIVITY).read_text(),
-                    DOCUMENT: to_json({**document.to_dict(), RUN: digest}) + "\n",
+                    SPD_FILE: to_json({**document.to_dict(), RUN: digest}) + "\n",
                 },
                 note=document.card_note(),
             ),
@@ -241,7 +241,7 @@ def announce_grouping(
     )
 
 
-def measure(
+def fill_sensitivity(
     model: str,
     options: SpdOptions,
     calibration: np.ndarray,

@@ -212,3 +212,23 @@ def test_rows_of_the_data_are_held_out(place, tmp_path):
     assert document["options"]["heldout"] == 3
     assert document["heldout_perplexity"]["tokens"] == 3 * (LENGTH - 1)
     assert document["data_counts"]["trained_tokens"] == document["tokens"] < document["data_counts"]["tokens"]
+
+
+def test_retrained_weights_are_known_as_such(place, tmp_path):
+    """inspect tells how they came about, and another layout is warned of, in its card too."""
+    out = tmp_path / "out"
+    succeed(place, out, "--distill-from", place / "dense", steps=1)
+    shown = invoke("inspect", out)
+    assert "retrained   full: layers 0:4 of " in shown.stdout
+    assert f"taught by {place / 'dense'}; held-out perplexity" in shown.stdout
+    assert invoke("inspect", place / "both").stdout.count("retrained") == 0
+    for name, options in (("dense", ["--dense"]), ("ladder", ["--ladder", "all"])):
+        outcome = invoke("convert", out, tmp_path / name, *options, "--no-verify")
+        assert outcome.code == 0, outcome.stderr
+        assert "Warning: the weights were retrained (full) for the layout 4 layers: " in outcome.stderr
+        card = (tmp_path / name / "README.md").read_text()
+        assert "**Warning.** The weights were retrained (full) for the layout" in card
+        assert "retrained   full: layers 0:4" in invoke("inspect", tmp_path / name).stdout
+    assert "it computes neither what the dense model nor" in (tmp_path / "dense" / "README.md").read_text()
+    same = invoke("convert", out, tmp_path / "same", "--dtype", "bfloat16", "--no-verify")
+    assert "Warning" not in same.stderr

@@ -13,7 +13,7 @@ from ladderize.data import text_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLES, SAMPLE_BYTES = 16, 8 << 10
+TEXT_SAMPLES, SAMPLE_BYTES = 16, 8 << 10
 LEAST_BYTES = 64
 
 
@@ -30,18 +30,18 @@ def row_passages(path: Path, tokenizer: "PreTrainedTokenizerBase | None", seq_le
     """Passages of about ``seq_len`` tokens each; without a tokenizer, which a text needs, those of the ids are."""
     if path.suffix != ".txt" or tokenizer is None or not path.stat().st_size:
         return Passages(ids=seq_len)
-    texts = sample(path)
+    texts = text_sample(path)
     tokens = sum(map(len, text_ids(tokenizer, texts)))
     count = sum(len(text.encode()) for text in texts)
     # BOS, which begins every passage, takes a place of the row
     return Passages(max(LEAST_BYTES, round(count / max(1, tokens) * (seq_len - 1))), seq_len)
 
 
-def sample(path: Path) -> list[str]:
+def text_sample(path: Path) -> list[str]:
     """Parts of a text from all over it; the same every time."""
     size, texts = path.stat().st_size, []
     with path.open("rb") as file:
-        for number in range(SAMPLES):
-            file.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+        for number in range(TEXT_SAMPLES):
+            file.seek(max(0, size - SAMPLE_BYTES) * number // (TEXT_SAMPLES - 1))
             texts.append(file.read(SAMPLE_BYTES).decode("utf-8", errors="ignore"))
     return texts

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ladderize.adapt.curves import Curves
+from ladderize.adapt.curves.read import Curves
 from ladderize.figure import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
-SMOOTH = 20  # about as many points does a smoothed loss have
+RUN_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
+SMOOTHED_POINTS = 20  # about as many points does a smoothed loss have
 
 
 def draw_curves(runs: Sequence[Curves], stem: Path) -> list[Path]:
@@ -38,12 +38,12 @@ def draw_curves(runs: Sequence[Curves], stem: Path) -> list[Path]:
 
 
 def colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
+    return RUN_COLOURS[number % len(RUN_COLOURS)]
 
 
 def smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """Means of consecutive points, about ``SMOOTH`` of them; fewer points than twice that stay as they are."""
-    width = max(1, len(points) // SMOOTH)
+    """Means of consecutive points, about ``SMOOTHED_POINTS`` of them; fewer points than twice that stay as they are."""
+    width = max(1, len(points) // SMOOTHED_POINTS)
     if width < 2:
         return [(float(step), value) for step, value in points]
     parts = [points[begin : begin + width] for begin in range(0, len(points), width)]

@@ -15,7 +15,7 @@ from ladderize.files.documents import read_document
 from ladderize.files.records import Record
 
 # where the weight of the teacher's predictions stands, in OUT and in unfinished work
-ABOUT = {"adaptation.json": ("options", "objective"), "run.json": ("objective",)}
+OBJECTIVE_OF = {"adaptation.json": ("options", "objective"), "run.json": ("objective",)}
 BLOCKS_OF = {"distillation.json": None, "spd.json": "distillation"}  # -> the key of a block's report; None: it is it
 
 
@@ -90,7 +90,7 @@ def _retraining(folder: Path) -> Curves:
 
 
 def _label(folder: Path) -> str:
-    for name, keys in ABOUT.items():
+    for name, keys in OBJECTIVE_OF.items():
         if not (folder / name).is_file():
             continue
         value: Any = read_document(folder / name, name)

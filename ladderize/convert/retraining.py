@@ -1,0 +1,151 @@
+"""Whether, how and from what a checkpoint's weights were retrained: read from the documents that ``adapt`` and ``spd``
+put beside them, which every later conversion carries along. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ladderize.files.documents import read_json
+from ladderize.files.records import Record
+from ladderize.layout import Layout, format_ranges
+
+
+@dataclass(frozen=True)
+class Retraining(Record):
+    """One retraining. model: what was retrained. perplexity: held out, by step, such as dense, before and after."""
+
+    method: str
+    model: str
+    teacher: str | None
+    layout: str
+    layers: list[int]
+    data: list[str]
+    perplexity: dict[str, float]
+
+    def summary(self) -> str:
+        """In words."""
+        teacher = f", taught by {self.teacher}" if self.teacher else ""
+        measured = ", ".join(f"{value:.4f} {name}" for name, value in self.perplexity.items())
+        return (
+            f"{self.method}: layers {format_ranges(self.layers)} of {self.model}, on {', '.join(self.data)}{teacher}"
+            + (f"; held-out perplexity {measured}" if measured else "")
+        )
+
+
+@dataclass(frozen=True)
+class _Heldout(Record):
+    before: float
+    after: float
+    dense: float | None = None
+
+
+@dataclass(frozen=True)
+class _Score(Record):
+    perplexity: float
+
+
+@dataclass(frozen=True)
+class _Data(Record):
+    file: str
+
+
+@dataclass(frozen=True)
+class _Adaptation(Record):
+    """adaptation.json, as far as it is told."""
+
+    method: str
+    model: str
+    layout: str
+    layers: list[int]
+    data: list[str]
+    distill_from: str | None
+    heldout_perplexity: _Heldout | None
+
+    def retraining(self) -> Retraining:
+        heldout = self.heldout_perplexity
+        scores = {} if heldout is None else {"dense": heldout.dense, "before": heldout.before, "after": heldout.after}
+        known = {name: value for name, value in scores.items() if value is not None}
+        return Retraining(self.method, self.model, self.distill_from, self.layout, self.layers, self.data, known)
+
+
+@dataclass(frozen=True)
+class _Block(Record):
+    block: int
+
+
+@dataclass(frozen=True)
+class _Distillation(Record):
+    """distillation.json, as far as it is told."""
+
+    model: str
+    teacher: str
+    layout: str
+    data: _Data
+    blocks: list[_Block]
+    heldout_perplexity: dict[str, _Score]
+
+    def retraining(self) -> Retraining:
+        scores = {name: score.perplexity for name, score in self.heldout_perplexity.items()}
+        layers = [block.block for block in self.blocks]
+        return Retraining("blocks", self.model, self.teacher, self.layout, layers, [self.data.file], scores)
+
+
+@dataclass(frozen=True)
+class _SpdBlock(Record):
+    block: int
+    distillation: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class _Spd(Record):
+    """spd.json, as far as it is told."""
+
+    model: str
+    layout: str
+    data: _Data
+    blocks: list[_SpdBlock]
+    perplexity: dict[str, _Score]
+
+    def retraining(self) -> Retraining | None:
+        layers = [block.block for block in self.blocks if block.distillation is not None]
+        scores = {name: score.perplexity for name, score in self.perplexity.items()}
+        if not layers:
+            return None
+        return Retraining("spd", self.model, self.model, self.layout, layers, [self.data.file], scores)
+
+
+# in the order in which they may follow each other
+DOCUMENTS: Mapping[str, type[_Spd] | type[_Distillation] | type[_Adaptation]] = {
+    "spd.json": _Spd,
+    "distillation.json": _Distillation,
+    "adaptation.json": _Adaptation,
+}
+
+
+def read_retrainings(folder: Path) -> list[Retraining]:
+    """How the weights in a checkpoint's folder were retrained; empty where they were not.
+
+    A file of such a name that is not ladderize's own says nothing. Raises UserError for one of ours that is damaged.
+    """
+    found = []
+    for name, kind in DOCUMENTS.items():
+        path = folder / name
+        if not path.is_file():
+            continue
+        content = read_json(path, advice="restore it, or remove it")
+        if "ladderize_version" in content and (retraining := kind.from_dict(content, path).retraining()) is not None:
+            found.append(retraining)
+    return found
+
+
+def layout_warning(retrainings: list[Retraining], before: Layout, after: Layout) -> str | None:
+    """What to know before retrained weights are used in another layout; None where there is nothing."""
+    if not retrainings or after == before:
+        return None
+    last = retrainings[-1]
+    result = "it computes neither what the dense model nor" if after.is_dense else "it does not compute"
+    return (
+        f"the weights were retrained ({last.method}) for the layout {before}; in this one ({after}) {result} what was"
+        " measured after the retraining: measure it, or convert the model that was not retrained"
+    )
