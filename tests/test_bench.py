@@ -63,7 +63,7 @@ def test_link_by_hand_and_by_name():
 def test_a_link_without_bandwidth_is_refused_above_its_range():
     link = parse_link("nccl_two_nodes_ib_ndr", 16)
     assert link.seconds(512) == pytest.approx(47e-6)
-    with pytest.raises(UserError, match="known up to 512 bytes only"):
+    with pytest.raises(UserError, match="was measured up to 512 bytes only"):
         link.seconds(513)
 
 
@@ -620,7 +620,7 @@ def test_random_weights_emulated_with_compile_off_and_more_virtual_ranks(tmp_pat
         (
             ["--random-weights", "8b", "--emulate-tp", 16, "--link", "nccl_two_nodes_ib_ndr"],
             1,
-            "known up to 512 bytes only",
+            "was measured up to 512 bytes only",
         ),
         (
             ["--random-weights", "8b", "--layout", "ladder", "--baselines", "parallel"],

@@ -19,7 +19,6 @@ from ladderize.demo.run import MODEL
 from tests.helpers import ROOT, invoke
 
 PROSE_WIDTH = 100
-PROSE_LATER = {"files.md"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 STORY = ROOT / "docs" / "getting-started.md"
 MESSAGES = ROOT / "docs" / "troubleshooting.md"
@@ -145,8 +144,6 @@ def test_options_in_prose_exist(page: Path) -> None:
 
 @each_page
 def test_prose_fits_100_columns(page: Path) -> None:
-    if page.name in PROSE_LATER:
-        pytest.skip("not wrapped yet")
     lines = enumerate(prose(page).splitlines(), 1)
     wide = [
         f"{page.name}:{number}: {len(line)} columns: {line}"
