@@ -147,7 +147,7 @@ def test_eval_of_two_models(pair, tmp_path):
     assert results.to_dict() == {key: document[key] for key in ("options", "models")}
     rows = comparison_rows(results)
     assert [row["task"] for row in rows if row["task"]] == ["perplexity", "demo_agreement", "demo_arithmetic"]
-    assert {row["model"] for row in rows} == {"model", "ladder"}
+    assert {(row["model"], row["layout"]) for row in rows} == {("model", "dense"), ("ladder", "ladder 0:8")}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +249,7 @@ def test_stdout_is_only_json_and_stderr_names_stages(pair):
     result = warm.run(command)
     assert json.loads(result.stdout)["models"]
     assert result.stderr.splitlines() == [
+        "loading torch and transformers",
         "reading the tasks of lm-eval",
         f"loading {pair[1]}",
         f"{pair[1]}: demo_arithmetic (1 of 1)",

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-import ladderize
 from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.options import (
     ADVANCED,
+    LOADING,
     MEASUREMENT,
     MEMORY,
     OUTPUT,
@@ -112,10 +112,12 @@ def evaluate(
     """Evaluate models with lm-eval tasks and by perplexity, all in the same way, and compare them in one table."""
     names = tuple(dict.fromkeys(task.strip() for task in tasks.split(",") if task.strip()))
     options = options_from(EvalOptions, ctx.params, tasks=names)
+    options.check()  # before anything is imported
     console = Console(as_json)
-    results = ladderize.evaluate(models, options, out=out, console=console)
-    from ladderize.eval.comparison import comparison_rows
-
+    with console.stage(LOADING):
+        from ladderize.eval.comparison import comparison_rows
+        from ladderize.eval.harness import evaluate as evaluate_models
+    results = evaluate_models(models, options, out=out, console=console)
     console.document(results.to_dict())
     console.table(comparison_rows(results), right=["value", "stderr", "difference"])
     if out is not None:

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-import ladderize
 from ladderize.commands.options import (
+    LOADING,
     MAX_SEED,
     AsJson,
     Backend,
@@ -137,14 +137,17 @@ def generate(
             "there is nothing to continue: give --prompt TEXT, or --from-bos to sample texts of the model's own"
         )
     sampling = options_from(Sampling, ctx.params, temperature=float(from_bos) if temperature is None else temperature)
-    device = compute_options(device, threads)
-    options = options_from(GenerateOptions, ctx.params, sampling=sampling, compile=compile_, device=device)
     console = Console(as_json)
+    with console.stage(LOADING):
+        device = compute_options(device, threads)
+        from ladderize.runtime.texts.corpus import sample_corpus
+        from ladderize.runtime.texts.prompts import generate as generate_texts
+    options = options_from(GenerateOptions, ctx.params, sampling=sampling, compile=compile_, device=device)
     document: Record | None
     if out is None or num_samples is None:
-        document = ladderize.generate(model, prompt or [], options, console=console)
+        document = generate_texts(model, prompt or [], options, console=console)
     else:
-        document = ladderize.sample_corpus(
+        document = sample_corpus(
             model, out, num_samples, options, batch_size=batch_size, overwrite=overwrite, console=console
         )
     if document is not None:  # which it is on other ranks than 0

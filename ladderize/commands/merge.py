@@ -4,8 +4,7 @@ from typing import Annotated
 
 import typer
 
-import ladderize
-from ladderize.commands.options import MODELS, AsJson, NoVerify, Overwrite, Revision
+from ladderize.commands.options import LOADING, MODELS, AsJson, NoVerify, Overwrite, Revision
 from ladderize.console import Console, UsageError, human_bytes
 from ladderize.layout import format_ranges
 
@@ -35,7 +34,9 @@ def merge(
     if not adapter.strip():
         raise UsageError("ADAPTER is empty; name the folder of a PEFT adapter")
     console = Console(as_json)
-    report = ladderize.merge(
+    with console.stage(LOADING):
+        from ladderize.adapt.merge.run import merge as merge_adapter
+    report = merge_adapter(
         adapter, out, base=base, console=console, overwrite=overwrite, verify=not no_verify, revision=revision
     )
     console.document(report.to_dict())

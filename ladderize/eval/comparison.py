@@ -17,14 +17,15 @@ class Measurement:
 
 
 def comparison_rows(results: EvalResults) -> list[dict[str, str]]:
-    """Rows task x model, for people: value, standard error, and the difference to the first model."""
+    """Rows task x model, for people: layout, value, standard error, and the difference to the first model."""
+    layouts = [entry.model.layout.partition(" layers: ")[2] for entry in results.models]
     names = short_names([entry.model.model for entry in results.models])
     measured = [{(one.task, one.metric): one for one in measurements(entry)} for entry in results.models]
     rows = []
     for task, metric in dict.fromkeys(key for found in measured for key in found):
         base = measured[0].get((task, metric))
         first = True
-        for name, found in zip(names, measured, strict=True):
+        for name, layout, found in zip(names, layouts, measured, strict=True):
             if (one := found.get((task, metric))) is None:
                 continue
             rows.append(
@@ -32,6 +33,7 @@ def comparison_rows(results: EvalResults) -> list[dict[str, str]]:
                     "task": task if first else "",
                     "metric": metric if first else "",
                     "model": name,
+                    "layout": layout,
                     "value": f"{one.value:.4f}",
                     "stderr": "" if one.stderr is None else f"{one.stderr:.4f}",
                     "difference": "" if base is None or one is base else f"{one.value - base.value:+.4f}",

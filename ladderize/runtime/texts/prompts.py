@@ -105,8 +105,9 @@ def generate(
     options, prompts = options or GenerateOptions(), list(prompts)
     if not prompts:
         raise UsageError("there is nothing to continue: give a prompt")
-    spec = open_spec(model, options)
-    ids = encode(tokenizer_of(spec), prompts, spec, options)
+    with console.stage(f"reading {model}"):
+        spec = open_spec(model, options)
+        ids = encode(tokenizer_of(spec), prompts, spec, options)
     document: GenerateDocument | None = run(
         _generate,
         spec,
