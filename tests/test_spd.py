@@ -12,6 +12,7 @@ from ladderize.console import UsageError, UserError
 from ladderize.convert.heads import permute_heads, read_head_map
 from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL
+from ladderize.eval.results import Perplexity
 from ladderize.eval.sensitivity import Suffixes
 from ladderize.files.yaml12 import parse_yaml
 from ladderize.workflows import spd
@@ -228,3 +229,17 @@ def test_a_document_of_an_earlier_version_is_read(tmp_path, text):
         json.dumps(content).replace('"selection"', '"spd_selection"').replace('"selected"', '"dropped"')
     )
     assert SpdDocument.from_dict(former, "spd.json") == SpdDocument.from_dict(content, "spd.json")
+
+
+def test_a_step_that_makes_it_worse_is_said():
+    def measured(*values):
+        names = ("dense", "sync points dropped", "+ head grouping", "+ distillation")
+        return {name: Perplexity(value, None, 1.0, 8, 1, 8, 1.0) for name, value in zip(names, values, strict=False)}
+
+    assert spd.made_worse(measured(4.0, 6.0, 5.5, 4.5)) is None
+    assert spd.made_worse(measured(4.0, 6.0)) is None
+    told = spd.made_worse(measured(4.0, 6.0, 5.5, 5.75))
+    assert told == (
+        "distillation raised the held-out perplexity from 5.5000 (+ head grouping) to 5.7500; try a lower --lr, or more"
+        " --samples"
+    )

@@ -6,7 +6,9 @@ distilled; those above have their heads grouped first. With the criterion ``erro
 that is distilled: it costs nothing at inference.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -50,6 +52,8 @@ from ladderize.workflows.spd_document import SpdBlock, SpdDocument
 SPD_FILE = "spd.json"
 CALIBRATION_SAMPLES = 128  # the paper's
 DEFAULT_FRACTION = 0.7
+# what to try where a step made the model worse
+ADVICE_AFTER = {"head grouping": "--head-grouping none", "distillation": "a lower --lr, or more --samples"}
 SENSITIVITY = "sensitivity.json"  # in the work folder, and in OUT
 Distilled = Literal["all", "sensitive"]
 HeadGrouping = Literal["error", "paper", "none"]
@@ -190,6 +194,8 @@ def spd(
             return None
         with console.stage("measuring held-out perplexities"):
             measured = perplexities(teacher, layout, head_map, work, student, windows.heldout)
+        if (worse := made_worse(measured)) is not None:
+            console.warn(worse)
         document = SpdDocument(
             model=model,
             out=out,
@@ -358,6 +364,19 @@ def perplexities(
     if not student.layers:
         del variants["+ distillation"]
     return heldout_perplexities(blocks, variants, heldout)
+
+
+def made_worse(measured: Mapping[str, Perplexity]) -> str | None:
+    """What to say where a step raised the held-out perplexity; None where each lowered it."""
+    steps = list(measured.items())[1:]
+    for (before, start), (name, end) in pairwise(steps):
+        if not end.perplexity < start.perplexity:
+            step = name.removeprefix("+ ")
+            return (
+                f"{step} raised the held-out perplexity from {start.perplexity:.4f} ({before}) to {end.perplexity:.4f};"
+                f" try {ADVICE_AFTER[step]}"
+            )
+    return None
 
 
 def block_table(

@@ -80,6 +80,7 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
         patch.setattr(Engine, "step", step)
         outcome = adapt(place, tmp_path / "out")
     assert outcome.code == 1
+    assert "saving step 4" in outcome.stderr
     assert "stopped by a signal after step 4, which is saved" in one_sentence(
         outcome
     )  # the flag is looked at when a step begins

@@ -111,7 +111,7 @@ class Trainer:
             self.console.note(f"before training: held-out perplexity {scores.perplexity:.4f}{target}")
         total = options.budget.steps or options.budget.tokens or 1
         unit = "steps" if options.budget.steps else "tokens"
-        with stop_signals() as stopped, self.console.progress(unit, total) as advance:
+        with stop_signals(announce=self.console.speaks) as stopped, self.console.progress(unit, total) as advance:
             advance(progress.step if options.budget.steps else min(progress.tokens, total))
             while spent < 1:
                 before = progress.tokens
@@ -130,6 +130,9 @@ class Trainer:
                         f" {progress.tokens:,} tokens"
                     )
                 if progress.step % options.save_every == 0 or last or asked_to_stop:
+                    advance(0, detail=f"{detail}, saving")
+                    if asked_to_stop:
+                        self.console.note(f"saving step {progress.step}")
                     self.save(self.stream.place())
                 elif progress.best_step == progress.step:
                     self.save(self.stream.place(), weights_only=True)
