@@ -13,6 +13,14 @@ DeviceName = Literal["cpu", "cuda"]
 BackendName = Literal["auto", "nccl", "symm_mem", "gloo", "shm", "none"]  # how ranks communicate
 
 
+def check_at_least(options: Any, least: int, *names: str) -> None:
+    """Raise UsageError for a field of a dataclass of options that is below ``least``; None was not said."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and (type(value) is not int or value < least):
+            raise UsageError(f"--{name.replace('_', '-')} must be an integer of at least {least}, not {value!r}")
+
+
 def check_choices(options: Any) -> None:
     """Raise UsageError for a field of a dataclass of options that holds none of the words of its annotation."""
     hints = get_type_hints(type(options))

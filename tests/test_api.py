@@ -8,7 +8,28 @@ import sys
 import pytest
 
 import ladderize
-from ladderize import Layout, LayoutError, Recipe, UsageError, UserError, convert_checkpoint
+from ladderize import (
+    BenchOptions,
+    BlockwiseOptions,
+    Budget,
+    DistillOptions,
+    EvalOptions,
+    GenerateOptions,
+    Layout,
+    LayoutError,
+    LoraOptions,
+    ModelChoice,
+    Objective,
+    Recipe,
+    RetrainOptions,
+    Sampling,
+    SensitivityOptions,
+    SpdOptions,
+    UsageError,
+    UserError,
+    convert_checkpoint,
+    data_sources,
+)
 from ladderize.errors import LadderizeError
 from tests.helpers import LAYOUTS, ROOT, make_layout, save_llama
 
@@ -100,6 +121,83 @@ def test_a_layout_of_another_model_is_refused(dense, tmp_path, layout):
 def test_modes_that_make_no_recipe(given, message):
     with pytest.raises(LadderizeError, match=message):
         Recipe(**given)
+
+
+# ---- options check themselves ----
+
+
+def blockwise(**given):
+    return BlockwiseOptions(data="a.jsonl", **given)
+
+
+def retraining(**given):
+    options = RetrainOptions(**{"data": data_sources("a.jsonl"), "budget": Budget(steps=1), **given})
+    options.check()
+    options.budget.check()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GenerateOptions(dtype="int8"), "--dtype int8 is not one of auto, float32, bfloat16, float16"),
+        (lambda: GenerateOptions(backend="none"), "--backend none sums nothing"),
+        (lambda: GenerateOptions(max_new_tokens=0), "--max-new-tokens must be an integer of at least 1, not 0"),
+        (lambda: GenerateOptions(tp_size="2"), "--tp-size must be an integer of at least 1, not '2'"),
+        (lambda: GenerateOptions(replicate_vocab=True), "--replicate-vocab has no effect with one rank"),
+        (lambda: Sampling(temperature=-1.0), "--temperature must be finite and at least 0, not -1"),
+        (lambda: Sampling(top_k=3), "--top-k has no effect with --temperature 0"),
+        (lambda: Sampling(temperature=1.0, top_p=1.5), "--top-p must be between 0 and 1, not 1.5"),
+        (lambda: EvalOptions().check(), "nothing to evaluate"),
+        (lambda: EvalOptions(perplexity="a.txt", limit=3).check(), "--limit has no effect without --tasks"),
+        (lambda: EvalOptions(tasks=("a",), batch_size=0).check(), "--batch-size must be an integer of at least 1"),
+        (lambda: SensitivityOptions("a.txt"), "--mode spd needs --sync-tp-size N"),
+        (lambda: SensitivityOptions("a.txt", "ladder", 2), "--sync-tp-size has no effect"),
+        (lambda: SensitivityOptions("a.txt", "sweep", 2), "--mode sweep is not one of"),
+        (lambda: SensitivityOptions("a.txt", sync_tp_size=2, tau1=3.0, tau2=1.0), "--tau1 3 is above --tau2 1"),
+        (lambda: SensitivityOptions("a.txt", sync_tp_size=2, samples=0), "--samples must be an integer of at least 1"),
+        (lambda: blockwise(dtype="float16"), "--dtype float16 has too small a range for training"),
+        (lambda: blockwise(distill=DistillOptions(lr=-1.0)), "--lr must be above 0"),
+        (lambda: blockwise(distill=DistillOptions(epochs=0)), "--epochs must be an integer of at least 1"),
+        (lambda: SpdOptions(1, blockwise()), "--sync-tp-size must be an integer of at least 2, not 1"),
+        (lambda: SpdOptions(2, blockwise(), distill="some"), "--distill some is not one of all, sensitive"),
+        (lambda: SpdOptions(2, blockwise(), 0.5, 1.0), "both say how much to drop"),
+        (lambda: retraining(budget=Budget()), "say how long to train"),
+        (lambda: retraining(budget=Budget(1, 1)), "both say how long to train"),
+        (lambda: retraining(method="half"), "--method half is not one of full, lora, blocks"),
+        (lambda: retraining(method="blocks"), "for adapt_blocks"),
+        (lambda: retraining(lr=0.0), "--lr must be above 0"),
+        (lambda: retraining(distill_from="dense"), "--distill-weight 0 makes --distill-from useless"),
+        (lambda: retraining(objective=Objective(1.0)), "--distill-weight has no effect without --distill-from"),
+        (lambda: retraining(data=()), "--data names nothing"),
+        (lambda: retraining(seq_len=1), "--seq-len must be an integer of at least 2, not 1"),
+        (lambda: retraining(lora=LoraOptions(rank=0)), "--lora-rank must be at least 1"),
+        (lambda: data_sources("a.doc"), "neither a file that ends in"),
+        (lambda: ladderize.generate("m", []), "there is nothing to continue"),
+        (lambda: ladderize.sample_corpus("m", "x.txt", 3), "x.txt must end in .jsonl"),
+        (lambda: ladderize.sample_corpus("m", "x.jsonl", 3, GenerateOptions()), "the same text every time"),
+    ],
+)
+def test_options_that_cannot_be_meant(make, message):
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_a_gpu_that_is_not_there(dense, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "a.txt").write_text("text")
+    calls = [
+        lambda: ladderize.generate(dense, ["a"], GenerateOptions(device="cuda")),
+        lambda: ladderize.evaluate([dense], EvalOptions(perplexity=str(tmp_path / "a.txt"), device="cuda:1")),
+        lambda: ladderize.measure_sensitivity(dense, SensitivityOptions("a", sync_tp_size=2, device="cuda")),
+        lambda: ladderize.spd(
+            dense, tmp_path / "o", SpdOptions(2, BlockwiseOptions(str(tmp_path / "a.txt"), device="cuda"))
+        ),
+        lambda: ladderize.bench(ModelChoice(models=(str(dense),)), BenchOptions(device="cuda")),
+    ]
+    for call in calls:
+        with pytest.raises(UserError, match=r"--device cuda(:1)?, but torch sees no GPU here"):
+            call()
 
 
 # ---- tokenizers and models in plain transformers ----

@@ -1,6 +1,7 @@
 """What a checkpoint's layout means for communication, from its config and headers alone."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ladderize.checkpoint.dtypes import DTYPE_BYTES, FLOAT_DTYPES, STORED_NAMES
@@ -82,12 +83,15 @@ def communication_per_token(layout: Layout, hidden_size: int, dtype_bytes: int, 
     )
 
 
-def inspect_checkpoint(model: str, *, revision: str | None = None, tp_size: int | None = None) -> InspectionReport:
+def inspect_checkpoint(
+    model: str | Path, *, revision: str | None = None, tp_size: int | None = None
+) -> InspectionReport:
     """Layout, parameters, and sync points and bytes per token before and after; reads no weights.
 
     ``tp_size`` defaults to the layout's sync_tp_size, else to 8 or the most below it that the model can be split into;
     another that it cannot be split into is refused.
     """
+    model = str(model)
     folder, is_local = resolve_json(model, revision)
     config = read_config(folder)
     check_config(config)

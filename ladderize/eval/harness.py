@@ -18,6 +18,7 @@ from ladderize.eval.perplexity import model_perplexity
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult, Perplexity
 from ladderize.files.documents import check_writable, write_json
 from ladderize.layout import Layout, LayoutError
+from ladderize.ranks.device import check_device
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -37,6 +38,8 @@ def evaluate(
     one fails. Raises UserError.
     """
     options.check()
+    if options.device is not None:
+        check_device(options.device)
     names = [str(Path(name).expanduser()) if str(name).startswith("~") else str(name) for name in models]
     if out is not None:
         check_writable(out)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from ladderize.choices import Dtype, check_choices
+from ladderize.choices import Dtype, check_at_least, check_choices
 from ladderize.convert.sensitivity_file import Mode, changes_to_ladder
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
@@ -34,6 +34,9 @@ class EvalOptions(Record):
 
     def check(self) -> None:
         """Raise UsageError for what takes no effect, or asks for nothing."""
+        check_at_least(self, 0, "num_fewshot")
+        check_at_least(self, 1, "limit", "batch_size")
+        check_at_least(self, 2, "seq_len")
         if self.seq_len is not None and self.perplexity is None:
             raise UsageError("--seq-len has no effect without --perplexity")
         if not self.tasks and self.perplexity is None:
@@ -62,6 +65,8 @@ class SensitivityOptions:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_at_least(self, 1, "sync_tp_size", "samples", "batch_size")
+        check_at_least(self, 2, "seq_len")
         if changes_to_ladder(self.mode) and self.sync_tp_size is not None:
             raise UsageError(f"--mode {self.mode} drops nothing, so --sync-tp-size has no effect")
         if not changes_to_ladder(self.mode) and self.sync_tp_size is None:

@@ -45,6 +45,7 @@ from ladderize.eval.options import SensitivityOptions
 from ladderize.files.work import differences
 from ladderize.layout import BLOCKING, OVERLAPPED, Layout
 from ladderize.memory import check_fits
+from ladderize.ranks.device import check_device
 
 TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's, and from how many parameters on the lower one holds
 RESAMPLES, INTERVAL = 2000, 0.95
@@ -119,6 +120,7 @@ def measure_sensitivity(
     from the data before; sha256: of those data, if they are no single file.
     """
     model = str(model)
+    check_device(options.device)
     checkpoint = open_checkpoint(model, options.revision)
     check_measurable(checkpoint, model, options)
     if windows is None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ladderize.console import UserError, silent_stdout
+from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import launch_variables
 from ladderize.ranks.launcher import ALONE, Place, launched_place
 from ladderize.ranks.rendezvous import meet
@@ -125,6 +126,7 @@ def join_ranks(device: str) -> Ranks:
 
     It lasts as long as the process: several trainings of one process share it.
     """
+    check_device(device)
     place = launched()
     if place != ALONE and dist.is_initialized():
         return Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)

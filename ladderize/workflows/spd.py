@@ -28,7 +28,7 @@ from ladderize.adapt.blockwise.windows import training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import kv_head_count
-from ladderize.choices import Dtype, check_choices
+from ladderize.choices import Dtype, check_at_least, check_choices
 from ladderize.console import SILENT, Console, UsageError, UserError, human_seconds, to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
@@ -81,6 +81,8 @@ class SpdOptions:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_at_least(self, 2, "sync_tp_size")
+        check_at_least(self, 1, "calibration_samples")
         check_taus(self.tau1, self.tau2)
         if self.spd_fraction is not None and self.max_ppl_increase is not None:
             raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ladderize.adapt.data.sources import SourceSpec, parse_specs
 from ladderize.adapt.methods import Write, check_training
-from ladderize.choices import Dtype, check_choices
+from ladderize.choices import Dtype, check_at_least, check_choices
 from ladderize.console import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -70,6 +70,9 @@ class BlockwiseOptions:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_at_least(self, 1, "samples", "heldout")
+        check_at_least(self, 2, "seq_len")
+        check_at_least(self.distill, 1, "epochs", "patience", "batch_size", "max_memory")
         check_training(self.dtype, self.distill.lr)
         if self.source.is_streamed:
             raise UsageError(

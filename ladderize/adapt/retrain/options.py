@@ -13,7 +13,7 @@ from ladderize.adapt.retrain.adaptation import DecidingOptions, FixedOptions, Se
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.schedule import Budget, Schedule, ScheduleKind
 from ladderize.adapt.retrain.trainer import TrainOptions
-from ladderize.choices import Dtype, check_choices
+from ladderize.choices import Dtype, check_at_least, check_choices
 from ladderize.console import UsageError, UserError
 from ladderize.ranks.device import default_device
 
@@ -77,6 +77,9 @@ class RetrainOptions:
         """Raise UsageError for values that no retraining can have, and for options that take no effect together."""
         if self.method == BLOCKS:
             raise UsageError("--method blocks has options of its own: BlockwiseOptions, for adapt_blocks")
+        check_at_least(self, 0, "heldout", "warmup_steps")
+        check_at_least(self, 1, "batch_size", "micro_batch_size", "eval_every", "save_every", "keep")
+        check_at_least(self, 2, "seq_len")
         check_training(self.dtype, self.lr)
         for name, value, most in (
             ("temperature", self.objective.temperature, 100.0),

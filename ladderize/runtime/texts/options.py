@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ladderize.choices import BackendName, Dtype, check_choices
+from ladderize.choices import BackendName, Dtype, check_at_least, check_choices
 from ladderize.errors import UsageError
 from ladderize.ranks.device import default_device
 from ladderize.runtime.sampling import Sampling
@@ -29,9 +29,7 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("tp_size", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        check_at_least(self, 1, "tp_size", "max_new_tokens", "threads")
         if self.backend == "none":
             raise UsageError("--backend none sums nothing, so the text would be meaningless; it is for bench")
         if self.replicate_vocab and self.tp_size == 1:
