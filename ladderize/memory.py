@@ -116,7 +116,7 @@ def tcmalloc_advice() -> str | None:
         return None
     found = sorted(path for folder in LIBRARIES for path in Path(folder).glob("libtcmalloc_minimal.so*"))
     if found:
-        return f"training on a CPU is faster with tcmalloc, which is here: run with LD_PRELOAD={found[0]}"
+        return f"training on a CPU is faster with tcmalloc, which is installed: run with LD_PRELOAD={found[0]}"
     return (
         "training on a CPU is faster with tcmalloc (Debian, Ubuntu: apt install libtcmalloc-minimal4), preloaded with"
         " LD_PRELOAD"

@@ -569,7 +569,7 @@ def test_random_weights_emulated_with_compile_off_and_more_virtual_ranks(tmp_pat
     assert "Weights are random" in outcome.stdout
     assert "was measured at" not in outcome.stderr
     outcome = invoke("bench", "--random-weights", shape, "--emulate-tp", 4, "--link", "nccl_pcie", *QUICK)
-    assert "beyond the sizes that nccl_pcie was measured at, so taken from its fit: messages of" in outcome.stderr
+    assert "extrapolated beyond the sizes that nccl_pcie was measured at: messages of" in outcome.stderr
 
 
 @pytest.mark.parametrize(
@@ -580,7 +580,7 @@ def test_random_weights_emulated_with_compile_off_and_more_virtual_ranks(tmp_pat
         ([MODEL, "--layout", "dense"], 2, "--layout goes with --random-weights"),
         ([MODEL, "--num-layers", 4], 2, "--num-layers goes with --random-weights"),
         ([MODEL, MODEL], 2, "a model is named twice"),
-        ([MODEL, "--link", "1,1"], 2, "--emulate-tp and --link go together"),
+        ([MODEL, "--link", "1,1"], 2, "--emulate-tp and --link must be given together"),
         ([MODEL, "--emulate-tp", 2, "--link", "1,1", "--tp-size", 2], 2, "leave --tp-size out"),
         (
             [MODEL, "--emulate-tp", 2, "--link", "1,1", "--backend", "gloo"],
@@ -591,12 +591,12 @@ def test_random_weights_emulated_with_compile_off_and_more_virtual_ranks(tmp_pat
         ([MODEL, "--batch-size", "1,x"], 2, "--batch-size '1,x' is not a comma-separated list"),
         ([MODEL, "--baselines", "magic"], 2, "--baselines magic is not one of"),
         ([MODEL, "--prompt-len", 100000], 1, "over the model's"),
-        ([MODEL, "--profile", "x"], 2, "--profile shows what communication runs under"),
+        ([MODEL, "--profile", "x"], 2, "--profile measures overlap of communication with compute"),
         ([MODEL, "--out", "/nowhere/bench.json"], 1, "does not exist"),
         ([MODEL, "--plot", "/nowhere/bench"], 1, "does not exist"),
         (["--random-weights", "9b"], 1, "--random-weights 9b is neither one of 1b, 3b, 8b, 70b, 405b nor"),
         ([MODEL, "--backend", "none"], 2, "--backend none has no effect with one rank"),
-        ([MODEL, "--backend", "none", "--tp-size", 2, "--profile", "x"], 2, "with --backend none there is none"),
+        ([MODEL, "--backend", "none", "--tp-size", 2, "--profile", "x"], 2, "--backend none has no communication"),
         ([MODEL, "--emulate-tp", 2, "--link", "1e300,1"], 2, "alpha must be from 0"),
         ([MODEL, "--threads", 100000], 1, "is more than the"),
         ([MODEL, "--batch-size", 99999999999], 1, "are free; choose a smaller model"),
@@ -625,7 +625,7 @@ def test_random_weights_emulated_with_compile_off_and_more_virtual_ranks(tmp_pat
         (
             ["--random-weights", "8b", "--layout", "ladder", "--baselines", "parallel"],
             1,
-            "needs a dense model in the first place",
+            "needs a dense model as the first one",
         ),
     ],
 )
@@ -656,12 +656,12 @@ def test_the_default_layouts(shape):
 def test_too_large_for_the_reference(monkeypatch):
     model = spec.checkpoint_spec(str(MODEL), tp_size=1)
     monkeypatch.setattr(reference_check, "parameter_count", lambda config: 10**15)
-    with pytest.raises(UserError, match="--no-check leaves it out"):
+    with pytest.raises(UserError, match="--no-check skips it"):
         reference_check.references([model], BenchOptions())
     monkeypatch.undo()
     # the one reader of free memory, which knows the limits of containers too
     monkeypatch.setattr(reference_check, "available_bytes", lambda device: 1000)
-    with pytest.raises(UserError, match="1 kB are free; --no-check leaves it out"):
+    with pytest.raises(UserError, match="1 kB are free; --no-check skips it"):
         reference_check.references([model], BenchOptions())
 
 
@@ -682,6 +682,6 @@ def test_memory_is_checked_before_it_is_taken(monkeypatch):
         memory_need.check_bench_memory([model], options, dataclasses.replace(alone, local_size=2))
     monkeypatch.setattr(memory_need, "parameter_count", lambda config: 10**15)
     emulated = dataclasses.replace(options, emulate_tp=2)
-    with pytest.raises(UserError, match="runs the whole model, which takes .*--no-check leaves it out"):
+    with pytest.raises(UserError, match="runs the whole model, which takes .*--no-check skips it"):
         memory_need.check_bench_memory([model], emulated, alone)
     memory_need.check_bench_memory([model], dataclasses.replace(emulated, check=False), alone)

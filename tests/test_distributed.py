@@ -101,7 +101,7 @@ def test_where_shared_memory_cannot_serve(monkeypatch):
     problem = SharedMemory.problem
     assert problem(hosts=["a", "a"], cores=2, max_bytes=100) is None
     assert "several hosts" in problem(hosts=["a", "b"], cores=2, max_bytes=100)
-    assert "3 ranks would spin on 2 cores" in problem(hosts=["a"] * 3, cores=2, max_bytes=100)
+    assert "3 ranks would busy-wait on 2 cores" in problem(hosts=["a"] * 3, cores=2, max_bytes=100)
     assert "are free" in problem(hosts=["a", "a"], cores=2, max_bytes=1 << 50)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert "memory ordering" in problem(hosts=["a", "a"], cores=2, max_bytes=100)

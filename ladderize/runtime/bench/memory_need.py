@@ -84,5 +84,5 @@ def _check_whole_models(specs: list[ModelSpec], free: int) -> None:
         if need > free:
             raise UserError(
                 f"{spec.name}: the correctness check runs the whole model, which takes {human_bytes(need)}, and"
-                f" {human_bytes(free)} are free; --no-check leaves it out and labels the results unchecked"
+                f" {human_bytes(free)} are free; --no-check skips it and labels the results unchecked"
             )

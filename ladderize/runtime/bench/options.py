@@ -94,7 +94,7 @@ def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | No
     _check_choice(choice)
     _check_numbers(options)
     if (options.emulate_tp is None) != (link is None):
-        raise UsageError("--emulate-tp and --link go together: how many ranks, and what their all-reduce takes")
+        raise UsageError("--emulate-tp and --link must be given together")
     if options.emulate_tp is not None and options.tp_size != 1:
         raise UsageError("--emulate-tp runs one process in place of a group; leave --tp-size out")
     if options.emulate_tp is not None and options.backend != "auto":
@@ -106,9 +106,11 @@ def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | No
     if options.backend == "none" and not options.check:
         raise UsageError("--no-check has no effect with --backend none, which sums nothing and is never checked")
     if options.profile is not None and options.backend == "none":
-        raise UsageError("--profile shows what communication runs under; with --backend none there is none")
+        raise UsageError(
+            "--profile measures overlap of communication with compute; --backend none has no communication"
+        )
     if options.profile is not None and options.ranks == 1:
-        raise UsageError("--profile shows what communication runs under; with one rank there is none")
+        raise UsageError("--profile measures overlap of communication with compute; one rank has no communication")
 
 
 def _check_numbers(options: BenchOptions) -> None:

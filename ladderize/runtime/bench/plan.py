@@ -33,9 +33,7 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
         if parsed is not None:
             _check_messages(spec, options, parsed)
     if "parallel" in options.baselines and not specs[0].layout.is_dense:
-        raise UserError(
-            f"--baselines parallel needs a dense model in the first place, and {specs[0].name} is not dense"
-        )
+        raise UserError(f"--baselines parallel needs a dense model as the first one, and {specs[0].name} is not dense")
     if options.profile is not None:
         if options.profile.exists() and not options.profile.is_dir():
             raise UserError(f"--profile {options.profile} is not a folder")

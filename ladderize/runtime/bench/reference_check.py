@@ -94,7 +94,7 @@ def _check_memory(spec: ModelSpec, device: str) -> None:
     if free is not None and need > free:
         raise UserError(
             f"{spec.name}: the fp32 reference of the correctness check takes {human_bytes(need)}, and"
-            f" {human_bytes(free)} are free; --no-check leaves it out and labels the results unchecked"
+            f" {human_bytes(free)} are free; --no-check skips it and labels the results unchecked"
         )
 
 

@@ -102,15 +102,13 @@ def _explanations(document: BenchDocument) -> list[str]:
     lines = [
         "speed-up: over the first model; its 95 % interval says how far the rounds disagree.",
         "waited ms: longer than the same model without communication.",
-        "hidden ms: of the communication's own time (comm. alone ms), what did not show; for layouts that overlap.",
+        "hidden ms: comm. alone ms (the communication by itself) minus waited ms; for layouts that overlap.",
         *_per_model(document),
     ]
     if any(c.exposed_interval_ms[0] <= 0 < c.alone_ms for row in document.rows for c in _communications(row)):
-        lines.insert(
-            3, "<, >: at most, at least (95 %), where the rounds do not tell waiting from none; ?: not even that."
-        )
+        lines.insert(3, "<, >: at most, at least (95 %), where the waiting is too short to be measured; ?: unknown.")
     if any(row.is_random for row in document.rows):
-        lines.append("Weights are random: these are times only.")
+        lines.append("Weights are random: only the times are meaningful.")
     return lines
 
 
@@ -139,7 +137,7 @@ def _verdict(document: BenchDocument) -> list[str]:
     checked = {row.model: label for row, label in zip(document.rows, row_labels(document.rows), strict=True)}
     for model, check in document.checks.items():
         equal = "all" if check.equal_greedy_tokens == check.greedy_tokens else f"{check.equal_greedy_tokens} of"
-        as_good = "" if equal == "all" else ", the others as good"
+        as_good = "" if equal == "all" else ", the others within the tolerance"
         lines.append(
             f"Reference check of {checked.get(model, model)}: passed. Largest logit difference to transformers in"
             f" float32 {check.logit_difference:.2g} (tolerance {check.tolerance:.2g}); {equal} {check.greedy_tokens}"
@@ -154,9 +152,7 @@ def _verdict(document: BenchDocument) -> list[str]:
 def _warnings(document: BenchDocument, labels: Sequence[str]) -> list[str]:
     link, found = document.link, []
     if link is not None and (outside := document.message_bytes_outside_link_range):
-        found.append(
-            f"beyond the sizes that {link.name} was measured at, so taken from its fit: messages of {_range(outside)}"
-        )
+        found.append(f"extrapolated beyond the sizes that {link.name} was measured at: messages of {_range(outside)}")
     doubtful, impossible = [], []
     for row, label in zip(document.rows, labels, strict=True):
         for phase in PHASES:
@@ -173,8 +169,8 @@ def _warnings(document: BenchDocument, labels: Sequence[str]) -> list[str]:
         )
     if impossible:
         found.append(
-            "without communication these were slower than with it, so that what they waited cannot be told:"
-            f" {', '.join(impossible)}; other programs ran, perhaps"
+            "without communication these were slower than with it, so the time waited is unknown:"
+            f" {', '.join(impossible)}; perhaps other programs ran"
         )
     return found
 

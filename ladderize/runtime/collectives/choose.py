@@ -72,7 +72,7 @@ def _on_gpu(backend: str, group: Ranks) -> tuple[Collectives, str]:
     if failures and backend == "symm_mem":
         raise UserError(f"--backend symm_mem cannot be used: {failures[0]}; --backend nccl can")
     if chosen is None or failures:
-        return Nccl(group.size, group.device), f"nccl: symmetric memory cannot be had ({failures[0]})"
+        return Nccl(group.size, group.device), f"nccl: symmetric memory is not available ({failures[0]})"
     kernel = "multicast" if chosen.multicast else "one-shot"
     return chosen, f"symm_mem: {kernel} up to {ONE_SHOT_BYTES // 1024} KiB, nccl above"
 

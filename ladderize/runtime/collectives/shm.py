@@ -65,7 +65,7 @@ class SharedMemory(Collectives):
         if platform.machine() not in ORDERED:
             return f"it relies on the memory ordering of x86, and this is {platform.machine()}"
         if len(hosts) > cores:
-            return f"{len(hosts)} ranks would spin on {cores} cores"
+            return f"{len(hosts)} ranks would busy-wait on {cores} cores"
         if not FOLDER.is_dir():
             return f"there is no {FOLDER}"
         need, free = SLOTS * len(hosts) * _round_up(max_bytes) + mmap.PAGESIZE, shutil.disk_usage(FOLDER).free
