@@ -1,5 +1,6 @@
 """The command line: parse, call, print. Heavy imports live inside the commands, so that ``--help`` is instant."""
 
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from ladderize import __version__
 from ladderize.commands import adapt, bench, convert, demo, evaluate, generate, inspect, merge, plot, sensitivity, spd
 from ladderize.commands.command import Command, Commands
 from ladderize.commands.config_file import ConfigurableCommand
-from ladderize.console import DEBUG, UsageError, UserError, error_boundary
+from ladderize.console import DEBUG, UsageError, UserError, check_arguments, error_boundary
 from ladderize.ranks.environment import launch_variables
 
 app = typer.Typer(
@@ -33,7 +34,11 @@ def main() -> None:
     debug = len(arguments) < len(sys.argv) - 1
     if debug:
         os.environ[DEBUG] = "1"  # for the ranks that a command starts
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a locale may not have the characters of a model's text
     with error_boundary(debug=debug):
+        check_arguments(arguments)
         try:
             sys.exit(app(arguments, prog_name="ladderize", standalone_mode=False))
         except BadCommandLine as error:

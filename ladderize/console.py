@@ -332,9 +332,41 @@ def error_boundary(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             raise
+        if is_out_of_memory(error):
+            _say(
+                f"Error: the memory is exhausted ({sentence(error)[:200]}); give fewer or shorter rows at a time, or a"
+                " smaller model",
+                style="red",
+            )
+            sys.exit(1)
         what = f"{type(error).__name__}: {sentence(error)}"
         _say(f"Error: unexpected error: {what} (run again with --debug for the traceback)", style="red")
         sys.exit(1)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, torch's allocator of a GPU, or that of the CPU (a plain RuntimeError) got no memory."""
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raise UsageError for an argument with bytes that are no text: Python keeps them as halves of surrogate pairs,
+    which no tokenizer and no document can hold."""
+    for argument in arguments:
+        if not is_text(argument):
+            raise UsageError(
+                f"the argument {argument[:80]!a} is not UTF-8 text, or the locale is none of UTF-8; set LC_ALL=C.UTF-8"
+            )
+
+
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can hold this: no half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def sentence(error: BaseException) -> str:

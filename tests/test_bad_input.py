@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ladderize.console import DEBUG
-from tests.helpers import edit_json, invoke, listing, one_sentence, save_llama
+from tests.helpers import ROOT, Outcome, edit_json, invoke, listing, one_sentence, save_llama
 
 
 def convert(source, out, *options):
@@ -376,3 +376,36 @@ def test_a_ladderized_source_with_a_broken_layout(llama, tmp_path):
     assert "mlp_sync must be a list of 4 modes" in one_sentence(outcome)
     shutil.rmtree(tmp_path / "a")
     assert listing(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize("environment", [{}, {"LC_ALL": "C"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+def test_bytes_that_are_no_text(llama, environment):
+    for argument in (b"caf\xe9", b"\xed\xa0\x80"):
+        command = [sys.executable, "-m", "ladderize", "generate", str(llama), "-p", argument]
+        given = {**os.environ, "PYTHONCOERCECLOCALE": "0", **environment}
+        result = subprocess.run(command, capture_output=True, text=True, env=given, cwd=ROOT)
+        assert result.returncode == 2
+        assert "is not UTF-8 text" in one_sentence(Outcome(2, result.stdout, result.stderr))
+
+
+def test_text_in_a_locale_that_cannot_show_it(llama):
+    """What is no text of the locale is shown by its number."""
+    (llama.parent / "gr\u00fc\U0001f642").symlink_to(llama)
+    for encoding in ("ascii", "latin-1"):
+        given = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "1"}
+        command = [sys.executable, "-m", "ladderize", "inspect", str(llama.parent / "gr\u00fc\U0001f642")]
+        result = subprocess.run(command, capture_output=True, env=given, cwd=ROOT)
+        assert result.returncode == 0, result.stderr
+        assert b"\\U0001f642" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("of the GPU"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
+def test_memory_that_runs_out(llama, monkeypatch, error):
+    def exhausted(*_, **__):
+        raise error
+
+    monkeypatch.setattr("ladderize.convert.inspection.inspect_checkpoint", exhausted)
+    assert "the memory is exhausted" in one_sentence(invoke("inspect", llama))

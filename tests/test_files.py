@@ -52,6 +52,8 @@ def test_json_at_the_limits():
         ("? [1]\n: 2\n", "unhashable"),
         ("a: 1\na: 2", "the key 'a' stands twice"),
         ("{", "expected"),
+        ('a: "\\uD800"', "half of a surrogate pair"),
+        ('"\\uD800": 1', "half of a surrogate pair"),
     ],
 )
 def test_yaml_that_nobody_can_read(tmp_path, text, message):

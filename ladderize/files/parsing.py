@@ -4,6 +4,8 @@ import json
 import re
 from typing import Any
 
+from ladderize.console import is_text
+
 MAX_DEPTH = 100  # of lists and objects in each other; more would exhaust the stack of what reads them
 MAX_VALUES = 10_000_000  # counted as often as they are reached: YAML's aliases make many of few
 CONTAINERS = (dict, list, tuple, set)
@@ -31,11 +33,14 @@ def parse_json(content: bytes, *, constants: bool = False) -> Any:
     if content.count(b"[") + content.count(b"{") > MAX_DEPTH:
         check_nesting(value)
     if SURROGATE.search(content):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("it holds half of a surrogate pair, which is not a character") from None
+        check_characters(value)
     return value
+
+
+def check_characters(value: Any) -> None:
+    """Raise ValueError where a text in ``value`` holds half of a surrogate pair."""
+    if not is_text(json.dumps(value, ensure_ascii=False, default=str)):
+        raise ValueError("it holds half of a surrogate pair, which is not a character")
 
 
 def check_nesting(value: Any) -> None:

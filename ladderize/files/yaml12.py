@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ladderize.console import UserError
-from ladderize.files.parsing import MAX_DEPTH, check_nesting
+from ladderize.files.parsing import MAX_DEPTH, check_characters, check_nesting
 from ladderize.files.regular import read_text
 
 MAX_YAML_BYTES = 4 << 20  # people write these, and the parser needs a second for each megabyte
@@ -54,6 +54,8 @@ def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
     except (yaml.YAMLError, ValueError, TypeError) as error:  # a key that is a list is a TypeError
         raise ValueError(" ".join(str(error).split())) from None
     check_nesting(value)
+    if "\\" in text:
+        check_characters(list(value.items()) if isinstance(value, dict) else value)
     return value
 
 

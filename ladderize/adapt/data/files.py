@@ -113,7 +113,11 @@ class ParquetRows:
         return len(self._dataset)
 
     def read(self, number: int) -> Row:
-        return Row(self._dataset[number], f"{self.path}, row {number + 1}")
+        origin = f"{self.path}, row {number + 1}"
+        try:
+            return Row(self._dataset[number], origin)
+        except UnicodeDecodeError:
+            raise BadRow(f"{origin}: holds text that is not UTF-8") from None
 
 
 class TextRows:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ladderize.chat_template.renderer import ChatRenderer
-from ladderize.console import SILENT, Console, UsageError, UserError
+from ladderize.console import SILENT, Console, UsageError, UserError, is_text
 from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.device import check_device
@@ -61,6 +61,8 @@ def encode(tokenizer: Any, prompts: list[str], spec: ModelSpec, options: Generat
     if options.chat and renderer is None:
         raise UserError(f"{spec.name} has no chat template, so --chat has nothing to apply")
     for prompt in prompts:
+        if not is_text(prompt):
+            raise UserError(f"the prompt {prompt[:80]!a} holds half of a surrogate pair, which is not a character")
         if renderer is not None:
             text, _ = renderer.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # only the template gives it a BOS
