@@ -14,6 +14,7 @@ from ladderize.commands.config_file import ConfigurableCommand
 from ladderize.console import DEBUG, UsageError, UserError, check_arguments, error_boundary
 from ladderize.ranks.environment import launch_variables
 
+INTERRUPTED = 130
 app = typer.Typer(
     name="ladderize",
     cls=Commands,
@@ -40,7 +41,10 @@ def main() -> None:
     with error_boundary(debug=debug):
         check_arguments(arguments)
         try:
-            sys.exit(app(arguments, prog_name="ladderize", standalone_mode=False))
+            code = app(arguments, prog_name="ladderize", standalone_mode=False)
+            if code == INTERRUPTED:  # newer versions of typer turn Ctrl-C into an exit that says nothing
+                raise KeyboardInterrupt
+            sys.exit(code)
         except BadCommandLine as error:
             if not error.format_message():  # help was shown, since nothing was given
                 sys.exit(error.exit_code)

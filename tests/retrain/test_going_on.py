@@ -97,6 +97,30 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
     assert all(torch.equal(written[0][name], written[1][name]) for name in written[1])
 
 
+def test_ctrl_c_says_what_happens_and_a_second_one_while_saving_loses_nothing(place, tmp_path, monkeypatch, capfd):
+    """The second comes while the state is being written: what was saved before it stays whole."""
+    more = ["--save-every", 2, "--eval-every", 100]
+    succeed(place, tmp_path / "whole", *more)
+
+    def write(self, *args, original=TrainingFolder._write):
+        if self.saved_states():  # the second save
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        original(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingFolder, "_write", write)
+        outcome = adapt(place, tmp_path / "out", *more)
+    assert outcome.code == 130
+    assert outcome.stderr.strip().endswith("Interrupted.")
+    assert "Ctrl-C again stops at once" in capfd.readouterr().err
+    work = tmp_path / "out.ladderize-work"
+    assert not list(work.glob("*.part"))
+    assert [path.name for path in work.glob("step-*")] == ["step-00000002"]
+    assert adapt(place, tmp_path / "out", *more).code == 0
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
 def test_the_schedule_may_change_on_the_way(place, tmp_path, monkeypatch):
     monkeypatch.setattr(retraining, "write_outcome", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
     assert "no outcome" in one_sentence(adapt(place, tmp_path / "out"))
