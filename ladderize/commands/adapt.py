@@ -1,5 +1,6 @@
 """``adapt``."""
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,7 +28,7 @@ from ladderize.commands.options import (
     options_from,
     said,
 )
-from ladderize.commands.retraining import check_effect, check_retraining, preset_filled_in, retrain_options
+from ladderize.commands.retraining import check_effect, preset_filled_in, retrain_options
 from ladderize.commands.training import ComputeDtype, TrainingSeed, WorkDir, memory_limit, start_training_on
 from ladderize.console import Console, UsageError
 
@@ -394,10 +395,12 @@ def adapt(
     print_config: PrintConfig = False,
 ) -> None:
     """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""
-    check_effect(method, said(ctx))
     if out is None and not show_data:
         raise UsageError("OUT is missing: name the folder to write")
     console = Console(as_json)
+    with console.stage(LOADING):
+        check_effect(method, said(ctx))
+        importlib.import_module(f"ladderize.adapt.{'blockwise' if method == BLOCKS else 'retrain'}.run")
     if plot is not None:
         from ladderize.figure import check_plot
 
@@ -412,11 +415,10 @@ def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], consol
         raise UsageError("--method blocks needs --distill-from DENSE, the checkpoint that MODEL was converted from")
     if len(params["data"]) > 1:
         raise UsageError("--method blocks reads one --data file")
-    with console.stage(LOADING):
-        device = start_training_on(params["device"], params["dtype"], params["threads"], params["lr"])
-        from ladderize.adapt.blockwise.documents import BLOCK_ERROR, distillation_rows, perplexity_rows
-        from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-        from ladderize.adapt.blockwise.run import adapt_blocks
+    device = start_training_on(params["device"], params["dtype"], params["threads"], params["lr"])
+    from ladderize.adapt.blockwise.documents import BLOCK_ERROR, distillation_rows, perplexity_rows
+    from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+    from ladderize.adapt.blockwise.run import adapt_blocks
 
     distill = options_from(DistillOptions, params, max_memory=memory_limit(params["max_memory"]))
     options = options_from(
@@ -451,10 +453,8 @@ def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], consol
 
 
 def _retrain(model: str, out: str | None, params: Mapping[str, Any], console: Console) -> None:
-    check_retraining({name: value for name, value in params.items() if value not in (None, [], ())})
-    with console.stage(LOADING):
-        options = retrain_options(params)
-        from ladderize.adapt.retrain.run import adapt_checkpoint, show_data_of
+    options = retrain_options(params)
+    from ladderize.adapt.retrain.run import adapt_checkpoint, show_data_of
 
     if params["show_data"]:
         rows = params["show_data_rows"] or SHOWN_ROWS

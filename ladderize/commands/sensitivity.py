@@ -109,14 +109,14 @@ def sensitivity(
     print_config: PrintConfig = False,
 ) -> None:
     """Measure how much perplexity each block costs when its sync points are dropped or overlapped."""
-    device = compute_options(device, threads)
-    options = options_from(SensitivityOptions, ctx.params, device=device)
     console = Console(as_json)
     with console.stage(LOADING):
+        device = compute_options(device, threads)
         from ladderize.eval.sensitivity import sensitivity_rows
         from ladderize.eval.sensitivity_run import write_sensitivity
         from ladderize.ranks.threads import set_threads
 
+    options = options_from(SensitivityOptions, ctx.params, device=device)
     set_threads(threads, 1)
     if plot is not None:
         from ladderize.figure import check_plot
