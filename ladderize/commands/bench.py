@@ -189,6 +189,7 @@ def bench(
         baselines=parse_baselines(baselines),
         check=not no_check,
         compile=compile_,
+        device=device or "cpu",  # which GPUs there are, torch says below
     )
     check_bench_usage(choice, options, link)  # before seconds of imports
     console = Console(as_json)
