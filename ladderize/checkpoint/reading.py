@@ -65,10 +65,14 @@ def check_folder(folder: Path) -> None:
     """Raise UserError unless ``folder`` is one with something in it, and every file in it a regular one."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; name the folder of a Hugging Face checkpoint or a hub id")
-    entries = list(folder.iterdir())
-    if not entries:
+    if not any(folder.iterdir()):
         raise UserError(f"{folder} is empty; it should hold config.json and safetensors weights")
-    for entry in entries:
+    check_entries(folder)
+
+
+def check_entries(folder: Path) -> None:
+    """Raise UserError unless every file in ``folder`` is a regular one: transformers opens what it finds."""
+    for entry in folder.iterdir():
         if entry.exists() and not entry.is_dir():
             check_regular(entry)
 

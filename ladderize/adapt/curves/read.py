@@ -4,7 +4,6 @@ Imports no torch.
 A folder may be OUT, or unfinished work, whose metrics.jsonl is still growing.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +11,9 @@ from typing import Any, ClassVar
 from ladderize.adapt.retrain.metrics import METRICS, loss_label
 from ladderize.console import UserError
 from ladderize.files.documents import read_document
+from ladderize.files.parsing import parse_json
 from ladderize.files.records import Record
+from ladderize.files.regular import read_lines
 
 # where the weight of the teacher's predictions stands, in OUT and in unfinished work
 OBJECTIVE_OF = {"adaptation.json": ("options", "objective"), "run.json": ("objective",)}
@@ -73,12 +74,12 @@ def _name(folder: Path) -> str:
 def _retraining(folder: Path) -> Curves:
     path = folder / METRICS
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), 1):
-        if not text.endswith("\n"):
+    for number, text in enumerate(read_lines(path), 1):
+        if not text.endswith(b"\n"):
             break  # being written, or cut off by a kill
         try:
-            lines.append(_Metrics.from_dict(json.loads(text), f"{path}, line {number}"))
-        except (ValueError, RecursionError):
+            lines.append(_Metrics.from_dict(parse_json(text, constants=True), f"{path}, line {number}"))
+        except ValueError:
             raise UserError(f"{path}, line {number} is not JSON; the file may be damaged") from None
     return Curves(
         _name(folder),

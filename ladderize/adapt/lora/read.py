@@ -18,7 +18,7 @@ from ladderize.adapt.lora.config import (
 )
 from ladderize.checkpoint.dtypes import FLOAT_DTYPES
 from ladderize.checkpoint.llama import expected_tensors
-from ladderize.checkpoint.reading import PICKLES, TensorInfo
+from ladderize.checkpoint.reading import PICKLES, TensorInfo, check_entries
 from ladderize.checkpoint.tensors import locate_tensors
 from ladderize.console import UserError
 from ladderize.files.documents import read_document, read_json
@@ -95,6 +95,7 @@ def read_adapter(folder: Path) -> Adapter:
     folder = folder.expanduser()
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; name the folder of a PEFT adapter")
+    check_entries(folder)
     if not (folder / ADAPTER_CONFIG).is_file():
         raise UserError(f"{folder} holds no {ADAPTER_CONFIG}; it is not a PEFT adapter")
     config = read_json(folder / ADAPTER_CONFIG)

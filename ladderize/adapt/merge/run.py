@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import yaml
 from torch import Tensor
 
 from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
@@ -27,7 +26,8 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import Verification
 from ladderize.data import file_sha256
 from ladderize.files import output
-from ladderize.files.regular import resolved
+from ladderize.files.regular import read_text, resolved
+from ladderize.files.yaml12 import read_yaml
 from ladderize.layout import Layout, format_ranges
 
 
@@ -36,9 +36,7 @@ def carried(adapter: Adapter) -> dict[str, str]:
     if adapter.document is None:
         return {}
     return {
-        name: (adapter.folder / name).read_text(encoding="utf-8")
-        for name in (ADAPTATION, METRICS)
-        if (adapter.folder / name).is_file()
+        name: read_text(adapter.folder / name) for name in (ADAPTATION, METRICS) if (adapter.folder / name).is_file()
     }
 
 
@@ -144,8 +142,8 @@ def is_merged(out: Path, base: str, record: Mapping[str, Any]) -> bool:
     """Whether ``out`` says that this adapter was merged into this base: a run may be killed after OUT appeared."""
     path = out / RECORD
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (yaml.YAMLError, ValueError, RecursionError):
+        found = read_yaml(path) if path.is_file() else None
+    except UserError:
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("source"), dict):
         return False

@@ -1,8 +1,10 @@
 """metrics.jsonl: a line for each step and each validation."""
 
-import json
 import os
 from pathlib import Path
+
+from ladderize.files.parsing import parse_json
+from ladderize.files.regular import read_lines
 
 METRICS = "metrics.jsonl"
 
@@ -21,22 +23,22 @@ def cut_metrics(path: Path, step: int) -> None:
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in read_lines(path):
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+            if parse_json(line, constants=True)["step"] <= step:
+                kept.append(line.rstrip(b"\n") + b"\n")
         except (ValueError, KeyError, TypeError):
             continue  # cut off by a kill
     temporary = path.with_name(f".{path.name}.json.part")
-    temporary.write_text("".join(kept))
+    temporary.write_bytes(b"".join(kept))
     os.replace(temporary, path)
 
 
 def read_metrics(path: Path, key: str) -> list[float]:
     """The values of one metric, in order."""
     found = []
-    for text in path.read_text().splitlines():
-        line = json.loads(text)
+    for text in read_lines(path):
+        line = parse_json(text, constants=True)
         if line.get(key) is not None:
             found.append(line[key])
     return found
