@@ -220,6 +220,29 @@ def test_a_full_disk(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_a_folder_that_vanishes_meanwhile(llama, tmp_path, monkeypatch):
+    (tmp_path / "parent").mkdir()
+    fsync_tree = output.fsync_tree
+
+    def vanish(folder):
+        shutil.rmtree(tmp_path / "parent")
+        fsync_tree(folder)
+
+    monkeypatch.setattr(output, "fsync_tree", vanish)
+    outcome = invoke("convert", llama, tmp_path / "parent" / "out", "--ladder", "2:", "--no-verify")
+    assert "no such file or directory); nothing was left there" in one_sentence(outcome)
+    assert listing(tmp_path) == ["src"]
+
+
+def test_a_current_folder_that_is_gone(llama, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    outcome = invoke("convert", llama, "out", "--ladder", "2:")
+    assert "OUT out is relative to the current folder, which was deleted; change to another" in one_sentence(outcome)
+    assert listing(tmp_path) == ["src"]
+
+
 def test_an_interrupt_from_the_keyboard(llama, tmp_path):
     script = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from ladderize.convert import"

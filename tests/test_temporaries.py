@@ -1,5 +1,7 @@
 """What killed runs left behind is removed by the next one; what a living one holds is not."""
 
+import errno
+import os
 import sys
 import tempfile
 import time
@@ -88,3 +90,15 @@ def test_a_file_system_without_locks_loses_nothing(place, monkeypatch):
         remove_abandoned(place, "ladderize-verify-")
         assert mine.is_dir()
     assert listing(place) == []
+
+
+def test_a_full_disk_is_named_with_the_file(place, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (place / "s.json").write_text("old")
+    monkeypatch.setattr("ladderize.files.temporaries.os.fsync", refuse)
+    with pytest.raises(OSError, match="No space left on device: '.*/s.json'"):
+        write_json(place / "s.json", {"a": 1})
+    assert listing(place) == ["s.json"]
+    assert (place / "s.json").read_text() == "old"

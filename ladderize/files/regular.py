@@ -29,6 +29,11 @@ def resolved(path: str | Path, what: str = "") -> Path:
     """
     try:
         return Path(path).expanduser().resolve()
+    except FileNotFoundError:  # of the current folder: a path need not exist
+        raise UserError(
+            f"{what}{path} is relative to the current folder, which was deleted; change to another folder, or give an"
+            " absolute path"
+        ) from None
     except (RuntimeError, ValueError, OSError):
         raise UserError(
             f"{what}{path} cannot be resolved: a loop of links, or the home folder of an unknown user; name another"

@@ -52,8 +52,11 @@ def replacement(path: Path) -> Iterator[IO[str]]:
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk, say: a write does not know its file
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 
