@@ -129,7 +129,7 @@ def test_orders_that_are_none(order, message):
 def test_the_dense_function_does_not_change(tmp_path, monkeypatch, extra, shards, chunk):
     """MHA, GQA, MQA, with biases: the tensors are those of permute_heads, and logits differ by the order of a sum
     only."""
-    monkeypatch.setattr(weights, "READ_AT_ONCE", chunk)  # many chunks to a head and to o_proj, and one
+    monkeypatch.setattr(weights, "MOVED_AT_ONCE", chunk)  # many chunks to a head and to o_proj, and one
     source, kv_heads = save_llama(tmp_path / "src", shards=shards, **extra), extra.get("num_key_value_heads", KV_HEADS)
     head_map = map_for(source, range(4), kv_heads=kv_heads)
     report = convert_checkpoint(source, tmp_path / "out", DENSE, changes=Changes(head_map=head_map), verify=False)

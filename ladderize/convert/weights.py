@@ -13,7 +13,7 @@ from ladderize.checkpoint.tensors import TensorReader, encode_header
 from ladderize.console import UsageError, UserError
 from ladderize.convert.heads import Move
 
-READ_AT_ONCE = 4 << 20  # bytes read at a time; a multiple of every element size
+MOVED_AT_ONCE = 4 << 20  # bytes read at a time; a multiple of every element size
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -132,14 +132,14 @@ def write_shard(checkpoint: Checkpoint, shard: Shard, path: Path, advance: Calla
 def _stream(entry: Entry, reader: TensorReader, writer: BinaryIO, advance: Callable[[int], None]) -> None:
     """Copy one tensor: a chunk at a time, whole rows where columns move, one block of rows after the other where rows
     move."""
-    source, move, step = entry.source, entry.move, READ_AT_ONCE
+    source, move, step = entry.source, entry.move, MOVED_AT_ONCE
     spans = [(source.start, source.stop)]
     if move is not None and move.axis == 0:
         size = source.nbytes // len(move.order)
         spans = [(source.start + block * size, source.start + (block + 1) * size) for block in move.order]
     elif move is not None:
         row = source.nbytes // source.shape[0]
-        step = max(1, READ_AT_ONCE // row) * row
+        step = max(1, MOVED_AT_ONCE // row) * row
     for chunk in reader.chunks(source, spans, step):
         values = chunk
         if move is not None and move.axis:

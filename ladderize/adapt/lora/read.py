@@ -196,7 +196,7 @@ def pair_up(tensors: Mapping[str, TensorInfo], path: Path) -> dict[str, tuple[Te
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
 
-def check_fits(adapter: Adapter, config: Mapping[str, Any], name: str) -> None:
+def check_adapter_fits(adapter: Adapter, config: Mapping[str, Any], name: str) -> None:
     """Raise UserError unless every A and B fits the model ``name`` with this config.json, and the rank that the
     adapter's says."""
     shapes = expected_tensors(config)

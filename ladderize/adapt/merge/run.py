@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
-from ladderize.adapt.lora.read import Adapter, check_fits, read_adapter
+from ladderize.adapt.lora.read import Adapter, check_adapter_fits, read_adapter
 from ladderize.adapt.merge.check import ComparedLogits, add_product, check_merged
 from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.metrics import METRICS
@@ -96,7 +96,7 @@ def merge(
     layout = Layout.from_config(checkpoint.config)
     found = fingerprint(checkpoint)
     check_base_is(source, name, layout, found)
-    check_fits(source, checkpoint.config, name)
+    check_adapter_fits(source, checkpoint.config, name)
     if source.document is None:
         console.note(
             f"Note: {source.folder} has no {ADAPTATION}, so what it was trained on is unknown; its shapes fit {name}"
