@@ -30,6 +30,8 @@ SHORTEST_PROMPT, LONGEST_PROMPT = 64, 256
 DECODE_STEPS = 32
 # Positions of the texts whose logits are compared after reading them, beside all that are decoded.
 SAMPLED = 32
+# Positions whose logits are gathered at once: shared memory is as large as the longest message.
+PIECE = 8
 # The largest difference of any logit that rounding explains, in standard deviations of the reference's logits.
 _TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
@@ -74,7 +76,7 @@ def longest_message(specs: list[ModelSpec], options: BenchOptions) -> int:
     """Elements of the largest message that the check sends: hidden states of the texts, or logits of them."""
     longer, _, steps = text_lengths(max(spec.positions for spec in specs), options.prompt_len)
     hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
-    return TEXTS * max(hidden * (longer + steps), vocab * min(longer + steps, SAMPLED + 2 * (steps + 1)))
+    return TEXTS * max(hidden * (longer + steps), vocab * PIECE)
 
 
 def references(specs: list[ModelSpec], options: BenchOptions) -> dict[str, Reference]:
@@ -165,7 +167,8 @@ def check_against_reference(generator: Generator, reference: Reference, spec: Mo
     ranks = generator.model.collectives.ranks
     comparison = _Comparison(f"{spec.name} with {ranks} rank{'s' * (ranks > 1)} in {spec.dtype}", spec, reference)
     ids = torch.tensor(reference.ids, device=generator.device)
-    read = generator.model.logits(generator.read(ids)[:, reference.positions]).float().cpu()
+    hidden = generator.read(ids)[:, reference.positions]
+    read = torch.cat([generator.model.logits(piece).float().cpu() for piece in hidden.split(PIECE, 1)], 1)
     for text in range(TEXTS):
         comparison.logits(f"reading {ids.shape[1]} tokens", text, reference.positions, read[text])
     longer, shorter = reference.prompts
