@@ -325,7 +325,7 @@ DAMAGE = {
     "no tensors": (lambda a: (a / "adapter_model.safetensors").unlink(), "the adapter is incomplete"),
     "pickle": (
         lambda a: (a / "adapter_model.safetensors").rename(a / "adapter_model.bin"),
-        "pickle only .*not read here",
+        "pickle weights only .*not read here",
     ),
     "truncated": (lambda a: os.truncate(a / "adapter_model.safetensors", 4000), "is truncated"),
     "no file": (shutil.rmtree, "is not a folder"),

@@ -126,7 +126,7 @@ DOCUMENTS: Mapping[str, type[_Spd] | type[_Distillation] | type[_Adaptation]] = 
 def read_retrainings(folder: Path) -> list[Retraining]:
     """How the weights in a checkpoint's folder were retrained; empty where they were not.
 
-    A file of such a name that is not ladderize's own says nothing. Raises UserError for one of ours that is damaged.
+    A file of such a name that is not ladderize's own, or does not say what was retrained, says nothing. Raises UserError for one of ours that is damaged.
     """
     found = []
     for name, kind in DOCUMENTS.items():
@@ -134,7 +134,9 @@ def read_retrainings(folder: Path) -> list[Retraining]:
         if not path.is_file():
             continue
         content = read_json(path, advice="restore it, or remove it")
-        if "ladderize_version" in content and (retraining := kind.from_dict(content, path).retraining()) is not None:
+        if not {"ladderize_version", "model"} <= content.keys():
+            continue  # somebody else's, or an adapter's that says only what it belongs to
+        if (retraining := kind.from_dict(content, path).retraining()) is not None:
             found.append(retraining)
     return found
 
