@@ -126,7 +126,8 @@ DOCUMENTS: Mapping[str, type[_Spd] | type[_Distillation] | type[_Adaptation]] = 
 def read_retrainings(folder: Path) -> list[Retraining]:
     """How the weights in a checkpoint's folder were retrained; empty where they were not.
 
-    A file of such a name that is not ladderize's own, or does not say what was retrained, says nothing. Raises UserError for one of ours that is damaged.
+    A file of such a name that is not ladderize's own, or does not say what was retrained, says nothing. Raises
+    UserError for one of ours that is damaged.
     """
     found = []
     for name, kind in DOCUMENTS.items():
