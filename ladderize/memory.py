@@ -88,7 +88,7 @@ def available_bytes(device: torch.device) -> int | None:
     return min(found) if found else None
 
 
-def check_fits(needed: int, device: torch.device, what: str, advice: str) -> None:
+def check_room(needed: int, device: torch.device, what: str, advice: str) -> None:
     """Raise UserError if ``what`` takes more bytes than are free: before the system starts to kill processes.
 
     advice: what to lower, for the end of the sentence.

@@ -42,7 +42,7 @@ def command(name, place, out):
         ("adapt", ["--max-tokens", 400 * "9"], 2, "is not a number of tokens below 10^18"),
         ("adapt", ["--max-steps", 2, "--batch-size", TRILLION], 1, "fewer than --batch-size 1000000000000"),
         ("adapt", ["--max-steps", 2, "--micro-batch-size", BILLION, "--batch-size", BILLION], 1, "this needs about"),
-        ("adapt", ["--max-steps", 2, "--seq-len", BILLION], 1, "positions that the model can read"),
+        ("adapt", ["--max-steps", 2, "--seq-len", BILLION], 1, "--seq-len 1000000000 is more than the 64 positions"),
         ("adapt", ["--max-steps", 2, "--batch-size", 2, "--keep", TRILLION], 1, "for the states of the training"),
         ("blocks", ["--samples", TRILLION], 1, "gives 24 windows of 16 tokens, too few"),
         ("spd", ["--samples", TRILLION], 1, "gives 24 windows of 16 tokens, too few"),

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from ladderize.blocks import check_finite
 from ladderize.eval.results import Perplexity
-from ladderize.memory import check_fits
+from ladderize.memory import check_room
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,7 +75,7 @@ def model_perplexity(
     """Score ``windows`` with ``model`` and time it. Raises UserError where a batch's logits do not fit into memory."""
     longest, at_once = max(map(len, windows)), min(batch_size, len(windows))
     embedding = next(model.get_input_embeddings().parameters())
-    check_fits(
+    check_room(
         longest * model.config.vocab_size * (at_once * embedding.dtype.itemsize + 4),
         embedding.device,
         f"scoring {at_once:,} windows of {longest:,} tokens at a time",

@@ -44,7 +44,7 @@ from ladderize.convert.sensitivity_file import (
 from ladderize.eval.options import SensitivityOptions
 from ladderize.files.work import differences
 from ladderize.layout import BLOCKING, OVERLAPPED, Layout
-from ladderize.memory import check_fits
+from ladderize.memory import check_room
 from ladderize.ranks.device import check_device
 
 TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's, and from how many parameters on the lower one holds
@@ -168,7 +168,7 @@ def _fill_table(
     if rows:
         console.note(f"resuming after {len(rows)} of {len(windows)} windows")
     batch_size = min(options.batch_size or max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
-    check_fits(
+    check_room(
         _memory(blocks, run, batch_size * windows.shape[1]),
         blocks.device,
         f"sensitivity with {batch_size:,} windows of {windows.shape[1]:,} tokens at a time",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ladderize.memory import check_fits
+from ladderize.memory import check_room
 from ladderize.runtime.shards import Shape
 
 
@@ -27,7 +27,7 @@ class KVCache:
         """dtype: of the model's weights. Raises UserError where there is not enough memory."""
         dtype = torch.float32 if device.type == "cpu" else dtype
         size = _size(shape, batch, columns)
-        check_fits(
+        check_room(
             2 * math.prod(size) * dtype.itemsize,
             device,
             f"a KV cache for {batch:,} texts of {columns:,} tokens",

@@ -25,7 +25,7 @@ from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, layer_seconds, timed
 from ladderize.console import Console
 from ladderize.layout import Layout, format_ranges
-from ladderize.memory import check_fits
+from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
 
 
@@ -84,7 +84,7 @@ def check_block_fits(teacher: Blocks, student: StudentBlocks, rows: int, tokens:
     hidden, intermediate = int(teacher.config["hidden_size"]), int(teacher.config["intermediate_size"])
     # numbers per token that are kept for the backward pass
     kept = 8 * hidden * (student.layout.sync_tp_size or 1) + 4 * intermediate
-    check_fits(
+    check_room(
         4 * rows * tokens * kept,
         teacher.device,
         f"a step on {rows:,} windows of {tokens:,} tokens",
