@@ -202,7 +202,7 @@ def test_killed_between_the_rename_and_the_end(model, unfinished, monkeypatch):
             invoke(*command(model, out))
     assert out.read_bytes() == whole
     assert about.exists()
-    assert "is there already" in failure(command(model, out, 11))
+    assert "already exists" in failure(command(model, out, 11))
     assert write(model, out) == whole
     assert not work_of(out).exists()
 
