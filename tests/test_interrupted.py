@@ -55,7 +55,7 @@ def command(name, place, out):
     return {
         "full": [*retraining, "--no-verify"],
         "lora": [*retraining, "--method", "lora", "--lora-rank", 2],
-        "blocks": [*blocks, "--epochs", 1, *data, "--no-verify"],
+        "blocks": [*blocks, "--epochs", 1, *data, "--no-verify", "--write", "last"],
         "spd": ["spd", place / "dense", out, "--sync-tp-size", 2, "--epochs", 1, *data, "--no-verify"],
     }[name]
 

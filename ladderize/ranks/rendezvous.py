@@ -118,15 +118,25 @@ def _wait_for_ranks(store: dist.Store, variables: LaunchVariables, deadline: flo
     store.set(_key(rank or 0), "here")
     missing = list(range(size))
     waiting = Waiting(variables.rendezvous_seconds)
-    while missing := [other for other in missing if not store.check([_key(other)])]:
-        if time.monotonic() >= deadline:
-            raise UserError(
-                f"{_named(missing)} of {size} did not start within {variables.rendezvous_seconds} s; start all of them"
-                f" with the same {MASTER_ADDR} and {MASTER_PORT}, or raise {RENDEZVOUS_SECONDS}"
-            )
-        if rank == 0:  # one line for the group
-            waiting.say(f"rank 0 waits for {_named(missing)} of {size}")
-        time.sleep(_POLL_S)
+    try:
+        while missing := _not_started(store, missing):
+            if time.monotonic() >= deadline:
+                break
+            if rank == 0:  # one line for the group
+                waiting.say(f"rank 0 waits for {_named(missing)} of {size}")
+            time.sleep(_POLL_S)
+    except RuntimeError:  # rank 0 gave up just before this one, and took the store with it
+        pass
+    if missing:
+        raise UserError(
+            f"{_named(missing)} of {size} did not start within {variables.rendezvous_seconds} s; start all of them"
+            f" with the same {MASTER_ADDR} and {MASTER_PORT}, or raise {RENDEZVOUS_SECONDS}"
+        )
+
+
+def _not_started(store: dist.Store, ranks: Sequence[int]) -> list[int]:
+    with _silent_stderr():
+        return [rank for rank in ranks if not store.check([_key(rank)])]
 
 
 @contextlib.contextmanager
