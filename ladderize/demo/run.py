@@ -212,4 +212,6 @@ def _bench(
     said |= {"link": link} if link is not None else {}
     console.note(f"$ ladderize bench {' '.join(models)} {_options_said(said)} --out {out}")
     console.result("")
-    return bench(ModelChoice(tuple(models)), options, link, console=console, out=out)
+    # with --json the demo prints one document, which holds this one
+    own = dataclasses.replace(console, quiet=True) if console.as_json else console
+    return bench(ModelChoice(tuple(models)), options, link, console=own, out=out)
