@@ -20,7 +20,7 @@ from ladderize.checkpoint.dtypes import FLOAT_DTYPES
 from ladderize.checkpoint.llama import check_config, check_tensors
 from ladderize.checkpoint.reading import Checkpoint, fetch_weights, read_checkpoint, resolve_json
 from ladderize.checkpoint.tensors import TensorReader
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.modeling import load_tokenizer
 

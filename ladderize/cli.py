@@ -11,7 +11,8 @@ from ladderize import __version__
 from ladderize.commands import adapt, bench, convert, demo, evaluate, generate, inspect, merge, plot, sensitivity, spd
 from ladderize.commands.command import Command, Commands
 from ladderize.commands.config_file import ConfigurableCommand
-from ladderize.console import DEBUG, UsageError, UserError, check_arguments, error_boundary
+from ladderize.console import DEBUG, check_arguments, error_boundary
+from ladderize.errors import UsageError, UserError
 from ladderize.ranks.environment import launch_variables
 
 INTERRUPTED = 130

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from ladderize.errors import LadderizeError, UsageError
-from ladderize.errors import UserError as UserError  # most modules take it from here
 from ladderize.ranks.environment import is_main_rank
 
 if TYPE_CHECKING:

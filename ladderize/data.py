@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.id_arrays import pick_array, read_id_rows
 from ladderize.files.parsing import parse_json
 from ladderize.files.regular import check_regular, open_regular, read_lines, read_text

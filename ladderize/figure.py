@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.regular import resolved
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from types import TracebackType
 
 import torch
 
-from ladderize.console import UserError, human_bytes
+from ladderize.console import human_bytes
+from ladderize.errors import UserError
 
 STATUS, CLEAR, MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 MAPS, LIBRARIES = (

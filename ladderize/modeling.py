@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 from ladderize.checkpoint.model_check import check_model
 from ladderize.checkpoint.reading import read_config
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 MODEL_TYPE = "ladderized_llama"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ladderize import convert_checkpoint, load
-from ladderize.console import UserError
 from ladderize.convert import pipeline
 from ladderize.convert.recipe import Recipe
+from ladderize.errors import UserError
 from ladderize.files import output
 from tests import warm
 from tests.helpers import invoke, listing, one_sentence, save_llama

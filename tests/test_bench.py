@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.console import UsageError, UserError
 from ladderize.demo.run import MODEL
+from ladderize.errors import UsageError, UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as spd_model

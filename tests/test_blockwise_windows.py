@@ -14,8 +14,8 @@ from ladderize.adapt.data.formats import BadRow
 from ladderize.adapt.data.sources import parse_specs, source_sha256
 from ladderize.adapt.data.stream import fixed_rows
 from ladderize.blocks import open_checkpoint
-from ladderize.console import UsageError, UserError
 from ladderize.data import file_sha256
+from ladderize.errors import UsageError, UserError
 from ladderize.modeling import load_tokenizer
 from tests.helpers import ROOT
 

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from ladderize.chat_template import child
 from ladderize.chat_template.renderer import ChatRenderer, RefusedConversation
-from ladderize.console import UserError
 from ladderize.demo.run import MODEL
+from ladderize.errors import UserError
 from tests.helpers import invoke, one_sentence
 
 TURNS = [{"role": "user", "content": "Hello"}]

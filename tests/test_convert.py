@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from ladderize import convert_checkpoint, load
 from ladderize.checkpoint.reading import read_checkpoint
-from ladderize.console import UserError
 from ladderize.convert.card import split_front_matter
 from ladderize.convert.recipe import Recipe, read_recipe
+from ladderize.errors import UserError
 from ladderize.layout import Layout
 from tests.helpers import BIASES, ROOT, STORIES, edit_json, invoke, listing, random_ids, save_llama
 from tests.oracle import Oracle

@@ -6,7 +6,7 @@ import pytest
 
 from ladderize.adapt.curves.draw import smoothed
 from ladderize.adapt.curves.read import read_curves
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from tests.helpers import invoke, one_sentence
 
 METRICS = [

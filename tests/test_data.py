@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from ladderize.console import UserError
 from ladderize.data import check_data_file, default_seq_len, read_documents, split_name, windows
+from ladderize.errors import UserError
 
 
 class Letters:

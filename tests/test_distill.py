@@ -17,8 +17,8 @@ from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair
 from ladderize.adapt.blockwise.options import DistillOptions
 from ladderize.adapt.blockwise.teacher import teacher_pass
 from ladderize.blocks import Blocks, open_checkpoint
-from ladderize.console import UserError
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.errors import UserError
 from ladderize.eval.results import Perplexity
 from ladderize.layout import Layout, parse_ranges
 from tests import warm

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ladderize.console import DEBUG, UserError
+from ladderize.console import DEBUG
+from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.threads import cores
 from ladderize.runtime import launch as distributed

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ladderize import convert_checkpoint, load
-from ladderize.console import UserError
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL, TASKS
+from ladderize.errors import UserError
 from ladderize.eval import harness
 from ladderize.eval.comparison import comparison_rows
 from ladderize.eval.perplexity import model_perplexity, score_windows

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ladderize.checkpoint.reading import read_header
-from ladderize.console import UserError
 from ladderize.data import check_data_file, read_documents
+from ladderize.errors import UserError
 from ladderize.files import regular
 from ladderize.files.documents import read_json, read_own, write_json
 from ladderize.files.id_arrays import open_ids

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ladderize import load
-from ladderize.console import UserError
 from ladderize.demo.run import MODEL
+from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.decode import Sampling, generate_tokens, sample

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from ladderize.checkpoint import tensors
 from ladderize.checkpoint.reading import read_checkpoint, read_header
 from ladderize.checkpoint.tensors import TensorReader
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.loader import CheckpointSource, RandomSource
 from ladderize.runtime.shards import Shape, Slice

@@ -18,7 +18,7 @@ from ladderize.adapt.merge import check as merge_check
 from ladderize.adapt.merge import run as merge_run
 from ladderize.adapt.merge.run import merge
 from ladderize.blocks import open_checkpoint
-from ladderize.console import UsageError, UserError
+from ladderize.errors import UsageError, UserError
 from tests import warm
 from tests.helpers import LAYOUTS, SHAPE, edit_json, invoke, listing, make_model, one_sentence, random_ids
 

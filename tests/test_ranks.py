@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.ranks.group import already_started, join_ranks, launched
 from ladderize.ranks.launcher import ALONE, Place, started_rank_variables
 from ladderize.ranks.training import compute_dtype

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.records import Record
 
 

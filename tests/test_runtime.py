@@ -4,7 +4,7 @@ batches."""
 import pytest
 import torch
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
 from ladderize.runtime.collectives.base import Collectives

@@ -9,10 +9,11 @@ import yaml
 from ladderize import convert_checkpoint
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import read_checkpoint
-from ladderize.console import UserError, to_json
+from ladderize.console import to_json
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.convert.selection import select
 from ladderize.convert.sensitivity_file import read_sensitivity
+from ladderize.errors import UserError
 from tests.helpers import SHAPE, fresh_rng, invoke, listing, one_sentence, save_llama
 
 VALUES = (0.04, 0.3, -0.02, 12.0)  # the layers of the small model

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
-from ladderize.console import UserError
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.convert.sensitivity_file import MODES, SensitivityDocument
+from ladderize.errors import UserError
 from ladderize.eval import sensitivity, sensitivity_plot
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.perplexity import score_windows

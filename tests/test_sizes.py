@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from ladderize.adapt.retrain.schedule import parse_count
-from ladderize.console import UsageError
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.errors import UsageError
 from tests.helpers import SHAPE, invoke, listing, one_sentence, save_llama
 
 BILLION, TRILLION = 10**9, 10**12

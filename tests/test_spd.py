@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 
 from ladderize import load
 from ladderize.adapt.blockwise.options import BlockwiseOptions
-from ladderize.console import UsageError, UserError
 from ladderize.convert.heads import permute_heads, read_head_map
 from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL
+from ladderize.errors import UsageError, UserError
 from ladderize.eval.results import Perplexity
 from ladderize.eval.sensitivity import Suffixes
 from ladderize.files.yaml12 import parse_yaml

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ladderize.checkpoint.tensors import infos_of, locate_tensors, write_tensors
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from tests.helpers import listing
 
 

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 
 def share_won_back(before: float, after: float, dense: float) -> float | None:

@@ -3,7 +3,7 @@
 from ladderize.checkpoint.fingerprint import dense_function
 from ladderize.checkpoint.llama import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.layout import Layout
 
 

@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from ladderize.chat_template import child
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from typing import Any
 
 from ladderize.checkpoint.dtypes import FLOAT_DTYPES
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 SOURCE_TYPES = ("llama", "ladderized_llama", "llamaLadder")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

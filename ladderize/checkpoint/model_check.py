@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ladderize.checkpoint.llama import check_config, check_tensors
 from ladderize.checkpoint.reading import Checkpoint, fetch_weights, read_config, read_tensors, resolve_json
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 

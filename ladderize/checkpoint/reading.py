@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.checkpoint.dtypes import DTYPE_BYTES
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.documents import read_json
 from ladderize.files.parsing import parse_json
 from ladderize.files.regular import check_regular, open_regular, resolved

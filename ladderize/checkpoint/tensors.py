@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from ladderize.checkpoint.dtypes import DTYPE_BYTES, stored_dtype_name, torch_dtype
 from ladderize.checkpoint.reading import TensorInfo, read_header
-from ladderize.console import UserError, sentence
+from ladderize.console import sentence
+from ladderize.errors import UserError
 from ladderize.files.regular import open_regular
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from ladderize.commands.options import (
 )
 from ladderize.commands.retraining import check_effect, preset_filled_in, retrain_options
 from ladderize.commands.training import ComputeDtype, TrainingSeed, WorkDir, memory_limit, start_training_on
-from ladderize.console import Console, UsageError
+from ladderize.console import Console
+from ladderize.errors import UsageError
 
 SHOWN_ROWS = 4  # of --show-data
 

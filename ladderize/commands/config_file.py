@@ -10,7 +10,7 @@ import typer
 
 from ladderize.commands.command import Command
 from ladderize.commands.options import ADVANCED, said
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 NOT_IN_FILES = {"config", "print_config", "help"}
 

@@ -18,7 +18,8 @@ from ladderize.commands.options import (
     options_from,
     said,
 )
-from ladderize.console import Console, UsageError, UserError, human_bytes
+from ladderize.console import Console, human_bytes
+from ladderize.errors import UsageError, UserError
 from ladderize.layout import BLOCKING, RangeSyntaxError, format_ranges
 
 if TYPE_CHECKING:

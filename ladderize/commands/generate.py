@@ -20,7 +20,8 @@ from ladderize.commands.options import (
     compute_options,
     options_from,
 )
-from ladderize.console import Console, UsageError
+from ladderize.console import Console
+from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.texts.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions

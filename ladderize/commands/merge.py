@@ -5,7 +5,8 @@ from typing import Annotated
 import typer
 
 from ladderize.commands.options import LOADING, MODELS, AsJson, NoVerify, Overwrite, Revision
-from ladderize.console import Console, UsageError, human_bytes
+from ladderize.console import Console, human_bytes
+from ladderize.errors import UsageError
 from ladderize.layout import format_ranges
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from ladderize.choices import BackendName, DeviceName, Dtype
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 MAX_SEED = 2**32 - 1
 LOADING = "loading torch and transformers"  # the first line of a command that computes

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ladderize.adapt.methods import BLOCKS, LORA
 from ladderize.commands.options import names_of, options_from
 from ladderize.commands.training import start_training_on
-from ladderize.console import UsageError
+from ladderize.errors import UsageError
 
 if TYPE_CHECKING:
     from ladderize.adapt.retrain.options import RetrainOptions

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ladderize.checkpoint.llama import kv_head_count
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.files.records import Record
 

@@ -7,8 +7,8 @@ from typing import Any
 from ladderize.checkpoint.dtypes import DTYPE_BYTES, FLOAT_DTYPES, STORED_NAMES
 from ladderize.checkpoint.llama import check_config, parameter_count
 from ladderize.checkpoint.reading import read_config, read_tensors, resolve_json
-from ladderize.console import UserError
 from ladderize.convert.retraining import Retraining, read_retrainings
+from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split, fitting_ranks
 

@@ -17,7 +17,7 @@ import yaml
 from ladderize import __version__
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import INDEX, WEIGHTS, header_sha256
-from ladderize.console import SCHEMA_VERSION, SILENT, Console, UserError, human_bytes, sentence
+from ladderize.console import SCHEMA_VERSION, SILENT, Console, human_bytes, sentence
 from ladderize.convert.card import MARK, make_card
 from ladderize.convert.changes import Changes
 from ladderize.convert.plan import Plan, make_plan
@@ -25,6 +25,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.report import ConversionReport, report_of
 from ladderize.convert.verify import verify as verify_output
 from ladderize.convert.weights import index_for, write_shard
+from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.regular import resolved
 from ladderize.layout import CONFIG_KEYS, Layout

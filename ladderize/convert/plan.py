@@ -17,13 +17,14 @@ from ladderize.checkpoint.reading import (
     read_config,
     resolve_json,
 )
-from ladderize.console import UserError, to_json
+from ladderize.console import to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.retraining import layout_warning, read_retrainings
 from ladderize.convert.selection import Selection
 from ladderize.convert.weights import Shard, parse_size, plan_shards
+from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.regular import check_regular
 from ladderize.layout import Layout

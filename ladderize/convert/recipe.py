@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.checkpoint.dtypes import CAST_DTYPES
-from ladderize.console import UsageError, UserError
 from ladderize.convert.selection import Selection, select
 from ladderize.convert.sensitivity_file import LADDER, SPD, read_sensitivity
 from ladderize.convert.weights import parse_size
+from ladderize.errors import UsageError, UserError
 from ladderize.files.yaml12 import read_yaml
 from ladderize.layout import Layout, LayoutError, format_ranges, parse_ranges
 

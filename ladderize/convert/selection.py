@@ -6,8 +6,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
-from ladderize.console import UserError
 from ladderize.convert.sensitivity_file import INSENSITIVE, CalibrationData, SensitivityDocument
+from ladderize.errors import UserError
 from ladderize.files.records import Record
 
 

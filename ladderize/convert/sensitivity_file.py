@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.files.records import Record
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.files.temporaries import temporary_folder
 

@@ -10,8 +10,8 @@ from typing import BinaryIO
 from ladderize.checkpoint.dtypes import DTYPE_BYTES, FLOAT_DTYPES, STORED_NAMES, torch_dtype
 from ladderize.checkpoint.reading import WEIGHTS, Checkpoint, TensorInfo
 from ladderize.checkpoint.tensors import TensorReader, encode_header
-from ladderize.console import UsageError, UserError
 from ladderize.convert.heads import Move
+from ladderize.errors import UsageError, UserError
 
 MOVED_AT_ONCE = 4 << 20  # bytes read at a time; a multiple of every element size
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -18,10 +18,11 @@ from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.run import adapt_checkpoint
 from ladderize.adapt.retrain.schedule import Budget
-from ladderize.console import Console, UserError
+from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
+from ladderize.errors import UserError
 from ladderize.eval.comparison import comparison_rows
 from ladderize.eval.harness import evaluate
 from ladderize.eval.options import EvalOptions

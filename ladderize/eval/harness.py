@@ -12,7 +12,8 @@ from unittest import mock
 from ladderize import data
 from ladderize.chat_template.renderer import ChatRenderer, RefusedConversation
 from ladderize.checkpoint.model_check import check_model
-from ladderize.console import SILENT, Console, UserError
+from ladderize.console import SILENT, Console
+from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.perplexity import model_perplexity
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult, Perplexity

@@ -31,7 +31,7 @@ from ladderize.blocks import (
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import parameter_count
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import SILENT, Console, UserError, human_bytes, human_seconds
+from ladderize.console import SILENT, Console, human_bytes, human_seconds
 from ladderize.convert.sensitivity_file import (
     CLASSES,
     BlockSensitivity,
@@ -41,6 +41,7 @@ from ladderize.convert.sensitivity_file import (
     UnfinishedSensitivity,
     changes_to_ladder,
 )
+from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.files.work import differences
 from ladderize.layout import BLOCKING, OVERLAPPED, Layout

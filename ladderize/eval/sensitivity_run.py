@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from ladderize.console import SILENT, Console, UserError
+from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import SensitivityDocument
+from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.files.documents import check_writable, read_json, write_json

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ladderize.console import SCHEMA_VERSION, UserError, to_json
+from ladderize.console import SCHEMA_VERSION, to_json
+from ladderize.errors import UserError
 from ladderize.files.parsing import parse_json
 from ladderize.files.regular import read_bytes, resolved
 from ladderize.files.temporaries import replacement

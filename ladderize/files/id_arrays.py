@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ladderize.console import UserError, human_bytes
+from ladderize.console import human_bytes
+from ladderize.errors import UserError
 from ladderize.files.regular import check_regular, open_regular
 
 ID_BYTES = 8  # of an id in memory: int64

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.locks import fsync, fsync_tree, try_lock
 from ladderize.files.parsing import parse_json
 from ladderize.files.regular import open_regular, resolved

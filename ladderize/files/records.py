@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 OwnRecord = typing.TypeVar("OwnRecord", bound="Record")
 

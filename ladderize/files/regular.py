@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-from ladderize.console import UserError, human_bytes
+from ladderize.console import human_bytes
+from ladderize.errors import UserError
 
 MAX_DOCUMENT_BYTES = 128 << 20  # of a document that is read as a whole: a hundred times the largest known index
 MAX_LINE_BYTES = 64 << 20  # of one line of JSON: ten million tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.locks import lock_folder
 from ladderize.files.regular import resolved

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.parsing import MAX_DEPTH, check_characters, check_nesting
 from ladderize.files.regular import read_text
 

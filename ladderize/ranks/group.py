@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladderize.console import UserError, silent_stdout
+from ladderize.console import silent_stdout
+from ladderize.errors import UserError
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import launch_variables
 from ladderize.ranks.launcher import ALONE, Place, launched_place

@@ -14,7 +14,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ladderize.console import UserError, sentence
+from ladderize.console import sentence
+from ladderize.errors import UserError
 from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, RENDEZVOUS_SECONDS, LaunchVariables
 
 SAY_AFTER_S = 10.0  # ranks that come this late are waited for in words

@@ -2,7 +2,7 @@
 
 import torch
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.ranks.launcher import accelerate_settings
 
 WIDE = ("float32", "float64")

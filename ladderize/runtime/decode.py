@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import Step, TPLlama
 from ladderize.runtime.sampling import Sampling

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladderize.console import DEBUG, UserError, sentence
+from ladderize.console import DEBUG, sentence
+from ladderize.errors import UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched
 from ladderize.ranks.launcher import ALONE, Place, started_rank_variables

@@ -12,7 +12,7 @@ import torch
 from ladderize.checkpoint.dtypes import FLOAT_DTYPES
 from ladderize.checkpoint.llama import check_config, check_tensors, expected_tensors
 from ladderize.checkpoint.reading import fetch_weights, read_checkpoint, read_config, resolve_json
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks

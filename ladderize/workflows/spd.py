@@ -29,13 +29,14 @@ from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtyp
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import kv_head_count
 from ladderize.choices import Dtype, check_at_least, check_choices
-from ladderize.console import SILENT, Console, UsageError, UserError, human_seconds, to_json
+from ladderize.console import SILENT, Console, human_seconds, to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection
 from ladderize.convert.sensitivity_file import CLASSES, INSENSITIVE
+from ladderize.errors import UsageError, UserError
 from ladderize.eval.options import SensitivityOptions, check_taus
 from ladderize.eval.results import Perplexity
 from ladderize.eval.sensitivity import measure_sensitivity

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import pre_tokenizers, processors
 
 from ladderize.adapt.data.formats import BadRow
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
 from tests.adapt_data.rows import (
     BOS,

@@ -10,7 +10,7 @@ from ladderize.adapt.data.files import TextRows
 from ladderize.adapt.data.formats import BadRows
 from ladderize.adapt.data.sources import open_rows, parse_specs
 from ladderize.adapt.data.stream import Stream, fixed_rows
-from ladderize.console import UsageError, UserError
+from ladderize.errors import UsageError, UserError
 from tests.adapt_data.rows import (
     PLAIN,
     TURNS,

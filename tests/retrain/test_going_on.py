@@ -17,9 +17,9 @@ from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.metrics import read_metrics
 from ladderize.adapt.retrain.state import TrainingFolder
-from ladderize.console import UserError
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.errors import UserError
 from tests import warm
 from tests.helpers import SHAPE, invoke, listing, one_sentence, save_llama
 from tests.retrain.commands import LENGTH, adapt, arguments, losses_of, succeed

@@ -15,7 +15,7 @@ from ladderize.adapt.improvement import share_won_back
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.ranks.training import wants_fsdp
 from tests.helpers import invoke, listing, one_sentence

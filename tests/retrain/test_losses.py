@@ -5,7 +5,7 @@ import torch
 
 from ladderize.adapt.retrain.losses import Objective, token_losses
 from ladderize.adapt.retrain.schedule import Budget, Schedule, parse_count
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])

@@ -12,7 +12,7 @@ from ladderize.adapt.blockwise.documents import BlockReport
 from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair
 from ladderize.adapt.blockwise.options import DistillOptions
 from ladderize.blocks import Blocks, State, complete
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.layout import Layout
 
 WARMUP, EVALUATIONS_PER_EPOCH = 0.05, 4

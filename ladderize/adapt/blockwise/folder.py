@@ -11,7 +11,7 @@ from torch import Tensor
 from ladderize.adapt.blockwise.documents import BlockReport
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import TensorReader, locate_tensors
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.locks import fsync
 from ladderize.files.parsing import parse_json
 from ladderize.files.work import WorkFolder

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ladderize.blocks import State
-from ladderize.console import UserError, human_bytes, sentence
+from ladderize.console import human_bytes, sentence
+from ladderize.errors import UserError
 from ladderize.layout import OVERLAPPED, Layout
 
 

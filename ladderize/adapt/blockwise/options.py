@@ -6,7 +6,7 @@ from pathlib import Path
 from ladderize.adapt.data.sources import SourceSpec, parse_specs
 from ladderize.adapt.methods import Write, check_training
 from ladderize.choices import Dtype, check_at_least, check_choices
-from ladderize.console import UsageError
+from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
 

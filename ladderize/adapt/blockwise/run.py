@@ -19,10 +19,11 @@ from ladderize.adapt.pair import check_pair
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_nlls
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import SILENT, Console, UserError, human_bytes, human_seconds, to_json
+from ladderize.console import SILENT, Console, human_bytes, human_seconds, to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.errors import UserError
 from ladderize.eval.perplexity import perplexity_from_nlls
 from ladderize.eval.results import Perplexity
 from ladderize.files import output

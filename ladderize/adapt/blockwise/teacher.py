@@ -10,7 +10,7 @@ from torch import Tensor
 from ladderize.adapt.blockwise.hidden_states import StateStore
 from ladderize.adapt.blockwise.options import TOKENS_PER_STEP
 from ladderize.blocks import Blocks, State, complete
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.layout import BLOCKING, OVERLAPPED, Layout
 
 

@@ -16,8 +16,8 @@ from ladderize.adapt.blockwise.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, 
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.sources import SourceSpec, open_rows
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import UserError
 from ladderize.data import draw_windows, needs_tokenizer
+from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
 
 ROWS_AT_ONCE = 128  # that are tokenised together

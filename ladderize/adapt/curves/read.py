@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ladderize.adapt.retrain.metrics import METRICS, loss_label
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.files.parsing import parse_json
 from ladderize.files.records import Record

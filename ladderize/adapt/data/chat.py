@@ -13,7 +13,7 @@ import numpy as np
 
 from ladderize.adapt.data.formats import BadRow
 from ladderize.chat_template.renderer import ChatRenderer, RefusedConversation, Span
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from ladderize.adapt.data.examples import Encoder, Example
 from ladderize.adapt.data.packing import PackedRow, pack, unpacked
 from ladderize.adapt.data.place import Snapshot, Tally
 from ladderize.adapt.data.readers import DRAW_SHUFFLE, Reader
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 CHUNK_ROWS = 128
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from ladderize.adapt.data.chat import ChatTemplate
 from ladderize.adapt.data.formats import BadRow, Row, check_row, read_ids, read_messages
-from ladderize.console import UserError
 from ladderize.data import need_tokenizer, text_ids
+from ladderize.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO, Protocol
 
 from ladderize.adapt.data.formats import IN_WORDS, BadRow, BadRows, Row, check_row, find_format
 from ladderize.adapt.data.passages import Passages
-from ladderize.console import UserError
 from ladderize.data import parse_line
+from ladderize.errors import UserError
 from ladderize.files.id_arrays import open_ids
 from ladderize.files.regular import MAX_LINE_BYTES, read_lines
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ladderize.console import UserError
 from ladderize.data import as_ids
+from ladderize.errors import UserError
 
 # Looked for in this order, since a row of ids may carry its text too.
 COLUMNS = {

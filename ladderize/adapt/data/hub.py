@@ -6,7 +6,7 @@ from typing import Any
 
 from ladderize.adapt.data.files import quiet_datasets
 from ladderize.adapt.data.formats import IN_WORDS, Row, find_format
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 HubState = dict[str, Any]  # of datasets' making; JSON can hold it
 

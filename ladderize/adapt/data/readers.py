@@ -11,7 +11,7 @@ from ladderize.adapt.data.files import Rows
 from ladderize.adapt.data.formats import BadRows, Row
 from ladderize.adapt.data.hub import HubRows
 from ladderize.adapt.data.place import Cursor, FileCursor, HubCursor
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 BATCH = 64  # rows that are tokenised together, ahead of their use
 HELDOUT_OF_STREAM, MOST_HELDOUT, HELDOUT_SHARE = 64, 256, 100

@@ -16,8 +16,8 @@ from typing import Any
 from ladderize.adapt.data.files import IdRows, JoinedRows, JsonlRows, ParquetRows, Rows, TextRows
 from ladderize.adapt.data.hub import HubRows
 from ladderize.adapt.data.passages import Passages
-from ladderize.console import UsageError, UserError
 from ladderize.data import file_sha256, split_name
+from ladderize.errors import UsageError, UserError
 from ladderize.files.regular import check_regular
 
 SOURCE_SUFFIXES = (".jsonl", ".parquet", ".txt", ".npy", ".npz")

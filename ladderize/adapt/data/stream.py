@@ -24,7 +24,7 @@ from ladderize.adapt.data.passages import Passages, row_passages
 from ladderize.adapt.data.place import DataCounts, SourceCounts, StreamPlace
 from ladderize.adapt.data.readers import IndexedReader, Reader, StreamedReader
 from ladderize.adapt.data.sources import SourceSpec, open_hub_rows, open_rows, source_identity
-from ladderize.console import UserError
+from ladderize.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

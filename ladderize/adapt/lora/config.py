@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ladderize.checkpoint.llama import expected_tensors
-from ladderize.console import UsageError, UserError
+from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.layout import format_ranges
 

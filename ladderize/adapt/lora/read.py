@@ -20,7 +20,7 @@ from ladderize.checkpoint.dtypes import FLOAT_DTYPES
 from ladderize.checkpoint.llama import expected_tensors
 from ladderize.checkpoint.reading import PICKLES, TensorInfo, check_entries
 from ladderize.checkpoint.tensors import locate_tensors
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.documents import read_document, read_json
 
 KEY = re.compile(re.escape(PEFT_PREFIX) + r"(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")

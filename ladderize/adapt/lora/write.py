@@ -22,8 +22,9 @@ from ladderize.adapt.lora.config import (
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import infos_of, write_tensors
-from ladderize.console import UserError, sentence, to_json
+from ladderize.console import sentence, to_json
 from ladderize.convert.card import TAGS
+from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.regular import resolved
 from ladderize.layout import Layout, format_ranges

@@ -20,7 +20,8 @@ from ladderize.blocks import Blocks, State, complete, open_checkpoint
 from ladderize.checkpoint.dtypes import torch_dtype
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import TensorReader
-from ladderize.console import Console, UserError, sentence
+from ladderize.console import Console, sentence
+from ladderize.errors import UserError
 from ladderize.files.records import Record
 
 CHECK_WINDOWS, CHECK_TOKENS = 4, 32  # random ids: what they mean does not matter here

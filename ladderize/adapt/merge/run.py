@@ -19,12 +19,13 @@ from ladderize.checkpoint.dtypes import torch_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import Checkpoint, read_checkpoint
 from ladderize.checkpoint.tensors import TensorReader, locate_tensors, write_tensors
-from ladderize.console import SILENT, Console, UserError, human_bytes
+from ladderize.console import SILENT, Console, human_bytes
 from ladderize.convert.changes import Changes
 from ladderize.convert.pipeline import RECORD, THERE, convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import Verification
 from ladderize.data import file_sha256
+from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.regular import read_text, resolved
 from ladderize.files.yaml12 import read_yaml

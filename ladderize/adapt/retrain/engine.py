@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ladderize.adapt.retrain.losses import ScoredLogits, TrainedModel
 from ladderize.adapt.retrain.sharding import whole
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8

@@ -14,7 +14,7 @@ from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.schedule import Budget, Schedule, ScheduleKind
 from ladderize.adapt.retrain.trainer import TrainOptions
 from ladderize.choices import Dtype, check_at_least, check_choices
-from ladderize.console import UsageError, UserError
+from ladderize.errors import UsageError, UserError
 from ladderize.ranks.device import default_device
 
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.

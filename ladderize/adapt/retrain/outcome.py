@@ -27,10 +27,11 @@ from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.blocks import open_checkpoint, stored_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.tensors import locate_tensors
-from ladderize.console import Console, UserError, to_json
+from ladderize.console import Console, to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.errors import UserError
 from ladderize.files.finished import FINISHED, RUN
 
 # what ladderize.yaml says of it

@@ -35,7 +35,8 @@ from ladderize.adapt.retrain.trackers import Trackers, check_trackers
 from ladderize.adapt.retrain.trainer import Trainer, TrainOptions, probe_seconds
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import SILENT, Console, UserError, human_count, human_seconds
+from ladderize.console import SILENT, Console, human_count, human_seconds
+from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.finished import EarlierRun
 from ladderize.files.regular import resolved

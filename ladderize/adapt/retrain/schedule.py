@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from ladderize.console import UsageError
+from ladderize.errors import UsageError
 from ladderize.files.records import Record
 
 ScheduleKind = Literal["cosine", "wsd", "constant"]

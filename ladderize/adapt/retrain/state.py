@@ -20,7 +20,8 @@ from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.adapt.retrain.sharding import assign, whole
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import TensorReader, infos_of, write_tensors
-from ladderize.console import UserError, sentence, to_json
+from ladderize.console import sentence, to_json
+from ladderize.errors import UserError
 from ladderize.files.documents import read_json
 from ladderize.files.locks import fsync
 from ladderize.files.records import Record

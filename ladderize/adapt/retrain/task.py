@@ -24,7 +24,8 @@ from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import Console, UserError, human_bytes
+from ladderize.console import Console, human_bytes
+from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.finished import run_digest
 from ladderize.layout import Layout, parse_ranges

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 
 TRACKERS = ("tensorboard", "wandb", "trackio")  # also the names of their packages

@@ -26,7 +26,8 @@ from ladderize.adapt.retrain.metrics import cut_metrics
 from ladderize.adapt.retrain.schedule import Budget, Schedule
 from ladderize.adapt.retrain.signals import stop_signals
 from ladderize.adapt.retrain.state import Progress, TrainingFolder
-from ladderize.console import Console, UserError, human_bytes
+from ladderize.console import Console, human_bytes
+from ladderize.errors import UserError
 from ladderize.memory import peak_bytes
 
 RECENT, EXPLOSIONS = 50, 3  # steps that a loss is compared with; so many in a row far above them end the run

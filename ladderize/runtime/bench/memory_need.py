@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from ladderize.checkpoint.llama import parameter_count
-from ladderize.console import UserError, human_bytes
+from ladderize.console import human_bytes
+from ladderize.errors import UserError
 from ladderize.memory import available_bytes
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.options import BenchOptions

@@ -6,7 +6,7 @@ The reference check cannot see a sum that is left out where sums are emulated, o
 import time
 from collections.abc import Sequence
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.layout import DROPPED
 from ladderize.runtime.bench.baselines import ParallelLlama
 from ladderize.runtime.collectives.observed import Recording

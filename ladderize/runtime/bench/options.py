@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ladderize.checkpoint.llama import MOST_LAYERS
 from ladderize.choices import BackendName, Dtype, check_choices
-from ladderize.console import UsageError
+from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
 

@@ -4,7 +4,7 @@ starts."""
 from dataclasses import dataclass
 
 from ladderize.checkpoint.llama import check_config
-from ladderize.console import UsageError, UserError
+from ladderize.errors import UsageError, UserError
 from ladderize.layout import Layout, LayoutError, parse_ranges
 from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, ModelChoice, check_bench_usage
 from ladderize.runtime.collectives.links import Link, parse_link

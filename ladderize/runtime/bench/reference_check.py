@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ladderize.checkpoint.llama import parameter_count
-from ladderize.console import UserError, human_bytes
+from ladderize.console import human_bytes
+from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.memory import available_bytes
 from ladderize.ranks.threads import cores

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from ladderize.console import SILENT, Console, UserError
+from ladderize.console import SILENT, Console
+from ladderize.errors import UserError
 from ladderize.figure import check_plot
 from ladderize.files.documents import check_writable, write_json
 from ladderize.ranks.device import check_device

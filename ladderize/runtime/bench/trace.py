@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ladderize.console import UserError
+from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Traced
 

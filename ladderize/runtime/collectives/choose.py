@@ -5,7 +5,8 @@ from typing import get_args
 import torch
 
 from ladderize.choices import BackendName
-from ladderize.console import UsageError, UserError, sentence
+from ladderize.console import sentence
+from ladderize.errors import UsageError, UserError
 from ladderize.ranks.group import Ranks, host_id
 from ladderize.ranks.threads import cores
 from ladderize.runtime.collectives.base import Collectives, NoCommunication

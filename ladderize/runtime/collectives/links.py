@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.console import UsageError, UserError
+from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 
 LINK_TABLE = Path(__file__).parent / "links.csv"

@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ladderize.console import UserError, human_bytes
+from ladderize.console import human_bytes
+from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
 

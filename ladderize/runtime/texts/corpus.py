@@ -17,7 +17,8 @@ import torch
 
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import read_checkpoint
-from ladderize.console import SILENT, Console, UsageError, UserError, human_bytes
+from ladderize.console import SILENT, Console, human_bytes
+from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import check_writable, read_json
 from ladderize.files.output import existing_parent
 from ladderize.files.records import Record

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ladderize.console import UserError, sentence
+from ladderize.console import sentence
+from ladderize.errors import UserError
 from ladderize.files.locks import fsync
 from ladderize.files.parsing import parse_json
 from ladderize.files.regular import read_lines

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ladderize.chat_template.renderer import ChatRenderer
-from ladderize.console import SILENT, Console, UsageError, UserError, is_text
+from ladderize.console import SILENT, Console, is_text
+from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.device import check_device
