@@ -91,21 +91,21 @@ class Console:
 
     @contextlib.contextmanager
     def progress(
-        self, description: str, total: int, *, is_bytes: bool = False, animated: bool = True
+        self, description: str, total: int, *, done: int = 0, is_bytes: bool = False, animated: bool = True
     ) -> Iterator[Advance]:
         """Progress on stderr; yields ``advance(n, detail="")``.
 
         A terminal shows a bar with the time left. Elsewhere a line is written every minute, so that the log of a batch
-        job tells how far it is. animated: False where nothing may run beside what is measured: the bar is then drawn by
+        job tells how far it is. done: what an earlier run did of ``total``; it does not count for the speed. animated: False where nothing may run beside what is measured: the bar is then drawn by
         ``advance`` alone.
         """
         if not self.speaks:
             yield lambda steps=1, detail="": None
         elif not sys.stderr.isatty():
-            yield _LoggedProgress(description, total, is_bytes).advance
+            yield _LoggedProgress(description, total, done, is_bytes).advance
         else:
             with _bar(total, is_bytes, animated) as bar:
-                task = bar.add_task(description, total=total, detail="")
+                task = bar.add_task(description, total=total, completed=done, detail="")
                 yield lambda steps=1, detail="": bar.update(task, advance=steps, detail=detail, refresh=not animated)
 
     @contextlib.contextmanager
@@ -156,9 +156,9 @@ def _bar(total: int, is_bytes: bool, animated: bool) -> "Progress":
 class _LoggedProgress:
     """Progress as lines of text, the first after some seconds, so that short work says nothing."""
 
-    def __init__(self, description: str, total: int, is_bytes: bool) -> None:
+    def __init__(self, description: str, total: int, done: int, is_bytes: bool) -> None:
         self.description, self.total, self.is_bytes = description, total, is_bytes
-        self.done = 0
+        self.before = self.done = done
         self.begun = time.monotonic()
         self.next_line = self.begun + FIRST_LOG_S
 
@@ -170,8 +170,9 @@ class _LoggedProgress:
         self.next_line = now + LOG_INTERVAL_S
         count = human_bytes if self.is_bytes else str
         parts = [f"{self.description}: {count(self.done)} of {count(self.total)}"]
-        if 0 < self.done < self.total:
-            parts.append(f"{human_seconds((now - self.begun) / self.done * (self.total - self.done))} left")
+        if self.before < self.done < self.total:
+            a_step = (now - self.begun) / (self.done - self.before)
+            parts.append(f"{human_seconds(a_step * (self.total - self.done))} left")
         _say(", ".join([*parts, *([detail] if detail else [])]))
 
 

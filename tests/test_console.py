@@ -49,6 +49,16 @@ def test_progress_is_a_line_a_minute_where_there_is_no_terminal(monkeypatch):
     assert len(lines) == 4
 
 
+def test_what_an_earlier_run_did_does_not_count_for_the_time_left(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().progress("steps", 100, done=60) as advance:
+        for _ in range(10):
+            now += 2
+            advance()
+    assert stderr.getvalue().splitlines() == ["steps: 68 of 100, 64 s left"]
+
+
 def test_short_progress_says_nothing_where_there_is_no_terminal():
     with contextlib.redirect_stderr(io.StringIO()) as stderr, Console().progress("steps", 3) as advance:
         advance(3)

@@ -112,8 +112,11 @@ class Trainer:
             self.console.note(f"before training: held-out perplexity {scores.perplexity:.4f}{target}")
         total = options.budget.steps or options.budget.tokens or 1
         unit = "steps" if options.budget.steps else "tokens"
-        with stop_signals(announce=self.console.speaks) as stopped, self.console.progress(unit, total) as advance:
-            advance(progress.step if options.budget.steps else min(progress.tokens, total))
+        done = progress.step if options.budget.steps else min(progress.tokens, total)
+        with (
+            stop_signals(announce=self.console.speaks) as stopped,
+            self.console.progress(unit, total, done=done) as advance,
+        ):
             while spent < 1:
                 before = progress.tokens
                 metrics = self.step(spent, stopped)
