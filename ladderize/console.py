@@ -96,8 +96,10 @@ class Console:
         """Progress on stderr; yields ``advance(n, detail="")``.
 
         A terminal shows a bar with the time left. Elsewhere a line is written every minute, so that the log of a batch
-        job tells how far it is. done: what an earlier run did of ``total``; it does not count for the speed. animated: False where nothing may run beside what is measured: the bar is then drawn by
-        ``advance`` alone.
+        job tells how far it is.
+
+        done: what an earlier run did of ``total``; it does not count for the speed. animated: False where nothing may
+        run beside what is measured: the bar is then drawn by ``advance`` alone.
         """
         if not self.speaks:
             yield lambda steps=1, detail="": None
