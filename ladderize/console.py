@@ -213,15 +213,17 @@ def _say(text: str, *, style: str = "") -> None:
 
 
 @contextlib.contextmanager
-def silent_stdout() -> Iterator[None]:
-    """Some versions of gloo print to the stdout that ``--json`` promises to one document."""
+def silenced(stream: int) -> Iterator[None]:
+    """What C++ code writes to stdout (1) or stderr (2) is lost: gloo's lines in the one document that ``--json``
+    promises, torch's stack frames before an error that we catch."""
     sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    sys.stderr.flush()
+    kept, nowhere = os.dup(stream), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
+        os.dup2(kept, stream)
         os.close(kept)
         os.close(nowhere)
 

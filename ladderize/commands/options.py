@@ -66,6 +66,21 @@ SeqLen = Annotated[
         rich_help_panel=DATA,
     ),
 ]
+Tau1 = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Sensitivity up to which a block is insensitive.",
+        show_default="0.05; 0.02 from 30B parameters",
+        rich_help_panel=MEASUREMENT,
+    ),
+]
+Tau2 = Annotated[
+    float,
+    typer.Option(
+        metavar="X", help="Sensitivity above which a block is extremely sensitive.", rich_help_panel=MEASUREMENT
+    ),
+]
 DtypeOption = Annotated[
     Dtype,
     typer.Option(

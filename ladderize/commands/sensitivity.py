@@ -20,6 +20,8 @@ from ladderize.commands.options import (
     DtypeOption,
     Revision,
     SeqLen,
+    Tau1,
+    Tau2,
     Threads,
     compute_options,
     options_from,
@@ -57,21 +59,8 @@ def sensitivity(
             rich_help_panel=MEASUREMENT,
         ),
     ] = SensitivityOptions.mode,
-    tau1: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Sensitivity up to which a block is insensitive.",
-            show_default="0.05; 0.02 from 30B parameters",
-            rich_help_panel=MEASUREMENT,
-        ),
-    ] = None,
-    tau2: Annotated[
-        float,
-        typer.Option(
-            metavar="X", help="Sensitivity above which a block is extremely sensitive.", rich_help_panel=MEASUREMENT
-        ),
-    ] = SensitivityOptions.tau2,
+    tau1: Tau1 = None,
+    tau2: Tau2 = SensitivityOptions.tau2,
     samples: Annotated[
         int,
         typer.Option(

@@ -18,6 +18,8 @@ from ladderize.commands.options import (
     Overwrite,
     Revision,
     SeqLen,
+    Tau1,
+    Tau2,
     Threads,
     options_from,
 )
@@ -72,21 +74,8 @@ def spd(
             rich_help_panel=LAYOUT,
         ),
     ] = None,
-    tau1: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Sensitivity up to which a block is insensitive.",
-            show_default="0.05; 0.02 from 30B parameters",
-            rich_help_panel=METHOD,
-        ),
-    ] = None,
-    tau2: Annotated[
-        float,
-        typer.Option(
-            metavar="X", help="Sensitivity above which a block is extremely sensitive.", rich_help_panel=METHOD
-        ),
-    ] = 10.0,
+    tau1: Tau1 = None,
+    tau2: Tau2 = 10.0,
     distill: Annotated[
         Literal["all", "sensitive"],
         typer.Option(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladderize.console import silent_stdout
+from ladderize.console import silenced
 from ladderize.errors import UserError
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import launch_variables
@@ -117,7 +117,7 @@ def join_group(place: Place, device: str, *, timeout: timedelta, init_method: st
         meeting: dict[str, Any] = (
             {"init_method": init_method} if init_method is not None else {"store": meet(launch_variables(), timeout)}
         )
-        with silent_stdout():
+        with silenced(1):
             dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout, **meeting)
     return ranks
 

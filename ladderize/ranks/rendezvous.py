@@ -3,18 +3,16 @@
 torch's own rendezvous waits as long as a group's operations may take, which is days in training.
 """
 
-import contextlib
-import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from ladderize.console import sentence
+from ladderize.console import sentence, silenced
 from ladderize.errors import UserError
 from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, RENDEZVOUS_SECONDS, LaunchVariables
 
@@ -75,7 +73,7 @@ def _open_store(host: str, port: int, serves: bool, seconds: float) -> dist.TCPS
         except (RuntimeError, ValueError) as error:  # torch's DistError is one
             errors.append(error)
 
-    with _silent_stderr():
+    with silenced(2):
         thread = threading.Thread(target=open_store, daemon=True)
         thread.start()
         thread.join(seconds + GRACE_S)
@@ -136,22 +134,8 @@ def _wait_for_ranks(store: dist.Store, variables: LaunchVariables, deadline: flo
 
 
 def _not_started(store: dist.Store, ranks: Sequence[int]) -> list[int]:
-    with _silent_stderr():
+    with silenced(2):
         return [rank for rank in ranks if not store.check([_key(rank)])]
-
-
-@contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """torch's C++ code writes a page of stack frames for each try to connect, before the error that we catch."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 class Waiting:
