@@ -17,8 +17,7 @@ from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.convert.card import split_front_matter
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.errors import UserError
-from ladderize.layout import Layout
-from tests.helpers import BIASES, ROOT, STORIES, edit_json, invoke, listing, random_ids, save_llama
+from tests.helpers import BIASES, STORIES, edit_json, invoke, listing, random_ids, save_llama
 from tests.oracle import Oracle
 
 LADDER = Recipe(ladder="2:")
@@ -347,13 +346,6 @@ def test_the_record_is_a_recipe(llama, tmp_path):
 def test_recipes(tmp_path, text, recipe):
     (tmp_path / "r.yaml").write_text(text)
     assert read_recipe(tmp_path / "r.yaml") == recipe
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
-def test_examples(path):
-    layout = read_recipe(path).layout(Layout.dense(32))
-    assert not layout.is_dense
-    assert 16 in layout.ladder_layers
 
 
 def test_dry_run_writes_nothing(llama, tmp_path):

@@ -171,6 +171,8 @@ def test_a_budget_takes_the_least_sensitive(tmp_path, text):
         8,
         "--tau1",
         9,
+        "--distill",
+        "sensitive",
         "--no-verify",
         "--json",
     ]
