@@ -24,7 +24,7 @@ from pathlib import Path
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.demo.run import MODEL, RECIPES, write_documents
 
-ROUNDS = 5
+ROUNDS = 3
 TARGET_S = 2.0
 TIMEOUT_S = 60.0
 RESULTS = Path(__file__).parent / "results" / "first_output.json"

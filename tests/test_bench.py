@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -502,6 +503,14 @@ def test_what_is_doubtful_is_said(shape, monkeypatch):
     outcome = invoke("bench", *arguments, *QUICK)
     assert "Warning: without communication these were slower than with it" in outcome.stderr
     assert "-500" not in outcome.stdout
+
+
+def test_a_single_round_has_no_interval(shape):
+    arguments = ["--random-weights", shape, "--layout", "dense,ladder", "--emulate-tp", 2, "--link", "1,1"]
+    outcome = invoke("bench", *arguments, *QUICK, "--repeat", 1)
+    assert "Warning: with fewer than 3 rounds nobody knows how far rounds disagree" in outcome.stderr
+    assert "one round" in outcome.stdout
+    assert not re.search(r"\d-\d", outcome.stdout.split("speed-up: over")[0])
 
 
 # ---- what fails late loses nothing ----

@@ -8,6 +8,7 @@ from pathlib import Path
 from ladderize.console import Console, human_bytes, terminal_width
 from ladderize.runtime.bench.document import BenchDocument, BenchRow, PhaseCommunication
 from ladderize.runtime.bench.instrument import PHASES
+from ladderize.runtime.bench.spread import LEAST_ROUNDS
 
 
 def show_bench(document: BenchDocument, console: Console) -> None:
@@ -81,8 +82,8 @@ def _heading(document: BenchDocument) -> str:
     options = document.options
     unfinished = "" if document.complete else "; UNFINISHED, these are the rows measured so far"
     return (
-        f"{group_text(document)}; prompt {options.prompt_len}, output {options.output_len}, medians of"
-        f" {options.repeat} interleaved rounds{unfinished}"
+        f"{group_text(document)}; prompt {options.prompt_len}, output {options.output_len},"
+        f" {f'medians of {options.repeat} interleaved rounds' if options.repeat > 1 else 'one round'}{unfinished}"
     )
 
 
@@ -93,7 +94,7 @@ def _line(row: BenchRow, label: str, phase: str, document: BenchDocument) -> dic
         line["tokens/s"] = f"{row.output_tokens_per_s:.1f}"
     line |= {
         "speed-up": f"{row.speedup(phase):.2f}x",
-        "95 % interval": "" if row.model == document.rows[0].model else f"{low:.2f}-{high:.2f}",
+        "95 % interval": f"{low:.2f}-{high:.2f}" if _has_interval(row, document) else "",
         "waited ms": "",
         "hidden ms": "",
         "comm. alone ms": "",
@@ -104,6 +105,10 @@ def _line(row: BenchRow, label: str, phase: str, document: BenchDocument) -> dic
         if row.overlaps:
             line["hidden ms"] = hidden_text(communication)
     return line
+
+
+def _has_interval(row: BenchRow, document: BenchDocument) -> bool:
+    return document.options.repeat >= LEAST_ROUNDS and row.model != document.rows[0].model
 
 
 def _explanations(document: BenchDocument) -> list[str]:
@@ -161,12 +166,16 @@ def _warnings(document: BenchDocument, labels: Sequence[str]) -> list[str]:
     link, found = document.link, []
     if link is not None and (outside := document.message_bytes_outside_link_range):
         found.append(f"extrapolated beyond the sizes that {link.name} was measured at: messages of {_range(outside)}")
+    if document.options.repeat < LEAST_ROUNDS:
+        found.append(
+            f"with fewer than {LEAST_ROUNDS} rounds nobody knows how far rounds disagree: no intervals; raise --repeat"
+        )
     doubtful, impossible = [], []
     for row, label in zip(document.rows, labels, strict=True):
         for phase in PHASES:
             what = f"{label} (batch {row.batch_size}, {phase})"
             low, high = row.speedup_interval(phase)
-            if low <= 1 <= high and row.model != document.rows[0].model:
+            if low <= 1 <= high and _has_interval(row, document):
                 doubtful.append(what)
             if row.communication is not None and _is_impossible(row.communication[phase]):
                 impossible.append(what)

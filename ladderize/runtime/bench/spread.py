@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+LEAST_ROUNDS = 3  # below, an interval says nothing
 DRAWN_ROUNDS = 2000
 LEVEL = (2.5, 97.5)  # percentiles
 
