@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ladderize.commands.options import OUTPUT, AsJson
+from ladderize.commands.options import LOADING, OUTPUT, AsJson
 from ladderize.console import Console
 
 
@@ -25,7 +25,8 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Convert the bundled tiny Llama to four layouts, retrain it, and compare accuracy and speed."""
-    from ladderize.demo.run import run_demo
-
     console = Console(as_json)
+    with console.stage(LOADING):
+        from ladderize.demo.run import run_demo
+
     console.document(run_demo(out, quick=quick, console=console))
