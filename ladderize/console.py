@@ -54,6 +54,16 @@ class Console:
         if not self.as_json and self.speaks:
             print(text, flush=True)
 
+    def prose(self, text: str, *, indent: int = 0) -> None:
+        """A result in sentences: on a terminal wrapped at words, its lines after the first indented."""
+        width = terminal_width(sys.stdout)
+        if width is not None:
+            indented = " " * indent
+            text = textwrap.fill(
+                text, width, subsequent_indent=indented, break_long_words=False, break_on_hyphens=False
+            )
+        self.result(text)
+
     def table(self, rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = ()) -> None:
         """Rows of equal keys as a result; columns named in ``right`` are right-aligned."""
         if not self.as_json and self.speaks:
@@ -106,7 +116,7 @@ class Console:
         elif not sys.stderr.isatty():
             yield _LoggedProgress(description, total, done, is_bytes).advance
         else:
-            with _bar(total, is_bytes, animated) as bar:
+            with _bar(description, total, is_bytes, animated) as bar:
                 task = bar.add_task(description, total=total, completed=done, detail="")
                 yield lambda steps=1, detail="": bar.update(task, advance=steps, detail=detail, refresh=not animated)
 
@@ -127,7 +137,7 @@ class Console:
 SILENT = Console(quiet=True)  # of calls from Python
 
 
-def _bar(total: int, is_bytes: bool, animated: bool) -> "Progress":
+def _bar(description: str, total: int, is_bytes: bool, animated: bool) -> "Progress":
     from rich.console import Console as RichConsole
     from rich.progress import (
         BarColumn,
@@ -140,15 +150,15 @@ def _bar(total: int, is_bytes: bool, animated: bool) -> "Progress":
     )
     from rich.table import Column
 
-    # on a narrow terminal the bar and the detail give way, not the count and the time
+    # on a narrow terminal the detail gives way, not the name, the count and the time
     fixed = Column(min_width=2 * len(str(total)) + 1, no_wrap=True)
     return Progress(
         *([SpinnerColumn()] if animated else []),  # it moves while a single long step does not
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
+        TextColumn("{task.description}", markup=False, table_column=Column(min_width=len(description), no_wrap=True)),
+        BarColumn(bar_width=20, table_column=Column(min_width=10)),
         DownloadColumn() if is_bytes else MofNCompleteColumn(table_column=fixed),
         TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True)),
-        TextColumn("{task.fields[detail]}", markup=False),
+        TextColumn("{task.fields[detail]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
         console=RichConsole(file=sys.stderr),
         transient=True,
         auto_refresh=animated,  # by a thread

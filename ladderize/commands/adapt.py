@@ -446,8 +446,8 @@ def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], consol
         console.result("")
         rows = perplexity_rows(distillation.heldout_perplexity)
         console.table(rows, right=["perplexity", "stderr", "difference"])
-        console.result(BLOCK_ERROR)
-        console.result(distillation.target)
+        console.prose(BLOCK_ERROR)
+        console.prose(distillation.target)
         console.result(f"wrote {out}")
         _draw(out, params["plot"], console)
         show_next(console, _measure(params, out))
@@ -479,7 +479,7 @@ def _retrain(model: str, out: str | None, params: Mapping[str, Any], console: Co
         console.result(f"wrote {out}{' (an adapter)' if options.method == LORA else ''}")
         _draw(out, params["plot"], console)
         if options.method == LORA:
-            show_next(console, ("make a checkpoint of it", command("merge", out, f"{out}-merged")))
+            show_next(console, ("make a checkpoint of it", command("merge", out, f"{out.rstrip('/')}-merged")))
         else:
             show_next(console, _measure(params, out))
 

@@ -171,10 +171,12 @@ def convert(
         ]
         console.table(shown, right=["block", "sensitivity"])
         console.result(f"\nselected {selection.rule}")
-        console.result(
+        console.prose(
             f"estimate {selection.estimated_ppl_increase:+.4g} perplexity: the sum over the selected blocks, a"
-            " first-order estimate\n"
+            " first-order estimate",
+            indent=9,
         )
+        console.result("")
     if dry_run:
         console.table([layer.to_dict() for layer in report.layers], right=["layer"])
         console.result("")
@@ -190,15 +192,15 @@ def convert(
         console.result(f"files    {', '.join(files)}")
     if report.not_carried_over:
         console.result(f"skipped  {', '.join(report.not_carried_over)} (not carried over)")
-    console.result(f"{'would write' if dry_run else 'wrote'} {report.out}")
+    console.result(f"{'would write' if dry_run else 'wrote'} {out}")
     if not dry_run:
-        _show_next(console, src, report)
+        _show_next(console, src, out, report)
 
 
-def _show_next(console: Console, src: str, report: "ConversionReport") -> None:
-    steps = [("measure it", command("eval", src, report.out, "--perplexity", FILE))]
+def _show_next(console: Console, src: str, out: str, report: "ConversionReport") -> None:
+    steps = [("measure it", command("eval", src, out, "--perplexity", FILE))]
     if {*report.attention_sync, *report.mlp_sync} != {BLOCKING}:
-        adapt = command("adapt", report.out, f"{report.out}-adapted", "--distill-from", src)
+        adapt = command("adapt", out, f"{out.rstrip('/')}-adapted", "--distill-from", src)
         steps.append(("recover accuracy", f"{adapt} --data {FILE} --max-tokens 20M"))
     show_next(console, *steps)
 

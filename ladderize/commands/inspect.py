@@ -42,7 +42,7 @@ def inspect(
     console.result(f"layout      {report.layout}")
     console.result(f"parameters  {report.parameters:,} stored as {report.dtype}")
     for retraining in report.retrainings:
-        console.result(f"retrained   {retraining.summary()}")
+        console.prose(f"retrained   {retraining.summary()}", indent=12)
     console.result(f"\nper token, on each of {report.tp_size} ranks:")
     dense, this = report.dense.to_dict(), report.this.to_dict()
     rows = [

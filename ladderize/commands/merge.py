@@ -47,8 +47,9 @@ def merge(
     )
     console.result(f"layout   {report.layout}")
     console.result(f"weights  {human_bytes(report.weight_bytes)} in {len(report.weight_files)} files, {how}")
-    console.result(
+    console.prose(
         f"logits   largest difference to PEFT's: {report.max_abs_logit_difference:.2g} (of which rounding of the merged"
-        f" weights: {report.max_abs_logit_difference_of_rounding:.2g}); largest logit: {report.max_abs_logit:.3g}"
+        f" weights: {report.max_abs_logit_difference_of_rounding:.2g}); largest logit: {report.max_abs_logit:.3g}",
+        indent=9,
     )
-    console.result(f"wrote {report.out}")
+    console.result(f"wrote {out}")

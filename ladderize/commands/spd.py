@@ -140,7 +140,7 @@ def spd(
     console.document(document.to_dict())
     console.table(spd_rows(document), right=["block", "S"])
     if any(block.distillation for block in document.blocks):
-        console.result(BLOCK_ERROR)
+        console.prose(BLOCK_ERROR)
     console.result("")
     console.table(perplexity_rows(document.perplexity), right=["perplexity", "stderr", "difference"])
     console.result(f"wrote {out}")

@@ -1,11 +1,9 @@
 """bench.json for a person: a table for each phase, and what to know when reading them."""
 
-import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ladderize.console import Console, human_bytes, terminal_width
+from ladderize.console import Console, human_bytes
 from ladderize.runtime.bench.document import BenchDocument, BenchRow, PhaseCommunication
 from ladderize.runtime.bench.instrument import PHASES
 from ladderize.runtime.bench.spread import LEAST_ROUNDS
@@ -15,7 +13,7 @@ def show_bench(document: BenchDocument, console: Console) -> None:
     """Print the result of ``ladderize bench``, and warn of what makes it doubtful."""
     if not document.rows:
         return
-    console.result(_wrapped(_heading(document)))
+    console.prose(_heading(document))
     labels = row_labels(document.rows)
     emulated = " (emulated)" if document.emulated else ""
     for phase, title in zip(PHASES, ("Prefill", "Decode, one step"), strict=True):
@@ -24,7 +22,7 @@ def show_bench(document: BenchDocument, console: Console) -> None:
         console.table(lines, right=[key for key in lines[0] if key != "model"])
     console.result("")
     for line in (*_explanations(document), *_verdict(document)):
-        console.result(_wrapped(line))
+        console.prose(line)
     for warning in _warnings(document, labels):
         console.warn(warning)
 
@@ -70,12 +68,6 @@ def _short(milliseconds: float) -> str:
     """Four digits: as many as a measurement has at best."""
     digits = 3 if milliseconds < 10 else 2 if milliseconds < 100 else 1 if milliseconds < 1000 else 0
     return f"{milliseconds:.{digits}f}"
-
-
-def _wrapped(text: str) -> str:
-    """At words, for a terminal."""
-    width = terminal_width(sys.stdout)
-    return text if width is None else "\n".join(textwrap.wrap(text, width))
 
 
 def _heading(document: BenchDocument) -> str:
