@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from ladderize.commands.next_steps import FILE, command, show_next
 from ladderize.commands.options import LOADING, MODELS, AsJson, NoVerify, Overwrite, Revision
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UsageError
@@ -53,3 +54,4 @@ def merge(
         indent=9,
     )
     console.result(f"wrote {out}")
+    show_next(console, ("measure it", command("eval", report.base, out, "--perplexity", FILE)))

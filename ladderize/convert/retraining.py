@@ -147,8 +147,8 @@ def layout_warning(retrainings: list[Retraining], before: Layout, after: Layout)
     if not retrainings or after == before:
         return None
     last = retrainings[-1]
-    result = "it computes neither what the dense model nor" if after.is_dense else "it does not compute"
+    result = "neither the dense model nor the retrained one" if after.is_dense else "not the retrained one"
     return (
-        f"the weights were retrained ({last.method}) for the layout {before}; in this one ({after}) {result} what was"
-        " measured after the retraining: measure it, or convert the model that was not retrained"
+        f"the weights were retrained ({last.method}) for another layout ({before}); with this one ({after}) the"
+        f" model is {result}: measure it, or convert the model that was not retrained"
     )
