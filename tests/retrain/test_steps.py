@@ -227,7 +227,7 @@ def test_retrained_weights_are_known_as_such(place, tmp_path):
         assert outcome.code == 0, outcome.stderr
         assert "Warning: the weights were retrained (full) for another layout (4 layers: " in outcome.stderr
         card = (tmp_path / name / "README.md").read_text()
-        assert "**Warning.** The weights were retrained (full) for the layout" in card
+        assert "**Warning.** The weights were retrained (full) for another layout" in card
         assert "retrained   full: layers 0:4" in invoke("inspect", tmp_path / name).stdout
     assert (
         "the model is neither the dense model nor the retrained one" in (tmp_path / "dense" / "README.md").read_text()
