@@ -169,8 +169,8 @@ def windows(documents: list[np.ndarray], seq_len: int) -> list[np.ndarray]:
         cut.pop()
     if not cut:
         raise UserError(
-            "the data gives no window of two tokens, and the first of a window cannot be scored; give more, or longer"
-            " windows"
+            "the data gives no window of two tokens or more (the first of a window cannot be scored); give more text,"
+            " or a longer --seq-len"
         )
     return cut
 
