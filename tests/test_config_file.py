@@ -98,11 +98,11 @@ def test_a_bad_command_line_is_one_sentence():
     for arguments, message in (
         (["adapt"], "Missing argument 'MODEL'"),
         (["adpt"], "No such command 'adpt'"),
-        (["adapt", "m", "--nope"], "No such option: --nope"),
+        (["adapt", "m", "--nope"], "No such option:? '?--nope"),
         (["bench", "--tp-size", "x"], "Invalid value for '--tp-size'"),
         (["adapt", "m", "o", "--data", "d", "--method", "magic"], "'magic' is not one of 'full', 'lora', 'blocks'"),
     ):
         outcome = invoke(*arguments)
         assert outcome.code == 2
-        assert message in one_sentence(outcome)
+        assert re.search(message, one_sentence(outcome))
     assert invoke().code == 2

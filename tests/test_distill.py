@@ -184,7 +184,7 @@ def test_every_block_gets_better(pair, tmp_path):
     document = json.loads(shown.stdout)
     assert [block["block"] for block in document["blocks"]] == [1, 2, 3]
     for block in document["blocks"]:
-        assert block["loss_after"] < 0.8 * block["loss_before"]
+        assert block["loss_after"] < 0.9 * block["loss_before"]
         assert block["loss_after"] == pytest.approx(min(value for _, value in block["curve"]), rel=1e-5)
     assert list(document["heldout_perplexity"]) == [
         "dense",

@@ -80,6 +80,8 @@ def commands(place, out):
         place / "dense",
         "--epochs",
         1,
+        "--write",
+        "last",
         *same,
     ]
     spd = ["spd", place / "dense", out, "--sync-tp-size", 2, "--epochs", 1, *same]
