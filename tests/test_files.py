@@ -135,7 +135,7 @@ def test_an_archive_larger_than_memory(tmp_path, monkeypatch):
     bomb(tmp_path / "a.npz", (1 << 28,), held=1 << 29)
     assert (tmp_path / "a.npz").stat().st_size < 1 << 20
     for read in (check_data_file, lambda spec: read_documents(spec, None)):
-        with pytest.raises(UserError, match="takes 537 MB of memory, and 268 MB are free"):
+        with pytest.raises(UserError, match="needs 537 MB of memory, and 268 MB are free"):
             read(str(tmp_path / "a.npz"))
     np.save(tmp_path / "a.npy", np.zeros(1 << 26, np.uint8))  # mapped, and wider in memory
     assert len(open_ids(tmp_path / "a.npy")) == 1 << 26

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ladderize.console import human_bytes
 from ladderize.errors import UserError
 from ladderize.files.regular import check_regular, open_regular
 
@@ -101,10 +100,6 @@ def _check_memory(path: Path, nbytes: int) -> None:
         return  # what anybody has; asking imports torch
     import torch
 
-    from ladderize.memory import available_bytes
+    from ladderize.memory import check_room
 
-    free = available_bytes(torch.device("cpu"))
-    if free is not None and nbytes > free:
-        raise UserError(
-            f"{path} takes {human_bytes(nbytes)} of memory, and {human_bytes(free)} are free; give fewer ids"
-        )
+    check_room(nbytes, torch.device("cpu"), str(path), "give fewer ids")
