@@ -139,7 +139,7 @@ def test_an_archive_larger_than_memory(tmp_path, monkeypatch):
             read(str(tmp_path / "a.npz"))
     np.save(tmp_path / "a.npy", np.zeros(1 << 26, np.uint8))  # mapped, and wider in memory
     assert len(open_ids(tmp_path / "a.npy")) == 1 << 26
-    with pytest.raises(UserError, match="takes 537 MB of memory"):
+    with pytest.raises(UserError, match="needs 537 MB of memory"):
         read_documents(str(tmp_path / "a.npy"), None)
 
 

@@ -29,6 +29,7 @@ from ladderize.commands.options import (
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import Mode, kind_of
 from ladderize.eval.options import SensitivityOptions
+from ladderize.files.regular import resolved
 
 
 def sensitivity(
@@ -118,7 +119,7 @@ def sensitivity(
     console.note(f"wrote {out}")
     kind = kind_of(mode)
     more = [] if kind == "ladder" else ["--sync-tp-size", str(sync_tp_size)]
-    target = f"{Path(model).name}-{kind}"
+    target = f"{resolved(model).name}-{kind}"  # beside where the user is, also for "." and hub ids
     auto = command("convert", model, target, f"--{kind}", "auto", "--sensitivity", out, *more)
     if plot is not None:
         from ladderize.eval.sensitivity_plot import draw_sensitivity
