@@ -34,9 +34,10 @@ MAY_IMPORT = {
     "runtime": LEAVES | {"convert", "runtime"},
     "eval": LEAVES | {"convert", "runtime", "eval"},
     "adapt": LEAVES | {"convert", "adapt", "eval.perplexity", "eval.results"},
-    "demo": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "demo"},
     "workflows": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows"},
-    "commands": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "demo", "commands"},
+    "tradeoff": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "tradeoff"},
+    "demo": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "tradeoff", "demo"},
+    "commands": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "tradeoff", "demo", "commands"},
     "cli": LEAVES | {"commands"},
     **dict.fromkeys(LEAVES, LEAVES),
 }
