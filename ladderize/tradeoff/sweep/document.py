@@ -1,5 +1,5 @@
-"""sweep.json: what a sweep has measured and where it lies. Written by ``ladderize sweep``, read by ``ladderize report``.
-Imports no torch.
+"""sweep.json: what a sweep has measured and where it lies. ``ladderize sweep`` writes it, ``ladderize report`` reads
+it. Imports no torch.
 
 Paths in it are relative to the sweep's folder, so that the folder can be moved.
 """
