@@ -44,6 +44,7 @@ LONG_FILES = [
     "test_selection.py",
     "test_peft.py",
     "test_bad_input.py",
+    "test_browser.py",
     "test_loader.py",
     "test_atomic.py",
 ]

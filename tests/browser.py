@@ -1,0 +1,148 @@
+"""A headless chromium that shows a local page and tells what a reader would meet: console messages, requests, text that
+is too faint, boxes wider than the screen.
+
+The browser and its driver are Debian's (`.ci/run` installs them). Selenium is told where they are, so that it never
+downloads any.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+
+Scheme = Literal["light", "dark"]
+PHONE, DESKTOP = 390, 1280
+SHARED = Path(__file__).with_name("browser.js")
+
+
+def missing() -> str | None:
+    """Why no browser can be started here, or None."""
+    absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    return f"{' and '.join(absent)} not installed (apt-get install chromium chromium-driver)" if absent else None
+
+
+@dataclass(frozen=True)
+class Faint:
+    """Text that stands out too little. ratio: WCAG's contrast with what is behind it, 1 to 21; needed: at least."""
+
+    text: str
+    element: str
+    colour: str
+    behind: str
+    ratio: float
+    needed: float
+
+
+class Browser:
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+        self.requests: list[str] = []
+        self.messages: list[str] = []
+
+    def show(
+        self, page: Path, *, width: int = DESKTOP, scheme: Scheme = "light", media: Literal["", "print"] = ""
+    ) -> None:
+        """Open the file as a reader of this screen width (pixels) and colour scheme does, and wait until it has drawn
+        everything. What it asks for and what it prints on the console is in `requests` and `messages` then."""
+        self._command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.emulate(scheme, media)
+        self._drain()  # what the page before it left
+        self.requests, self.messages = [], []
+        self.driver.get(page.resolve().as_uri())
+        self.run("return settled()")
+        self._drain()
+
+    def emulate(self, scheme: Scheme, media: Literal["", "print"] = "") -> None:
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        features.append({"name": "prefers-reduced-motion", "value": "reduce"})
+        self._command("Emulation.setEmulatedMedia", media=media, features=features)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """What a script returns, with the functions of browser.js defined; a promise is waited for."""
+        return self.driver.execute_script(SHARED.read_text(encoding="utf-8") + script, *arguments)
+
+    def find(self, selector: str) -> list[WebElement]:
+        return self.driver.find_elements("css selector", selector)
+
+    def faint_texts(self) -> list[Faint]:
+        return [Faint(**found) for found in self.run("return faintTexts()")]
+
+    def width_needed(self) -> int:
+        """The width of the page's content in pixels: wider than the screen means scrolling sideways."""
+        return int(self.run("return document.documentElement.scrollWidth"))
+
+    def press(self, *keys: str) -> None:
+        """Keys on what has the focus."""
+        self.driver.switch_to.active_element.send_keys(*keys)
+
+    def focus(self, element: WebElement) -> None:
+        self.run("arguments[0].focus()", element)
+        assert self.driver.switch_to.active_element == element, "it does not take the focus"
+
+    def tab_stops(self, at_most: int) -> list[str]:
+        """What is reached by the tab key from the top of the page, in this order, described by tag, id and name."""
+        self.run("document.activeElement.blur(); window.getSelection().removeAllRanges(); window.scrollTo(0, 0)")
+        stops: list[str] = []
+        for _ in range(at_most):
+            self.driver.switch_to.active_element.send_keys(Keys.TAB)
+            stop = self.run("return described(document.activeElement)")
+            if self.run("return document.activeElement === document.body"):
+                break
+            stops.append(stop)
+        return stops
+
+    def picture(self, file: Path) -> None:
+        """The whole page as PNG, not only what fits the screen."""
+        size = self.run("return [document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
+        self._command(
+            "Emulation.setDeviceMetricsOverride", width=size[0], height=size[1], deviceScaleFactor=1, mobile=False
+        )
+        assert self.driver.save_screenshot(str(file))
+
+    def _command(self, name: str, **arguments: Any) -> None:
+        self.driver.execute_cdp_cmd(name, arguments)
+
+    def _drain(self) -> None:
+        for entry in self.driver.get_log("performance"):
+            event = json.loads(entry["message"])["message"]
+            if event["method"] == "Network.requestWillBeSent":
+                self.requests.append(event["params"]["request"]["url"])
+        self.messages += [
+            f"{entry['level']}: {entry['message']}"
+            for entry in self.driver.get_log("browser")
+            if entry["level"] in ("SEVERE", "WARNING")
+        ]
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """A browser that ends with the block. Raises what selenium raises where it cannot be started."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(shutil.which("chromium"))
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",  # CI is root, for whom chromium has no sandbox; the pages are ours
+        "--disable-dev-shm-usage",  # /dev/shm of a container is small
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--no-first-run",
+        "--hide-scrollbars",  # whose width would be taken off the page's
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(executable_path=shutil.which("chromedriver")))
+    try:
+        driver.set_script_timeout(60)
+        driver.set_page_load_timeout(60)
+        yield Browser(driver)
+    finally:
+        driver.quit()
