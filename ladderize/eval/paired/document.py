@@ -1,0 +1,175 @@
+"""What a paired comparison of two models says: the documents that ``ladderize compare`` and ``eval`` write. Imports no
+torch.
+
+Both models answered the same questions, so each question is a pair, and what is measured is the difference within the
+pairs: other minus reference.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ladderize.choices import check_at_least
+from ladderize.errors import UsageError
+from ladderize.files.records import Record
+
+LEVEL = 0.95  # of every interval
+POINT = 0.01  # of a metric between 0 and 1
+MAX_RESAMPLES = 1_000_000
+ALL = "all"  # the name of what pools all tasks
+
+# Is the other model at most the margin worse? "worse": it is more than the margin worse, and the interval shows that.
+# "too few samples": not even an equally good model would have shown it (``samples_needed``).
+Verdict = Literal["shown", "not shown", "too few samples", "worse"]
+Weights = Literal["tasks", "samples"]  # of a mean over several tasks
+
+
+@dataclass(frozen=True)
+class CompareOptions(Record):
+    """How to compare. margin: what may be lost, in points (hundredths of a metric between 0 and 1). cluster_by: the
+    field of a task's documents that samples of one passage share; ``none``: every sample stands alone; None: a field
+    that names a passage, such as ``passage`` or ``article``, where a task has one. metrics: None takes all. common:
+    compare what both models have, where one has more."""
+
+    margin: float = 1.0
+    resamples: int = 10_000
+    seed: int = 0
+    cluster_by: str | None = None
+    metrics: tuple[str, ...] | None = None
+    common: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.margin <= 100:
+            raise UsageError(f"--margin must be above 0 and at most 100 points, not {self.margin:g}")
+        check_at_least(self, 100, "resamples")
+        check_at_least(self, 0, "seed")
+        if self.resamples > MAX_RESAMPLES:
+            raise UsageError(f"--resamples must be at most {MAX_RESAMPLES:,}, not {self.resamples:,}")
+
+
+@dataclass(frozen=True)
+class TaskComparison(Record):
+    """One metric of one task, over the same samples of both models.
+
+    value, reference_value: of the other model and of the reference; difference: the first minus the second. low,
+    high: the ends of its interval; None where so few clusters have none. clusters: groups of samples that were
+    resampled together. main: whether this metric stands for its task in what is pooled. mcnemar_p, right_to_wrong,
+    wrong_to_right, ..._docs (their doc_id): of metrics that are 0 or 1. verdict: see ``Verdict``; None where a margin
+    in points has no meaning: the metric is not between 0 and 1, or nobody says whether more is better.
+    samples_needed: to have shown the margin with a chance of 80 % if the models were equally good; None without a
+    verdict.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    main: bool
+    higher_is_better: bool | None
+    samples: int
+    clusters: int
+    reference_value: float
+    value: float
+    difference: float
+    low: float | None
+    high: float | None
+    mcnemar_p: float | None
+    right_to_wrong: int | None
+    wrong_to_right: int | None
+    right_to_wrong_docs: list[int] | None
+    wrong_to_right_docs: list[int] | None
+    verdict: Verdict | None
+    samples_needed: int | None
+
+
+@dataclass(frozen=True)
+class PooledComparison(Record):
+    """The main metrics of several tasks as one number. Each task's samples are resampled within the task.
+
+    name: of a group of lm-eval, or ``all``. weights: whether it is the mean over tasks (a group of lm-eval counts as
+    one task, in which its tasks weigh as lm-eval's group says) or over samples. tasks: the ones pooled. The other
+    fields as in TaskComparison.
+    """
+
+    name: str
+    weights: Weights
+    tasks: list[str]
+    samples: int
+    clusters: int
+    reference_value: float
+    value: float
+    difference: float
+    low: float | None
+    high: float | None
+    verdict: Verdict | None
+    samples_needed: int | None
+
+
+@dataclass(frozen=True)
+class PerplexityComparison(Record):
+    """Perplexity on the same windows. difference: other minus reference, with its standard error and interval; ratio:
+    other over reference, with its interval. stderr and intervals are None for a single window."""
+
+    windows: int
+    tokens: int
+    reference_value: float
+    value: float
+    difference: float
+    stderr: float | None
+    low: float | None
+    high: float | None
+    ratio: float
+    ratio_low: float | None
+    ratio_high: float | None
+
+
+@dataclass(frozen=True)
+class PredictionComparison(Record):
+    """How far the other model's predictions are from the reference's: the mean (with its interval over windows) and
+    99th percentile of KL(reference || other) in nats per token, and the share of tokens with the same most likely
+    next token."""
+
+    windows: int
+    tokens: int
+    mean_kl: float
+    low: float | None
+    high: float | None
+    p99_kl: float
+    same_top_share: float
+
+
+@dataclass(frozen=True)
+class ComparisonDocument(Record):
+    """One model against another. reference, other: their names. level: of all intervals. margin, resamples, seed,
+    cluster_by: as in CompareOptions. left_out: sentences about what was not compared, and why. remarks: what else the
+    models' evaluations differed in, which a difference may come from."""
+
+    reference: str
+    other: str
+    margin: float
+    level: float
+    resamples: int
+    seed: int
+    cluster_by: str | None
+    tasks: list[TaskComparison]
+    pooled: list[PooledComparison]
+    perplexity: PerplexityComparison | None
+    predictions: PredictionComparison | None
+    left_out: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def overall(self) -> PooledComparison | None:
+        """All tasks as one number, the mean over tasks; None where nothing could be pooled."""
+        return next((one for one in self.pooled if (one.name, one.weights) == (ALL, "tasks")), None)
+
+    @property
+    def within_margin(self) -> bool:
+        """Whether the interval shows that the other model is at most the margin worse, over all tasks together."""
+        return self.overall is not None and self.overall.verdict == "shown"
+
+
+@dataclass(frozen=True)
+class Comparisons(Record):
+    """Each later model against the first: what ``ladderize compare`` writes."""
+
+    comparisons: list[ComparisonDocument]
+
