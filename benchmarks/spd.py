@@ -30,7 +30,7 @@ from ladderize.adapt.blockwise.run import loaded
 from ladderize.adapt.blockwise.windows import training_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console
-from ladderize.eval.harness import evaluate
+from ladderize.eval.evaluation.run import evaluate
 from ladderize.eval.options import EvalOptions, SensitivityOptions
 from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.layout import Layout

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ladderize.convert.report import ConversionReport
     from ladderize.convert.sensitivity_file import SensitivityDocument
     from ladderize.errors import LadderizeError, UsageError, UserError
-    from ladderize.eval.harness import evaluate
+    from ladderize.eval.evaluation.run import evaluate
     from ladderize.eval.options import EvalOptions, SensitivityOptions
     from ladderize.eval.results import EvalResults
     from ladderize.eval.sensitivity import measure_sensitivity
@@ -114,7 +114,7 @@ _HOMES = {
     "convert.report": ("ConversionReport",),
     "convert.sensitivity_file": ("SensitivityDocument",),
     "errors": ("LadderizeError", "UsageError", "UserError"),
-    "eval.harness": ("evaluate",),
+    "eval.evaluation.run": ("evaluate",),
     "eval.options": ("EvalOptions", "SensitivityOptions"),
     "eval.results": ("EvalResults",),
     "eval.sensitivity": ("measure_sensitivity",),

@@ -16,8 +16,8 @@ from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL, TASKS
 from ladderize.errors import UserError
-from ladderize.eval import harness
-from ladderize.eval.comparison import comparison_rows
+from ladderize.eval.evaluation import run
+from ladderize.eval.evaluation.table import comparison_rows
 from ladderize.eval.perplexity import model_perplexity, score_windows
 from ladderize.eval.results import EvalResults
 from tests import warm
@@ -204,14 +204,14 @@ def test_the_same_as_lm_eval_by_itself(pair):
 
 
 def test_results_are_saved_after_every_task(pair, tmp_path, monkeypatch):
-    original = harness.run_task
+    original = run.run_task
 
     def second_fails(lm, task, manager, options):
         if task == "demo_copying":
             raise RuntimeError("out of memory, say")
         return original(lm, task, manager, options)
 
-    monkeypatch.setattr(harness, "run_task", second_fails)
+    monkeypatch.setattr(run, "run_task", second_fails)
     failed = one_sentence(
         invoke(
             "eval",
@@ -286,7 +286,7 @@ def test_bad_options(options, code, message):
 
 
 def test_found_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "open_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(run, "open_model", lambda *_: pytest.fail("a model was loaded"))
     os.mkfifo(tmp_path / "fifo")
     outcome = invoke("eval", MODEL, "--tasks", "lost", "--include-path", task_without_data(tmp_path))
     assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in one_sentence(outcome)
@@ -310,7 +310,7 @@ def test_all_models_are_checked_before_the_first_is_scored(llama, tmp_path, monk
     np.save(tmp_path / "ids.npy", np.arange(3, 60))
     scored = invoke("eval", llama, "--perplexity", tmp_path / "ids.npy", "--json")
     assert scored.code == 0, scored.stderr
-    monkeypatch.setattr(harness, "open_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(run, "open_model", lambda *_: pytest.fail("a model was loaded"))
     pickled, adapter, both = (tmp_path / name for name in ("pickled", "adapter", "both"))
     for folder in (pickled, both):
         shutil.copytree(llama, folder)

@@ -115,8 +115,8 @@ def evaluate(
     options.check()  # before anything is imported
     console = Console(as_json)
     with console.stage(LOADING):
-        from ladderize.eval.comparison import comparison_rows
-        from ladderize.eval.harness import evaluate as evaluate_models
+        from ladderize.eval.evaluation.run import evaluate as evaluate_models
+        from ladderize.eval.evaluation.table import comparison_rows
     results = evaluate_models(models, options, out=out, console=console)
     console.document(results.to_dict())
     console.table(comparison_rows(results), right=["value", "stderr", "difference"])

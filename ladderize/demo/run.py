@@ -23,8 +23,8 @@ from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.errors import UserError
-from ladderize.eval.comparison import comparison_rows
-from ladderize.eval.harness import evaluate
+from ladderize.eval.evaluation.run import evaluate
+from ladderize.eval.evaluation.table import comparison_rows
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults
 from ladderize.runtime.bench.document import BenchDocument

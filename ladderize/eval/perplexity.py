@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def check_scoring_room(model: "PreTrainedModel", windows: list[np.ndarray], batch_size: int) -> None:
+    """Raise UserError where the logits of a batch do not fit into memory."""
+    longest, at_once = max(map(len, windows)), min(batch_size, len(windows))
+    embedding = next(model.get_input_embeddings().parameters())
+    check_room(
+        longest * model.config.vocab_size * (at_once * embedding.dtype.itemsize + 4),
+        embedding.device,
+        f"scoring {at_once:,} windows of {longest:,} tokens at a time",
+        "lower --batch-size or --seq-len",
+    )
+
+
 def score_windows(
     model: "PreTrainedModel",
     windows: list[np.ndarray],
@@ -73,14 +85,7 @@ def model_perplexity(
     advance: Callable[[int], None] = lambda n: None,
 ) -> Perplexity:
     """Score ``windows`` with ``model`` and time it. Raises UserError where a batch's logits do not fit into memory."""
-    longest, at_once = max(map(len, windows)), min(batch_size, len(windows))
-    embedding = next(model.get_input_embeddings().parameters())
-    check_room(
-        longest * model.config.vocab_size * (at_once * embedding.dtype.itemsize + 4),
-        embedding.device,
-        f"scoring {at_once:,} windows of {longest:,} tokens at a time",
-        "lower --batch-size or --seq-len",
-    )
+    check_scoring_room(model, windows, batch_size)
     start = time.perf_counter()
     nlls = score_windows(model, windows, batch_size=batch_size, advance=advance)
     return perplexity_from_nlls(nlls, windows, time.perf_counter() - start)

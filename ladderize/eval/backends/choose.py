@@ -1,0 +1,12 @@
+"""Opening a model with the backend that the options name."""
+
+from pathlib import Path
+
+from ladderize.eval.backends.base import EvalModel
+from ladderize.eval.backends.hf import HFModel
+from ladderize.eval.options import EvalOptions
+
+
+def open_model(name: str, folder: Path, options: EvalOptions) -> EvalModel:
+    """Open a model that was checked. name: as the user gave it; folder: where it lies. Raises UserError."""
+    return HFModel.open(name, folder, options)

@@ -1,0 +1,69 @@
+"""lm-eval's tasks: found and checked before any work, and run one at a time."""
+
+import difflib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from ladderize.errors import UserError
+from ladderize.eval.options import EvalOptions
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+
+def load_tasks(options: EvalOptions) -> "TaskManager":
+    """lm-eval's task manager, after every task was found and its data opened."""
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if options.include_path is not None and not Path(options.include_path).is_dir():
+        raise UserError(f"--include-path {options.include_path} is not a folder")
+    manager = TaskManager(include_path=options.include_path, include_defaults=options.include_default_tasks)
+    for task in options.tasks:
+        if task not in manager.all_tasks:
+            near = difflib.get_close_matches(task, manager.all_tasks, n=3)
+            hint = (
+                f"similar names: {', '.join(near)}"
+                if near
+                else "lm-eval's `lm_eval ls tasks` lists them, --include-path adds your own"
+            )
+            raise UserError(f"there is no task {task!r}; {hint}")
+    for task in options.tasks:
+        try:
+            loaded = manager.load([task])["tasks"]
+        except Exception as error:  # a task may run any code to get its data
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"the task {task!r} cannot be loaded, most likely because its data set is not here: {reason}"
+            ) from error
+        fixed = [name for name, entry in loaded.items() if entry.get_config("num_fewshot") == 0]
+        if options.num_fewshot and fixed:
+            raise UserError(
+                f"--num-fewshot has no effect on {fixed[0]}, which fixes it at 0; leave it out, or leave the task out"
+            )
+    return manager
+
+
+def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any]:
+    """One task (or group) with lm-eval's ``simple_evaluate``; the seeds are set anew for each."""
+    from lm_eval import simple_evaluate
+
+    # lm-eval asks git about the current folder, which says nothing of us, and git complains where there is no
+    # repository
+    with mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None):
+        return simple_evaluate(  # type: ignore[return-value]
+            model=harness,
+            tasks=[task],
+            task_manager=manager,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            batch_size=options.batch_size,
+            apply_chat_template=options.apply_chat_template,
+            log_samples=False,
+            random_seed=options.seed,
+            numpy_random_seed=options.seed,
+            torch_random_seed=options.seed,
+            fewshot_random_seed=options.seed,
+        )
