@@ -15,7 +15,11 @@ Status = Literal["waiting", "running", "done", "failed", "skipped"]  # skipped: 
 
 @dataclass(frozen=True)
 class StageState(Record):
-    """One stage of one point, or of the whole sweep. output: its folder; reused: it was there from an earlier run."""
+    """One stage of one point, or of the whole sweep.
+
+    output: its folder. seconds: it took, in the run that made it. reused: it was there from an earlier run. message: of
+    a failed one. command: the same by hand, typed in the sweep's folder.
+    """
 
     stage: str
     key: str
@@ -24,6 +28,7 @@ class StageState(Record):
     seconds: float | None = None
     reused: bool = False
     message: str | None = None
+    command: str | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,9 @@ class SweepPoint(Record):
     """One model of the trade-off: a layout, and how it was retrained. The first point is the dense model.
 
     model: its folder (or, of the dense one, what the user named). tokens: that it was retrained on. results:
-    results.json of its evaluation; adaptation: the folder that has the curves of its retraining.
+    results.json of its evaluation; adaptation: the folder that has the curves of its retraining. timed: the model that
+    bench.json names: speed depends on the layout alone, so one model of each is timed, the one that was not retrained.
+    Where the layout is not known yet (its sensitivity failed), the lists of modes are empty.
     """
 
     name: str
@@ -45,6 +52,7 @@ class SweepPoint(Record):
     results: str | None
     adaptation: str | None
     stages: list[StageState]
+    timed: str | None = None
 
     @property
     def is_dense(self) -> bool:
