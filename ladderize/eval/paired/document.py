@@ -172,4 +172,3 @@ class Comparisons(Record):
     """Each later model against the first: what ``ladderize compare`` writes."""
 
     comparisons: list[ComparisonDocument]
-
