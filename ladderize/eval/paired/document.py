@@ -12,7 +12,7 @@ from ladderize.choices import check_at_least
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 
-LEVEL = 0.95  # of every interval
+CONFIDENCE = 0.95  # of every interval
 POINT = 0.01  # of a metric between 0 and 1
 MAX_RESAMPLES = 1_000_000
 ALL = "all"  # the name of what pools all tasks
@@ -20,7 +20,7 @@ ALL = "all"  # the name of what pools all tasks
 # Is the other model at most the margin worse? "worse": it is more than the margin worse, and the interval shows that.
 # "too few samples": not even an equally good model would have shown it (``samples_needed``).
 Verdict = Literal["shown", "not shown", "too few samples", "worse"]
-Weights = Literal["tasks", "samples"]  # of a mean over several tasks
+Weighting = Literal["tasks", "samples"]  # of a mean over several tasks
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class PooledComparison(Record):
     """
 
     name: str
-    weights: Weights
+    weights: Weighting
     tasks: list[str]
     samples: int
     clusters: int
