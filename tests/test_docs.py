@@ -5,12 +5,18 @@ import functools
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import pytest
 import typer
+from accelerate.commands.launch import launch_command_parser
+from huggingface_hub.cli.hf import app as hf_app
+from lm_eval._cli.harness import HarnessCLI
+from torch.distributed.run import get_args_parser
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ladderize.cli import BadCommandLine, app
@@ -45,14 +51,20 @@ def prose(page: Path) -> str:
     return FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text(encoding="utf-8"))
 
 
-def commands(text: str) -> Iterator[list[str]]:
-    """The arguments of each ``ladderize ...`` in a block: alone, after a prompt, or behind ``-m``."""
+def lines_of_words(text: str) -> Iterator[list[str]]:
+    """The words of each line of a block, without prompt, comment and variables in front."""
     for line in text.replace("\\\n", " ").splitlines():
-        if "ladderize" not in line:
+        if not re.search(rf"\b(ladderize|{'|'.join(PARSERS)})\b", line):
             continue
         words = shlex.split(line.removeprefix("$ "), comments=True)
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # VARIABLE=value in front
             words = words[1:]
+        yield words
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The arguments of each ``ladderize ...`` in a block: alone, after a prompt, or behind ``-m``."""
+    for words in lines_of_words(text):
         if words[:1] == ["ladderize"]:
             yield words[1:]
         elif words[:1] in (["torchrun"], ["accelerate"], ["python"]) and "ladderize" in words:
@@ -137,6 +149,63 @@ def test_options_in_prose_exist(page: Path) -> None:
         if words[0] == "ladderize" and len(words) > 1 and re.fullmatch(r"[a-z]+", words[1]):
             wrong += [span] * (words[1] not in every)
     assert not wrong
+
+
+# ---- commands of others ----
+
+
+def of_torchrun(arguments: list[str]) -> None:
+    get_args_parser().parse_args(arguments)
+
+
+def of_accelerate(arguments: list[str]) -> None:
+    assert arguments[:1] == ["launch"]
+    launch_command_parser().parse_args(arguments[1:])
+
+
+def of_lm_eval(arguments: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:  # its parser looks at the process's own arguments
+        patch.setattr(sys, "argv", ["lm_eval", *arguments])
+        HarnessCLI().parse_args()
+
+
+def of_hf(arguments: list[str]) -> None:
+    group: Any = typer.main.get_command(hf_app) if isinstance(hf_app, typer.Typer) else hf_app
+    context = group.make_context("hf", list(arguments))
+    name, command, rest = group.resolve_command(context, list(arguments))
+    command.make_context(name, rest, parent=context)
+
+
+PARSERS = {"torchrun": of_torchrun, "accelerate": of_accelerate, "lm_eval": of_lm_eval, "hf": of_hf}
+
+
+@each_page
+def test_commands_of_others_are_parsed(page: Path) -> None:
+    """Launchers, downloads and lm-eval, by the parsers of the versions that are installed."""
+    for block in blocks(page):
+        if block.language not in ("", "sh", "bash", "console"):
+            continue
+        for words in lines_of_words(block.text):
+            if words and words[0] in PARSERS:
+                try:
+                    PARSERS[words[0]](words[1:])
+                except SystemExit as error:
+                    pytest.fail(f"{page.name}:{block.line}: {shlex.join(words)}: exit code {error.code}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun --nproc-per-nose 2 x.py",
+        "accelerate launch --num_processors 2 -m ladderize",
+        "lm_eval --model hf --taks a",
+        "hf download a/b --local_dir c",
+    ],
+)
+def test_a_wrong_command_of_others_is_seen(line: str) -> None:
+    (words,) = lines_of_words(line)
+    with pytest.raises((SystemExit, click.exceptions.UsageError)):
+        PARSERS[words[0]](words[1:])
 
 
 # ---- the pages themselves ----
