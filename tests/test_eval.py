@@ -142,12 +142,27 @@ def test_eval_of_two_models(pair, tmp_path):
     assert correct[0] > correct[1] + 0.3
     assert dense["ladderize"]["perplexity"]["perplexity"] < ladder["ladderize"]["perplexity"]["perplexity"]
     assert {"results", "configs", "versions", "n-shot", "n-samples", "higher_is_better"} <= set(dense)
-    assert listing(tmp_path) == ["r.json", "text.jsonl"]
+    assert listing(tmp_path) == ["r.json", "r.samples", "text.jsonl"]
+    check_samples(tmp_path, document)
     results = EvalResults.from_dict(document, "r.json")
     assert results.to_dict() == {key: document[key] for key in ("options", "models")}
     rows = comparison_rows(results)
     assert [row["task"] for row in rows if row["task"]] == ["perplexity", "demo_agreement", "demo_arithmetic"]
     assert {(row["model"], row["layout"]) for row in rows} == {("model", "dense"), ("ladder", "ladder 0:8")}
+
+
+def check_samples(folder: Path, document: dict) -> None:
+    """The files that are named are those that are there, and give the metrics that lm-eval has printed."""
+    named = [path for entry in document["models"] for path in entry["samples"].values()]
+    assert sorted(named) == [
+        path.relative_to(folder).as_posix() for path in sorted((folder / "r.samples").rglob("*")) if path.is_file()
+    ]
+    for entry in document["models"]:
+        assert list(entry["samples"]) == ["demo_agreement", "demo_arithmetic"]
+        for task, metric in (("demo_agreement", "acc"), ("demo_arithmetic", "exact_match")):
+            lines = [json.loads(line) for line in (folder / entry["samples"][task]).read_text().splitlines()]
+            assert [line["doc_id"] for line in lines] == list(range(20))
+            assert np.mean([line[metric] for line in lines]) == entry["results"][task][f"{metric},none"]
 
 
 @pytest.mark.parametrize(
@@ -168,9 +183,10 @@ def test_results_that_are_none(change, message):
     assert str(error.value) == message
 
 
-def test_the_same_as_lm_eval_by_itself(pair):
-    """Our numbers are lm-eval's: the same model through its own loader and command-line defaults."""
+def test_the_same_as_lm_eval_by_itself(pair, tmp_path):
+    """Our numbers are lm-eval's: the same model through its own loader and command-line defaults; and our samples."""
     from lm_eval import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
@@ -182,7 +198,11 @@ def test_the_same_as_lm_eval_by_itself(pair):
         limit=24,
         batch_size=8,
         device="cpu",
-    )["results"]
+    )
+    tracker = EvaluationTracker(output_path=str(tmp_path / "theirs.json"))
+    tracker.date_id = "now"
+    for task, samples in expected["samples"].items():
+        tracker.save_results_samples(task, samples)
     outcome = invoke(
         "eval",
         pair[0],
@@ -194,10 +214,15 @@ def test_the_same_as_lm_eval_by_itself(pair):
         "24",
         "--dtype",
         "float32",
+        "--out",
+        tmp_path / "ours.json",
         "--json",
     )
-    found = json.loads(outcome.stdout)["models"][0]["results"]
-    for task, values in expected.items():
+    entry = json.loads(outcome.stdout)["models"][0]
+    found = entry["results"]
+    for task, path in entry["samples"].items():
+        assert (tmp_path / path).read_text() == (tmp_path / f"samples_{task}_now.jsonl").read_text()
+    for task, values in expected["results"].items():
         assert {k: v for k, v in found[task].items() if "stderr" not in k} == {
             k: v for k, v in values.items() if "stderr" not in k
         }
@@ -272,6 +297,7 @@ def task_without_data(folder: Path) -> Path:
         (["--tasks", "demo_agrement", "--include-path", TASKS], 1, "similar names: demo_agreement"),
         (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
         (["--tasks", "a", "--seq-len", "9"], 2, "--seq-len has no effect"),
+        (["--tasks", "a", "--windows", "9"], 2, "--windows has no effect"),
         (["--tasks", "a", "--include-path", "/no/dir"], 1, "is not a folder"),
         (["--perplexity", "/no/file.txt"], 1, "does not exist"),
         (["--tasks", "a", "--dtype", "int4"], 2, "'int4' is not one of"),
@@ -288,12 +314,15 @@ def test_bad_options(options, code, message):
 def test_found_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "open_model", lambda *_: pytest.fail("a model was loaded"))
     os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "lost.samples").touch()
     outcome = invoke("eval", MODEL, "--tasks", "lost", "--include-path", task_without_data(tmp_path))
     assert "the task 'lost' cannot be loaded, most likely because its data set is not here" in one_sentence(outcome)
     for out, message in (
         (tmp_path, "is a folder"),
         (tmp_path / "fifo", "is not a regular file"),
         (tmp_path / "no" / "r.json", "does not exist"),
+        (tmp_path / "r.samples", "has the name of the folder of its samples"),
+        (tmp_path / "lost.json", "which is a file; name another --out"),
         (Path("/proc/r.json"), "cannot be written"),
     ):
         assert message in one_sentence(
@@ -324,6 +353,40 @@ def test_all_models_are_checked_before_the_first_is_scored(llama, tmp_path, monk
         (both, "holds a PEFT adapter beside its weights; merge it first"),
     ):
         assert message in one_sentence(invoke("eval", llama, bad, "--perplexity", tmp_path / "ids.npy"))
+
+
+def test_the_first_windows(tmp_path):
+    ids = fresh_rng().integers(3, 400, 95)
+    np.save(tmp_path / "ids.npy", ids)
+    options = ("--perplexity", tmp_path / "ids.npy", "--seq-len", "10", "--json")
+    whole, first, beyond = (
+        json.loads(invoke("eval", MODEL, *options, *more).stdout)["models"][0]["ladderize"]["perplexity"]
+        for more in ((), ("--windows", "3"), ("--windows", "99"))
+    )
+    assert whole["window_tokens"] == [9] * 9 + [4]
+    np.testing.assert_allclose(first["window_nll"], whole["window_nll"][:3], rtol=1e-4)
+    assert (first["windows"], first["tokens"], first["window_tokens"]) == (3, 27, [9] * 3)
+    assert math.isclose(first["perplexity"], math.exp(sum(whole["window_nll"][:3]) / 27), rel_tol=1e-4)
+    assert beyond["window_nll"] == whole["window_nll"]
+    assert beyond["data_sha256"] == whole["data_sha256"] == first["data_sha256"]
+    assert beyond["ids_sha256"] == whole["ids_sha256"] != first["ids_sha256"]
+
+
+def test_samples_of_an_earlier_run_are_replaced(pair, tmp_path):
+    """What the earlier results named goes; what somebody else put there stays."""
+    options = ("--include-path", TASKS, "--limit", "3", "--out", tmp_path / "r.json")
+    assert invoke("eval", *pair, "--tasks", "demo_agreement,demo_copying", *options).code == 0
+    (tmp_path / "r.samples" / "notes.txt").write_text("mine")
+    assert len(list((tmp_path / "r.samples").glob("*/*.jsonl"))) == 4
+    assert invoke("eval", pair[1], "--tasks", "demo_copying", *options).code == 0
+    left = sorted(path.name for path in (tmp_path / "r.samples").rglob("*") if path.is_file())
+    assert left == ["demo_copying.jsonl", "notes.txt"]
+    stranger = json.loads((tmp_path / "r.json").read_text())
+    (tmp_path / "outside.jsonl").write_text("{}")
+    stranger["models"][0]["samples"] = {"a": "outside.jsonl", "b": "r.samples/../outside.jsonl"}
+    (tmp_path / "r.json").write_text(json.dumps(stranger))
+    assert invoke("eval", pair[1], "--tasks", "demo_copying", *options).code == 0
+    assert (tmp_path / "outside.jsonl").exists()
 
 
 def test_load_never_opens_a_pickle(llama):

@@ -74,6 +74,16 @@ def evaluate(
             rich_help_panel=MEASUREMENT,
         ),
     ] = None,
+    windows: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Score the first N windows of --perplexity only.",
+            show_default="all",
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None,
     seed: Annotated[
         int,
         typer.Option(

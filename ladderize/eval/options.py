@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ladderize.choices import Dtype, check_at_least, check_choices
 from ladderize.convert.sensitivity_file import Mode, changes_to_ladder
@@ -9,10 +10,14 @@ from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
 
+EvalBackend = Literal["hf", "runtime"]  # what computes: transformers, or ladderize's own runtime
+
 
 @dataclass(frozen=True)
 class EvalOptions(Record):
-    """What is the same for all models. ``limit``: samples per task. ``perplexity``: a file for ``ladderize.data``."""
+    """What is the same for all models. ``limit``: samples per task. ``perplexity``: a file for ``ladderize.data``;
+    ``windows``: how many of its windows are scored, the first ones. ``tp_size``: processes that share one model, of
+    the runtime. ``batch_size``: sequences per forward pass; of the runtime, sequences that are scored side by side."""
 
     tasks: tuple[str, ...] = ()
     include_path: str | None = None
@@ -28,6 +33,9 @@ class EvalOptions(Record):
     perplexity: str | None = None
     seq_len: int | None = None
     include_default_tasks: bool = True  # False: only include_path, which spares indexing lm-eval's thousands of tasks
+    windows: int | None = None
+    backend: EvalBackend = "hf"
+    tp_size: int = 1
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -35,10 +43,13 @@ class EvalOptions(Record):
     def check(self) -> None:
         """Raise UsageError for what takes no effect, or asks for nothing."""
         check_at_least(self, 0, "num_fewshot")
-        check_at_least(self, 1, "limit", "batch_size")
+        check_at_least(self, 1, "limit", "batch_size", "windows", "tp_size")
         check_at_least(self, 2, "seq_len")
-        if self.seq_len is not None and self.perplexity is None:
-            raise UsageError("--seq-len has no effect without --perplexity")
+        if self.tp_size != 1 and self.backend != "runtime":
+            raise UsageError(f"--tp-size {self.tp_size} needs --backend runtime; transformers runs in one process")
+        for option in ("seq_len", "windows"):
+            if getattr(self, option) is not None and self.perplexity is None:
+                raise UsageError(f"--{option.replace('_', '-')} has no effect without --perplexity")
         if not self.tasks and self.perplexity is None:
             raise UsageError("nothing to evaluate: name --tasks, or a file for --perplexity")
         for option in ("include_path", "limit", "num_fewshot", "apply_chat_template"):

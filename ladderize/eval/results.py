@@ -5,17 +5,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ladderize.eval.options import EvalOptions
+from ladderize.eval.options import EvalBackend, EvalOptions
 from ladderize.files.records import Record
 
 # the parts of lm-eval's result that hold one entry for each task
 PER_TASK = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
-OWN_KEY = "ladderize"  # of our part of a model's entry
+OWN_KEY, SAMPLES_KEY = "ladderize", "samples"  # our parts of a model's entry
 
 
 @dataclass(frozen=True)
 class Perplexity(Record):
-    """``stderr`` is the standard error of the perplexity, from the spread between windows; None for a single window."""
+    """``stderr`` is the standard error of the perplexity, from the spread between windows; None for a single window.
+
+    Of ``ladderize eval`` also what each window got, for a comparison in pairs: its summed negative log-likelihood in
+    nats and its scored tokens; data_sha256: of the file (``data.file_sha256``); ids_sha256: of the windows' ids, so
+    that another tokenizer's are told apart.
+    """
+
+    LEFT_OUT: ClassVar = ("data_sha256", "ids_sha256", "window_nll", "window_tokens")
 
     perplexity: float
     stderr: float | None
@@ -24,14 +31,35 @@ class Perplexity(Record):
     windows: int
     seq_len: int
     tokens_per_s: float
+    data_sha256: str | None = None
+    ids_sha256: str | None = None
+    window_nll: list[float] | None = None
+    window_tokens: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Predictions(Record):
+    """How far a model's predictions are from the reference's, over the scored tokens of the perplexity's windows.
+
+    reference: its name. mean_kl, p99_kl: mean and 99th percentile of KL(reference || model) in nats per token, over
+    the whole vocabulary. same_top_share: of tokens where both hold the same next token most likely. window_kl: the
+    summed KL of each window, beside ``Perplexity.window_tokens``.
+    """
+
+    reference: str
+    mean_kl: float
+    p99_kl: float
+    same_top_share: float
+    tokens: int
+    window_kl: list[float]
 
 
 @dataclass(frozen=True)
 class EvaluatedModel(Record):
     """What was evaluated, and how. add_bos_token: whether the texts of tasks begin with BOS; None: no text was
-    read, or no model so far had a tokenizer."""
+    read, or no model so far had a tokenizer. predictions: against the reference's; None for the reference itself."""
 
-    LEFT_OUT: ClassVar = ("perplexity",)
+    LEFT_OUT: ClassVar = ("perplexity", "predictions")
 
     model: str
     layout: str
@@ -45,14 +73,21 @@ class EvaluatedModel(Record):
     transformers_version: str
     add_bos_token: bool | None
     perplexity: Perplexity | None = None
+    predictions: Predictions | None = None
+    backend: EvalBackend = "hf"
+    tp_size: int = 1
 
 
 @dataclass(frozen=True)
 class ModelResult:
-    """One model's entry: ``harness`` is lm-eval's own schema as it is, to which ``model`` is added under a key."""
+    """One model's entry: ``harness`` is lm-eval's own schema as it is, to which ``model`` is added under a key.
+
+    samples: task -> the .jsonl file of its samples in lm-eval's layout, relative to the folder of results.json.
+    """
 
     model: EvaluatedModel
     harness: Mapping[str, Any] = field(default_factory=dict)
+    samples: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tasks(self) -> Mapping[str, Mapping[str, Any]]:
@@ -60,30 +95,34 @@ class ModelResult:
         found: Mapping[str, Mapping[str, Any]] = self.harness.get("results", {})
         return found
 
-    def with_task(self, result: Mapping[str, Any]) -> "ModelResult":
-        """With one task's result of lm-eval added."""
+    def with_task(self, result: Mapping[str, Any], samples: Mapping[str, str]) -> "ModelResult":
+        """With one task's result of lm-eval added, and the files of its samples."""
         joined = dict(self.harness)
         for key, value in result.items():
             if key in PER_TASK and isinstance(value, dict):
                 joined[key] = {**joined.get(key, {}), **value}
             else:
                 joined.setdefault(key, value)
-        return replace(self, harness=joined)
+        return replace(self, harness=joined, samples={**self.samples, **samples})
 
     def to_dict(self) -> dict[str, Any]:
-        return {OWN_KEY: self.model.to_dict(), **self.harness}
+        samples = {SAMPLES_KEY: dict(self.samples)} if self.samples else {}
+        return {OWN_KEY: self.model.to_dict(), **samples, **self.harness}
 
 
 @dataclass(frozen=True)
 class EvalResults:
-    """options: what was the same for all models."""
+    """options: what was the same for all models. comparisons: each later model against the first, as the JSON of
+    ``eval.paired.document.ComparisonDocument``; none where there is one model only, or the run was cut off."""
 
     options: EvalOptions
     models: list[ModelResult]
+    comparisons: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of results.json; ``from_dict`` reads it back."""
-        return {"options": self.options.to_dict(), "models": [model.to_dict() for model in self.models]}
+        compared = {"comparisons": self.comparisons} if self.comparisons else {}
+        return {"options": self.options.to_dict(), "models": [model.to_dict() for model in self.models], **compared}
 
     @classmethod
     def from_dict(cls, value: object, where: str | Path) -> "EvalResults":
@@ -92,16 +131,19 @@ class EvalResults:
         models = []
         for number, entry in enumerate(content.models):
             own = _OwnPart.from_dict(entry, f"{where}: models[{number}]")
-            models.append(ModelResult(own.ladderize, {key: part for key, part in entry.items() if key != OWN_KEY}))
-        return cls(content.options, models)
+            harness = {key: part for key, part in entry.items() if key not in (OWN_KEY, SAMPLES_KEY)}
+            models.append(ModelResult(own.ladderize, harness, own.samples))
+        return cls(content.options, models, content.comparisons)
 
 
 @dataclass(frozen=True)
 class _OwnPart(Record):
     ladderize: EvaluatedModel
+    samples: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _ResultsContent(Record):
     options: EvalOptions
     models: list[dict[str, Any]]
+    comparisons: list[dict[str, Any]] = field(default_factory=list)

@@ -47,7 +47,10 @@ def load_tasks(options: EvalOptions) -> "TaskManager":
 
 
 def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any]:
-    """One task (or group) with lm-eval's ``simple_evaluate``; the seeds are set anew for each."""
+    """One task (or group) with lm-eval's ``simple_evaluate``; the seeds are set anew for each.
+
+    Returns lm-eval's result; its ``samples`` has every task's answers to each question.
+    """
     from lm_eval import simple_evaluate
 
     # lm-eval asks git about the current folder, which says nothing of us, and git complains where there is no
@@ -61,7 +64,7 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
             limit=options.limit,
             batch_size=options.batch_size,
             apply_chat_template=options.apply_chat_template,
-            log_samples=False,
+            log_samples=True,
             random_seed=options.seed,
             numpy_random_seed=options.seed,
             torch_random_seed=options.seed,
