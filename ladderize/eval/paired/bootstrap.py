@@ -6,9 +6,10 @@ in which a rare change is missing altogether.
 
 What no sample showed is counted too: for the lower end of the interval one more cluster joins that changed for the
 worse, for the upper end one that changed for the better, with a random weight as all have. This is Gaffke's bound for
-the mean of bounded variables (Mathematical Methods of Statistics 14, 2005; Learned-Miller and Thomas, arXiv:1905.06208).
-For 0/1 changes in one direction it is the exact bound of Clopper and Pearson: where none of n samples changed, the
-interval reaches 3.7/n to both sides (1 - 0.025**(1/n)), so that it never claims more than n samples can show.
+the mean of bounded variables (Mathematical Methods of Statistics 14, 2005; Learned-Miller and Thomas,
+arXiv:1905.06208). For 0/1 changes in one direction it is the exact bound of Clopper and Pearson: where none of n
+samples changed, the interval reaches 3.7/n to both sides (1 - 0.025**(1/n)), so that it never claims more than n
+samples can show.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ class Stratum:
     @classmethod
     def of(cls, differences: "Floats", clusters: "NDArray[np.int64]", span: float | None = None) -> "Stratum":
         """differences, clusters: of each sample [n]; clusters are numbered from 0 on."""
-        return cls(np.bincount(clusters, weights=differences), np.bincount(clusters).astype(float), span)
+        return cls(cluster_sums(differences, clusters), np.bincount(clusters).astype(float), span)
 
     @property
     def samples(self) -> float:
@@ -51,30 +52,52 @@ class Stratum:
         return float(self.sums.sum()) / self.samples
 
 
+def cluster_sums(values: "Floats", clusters: "NDArray[np.int64]") -> "Floats":
+    """The sum of the samples' values [n] in each cluster [C]."""
+    return np.bincount(clusters, weights=values).astype(np.float64)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A mean of differences. low, high: its interval; None where no interval can be had. variance: of ``mean``, with
-    what clusters add; extreme: by how much the cluster that joins may move it."""
+    what
+    clusters add; moved: see ``Ends``."""
 
     mean: float
     low: float | None
     high: float | None
     variance: float
-    extreme: float
+    moved: float
 
 
-def resampled_means(stratum: Stratum, resamples: int, rng: np.random.Generator) -> "Floats":
-    """The mean of the differences in each resample: [resamples]. Clusters that are alike share one draw of the sum of
-    their weights (a gamma variable), so that 0/1 metrics take no time."""
-    kinds, counts = np.unique(np.stack([stratum.sums, stratum.sizes], axis=1), axis=0, return_counts=True)
-    means = np.empty(resamples)
+def resampled_totals(columns: "Floats", resamples: int, rng: np.random.Generator) -> "Floats":
+    """Weighted sums of each column in each resample: [resamples, K] of ``columns`` [C, K]. Clusters that are alike
+    share one draw of the sum of their weights (a gamma variable), so that 0/1 metrics take no time."""
+    kinds, counts = np.unique(columns, axis=0, return_counts=True)
+    totals = np.empty((resamples, columns.shape[1]))
     chunk = max(1, CHUNK_BYTES // (8 * len(kinds)))
     for start in range(0, resamples, chunk):
         shape = (min(chunk, resamples - start), len(kinds))
         weights = rng.standard_exponential(shape) if counts.max() == 1 else rng.standard_gamma(counts, shape)
-        totals = weights @ kinds
-        means[start : start + chunk] = totals[:, 0] / totals[:, 1]
+        totals[start : start + chunk] = weights @ kinds
+    return totals
+
+
+def resampled_means(stratum: Stratum, resamples: int, rng: np.random.Generator) -> "Floats":
+    """The mean of the differences in each resample: [resamples]."""
+    totals = resampled_totals(np.stack([stratum.sums, stratum.sizes], axis=1), resamples, rng)
+    means: Floats = totals[:, 0] / totals[:, 1]
     return means
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The resamples of which an interval takes the ends. worst, best: [resamples] of the mean, where the cluster that
+    joins changed for the worse, and for the better. moved: by how much it moves the mean at most."""
+
+    worst: "Floats"
+    best: "Floats"
+    moved: float
 
 
 def estimate(
@@ -82,28 +105,41 @@ def estimate(
 ) -> Estimate:
     """The weighted mean of strata with its interval, of resampled means that were drawn for each of them.
 
-    weights: of each stratum, their sum is 1. draws: [resamples] of each stratum. A stratum of a single cluster has no
-    spread, so there is no interval.
+    weights: of each stratum, their sum is 1. draws: [resamples] of each stratum. There is no interval where a stratum
+    has a single cluster, and where all differences are equal but nobody knows how large one can be.
     """
-    shares = [weight * stratum.sizes / stratum.samples for weight, stratum in zip(weights, strata, strict=True)]
+    shares = _shares(strata, weights)
     centred = [stratum.sums / stratum.sizes - stratum.mean for stratum in strata]
     mean = sum(weight * stratum.mean for weight, stratum in zip(weights, strata, strict=True))
     spread = sum(float((share * part) @ (share * part)) for share, part in zip(shares, centred, strict=True))
-    effective = 1 / sum(float(share @ share) for share in shares)
     clusters = sum(map(len, shares))
     variance = spread * clusters / max(1, clusters - len(strata))
-    if min(map(len, shares)) < 2:
+    found = ends(strata, weights, draws, rng)
+    if found is None:
         return Estimate(mean, None, None, variance, 0.0)
-    extremes = _extremes(strata, shares, mean)
+    low, high = float(np.quantile(found.worst, TAILS[0])), float(np.quantile(found.best, TAILS[1]))
+    return Estimate(mean, low, high, variance, found.moved)
+
+
+def ends(
+    strata: Sequence[Stratum], weights: Sequence[float], draws: Sequence["Floats"], rng: np.random.Generator
+) -> Ends | None:
+    """The resamples of the weighted mean with the cluster that joins; None where there is no interval."""
+    shares = _shares(strata, weights)
+    mean = sum(weight * stratum.mean for weight, stratum in zip(weights, strata, strict=True))
+    extremes = _extremes(strata, shares, mean) if min(map(len, shares)) > 1 else None
     if extremes is None:
-        return Estimate(mean, None, None, variance, 0.0)
-    resampled = sum(weight * drawn for weight, drawn in zip(weights, draws, strict=True))
-    joining = rng.beta(1, effective, len(draws[0]))
-    low, high = (
-        float(np.quantile((1 - joining) * resampled + joining * extreme, tail))
-        for extreme, tail in zip(extremes, TAILS, strict=True)
-    )
-    return Estimate(mean, min(low, mean), max(high, mean), variance, (extremes[1] - extremes[0]) / 2 / effective)
+        return None
+    resampled = np.sum([weight * drawn for weight, drawn in zip(weights, draws, strict=True)], axis=0)
+    effective = 1 / sum(float(share @ share) for share in shares)  # as many clusters of equal weight vary as much
+    joining = rng.beta(1, effective, len(resampled))
+    worst, best = ((1 - joining) * resampled + joining * extreme for extreme in extremes)
+    return Ends(worst, best, (extremes[1] - extremes[0]) / 2 / effective)
+
+
+def _shares(strata: Sequence[Stratum], weights: Sequence[float]) -> "list[Floats]":
+    """The part of each cluster in the weighted mean: [C] of each stratum, 1 in all."""
+    return [weight * stratum.sizes / stratum.samples for weight, stratum in zip(weights, strata, strict=True)]
 
 
 def _extremes(strata: Sequence[Stratum], shares: Sequence["Floats"], mean: float) -> tuple[float, float] | None:
@@ -121,3 +157,8 @@ def _extremes(strata: Sequence[Stratum], shares: Sequence["Floats"], mean: float
     changed = values != 0
     typical = float(np.sqrt(((values[changed] ** 2).sum() + span**2) / (changed.sum() + 1)))
     return -typical, typical
+
+
+def generator(seed: int, name: str) -> np.random.Generator:
+    """Draws for one thing that has a name: the same whatever else is compared."""
+    return np.random.default_rng([seed, *name.encode()])

@@ -35,8 +35,8 @@ def samples_needed(found: Estimate, samples: int, margin: float) -> int:
     """
     normal = NormalDist()
     z = normal.inv_cdf(TAILS[1]) + normal.inv_cdf(POWER)
-    sigma = math.sqrt(samples * (found.variance + found.extreme**2))
-    extreme = samples * found.extreme
+    sigma = math.sqrt(samples * (found.variance + found.moved**2))
+    extreme = samples * found.moved
     root = (z * sigma + math.sqrt((z * sigma) ** 2 + 4 * margin * extreme)) / (2 * margin)
     least = math.log(TAILS[0]) / math.log1p(-margin) if margin < 1 else 1.0
     return math.ceil(max(root**2, least * extreme))

@@ -1,0 +1,122 @@
+"""What one model answered to the questions of a task: lm-eval's samples, of which the texts are not kept. Imports no
+torch."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ladderize.errors import UserError
+from ladderize.files.parsing import parse_json
+from ladderize.files.regular import read_lines
+
+HASHES = {"doc_hash": "documents", "target_hash": "targets", "prompt_hash": "prompts"}  # of a sample, and of what
+Value = float | tuple[float, float] | None  # None: lm-eval's metric is neither a number nor a weighted one
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The samples of one task that passed one filter, by the number of their document.
+
+    hashes: name of HASHES -> of each sample. passages: field of the documents -> a hash of its content in each sample;
+    None where a document has no such field. values: metric -> of each sample; a sample may lack a metric.
+    """
+
+    doc_ids: list[int] = field(default_factory=list)
+    hashes: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in HASHES})
+    passages: dict[str, list[int | None]] = field(default_factory=dict)
+    values: dict[str, dict[int, Value]] = field(default_factory=dict)
+
+    def add(self, sample: Mapping[str, Any]) -> None:
+        """Take in a sample as lm-eval logs it; raises ValueError, which says what is wrong with it."""
+        doc_id = _part(sample, "doc_id", int)
+        for name, known in self.hashes.items():
+            known.append(_part(sample, name, str))
+        document = sample.get("doc")
+        fields = document.items() if isinstance(document, Mapping) else ()
+        texts = {key: hash(text) for key, text in fields if isinstance(text, str | int) and text != ""}
+        for key in texts.keys() - self.passages.keys():
+            self.passages[key] = [None] * len(self.doc_ids)
+        for key, known_texts in self.passages.items():
+            known_texts.append(texts.get(key))
+        for metric in _part(sample, "metrics", list):
+            if not isinstance(metric, str) or metric not in sample:
+                raise ValueError(f"has no value of its metric {metric!r}")
+            if doc_id in self.values.setdefault(metric, {}):
+                raise ValueError(f"is a second answer to doc_id {doc_id}")
+            self.values[metric][doc_id] = as_value(sample[metric])
+        self.doc_ids.append(doc_id)
+
+    def in_order(self) -> "Answers":
+        """By doc_id, whichever order the processes of lm-eval had; raises ValueError where an id comes twice."""
+        order = np.argsort(self.doc_ids, kind="stable").tolist()
+        doc_ids = [self.doc_ids[place] for place in order]
+        twice = [one for one, following in pairwise(doc_ids) if one == following]
+        if twice:
+            raise ValueError(f"there are two answers to doc_id {twice[0]}")
+        return Answers(
+            doc_ids,
+            {name: [known[place] for place in order] for name, known in self.hashes.items()},
+            {name: [known[place] for place in order] for name, known in self.passages.items()},
+            self.values,
+        )
+
+
+TaskAnswers = Mapping[str, Answers]  # filter -> what passed it
+
+
+def collect_answers(samples: Iterable[tuple[str, Mapping[str, Any]]]) -> TaskAnswers:
+    """The answers of one task by filter. samples: with the words that name each in a message. Raises UserError."""
+    found: dict[str, Answers] = {}
+    where = "the samples"
+    for where, sample in samples:
+        if not isinstance(sample, Mapping):
+            raise UserError(f"{where} is no sample of lm-eval, which is an object; name the results of an evaluation")
+        try:
+            found.setdefault(_part(sample, "filter", str), Answers()).add(sample)
+        except ValueError as error:
+            raise UserError(f"{where} {error}; evaluate the model again") from None
+    try:
+        return {name: answers.in_order() for name, answers in found.items()}
+    except ValueError as error:
+        raise UserError(f"{where.partition(',')[0]}: {error}; evaluate the model again") from None
+
+
+def read_answers(path: Path) -> TaskAnswers:
+    """The samples of one task in a .jsonl file; raises UserError."""
+    return collect_answers(_lines(path))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for number, line in enumerate(read_lines(path), start=1):
+        where = f"{path}, line {number}"
+        try:
+            yield where, parse_json(line, constants=True)  # lm-eval writes NaN where a metric has none
+        except ValueError as error:
+            raise UserError(f"{where} is not valid JSON ({error}); evaluate the model again") from None
+
+
+def as_value(value: Any) -> Value:
+    """A metric's value of one sample: a finite number; a sum and its weight, of which lm-eval makes a weighted mean; or
+    None."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        total, weight = (as_value(part) for part in value)
+        return (total, weight) if isinstance(total, float) and isinstance(weight, float) and weight > 0 else None
+    if isinstance(value, bool | int | float | np.number | np.bool_):
+        try:
+            number = float(value)
+        except OverflowError:
+            return None
+        return number if math.isfinite(number) else None
+    return None
+
+
+def _part(sample: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = sample.get(name)
+    if type(value) is not kind:
+        raise ValueError(f"is no sample of lm-eval: its {name} is no {kind.__name__}")
+    return value

@@ -1,0 +1,113 @@
+"""One evaluated model with its answers, from whatever wrote them: results.json of ``ladderize eval``, or the output of
+``lm_eval --log_samples``. Imports no torch."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ladderize.errors import UserError
+from ladderize.eval.paired.answers import TaskAnswers, collect_answers, read_answers
+from ladderize.eval.paired.lm_eval_output import is_lm_eval_output, read_lm_eval_output, results_in
+from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
+from ladderize.files.documents import read_document, read_json
+from ladderize.files.regular import resolved
+
+WHAT = "results.json of ladderize eval, or a results_*.json of lm_eval"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model and what it answered. where: names its file in messages. harness: lm-eval's result (results, configs,
+    versions, ...). model: what ladderize measured; None in lm-eval's own output. answers: of each task."""
+
+    name: str
+    where: str
+    harness: Mapping[str, Any] = field(default_factory=dict)
+    model: EvaluatedModel | None = None
+    answers: Mapping[str, TaskAnswers] = field(default_factory=dict)
+
+    def of_task(self, part: str, task: str) -> Any:
+        """What lm-eval's result has of a task under ``part``, such as "versions"; None where it has nothing."""
+        known = self.harness.get(part)
+        return known.get(task) if isinstance(known, Mapping) else None
+
+    def object_of_task(self, part: str, task: str) -> Mapping[str, Any]:
+        """The same where it is an object."""
+        found = self.of_task(part, task)
+        return found if isinstance(found, Mapping) else {}
+
+
+def make_entry(result: ModelResult, samples: Mapping[str, Iterable[Mapping[str, Any]]], where: str) -> Entry:
+    """A model just evaluated. samples: of each task, as lm-eval logs them. where: names the run in messages."""
+    answers = {
+        task: collect_answers((f"{where}: {task}, sample {number}", one) for number, one in enumerate(logged))
+        for task, logged in samples.items()
+    }
+    return Entry(result.model.model, where, result.harness, result.model, answers)
+
+
+def read_entry(path: Path, model: str | None = None) -> Entry:
+    """The one model of a results file, or that of the name ``model``. Raises UserError."""
+    return read_entries(path, (model,) if model is not None else None)[0]
+
+
+def read_entries(path: Path, models: Iterable[str] | None = None) -> list[Entry]:
+    """The models of a results file, or those named. path: results.json of ladderize, a results_*.json of lm-eval, or
+    the folder that holds one. Raises UserError."""
+    path = results_in(resolved(path)) if resolved(path).is_dir() else resolved(path)
+    content = read_json(path, advice=f"it should be a {WHAT}")
+    if is_lm_eval_output(content):
+        name, answers = read_lm_eval_output(path, content)
+        found = {name: Entry(name, str(path), content, answers=answers)}
+        return [found[name] for name in _chosen(path, list(found), models)]
+    results = EvalResults.from_dict(read_document(path, WHAT), path)
+    known = {result.model.model: result for result in results.models}
+    if not known:
+        raise UserError(f"{path} holds no model; evaluate one, or name another file")
+    return [_read_model(path, known[name]) for name in _chosen(path, list(known), models)]
+
+
+def _read_model(path: Path, result: ModelResult) -> Entry:
+    name = result.model.model
+    missing = [task for task in leaf_tasks(result.harness) if task not in result.samples]
+    if missing:
+        raise UserError(
+            f"{path} keeps no samples of {missing[0]} for {name}, as files of earlier versions of ladderize;"
+            " evaluate the model again"
+        )
+    answers = {task: read_answers(_inside(path, task, file)) for task, file in result.samples.items()}
+    return Entry(name, f"{path} ({name})", result.harness, result.model, answers)
+
+
+def leaf_tasks(harness: Mapping[str, Any]) -> list[str]:
+    """The tasks of lm-eval's result that have samples: groups have none."""
+    groups, results = harness.get("group_subtasks") or {}, harness.get("results") or {}
+    for name, part in (("group_subtasks", groups), ("results", results)):
+        if not isinstance(part, Mapping):
+            raise UserError(f"{name} of an evaluated model is no object; name the results of an evaluation")
+    return [task for task in results if not groups.get(task)]
+
+
+def _chosen(path: Path, known: list[str], models: Iterable[str] | None) -> list[str]:
+    """The names that were asked for: whole, or the last part of a path where only one ends in it."""
+    chosen = []
+    for model in known if models is None else models:
+        ends = [name for name in known if PurePosixPath(name).name == model]
+        if model not in known and len(ends) != 1:
+            raise UserError(f"{path} holds no model {model!r}, but {', '.join(known)}")
+        chosen.append(model if model in known else ends[0])
+    return chosen
+
+
+def _inside(path: Path, task: str, file: str) -> Path:
+    """The file of samples that results.json names, which may come from a stranger: it lies in the same folder."""
+    try:
+        found = resolved(path.parent / file)
+    except ValueError:
+        found = None
+    if found is None or not found.is_relative_to(path.parent):
+        raise UserError(f"{path} names samples of {task} outside of its folder ({file}); do not trust it")
+    if not found.is_file():
+        raise UserError(f"{path} names samples of {task} that are not there ({found}); copy them beside it")
+    return found
