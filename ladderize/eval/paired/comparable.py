@@ -45,6 +45,9 @@ def check_settings(reference: Entry, other: Entry, tasks: list[str]) -> None:
     if reference.model is not None and other.model is not None:
         ours, theirs = reference.model.add_bos_token, other.model.add_bos_token
         _check_same("BOS token in front of texts", reference, other, ours, theirs)
+    if reference.options is not None and other.options is not None:
+        asked = (reference.options.apply_chat_template, other.options.apply_chat_template)
+        _check_same("chat template (--apply-chat-template)", reference, other, *asked)
     for task in tasks:
         for part, what in PER_TASK_SETTINGS.items():
             _check_same(f"{what} of {task}", reference, other, reference.of_task(part, task), other.of_task(part, task))

@@ -20,6 +20,7 @@ ALL = "all"  # the name of what pools all tasks
 # Is the other model at most the margin worse? "worse": it is more than the margin worse, and the interval shows that.
 # "too few samples": not even an equally good model would have shown it (``samples_needed``).
 Verdict = Literal["shown", "not shown", "too few samples", "worse"]
+TOO_FEW: Verdict = "too few samples"
 Weighting = Literal["tasks", "samples"]  # of a mean over several tasks
 
 
@@ -55,8 +56,8 @@ class TaskComparison(Record):
     resampled together. main: whether this metric stands for its task in what is pooled. mcnemar_p, right_to_wrong,
     wrong_to_right, ..._docs (their doc_id): of metrics that are 0 or 1. verdict: see ``Verdict``; None where a margin
     in points has no meaning: the metric is not between 0 and 1, or nobody says whether more is better.
-    samples_needed: to have shown the margin with a chance of 80 % if the models were equally good; None without a
-    verdict.
+    samples_needed: to have shown the margin with a chance of 80 % if the models were equally good; only where
+    these were too few.
     """
 
     task: str

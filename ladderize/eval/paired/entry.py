@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ladderize.errors import UserError
+from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.answers import TaskAnswers, collect_answers, read_answers
 from ladderize.eval.paired.lm_eval_output import is_lm_eval_output, read_lm_eval_output, results_in
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
@@ -19,12 +20,14 @@ WHAT = "results.json of ladderize eval, or a results_*.json of lm_eval"
 @dataclass(frozen=True)
 class Entry:
     """A model and what it answered. where: names its file in messages. harness: lm-eval's result (results, configs,
-    versions, ...). model: what ladderize measured; None in lm-eval's own output. answers: of each task."""
+    versions, ...). model, options: what ladderize measured, and how; None in lm-eval's own output. answers: of each
+    task."""
 
     name: str
     where: str
     harness: Mapping[str, Any] = field(default_factory=dict)
     model: EvaluatedModel | None = None
+    options: EvalOptions | None = None
     answers: Mapping[str, TaskAnswers] = field(default_factory=dict)
 
     def of_task(self, part: str, task: str) -> Any:
@@ -44,7 +47,7 @@ def make_entry(result: ModelResult, samples: Mapping[str, Iterable[Mapping[str, 
         task: collect_answers((f"{where}: {task}, sample {number}", one) for number, one in enumerate(logged))
         for task, logged in samples.items()
     }
-    return Entry(result.model.model, where, result.harness, result.model, answers)
+    return Entry(result.model.model, where, result.harness, result.model, answers=answers)
 
 
 def read_entry(path: Path, model: str | None = None) -> Entry:
@@ -65,10 +68,10 @@ def read_entries(path: Path, models: Iterable[str] | None = None) -> list[Entry]
     known = {result.model.model: result for result in results.models}
     if not known:
         raise UserError(f"{path} holds no model; evaluate one, or name another file")
-    return [_read_model(path, known[name]) for name in _chosen(path, list(known), models)]
+    return [_read_model(path, known[name], results.options) for name in _chosen(path, list(known), models)]
 
 
-def _read_model(path: Path, result: ModelResult) -> Entry:
+def _read_model(path: Path, result: ModelResult, options: EvalOptions) -> Entry:
     name = result.model.model
     missing = [task for task in leaf_tasks(result.harness) if task not in result.samples]
     if missing:
@@ -77,7 +80,7 @@ def _read_model(path: Path, result: ModelResult) -> Entry:
             " evaluate the model again"
         )
     answers = {task: read_answers(_inside(path, task, file)) for task, file in result.samples.items()}
-    return Entry(name, f"{path} ({name})", result.harness, result.model, answers)
+    return Entry(name, f"{path} ({name})", result.harness, result.model, options, answers)
 
 
 def leaf_tasks(harness: Mapping[str, Any]) -> list[str]:

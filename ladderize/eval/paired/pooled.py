@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ladderize.eval.paired.bootstrap import estimate, generator
-from ladderize.eval.paired.document import ALL, POINT, CompareOptions, PooledComparison, Weighting
+from ladderize.eval.paired.document import ALL, POINT, TOO_FEW, CompareOptions, PooledComparison, Verdict, Weighting
 from ladderize.eval.paired.entry import Entry
 from ladderize.eval.paired.margin import judge, samples_needed
 from ladderize.eval.paired.tasks import CLOSE, Compared
@@ -22,7 +22,7 @@ class _Unit:
 
 
 def pool(reference: Entry, compared: Mapping[str, Compared], options: CompareOptions) -> list[PooledComparison]:
-    """Groups first, then all tasks: as the mean over tasks, and over samples where that is another one. compared: task
+    """Groups first, then all tasks: as the mean over tasks, and over samples. compared: task
     -> its main metric; at least one."""
     units = list(_units(reference, compared))
     pooled = [
@@ -49,7 +49,11 @@ def _pooled(
     found = estimate(strata, list(weights.values()), draws, rng)
     samples, margin = sum(part.comparison.samples for part in parts), options.margin * POINT
     needed = samples_needed(found, samples, margin)
-    no_interval = found.low is None or found.high is None
+    verdict: Verdict = TOO_FEW
+    if found.low is not None and found.high is not None:
+        verdict = judge(found.low, found.high, margin, samples, needed)
+    elif needed <= samples:
+        needed = samples + 1
     return PooledComparison(
         name=name,
         weights=weighting,
@@ -61,10 +65,8 @@ def _pooled(
         difference=found.mean,
         low=found.low,
         high=found.high,
-        verdict="too few samples"
-        if found.low is None or found.high is None
-        else judge(found.low, found.high, margin, samples, needed),
-        samples_needed=max(needed, samples + 1) if no_interval else needed,
+        verdict=verdict,
+        samples_needed=needed if verdict == TOO_FEW else None,
     )
 
 

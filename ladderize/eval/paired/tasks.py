@@ -10,7 +10,7 @@ from ladderize.errors import UserError
 from ladderize.eval.paired.answers import Value
 from ladderize.eval.paired.bootstrap import Estimate, Stratum, cluster_sums, estimate, generator, resampled_means
 from ladderize.eval.paired.clusters import cluster_codes
-from ladderize.eval.paired.document import POINT, CompareOptions, TaskComparison
+from ladderize.eval.paired.document import POINT, TOO_FEW, CompareOptions, TaskComparison
 from ladderize.eval.paired.entry import Entry
 from ladderize.eval.paired.flips import Flips
 from ladderize.eval.paired.margin import judge, samples_needed
@@ -185,10 +185,10 @@ def _judged(comparison: TaskComparison, found: Estimate, options: CompareOptions
     margin = options.margin * POINT
     needed = samples_needed(found, comparison.samples, margin)
     if found.low is None or found.high is None:
-        return replace(comparison, verdict="too few samples", samples_needed=max(needed, comparison.samples + 1))
+        return replace(comparison, verdict=TOO_FEW, samples_needed=max(needed, comparison.samples + 1))
     gain = (found.low, found.high) if comparison.higher_is_better else (-found.high, -found.low)
     verdict = judge(*gain, margin, comparison.samples, needed)
-    return replace(comparison, verdict=verdict, samples_needed=needed)
+    return replace(comparison, verdict=verdict, samples_needed=needed if verdict == TOO_FEW else None)
 
 
 def _with_main(found: list[Compared]) -> list[Compared]:
