@@ -8,7 +8,7 @@ import scipy.stats
 from statsmodels.stats.contingency_tables import mcnemar
 
 from ladderize.errors import UsageError
-from ladderize.eval.paired.bootstrap import Estimate, Stratum, estimate, resampled_means
+from ladderize.eval.paired.bootstrap import Estimate, Stratum, estimate_mean, resampled_means
 from ladderize.eval.paired.document import POINT, CompareOptions
 from ladderize.eval.paired.flips import Flips, mcnemar_exact
 from ladderize.eval.paired.margin import judge, samples_needed
@@ -33,7 +33,7 @@ def estimated(
 ) -> Estimate:
     codes = np.arange(len(differences)) if clusters is None else clusters
     stratum = Stratum.of(differences, codes, span)
-    return estimate([stratum], [1.0], [resampled_means(stratum, resamples, rng)], rng)
+    return estimate_mean([stratum], [1.0], [resampled_means(stratum, resamples, rng)], rng)
 
 
 def answers(rng: np.random.Generator, samples: int, worse: float, better: float) -> np.ndarray:
@@ -135,7 +135,7 @@ def test_strata_are_resampled_within_and_weighted():
     parts = [answers(rng, samples, 0.2, 0.1) for samples in (100, 200, 400)]
     strata = [Stratum.of(part, np.arange(len(part)), 1.0) for part in parts]
     weights = [0.5, 0.3, 0.2]
-    found = estimate(strata, weights, [resampled_means(stratum, 40_000, rng) for stratum in strata], rng)
+    found = estimate_mean(strata, weights, [resampled_means(stratum, 40_000, rng) for stratum in strata], rng)
     assert found.mean == pytest.approx(sum(w * part.mean() for w, part in zip(weights, parts, strict=True)))
     formula = sum(w**2 * part.var() / len(part) for w, part in zip(weights, parts, strict=True))
     assert found.variance == pytest.approx(formula, rel=0.02)

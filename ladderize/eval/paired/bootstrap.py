@@ -100,7 +100,7 @@ class Ends:
     moved: float
 
 
-def estimate(
+def estimate_mean(
     strata: Sequence[Stratum], weights: Sequence[float], draws: Sequence["Floats"], rng: np.random.Generator
 ) -> Estimate:
     """The weighted mean of strata with its interval, of resampled means that were drawn for each of them.

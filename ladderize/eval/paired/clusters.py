@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 # fields of documents that hold a passage in lm-eval's tasks, the first one there is counts
 PASSAGES = ("passage", "context", "article", "story", "paragraph")
-ALONE = "none"  # of --cluster-by: every sample stands alone
+EACH_ALONE = "none"  # of --cluster-by: every sample stands alone
 
 
 def check_cluster_field(field: str | None, tasks: Mapping[str, TaskAnswers]) -> None:
     """Raise UserError where the documents of no task have the field."""
-    if field in (None, ALONE):
+    if field in (None, EACH_ALONE):
         return
     known = {name for filters in tasks.values() for answers in filters.values() for name in answers.passages}
     if field not in known:
@@ -37,7 +37,7 @@ def cluster_codes(answers: Answers, field: str | None) -> "NDArray[np.int64]":
     alone = np.arange(len(answers.doc_ids))
     names = PASSAGES if field is None else (field,)
     chosen = next((answers.passages[name] for name in names if name in answers.passages), None)
-    if chosen is None or field == ALONE or (field is None and len(set(chosen)) == 1):
+    if chosen is None or field == EACH_ALONE or (field is None and len(set(chosen)) == 1):
         return alone
     keys = [("", place) if text is None else ("text", text) for place, text in enumerate(chosen)]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}

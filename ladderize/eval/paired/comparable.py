@@ -6,7 +6,7 @@ from typing import Any
 
 from ladderize.errors import UserError
 from ladderize.eval.paired.answers import HASHES, Answers
-from ladderize.eval.paired.entry import Entry
+from ladderize.eval.paired.entry import ComparedModel
 
 ADVICE = "evaluate both models alike, best in one `ladderize eval`"
 PERPLEXITY = "perplexity"  # named where tasks are
@@ -20,7 +20,7 @@ PER_TASK_SETTINGS = {"versions": "version", "n-shot": "number of few-shot exampl
 CONFIGURED = {"output_type": "type of request", "generation_kwargs": "generation settings", "repeats": "repeats"}
 
 
-def common_tasks(reference: Entry, other: Entry, *, common: bool) -> tuple[list[str], list[str]]:
+def common_tasks(reference: ComparedModel, other: ComparedModel, *, common: bool) -> tuple[list[str], list[str]]:
     """The tasks (and ``perplexity``) of both, and of one only. Raises UserError unless they are the same ones, or
     ``common``, or where there is nothing that both have."""
     ours, theirs = _measured(reference), _measured(other)
@@ -36,7 +36,7 @@ def common_tasks(reference: Entry, other: Entry, *, common: bool) -> tuple[list[
     return [task for task in both if task != PERPLEXITY], [task for tasks in only.values() for task in tasks]
 
 
-def check_settings(reference: Entry, other: Entry, tasks: list[str]) -> None:
+def check_settings(reference: ComparedModel, other: ComparedModel, tasks: list[str]) -> None:
     """Raise UserError where the models were asked under other settings."""
     if not tasks:
         return
@@ -56,7 +56,7 @@ def check_settings(reference: Entry, other: Entry, tasks: list[str]) -> None:
             _check_same(f"{what} of {task}", reference, other, *(config.get(key) for config in configs))
 
 
-def check_same_samples(reference: Entry, other: Entry, task: str) -> None:
+def check_same_samples(reference: ComparedModel, other: ComparedModel, task: str) -> None:
     """Raise UserError unless both answered the same documents of a task, with the same prompts."""
     ours, theirs = reference.answers[task], other.answers[task]
     _check_same(f"filters of {task}", reference, other, sorted(ours), sorted(theirs))
@@ -64,7 +64,7 @@ def check_same_samples(reference: Entry, other: Entry, task: str) -> None:
         _check_answers(reference, other, task, answers, theirs[name])
 
 
-def _check_answers(reference: Entry, other: Entry, task: str, ours: Answers, theirs: Answers) -> None:
+def _check_answers(reference: ComparedModel, other: ComparedModel, task: str, ours: Answers, theirs: Answers) -> None:
     between = f"{reference.where} and {other.where}"
     if len(ours.doc_ids) != len(theirs.doc_ids):
         raise UserError(
@@ -91,7 +91,7 @@ def _reason(what: str) -> str:
     return ", as other few-shot examples, another chat template or BOS token make" if what == "prompts" else ""
 
 
-def evaluation_remarks(reference: Entry, other: Entry) -> list[str]:
+def evaluation_remarks(reference: ComparedModel, other: ComparedModel) -> list[str]:
     """What a difference between the models may come from as well: how they were computed."""
     if reference.model is None or other.model is None:
         ours, theirs = (
@@ -113,17 +113,17 @@ def _backend(model: Any) -> Mapping[str, Any]:
     return {key: getattr(model, key, None) for key in ("backend", "tp_size")}
 
 
-def _config(entry: Entry) -> Mapping[str, Any]:
+def _config(entry: ComparedModel) -> Mapping[str, Any]:
     config = entry.harness.get("config")
     return config if isinstance(config, Mapping) else {}
 
 
-def _measured(entry: Entry) -> list[str]:
+def _measured(entry: ComparedModel) -> list[str]:
     has_perplexity = entry.model is not None and entry.model.perplexity is not None
     return [*entry.answers, *([PERPLEXITY] if has_perplexity else [])]
 
 
-def _check_same(what: str, reference: Entry, other: Entry, ours: Any, theirs: Any) -> None:
+def _check_same(what: str, reference: ComparedModel, other: ComparedModel, ours: Any, theirs: Any) -> None:
     if ours != theirs:
         raise UserError(
             f"not the same {what}: {_short(ours)} in {reference.where}, {_short(theirs)} in {other.where}; {ADVICE}"

@@ -12,13 +12,13 @@ from ladderize.eval.paired.comparable import (
     evaluation_remarks,
 )
 from ladderize.eval.paired.document import CONFIDENCE, CompareOptions, ComparisonDocument
-from ladderize.eval.paired.entry import Entry
+from ladderize.eval.paired.entry import ComparedModel
 from ladderize.eval.paired.pooled import pool
 from ladderize.eval.paired.tasks import Compared, compare_task, main_metrics
 from ladderize.eval.paired.windows import compare_perplexity, compare_predictions
 
 
-def compare_results(reference: Entry, other: Entry, options: CompareOptions) -> ComparisonDocument:
+def compare_results(reference: ComparedModel, other: ComparedModel, options: CompareOptions) -> ComparisonDocument:
     """The difference of ``other`` to ``reference`` in all that both were asked. Raises UserError, which says what
     differs, unless they were asked the same under the same settings."""
     tasks, only_one = common_tasks(reference, other, common=options.common)

@@ -18,7 +18,7 @@ WHAT = "results.json of ladderize eval, or a results_*.json of lm_eval"
 
 
 @dataclass(frozen=True)
-class Entry:
+class ComparedModel:
     """A model and what it answered. where: names its file in messages. harness: lm-eval's result (results, configs,
     versions, ...). model, options: what ladderize measured, and how; None in lm-eval's own output. answers: of each
     task."""
@@ -41,28 +41,28 @@ class Entry:
         return found if isinstance(found, Mapping) else {}
 
 
-def make_entry(result: ModelResult, samples: Mapping[str, Iterable[Mapping[str, Any]]], where: str) -> Entry:
+def make_entry(result: ModelResult, samples: Mapping[str, Iterable[Mapping[str, Any]]], where: str) -> ComparedModel:
     """A model just evaluated. samples: of each task, as lm-eval logs them. where: names the run in messages."""
     answers = {
         task: collect_answers((f"{where}: {task}, sample {number}", one) for number, one in enumerate(logged))
         for task, logged in samples.items()
     }
-    return Entry(result.model.model, where, result.harness, result.model, answers=answers)
+    return ComparedModel(result.model.model, where, result.harness, result.model, answers=answers)
 
 
-def read_entry(path: Path, model: str | None = None) -> Entry:
+def read_entry(path: Path, model: str | None = None) -> ComparedModel:
     """The one model of a results file, or that of the name ``model``. Raises UserError."""
     return read_entries(path, (model,) if model is not None else None)[0]
 
 
-def read_entries(path: Path, models: Iterable[str] | None = None) -> list[Entry]:
+def read_entries(path: Path, models: Iterable[str] | None = None) -> list[ComparedModel]:
     """The models of a results file, or those named. path: results.json of ladderize, a results_*.json of lm-eval, or
     the folder that holds one. Raises UserError."""
     path = results_in(resolved(path)) if resolved(path).is_dir() else resolved(path)
     content = read_json(path, advice=f"it should be a {WHAT}")
     if is_lm_eval_output(content):
         name, answers = read_lm_eval_output(path, content)
-        found = {name: Entry(name, str(path), content, answers=answers)}
+        found = {name: ComparedModel(name, str(path), content, answers=answers)}
         return [found[name] for name in _chosen(path, list(found), models)]
     results = EvalResults.from_dict(read_document(path, WHAT), path)
     known = {result.model.model: result for result in results.models}
@@ -71,7 +71,7 @@ def read_entries(path: Path, models: Iterable[str] | None = None) -> list[Entry]
     return [_read_model(path, known[name], results.options) for name in _chosen(path, list(known), models)]
 
 
-def _read_model(path: Path, result: ModelResult, options: EvalOptions) -> Entry:
+def _read_model(path: Path, result: ModelResult, options: EvalOptions) -> ComparedModel:
     name = result.model.model
     missing = [task for task in leaf_tasks(result.harness) if task not in result.samples]
     if missing:
@@ -80,7 +80,7 @@ def _read_model(path: Path, result: ModelResult, options: EvalOptions) -> Entry:
             " evaluate the model again"
         )
     answers = {task: read_answers(_inside(path, task, file)) for task, file in result.samples.items()}
-    return Entry(name, f"{path} ({name})", result.harness, result.model, options, answers)
+    return ComparedModel(name, f"{path} ({name})", result.harness, result.model, options, answers)
 
 
 def leaf_tasks(harness: Mapping[str, Any]) -> list[str]:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ladderize.eval.paired.bootstrap import estimate, generator
+from ladderize.eval.paired.bootstrap import estimate_mean, generator
 from ladderize.eval.paired.document import ALL, POINT, TOO_FEW, CompareOptions, PooledComparison, Verdict, Weighting
-from ladderize.eval.paired.entry import Entry
+from ladderize.eval.paired.entry import ComparedModel
 from ladderize.eval.paired.margin import judge, samples_needed
 from ladderize.eval.paired.tasks import CLOSE, Compared
 
@@ -21,7 +21,7 @@ class _Unit:
     weighting: Weighting = "tasks"
 
 
-def pool(reference: Entry, compared: Mapping[str, Compared], options: CompareOptions) -> list[PooledComparison]:
+def pool(reference: ComparedModel, compared: Mapping[str, Compared], options: CompareOptions) -> list[PooledComparison]:
     """Groups first, then all tasks: as the mean over tasks, and over samples. compared: task
     -> its main metric; at least one."""
     units = list(_units(reference, compared))
@@ -46,7 +46,7 @@ def _pooled(
     strata = [part.stratum for part in parts if part.stratum is not None]
     draws = [part.draws for part in parts if part.draws is not None]
     rng = generator(options.seed, f"{name} {weighting}")
-    found = estimate(strata, list(weights.values()), draws, rng)
+    found = estimate_mean(strata, list(weights.values()), draws, rng)
     samples, margin = sum(part.comparison.samples for part in parts), options.margin * POINT
     needed = samples_needed(found, samples, margin)
     verdict: Verdict = TOO_FEW
@@ -79,7 +79,7 @@ def _by_samples(compared: Mapping[str, Compared], tasks: Sequence[str]) -> dict[
     return {task: compared[task].comparison.samples / total for task in tasks}
 
 
-def _units(reference: Entry, compared: Mapping[str, Compared]) -> Iterator[_Unit]:
+def _units(reference: ComparedModel, compared: Mapping[str, Compared]) -> Iterator[_Unit]:
     """The tasks and groups that nobody else contains, in the order of the results; each task once."""
     groups = _groups(reference.harness)
     inside = {child for children in groups.values() for child in children}
@@ -96,7 +96,7 @@ def _units(reference: Entry, compared: Mapping[str, Compared]) -> Iterator[_Unit
 
 
 def _unfolded(
-    reference: Entry, name: str, groups: Mapping[str, list[str]], compared: Mapping[str, Compared]
+    reference: ComparedModel, name: str, groups: Mapping[str, list[str]], compared: Mapping[str, Compared]
 ) -> Iterator[_Unit]:
     """A group as one unit where lm-eval has a value of it, else what it contains."""
     if name not in groups:

@@ -8,10 +8,10 @@ import numpy as np
 
 from ladderize.errors import UserError
 from ladderize.eval.paired.answers import Value
-from ladderize.eval.paired.bootstrap import Estimate, Stratum, cluster_sums, estimate, generator, resampled_means
+from ladderize.eval.paired.bootstrap import Estimate, Stratum, cluster_sums, estimate_mean, generator, resampled_means
 from ladderize.eval.paired.clusters import cluster_codes
 from ladderize.eval.paired.document import POINT, TOO_FEW, CompareOptions, TaskComparison
-from ladderize.eval.paired.entry import Entry
+from ladderize.eval.paired.entry import ComparedModel
 from ladderize.eval.paired.flips import Flips
 from ladderize.eval.paired.margin import judge, samples_needed
 from ladderize.eval.paired.scale import AGGREGATIONS, SCALES, Scale, scaled_difference
@@ -56,7 +56,7 @@ class _Pairs:
 
 
 def compare_task(
-    reference: Entry, other: Entry, task: str, options: CompareOptions
+    reference: ComparedModel, other: ComparedModel, task: str, options: CompareOptions
 ) -> tuple[list[Compared], list[str]]:
     """All metrics of one task that both models answered alike (``comparable`` has checked it), and sentences about
     those that cannot be compared. Raises UserError where the samples are not those of the results."""
@@ -77,7 +77,7 @@ def compare_task(
     return _with_main(found), left_out
 
 
-def _pairs(reference: Entry, other: Entry, task: str, metric: str, name: str) -> _Pairs | str:
+def _pairs(reference: ComparedModel, other: ComparedModel, task: str, metric: str, name: str) -> _Pairs | str:
     """The values of both models; or why there are none."""
     ours, theirs = (entry.answers[task][name].values.get(metric, {}) for entry in (reference, other))
     if ours.keys() != theirs.keys():
@@ -97,7 +97,7 @@ def _weighted(value: Value) -> tuple[float, float] | None:
     return (value, 1.0) if isinstance(value, float) else value
 
 
-def _scale(reference: Entry, other: Entry, pairs: _Pairs) -> Scale | str:
+def _scale(reference: ComparedModel, other: ComparedModel, pairs: _Pairs) -> Scale | str:
     """The scale on which the samples give the values that lm-eval has; or why there is none."""
     shown = [
         entry.object_of_task("results", pairs.task).get(f"{pairs.metric},{pairs.filter}")
@@ -120,7 +120,7 @@ def _is_close(value: Any, computed: float) -> bool:
     return isinstance(value, int | float) and abs(value - computed) <= CLOSE * max(1.0, abs(computed))
 
 
-def _aggregation(entry: Entry, task: str, metric: str) -> str | None:
+def _aggregation(entry: ComparedModel, task: str, metric: str) -> str | None:
     """What the task's configuration says; a metric that it does not name is none that we know."""
     rows = entry.object_of_task("configs", task).get("metric_list")
     named = (
@@ -131,7 +131,7 @@ def _aggregation(entry: Entry, task: str, metric: str) -> str | None:
 
 
 def _compare(
-    reference: Entry,
+    reference: ComparedModel,
     pairs: _Pairs,
     scale: Scale,
     clusters: "NDArray[np.int64]",
@@ -173,7 +173,7 @@ def _compare(
         return Compared(replace(comparison, difference=shown.difference, low=shown.low, high=shown.high))
     stratum = Stratum.of(pairs.other - pairs.reference, clusters, 1.0 if bounded else None)
     draws = resampled_means(stratum, options.resamples, rng)
-    found = estimate([stratum], [1.0], [draws], rng)
+    found = estimate_mean([stratum], [1.0], [draws], rng)
     comparison = replace(comparison, difference=found.mean, low=found.low, high=found.high)
     if not bounded:
         return Compared(comparison)

@@ -5,15 +5,15 @@ import math
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.paired.bootstrap import Stratum, estimate, generator, resampled_means
+from ladderize.eval.paired.bootstrap import Stratum, estimate_mean, generator, resampled_means
 from ladderize.eval.paired.comparable import ADVICE
 from ladderize.eval.paired.document import CompareOptions, PerplexityComparison, PredictionComparison
-from ladderize.eval.paired.entry import Entry
+from ladderize.eval.paired.entry import ComparedModel
 from ladderize.eval.paired.scale import PERPLEXITY_SCALE, scaled_difference
 from ladderize.eval.results import Perplexity
 
 
-def compare_perplexity(reference: Entry, other: Entry, options: CompareOptions) -> PerplexityComparison:
+def compare_perplexity(reference: ComparedModel, other: ComparedModel, options: CompareOptions) -> PerplexityComparison:
     """Perplexity of two models, window by window. Raises UserError where these are not the same windows."""
     ours, tokens = _windows(reference)
     theirs, same_tokens = _windows(other)
@@ -52,7 +52,9 @@ def paired_stderr(reference: "np.ndarray", other: "np.ndarray", tokens: "np.ndar
     return math.sqrt(count / (count - 1) * float(((theirs - ours) ** 2).sum())) / float(total)
 
 
-def compare_predictions(reference: Entry, other: Entry, options: CompareOptions) -> PredictionComparison | None:
+def compare_predictions(
+    reference: ComparedModel, other: ComparedModel, options: CompareOptions
+) -> PredictionComparison | None:
     """The mean KL divergence that ``eval`` measured, with an interval; None where it measured none against this
     reference."""
     measured = other.model.predictions if other.model is not None else None
@@ -64,7 +66,7 @@ def compare_predictions(reference: Entry, other: Entry, options: CompareOptions)
         raise UserError(f"{other.where} has {len(sums)} sums of KL for {len(tokens)} windows; evaluate the model again")
     stratum = Stratum(sums, tokens)
     rng = generator(options.seed, "predictions")
-    found = estimate([stratum], [1.0], [resampled_means(stratum, options.resamples, rng)], rng)
+    found = estimate_mean([stratum], [1.0], [resampled_means(stratum, options.resamples, rng)], rng)
     return PredictionComparison(
         windows=len(tokens),
         tokens=measured.tokens,
@@ -76,13 +78,13 @@ def compare_predictions(reference: Entry, other: Entry, options: CompareOptions)
     )
 
 
-def _measured(entry: Entry) -> Perplexity:
+def _measured(entry: ComparedModel) -> Perplexity:
     assert entry.model is not None
     assert entry.model.perplexity is not None  # whoever calls has seen it
     return entry.model.perplexity
 
 
-def _windows(entry: Entry) -> tuple["np.ndarray", "np.ndarray"]:
+def _windows(entry: ComparedModel) -> tuple["np.ndarray", "np.ndarray"]:
     """Nats and scored tokens of each window."""
     measured = _measured(entry)
     if not measured.window_nll or not measured.window_tokens:
@@ -96,7 +98,7 @@ def _windows(entry: Entry) -> tuple["np.ndarray", "np.ndarray"]:
     return nll, tokens
 
 
-def _check_same_windows(reference: Entry, other: Entry) -> None:
+def _check_same_windows(reference: ComparedModel, other: ComparedModel) -> None:
     ours, theirs = _measured(reference), _measured(other)
     for key, what in (("data_sha256", "file"), ("seq_len", "--seq-len"), ("ids_sha256", "token ids")):
         if getattr(ours, key) != getattr(theirs, key):
