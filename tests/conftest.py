@@ -31,6 +31,7 @@ LONG_FILES = [
     "test_generate.py",
     "test_going_on.py",
     "test_sensitivity.py",
+    "test_requests.py",
     "test_house.py",
     "test_several_processes.py",
     "test_distill.py",

@@ -52,9 +52,15 @@ class KVCache:
     def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys and values [batch, heads, tokens, head_dim] from column ``columns`` on.
 
-        columns: the first of them, or a tensor [tokens] of all (no host sync, capturable in a CUDA graph).
+        columns: the first of them, or a tensor of all: [tokens], or [batch, tokens] where rows differ (no host sync,
+        capturable in a CUDA graph).
         """
-        if isinstance(columns, int):
+        if not isinstance(columns, int) and columns.ndim == 2:
+            rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+            # indices on both sides of a slice put their dimensions first
+            self.keys[layer][rows, :, columns] = keys.transpose(1, 2).to(self.keys.dtype)
+            self.values[layer][rows, :, columns] = values.transpose(1, 2).to(self.values.dtype)
+        elif isinstance(columns, int):
             stop = columns + keys.shape[2]
             self.keys[layer, :, :, columns:stop] = keys
             self.values[layer, :, :, columns:stop] = values
@@ -65,6 +71,35 @@ class KVCache:
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """The first ``length`` columns of keys and values."""
         return self.keys[layer, :, :, :length], self.values[layer, :, :, :length]
+
+
+class CacheRows(KVCache):
+    """Some rows of a cache: those numbered ``rows`` [batch], in this order."""
+
+    def __init__(self, cache: KVCache, rows: Tensor) -> None:
+        super().__init__(cache.keys, cache.values)
+        self.rows = rows
+
+    def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
+        if not isinstance(columns, int):
+            raise NotImplementedError("some rows of a cache are written from one column on")
+        stop = columns + keys.shape[2]
+        self.keys[layer][self.rows, :, columns:stop] = keys.to(self.keys.dtype)
+        self.values[layer][self.rows, :, columns:stop] = values.to(self.values.dtype)
+
+    def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer][self.rows, :, :length], self.values[layer][self.rows, :, :length]
+
+
+class NoCache(KVCache):
+    """Keeps nothing: for texts that are read in one pass."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        nothing = torch.empty(0, 0, 0, 0, 0, dtype=dtype, device=device)
+        super().__init__(nothing, nothing)
+
+    def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
+        """Forget them."""
 
 
 def _size(shape: Shape, batch: int, columns: int) -> tuple[int, ...]:

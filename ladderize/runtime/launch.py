@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -73,20 +73,23 @@ def run(
     check_group_size(tp_size, device)
     place = launched()
     if place != ALONE:
-        with _joined(place, device, threads, None, report) as ranks:
+        with joined(place, device, threads, None, report) as ranks:
             return function(ranks, *args)
     if tp_size == 1:
         try:
-            with _joined(ALONE, device, threads, None, report) as ranks:
+            with joined(ALONE, device, threads, None, report) as ranks:
                 return function(ranks, *args)
         except (RuntimeError, MemoryError) as error:
             raise _out_of_memory(error) or error from None
     with temporary_folder("group") as folder:
-        return _start(function, args, tp_size, device, threads, folder / "store", report)
+        with started(function, [args] * tp_size, device, threads, folder / "store", report) as group:
+            group.watch()
+            return group.value
 
 
 @contextlib.contextmanager
-def _joined(place: Place, device: str, threads: int | None, init_method: str | None, report: Report) -> Iterator[Ranks]:
+def joined(place: Place, device: str, threads: int | None, init_method: str | None, report: Report) -> Iterator[Ranks]:
+    """This process as one of the ranks that ``place`` speaks of, until the end of the block."""
     set_threads(threads, place.local_size)
     ranks = join_group(place, device, timeout=INFERENCE_TIMEOUT, init_method=init_method)
     yield dataclasses.replace(ranks, report=report) if ranks.is_main else ranks
@@ -99,29 +102,36 @@ def _joined(place: Place, device: str, threads: int | None, init_method: str | N
 # ---- starting ranks on this host ----
 
 
-def _start(
+@contextlib.contextmanager
+def started(
     function: Callable[..., Any],
-    args: tuple[Any, ...],
-    size: int,
+    args: Sequence[tuple[Any, ...]],
     device: str,
     threads: int | None,
     store: Path,
     report: Report,
-) -> Any:
-    context = start_context()
+) -> Iterator["StartedRanks"]:
+    """Processes of this host that call ``function(ranks, *args[rank])``; they are stopped at the end.
+
+    store: a path for a file in which they find each other.
+    """
+    context, size = start_context(), len(args)
     streams = [Connection(os.dup(number), readable=False) for number in (1, 2)]
     pipes, processes = [], []
     try:
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             place = Place(rank, size, rank, size)
-            arguments = (function, args, place, device, threads, f"file://{store}", theirs, streams, dict(os.environ))
-            process = context.Process(target=_work, args=arguments, name=f"rank {rank}")
+            arguments = (function, args[rank], place, device, threads, f"file://{store}", theirs, streams)
+            # a daemon: whoever leaves without a word does not wait for ranks that wait for him
+            process = context.Process(
+                target=_work, args=(*arguments, dict(os.environ)), name=f"rank {rank}", daemon=True
+            )
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        return _supervise(pipes, processes, report)
+        yield StartedRanks(pipes, processes, report)
     finally:
         _stop(processes)
         remove_segments(os.getpid())
@@ -142,31 +152,43 @@ def start_context() -> Any:
     return context
 
 
-def _supervise(pipes: list[Connection], processes: list[Any], report: Report) -> Any:
-    """Wait until every rank is done; return rank 0's value, or raise UserError as soon as one rank fails."""
-    values: dict[int, Any] = {}
-    errors: dict[int, tuple[float, Exception]] = {}
-    running = set(range(len(processes)))
-    deadline = None
-    while running and (deadline is None or time.monotonic() < deadline):
-        wait(
-            [processes[rank].sentinel for rank in running]
-            + [pipes[rank] for rank in running - values.keys() - errors.keys()],
-            timeout=0.2,
-        )
-        for rank in sorted(running):
-            _receive(rank, pipes[rank], values, errors, report)
-            if processes[rank].exitcode is not None:
-                _receive(rank, pipes[rank], values, errors, report)
-                running.discard(rank)
-        if deadline is None and (errors or any(process.exitcode not in (None, 0) for process in processes)):
-            deadline = time.monotonic() + CAUSE_SECONDS
-    for rank, process in enumerate(processes):  # a killed rank is the cause of what the others report
-        if process.exitcode not in (None, 0) and rank not in errors:
-            raise UserError(f"rank {rank} {_death(process.exitcode)}; the whole group was stopped")
-    if errors:
-        raise min(errors.values(), key=lambda failure: failure[0])[1]
-    return values[0]
+class StartedRanks:
+    """Processes at work, and what they have said. ``value``: rank 0's, once ``watch`` has returned without a
+    condition."""
+
+    def __init__(self, pipes: list[Connection], processes: list[Any], report: Report) -> None:
+        self.pipes, self.processes, self.report = pipes, processes, report
+        self.values: dict[int, Any] = {}
+        self.errors: dict[int, tuple[float, Exception]] = {}
+        self.running = set(range(len(processes)))
+
+    @property
+    def value(self) -> Any:
+        return self.values[0]
+
+    def watch(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Listen until every rank is done, or ``until()``; raise UserError as soon as one fails."""
+        deadline = None
+        while self.running and (deadline is None or time.monotonic() < deadline):
+            if until():
+                return
+            wait(
+                [self.processes[rank].sentinel for rank in self.running]
+                + [self.pipes[rank] for rank in self.running - self.values.keys() - self.errors.keys()],
+                timeout=0.2,
+            )
+            for rank in sorted(self.running):
+                _receive(rank, self.pipes[rank], self.values, self.errors, self.report)
+                if self.processes[rank].exitcode is not None:
+                    _receive(rank, self.pipes[rank], self.values, self.errors, self.report)
+                    self.running.discard(rank)
+            if deadline is None and (self.errors or any(p.exitcode not in (None, 0) for p in self.processes)):
+                deadline = time.monotonic() + CAUSE_SECONDS
+        for rank, process in enumerate(self.processes):  # a killed rank is the cause of what the others report
+            if process.exitcode not in (None, 0) and rank not in self.errors:
+                raise UserError(f"rank {rank} {_death(process.exitcode)}; the whole group was stopped")
+        if self.errors:
+            raise min(self.errors.values(), key=lambda failure: failure[0])[1]
 
 
 def _receive(
@@ -227,7 +249,7 @@ def _work(
     os.environ.update(started_rank_variables(place))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
     try:
-        with _joined(place, device, threads, store, lambda value: pipe.send(("report", value))) as ranks:
+        with joined(place, device, threads, store, lambda value: pipe.send(("report", value))) as ranks:
             value = function(ranks, *args)
             pipe.send(("value", value if ranks.is_main else None))
     except BaseException as error:

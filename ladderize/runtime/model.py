@@ -26,9 +26,9 @@ class Step:
     """Where the tokens of one forward pass stand.
 
     rope_factors: complex [batch or 1, tokens, 1, head_dim / 2]. columns: the first cache column of the tokens, or a
-    tensor [tokens] of their columns. length: the columns of the cache that attention sees; 0: a prompt, which sees
-    itself alone. mask: bool [batch or 1, 1, tokens, columns in view], True where a token may look; None: everything, or
-    with ``causal`` everything up to itself.
+    tensor of their columns: [tokens], or [batch, tokens] where rows differ. length: the columns of the cache that
+    attention sees; 0: a prompt, which sees itself alone. mask: bool [batch or 1, 1, tokens, columns in view], True
+    where a token may look; None: everything, or with ``causal`` everything up to itself.
     """
 
     rope_factors: Tensor

@@ -1,0 +1,157 @@
+"""A model that waits for jobs: in this process, in ranks that were started for it, or in those of a launcher.
+
+Whoever asks runs in the parent process, in one piece; the ranks know nothing of what the answers are for.
+"""
+
+import contextlib
+import multiprocessing.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ladderize.errors import UserError
+from ladderize.files.temporaries import temporary_folder
+from ladderize.ranks.device import check_device
+from ladderize.ranks.group import Ranks, launched
+from ladderize.ranks.launcher import ALONE
+from ladderize.runtime.collectives.choose import check_backend
+from ladderize.runtime.launch import check_group_size, joined, start_context, started
+from ladderize.runtime.requests.options import RequestOptions
+from ladderize.runtime.requests.worker import Job, Worker, opened
+from ladderize.runtime.spec import ModelSpec, checkpoint_spec
+
+Advance = Callable[[int], None]
+
+
+def check_request(model: str, options: RequestOptions) -> ModelSpec:
+    """Everything that can be known before weights are read or ranks started. Raises UserError or LayoutError."""
+    check_device(options.device)
+    check_backend(options.backend, options.tp_size, options.device)
+    check_group_size(options.tp_size, options.device)
+    spec = checkpoint_spec(model, tp_size=options.tp_size, dtype=options.dtype, revision=options.revision)
+    if options.max_length is not None and options.max_length > spec.positions:
+        raise UserError(f"max_length {options.max_length} exceeds the {spec.positions} positions of {model}")
+    return spec
+
+
+def open_service(spec: ModelSpec, options: RequestOptions) -> "Service":
+    """The checked model, loaded and waiting. Raises UserError where a rank fails; by then all are gone."""
+    if options.tp_size == 1 or launched() != ALONE:
+        return JoinedService(spec, options)
+    return StartedService(spec, options)
+
+
+class Service(ABC):
+    """An opened model. Use it as a context, or ``close`` it; if nobody does, it ends with the process."""
+
+    @abstractmethod
+    def ask(self, job: Job, advance: Advance = lambda n: None) -> Any:
+        """Run a job on all ranks; returns its answer. Raises UserError where a rank fails: the service has ended
+        then."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the ranks. A second call does nothing."""
+
+    def __enter__(self) -> "Service":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class JoinedService(Service):
+    """This process is a rank: the only one, or one of those that a launcher has started, which all ask the same."""
+
+    def __init__(self, spec: ModelSpec, options: RequestOptions) -> None:
+        self.stack = contextlib.ExitStack()
+        place = launched()
+        with contextlib.ExitStack() as stack:  # closed where the model does not open
+            self.group = stack.enter_context(joined(place, options.device, options.threads, None, lambda value: None))
+            self.worker: Worker | None = stack.enter_context(opened(self.group, spec, options))
+            self.stack = stack.pop_all()
+
+    def ask(self, job: Job, advance: Advance = lambda n: None) -> Any:
+        if self.worker is None:
+            raise UserError("the model was closed, so nothing can be asked of it")
+        job = self.group.broadcast(job)
+        return self.worker.answer(job, advance if self.group.is_main else lambda n: None)
+
+    def close(self) -> None:
+        self.worker = None
+        self.stack.close()
+
+
+class StartedService(Service):
+    """Ranks of this host that were started for the model, and wait for what this process sends."""
+
+    def __init__(self, spec: ModelSpec, options: RequestOptions) -> None:
+        self.said: list[tuple[str, Any]] = []
+        self.inboxes: list[Connection] = []
+        self.stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(temporary_folder("service"))
+            pairs = [start_context().Pipe(duplex=False) for _ in range(options.tp_size)]
+            for reading, writing in pairs:
+                stack.callback(writing.close)
+                stack.callback(reading.close)
+            self.inboxes = [writing for _, writing in pairs]
+            self.ranks = stack.enter_context(
+                started(
+                    _serve,
+                    [(spec, options, reading) for reading, _ in pairs],
+                    options.device,
+                    options.threads,
+                    folder / "store",
+                    self.said.append,
+                )
+            )
+            for reading, _ in pairs:  # so that the pipe breaks when its rank ends
+                reading.close()
+            self._hear(lambda n: None)  # that the model is open
+            self.stack = stack.pop_all()
+        # where nobody closes it: before multiprocessing, at the exit, waits for the processes that it has started
+        self.at_exit = multiprocessing.util.Finalize(self, self.stack.close, exitpriority=10)
+
+    def ask(self, job: Job, advance: Advance = lambda n: None) -> Any:
+        if not self.inboxes:
+            raise UserError("the ranks have ended, so nothing can be asked of them")
+        try:
+            # a rank that is gone cannot be sent to; why it is gone is heard from the others and from the system
+            with contextlib.suppress(BrokenPipeError):
+                for inbox in self.inboxes:
+                    inbox.send(job)
+            return self._hear(advance)
+        except BaseException:  # Ctrl-C too: the ranks would go on with a job that nobody waits for
+            self.close()
+            raise
+
+    def _hear(self, advance: Advance) -> Any:
+        """Listen until rank 0 has answered."""
+        while True:
+            self.ranks.watch(lambda: bool(self.said))
+            if not self.said:
+                raise UserError("the ranks have ended without an answer")
+            kind, value = self.said.pop(0)
+            if kind == "answer":
+                return value
+            advance(value)
+
+    def close(self) -> None:
+        inboxes, self.inboxes = self.inboxes, []
+        if inboxes:
+            self.at_exit()
+
+
+def _serve(group: Ranks, spec: ModelSpec, options: RequestOptions, inbox: Connection) -> None:
+    """A started rank: jobs in, answers out, until the other end of ``inbox`` is closed."""
+    with opened(group, spec, options) as worker:
+        group.report(("answer", None))
+        while True:
+            try:
+                job = inbox.recv()
+            except EOFError:
+                return
+            answer = worker.answer(job, lambda count: group.report(("done", count)))
+            group.report(("answer", answer))

@@ -1,0 +1,277 @@
+"""The runtime's answers: scores of endings and continuations of prompts against one text at a time, and what ends
+ranks that wait for jobs."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ladderize.errors import UserError
+from ladderize.layout import LayoutError
+from ladderize.runtime.requests import packing
+from ladderize.runtime.requests.continuous import Prompt
+from ladderize.runtime.requests.options import RequestOptions
+from ladderize.runtime.requests.scoring import Ending
+from ladderize.runtime.requests.service import check_request, open_service
+from ladderize.runtime.requests.worker import ContinueJob, ScoreJob
+from ladderize.runtime.sampling import Sampling
+from tests.helpers import LAYOUTS, ROOT, SHAPE, fresh_rng, make_model, save_llama
+from tests.oracle import Oracle
+
+# ---- packing ----
+
+
+def random_sequences(rng: np.random.Generator) -> list[np.ndarray]:
+    """A few texts, with others that begin like them, end early or are the same."""
+    found = [rng.integers(3, 9, rng.integers(1, 30))]
+    for _ in range(int(rng.integers(1, 20))):
+        like = found[rng.integers(len(found))]
+        kept = like[: rng.integers(0, len(like) + 1)]
+        found.append(np.concatenate([kept, rng.integers(3, 9, rng.integers(0 if len(kept) else 1, 12))]))
+    return found
+
+
+def test_a_packed_row_shows_every_token_what_its_own_text_shows_it():
+    rng = fresh_rng()
+    joined = 0
+    for _ in range(30):
+        sequences = random_sequences(rng)
+        limit = int(rng.integers(8, 80))
+        rows = packing.pack(sequences, limit, lambda tokens: tokens * (50 + tokens))
+        assert sorted(number for row in rows for number in row.paths) == list(range(len(sequences)))
+        assert [len(row.tokens) for row in rows] == sorted((len(row.tokens) for row in rows), reverse=True)
+        for row in rows:
+            assert len(row.tokens) <= max(limit, max(len(sequences[number]) for number in row.paths))
+            length = packing.padded(len(row.tokens))
+            seen = packing.ancestors(row, length)
+            for number, path in row.paths.items():
+                assert [row.tokens[place] for place in path] == sequences[number].tolist()
+                assert [row.depths[place] for place in path] == list(range(len(path)))
+                for position, place in enumerate(path):
+                    assert set(np.flatnonzero(seen[place])) == set(path[: position + 1].tolist())
+            assert all(set(np.flatnonzero(seen[place])) == {place} for place in range(len(row.tokens), length))
+            if row.is_chain:
+                np.testing.assert_array_equal(
+                    seen[: len(row.tokens), : len(row.tokens)], np.tri(len(row.tokens), dtype=bool)
+                )
+        joined += len(sequences) - len(rows)
+        for batch in packing.batches(rows, limit):
+            assert len(batch) == 1 or len(batch) * packing.padded(len(batch[0].tokens)) <= limit
+    assert joined, "nothing was shared"
+
+
+def test_answers_of_one_question_share_it_and_other_questions_stay_apart():
+    """100 tokens of a question are computed once for four answers; questions that share BOS alone are not joined."""
+    question, other = np.arange(3, 103), np.concatenate([[3], np.arange(200, 299)])
+    answers = [np.concatenate([context, [answer, 5]]) for context in (question, other) for answer in range(300, 304)]
+    rows = packing.pack(answers, 2048, lambda tokens: tokens * (20 + tokens))
+    assert [len(row.tokens) for row in rows] == [100 + 4 * 2] * 2
+
+
+# ---- scores and continuations ----
+
+
+def oracle_of(model):
+    """Logits of one text [n, vocab], by the slow loop of tests/oracle.py."""
+    oracle = Oracle(model.state_dict(), model.config)
+    return lambda ids: oracle(torch.as_tensor(ids)[None])[0][0]
+
+
+def random_endings(rng: np.random.Generator, longest: int) -> list[Ending]:
+    """Like multiple choice: a few contexts, several answers to each; and a whole text, one token, and a repetition."""
+    endings = []
+    for _ in range(4):
+        context = rng.integers(3, SHAPE["vocab_size"], rng.integers(1, 20))
+        for _ in range(int(rng.integers(1, 4))):
+            answer = rng.integers(3, SHAPE["vocab_size"], rng.integers(1, 8))
+            endings.append(Ending(np.concatenate([context, answer]), len(answer)))
+    whole = rng.integers(3, SHAPE["vocab_size"], longest)
+    return [*endings, Ending(whole, longest - 1), Ending(whole[:2], 1), Ending(endings[0].ids, 1)]
+
+
+def greedy_text(logits_of, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(logits_of(ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_answers_equal_one_text_at_a_time(name, tp_size, tmp_path):
+    """Vocabulary split (97 rows, so with padding), endings joined, rows reused; a budget that cuts long texts."""
+    rng = fresh_rng()
+    model = make_model(name)
+    model.save_pretrained(tmp_path)
+    logits_of = oracle_of(model)
+    endings = random_endings(rng, 40)
+    prompts = [Prompt(i, rng.integers(3, 97, rng.integers(1, 30)).tolist(), int(rng.integers(1, 7))) for i in range(6)]
+    options = RequestOptions(tp_size=tp_size, rows=2, token_budget=int(rng.integers(16, 90)), threads=1)
+    done: list[int] = []
+    with open_service(check_request(str(tmp_path), options), options) as service:
+        scores = service.ask(ScoreJob(endings), done.append)
+        made = service.ask(ContinueJob(prompts), done.append)
+    assert sum(done) == len(endings) + len(prompts)
+    for ending, total, greedy in zip(endings, scores.sums, scores.greedy, strict=True):
+        rows = logits_of(ending.ids[:-1])[-ending.scored :].double().log_softmax(-1)
+        targets = torch.from_numpy(ending.ids[-ending.scored :])
+        assert abs(float(rows.gather(1, targets[:, None]).sum()) - total) < 1e-3
+        assert bool((rows.argmax(-1) == targets).all()) == greedy
+    for prompt, new in zip(prompts, made, strict=True):
+        assert new == greedy_text(logits_of, prompt.ids, prompt.max_new_tokens)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("plain"), seed=int(torch.randint(1 << 30, ())))
+
+
+def opened(folder: Path, **options: object):
+    chosen = RequestOptions(**{"threads": 1, "rows": 3, **options})
+    return open_service(check_request(str(folder), chosen), chosen)
+
+
+def test_many_prompts_go_through_few_rows(plain):
+    """Rows of every length beginning and ending all the time: greedy and sampled together, and EOS."""
+    rng = fresh_rng()
+    # the same text whatever runs beside it: each prompt alone is the reference
+    sampled = Sampling(temperature=1.3, top_k=20, top_p=0.9, seed=int(rng.integers(1000)))
+    prompts = [
+        Prompt(i, rng.integers(3, 97, rng.integers(1, 30)).tolist(), int(rng.integers(1, 25)), s)
+        for i, s in enumerate([Sampling(), sampled] * 8)
+    ]
+    with opened(plain, rows=5, token_budget=64) as many, opened(plain, rows=1) as one:
+        together = many.ask(ContinueJob(prompts))
+        assert together == [one.ask(ContinueJob([prompt]))[0] for prompt in prompts]
+    assert [len(new) for new in together] == [prompt.max_new_tokens for prompt in prompts]
+
+
+def test_a_text_ends_with_eos(plain, tmp_path):
+    rng = fresh_rng()
+    prompts = [Prompt(i, rng.integers(3, 97, 5).tolist(), 12) for i in range(8)]
+    with opened(plain) as service:
+        free = service.ask(ContinueJob(prompts))
+    eos = free[0][3]
+    for path in plain.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{eos}, 96]}}')
+    with opened(tmp_path) as service:
+        ended = service.ask(ContinueJob(prompts))
+    for new, all_new in zip(ended, free, strict=True):
+        stop = next((i + 1 for i, token in enumerate(all_new) if token in (eos, 96)), len(all_new))
+        assert new == all_new[:stop]
+    assert len(ended[0]) < 12
+
+
+def test_weights_that_make_nan_are_an_error(tmp_path):
+    model = make_model("dense")
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with opened(tmp_path, tp_size=2) as service, pytest.raises(UserError, match="NaN or infinite"):
+        service.ask(ScoreJob([Ending(np.array([4, 5, 6]), 2)]))
+    with opened(tmp_path) as service, pytest.raises(UserError, match="NaN or infinite"):
+        service.ask(ContinueJob([Prompt(0, [4, 5], 3)]))
+
+
+# ---- ranks that wait ----
+
+
+@dataclass(frozen=True)
+class Misbehave:
+    """A job that ends rank ``rank``, or keeps it busy."""
+
+    rank: int
+    how: str
+
+    def run(self, worker, advance):
+        if worker.group.rank == self.rank:
+            if self.how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "fail":
+                raise ValueError("enough")
+            time.sleep(100)
+        worker.group.barrier()
+
+
+@pytest.mark.parametrize(("rank", "how", "message"), [(0, "die", "killed by SIGKILL"), (1, "die", "rank 1 was killed"),
+    (0, "fail", "ValueError: enough"), (1, "fail", "rank 1 failed: ValueError")])  # fmt: skip
+def test_a_rank_that_ends_is_one_sentence_and_leaves_nothing(plain, rank, how, message):
+    service = opened(plain, tp_size=2)
+    processes = service.ranks.processes
+    with pytest.raises(UserError, match=message):
+        service.ask(Misbehave(rank, how))
+    assert not any(process.is_alive() for process in processes)
+    with pytest.raises(UserError, match="the ranks have ended"):
+        service.ask(ScoreJob([]))
+
+
+def test_a_rank_that_ends_between_jobs_is_noticed(plain):
+    with opened(plain, tp_size=2) as service:
+        os.kill(service.ranks.processes[1].pid, signal.SIGKILL)
+        service.ranks.processes[1].join(10)
+        with pytest.raises(UserError, match="rank 1 was killed by SIGKILL"):
+            service.ask(ScoreJob([Ending(np.array([4, 5]), 1)]))
+
+
+def test_ctrl_c_during_a_job_ends_the_ranks(plain):
+    service = opened(plain, tp_size=2)
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        service.ask(Misbehave(0, "sleep"))
+    assert not any(process.is_alive() for process in service.ranks.processes)
+
+
+PARENT = """
+import sys, time
+sys.path.insert(0, {root!r})
+from ladderize.runtime.requests.options import RequestOptions
+from ladderize.runtime.requests.service import check_request, open_service
+if __name__ == "__main__":
+    options = RequestOptions(tp_size=2, threads=1)
+    service = open_service(check_request({model!r}, options), options)
+    print(*(process.pid for process in service.ranks.processes), flush=True)
+    {then}
+"""
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("then", ["pass", "time.sleep(100)"])
+def test_a_parent_that_forgets_to_close_or_is_killed_leaves_no_rank(plain, tmp_path, then):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT.format(root=str(ROOT), model=str(plain), then=then))
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2
+        if then != "pass":
+            process.kill()
+        assert process.wait(60) == (0 if then == "pass" else -signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, pids))
+
+
+def test_what_cannot_be_is_refused_before_anything_starts(plain):
+    for options, message in [
+        ({"tp_size": 3}, "--tp-size 3"),
+        ({"max_length": 65}, "max_length 65 exceeds the 64 positions"),
+    ]:
+        with pytest.raises((UserError, LayoutError), match=message):
+            opened(plain, **options)
