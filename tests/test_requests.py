@@ -45,11 +45,11 @@ def test_a_packed_row_shows_every_token_what_its_own_text_shows_it():
     for _ in range(30):
         sequences = random_sequences(rng)
         limit = int(rng.integers(8, 80))
-        rows = packing.pack(sequences, limit, lambda tokens: tokens * (50 + tokens))
+        rows = packing.share_prefixes(sequences, limit, lambda tokens: tokens * (50 + tokens))
         assert sorted(number for row in rows for number in row.paths) == list(range(len(sequences)))
         assert [len(row.tokens) for row in rows] == sorted((len(row.tokens) for row in rows), reverse=True)
         for row in rows:
-            assert len(row.tokens) <= max(limit, max(len(sequences[number]) for number in row.paths))
+            assert len(row.tokens) <= max(limit, *(len(sequences[number]) for number in row.paths))
             length = packing.padded(len(row.tokens))
             seen = packing.ancestors(row, length)
             for number, path in row.paths.items():
@@ -63,7 +63,7 @@ def test_a_packed_row_shows_every_token_what_its_own_text_shows_it():
                     seen[: len(row.tokens), : len(row.tokens)], np.tri(len(row.tokens), dtype=bool)
                 )
         joined += len(sequences) - len(rows)
-        for batch in packing.batches(rows, limit):
+        for batch in packing.row_batches(rows, limit):
             assert len(batch) == 1 or len(batch) * packing.padded(len(batch[0].tokens)) <= limit
     assert joined, "nothing was shared"
 
@@ -72,7 +72,7 @@ def test_answers_of_one_question_share_it_and_other_questions_stay_apart():
     """100 tokens of a question are computed once for four answers; questions that share BOS alone are not joined."""
     question, other = np.arange(3, 103), np.concatenate([[3], np.arange(200, 299)])
     answers = [np.concatenate([context, [answer, 5]]) for context in (question, other) for answer in range(300, 304)]
-    rows = packing.pack(answers, 2048, lambda tokens: tokens * (20 + tokens))
+    rows = packing.share_prefixes(answers, 2048, lambda tokens: tokens * (20 + tokens))
     assert [len(row.tokens) for row in rows] == [100 + 4 * 2] * 2
 
 

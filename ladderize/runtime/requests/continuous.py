@@ -16,7 +16,7 @@ from ladderize.runtime.decode import are_sound, sample
 from ladderize.runtime.kv_cache import CacheRows, KVCache
 from ladderize.runtime.model import Step
 from ladderize.runtime.requests.packing import padded
-from ladderize.runtime.requests.reading import Reader
+from ladderize.runtime.requests.reading import TextReader
 from ladderize.runtime.requests.scoring import own_logits
 from ladderize.runtime.sampling import Sampling
 
@@ -72,7 +72,7 @@ class ContinuousBatch:
     eos: tokens that end a text. tokenizer: to see stop strings; None where no prompt has any.
     """
 
-    reader: Reader
+    reader: TextReader
     cache: KVCache
     eos: frozenset[int]
     tokenizer: Any
@@ -191,7 +191,7 @@ class ContinuousBatch:
 
 
 def continue_prompts(
-    reader: Reader,
+    reader: TextReader,
     prompts: Sequence[Prompt],
     *,
     rows: int,

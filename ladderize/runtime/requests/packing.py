@@ -14,7 +14,7 @@ ALIGNMENT = 8  # rows are padded to a multiple of this, so that batches have few
 
 
 @dataclass
-class Row:
+class TreeRow:
     """tokens: ids, parents first. depths: the position of each. segments: (first token, end, ancestors of the first) of
     each run without a branch. paths: sequence number -> where its tokens stand in the row."""
 
@@ -42,21 +42,21 @@ class Row:
         return len(self.segments) == 1
 
 
-def pack(sequences: Sequence[np.ndarray], limit: int, joined_cost: Callable[[int], float]) -> list[Row]:
+def share_prefixes(sequences: Sequence[np.ndarray], limit: int, joined_cost: Callable[[int], float]) -> list[TreeRow]:
     """Rows that hold every sequence, int64 [n > 0] each, the longest row first.
 
     limit: tokens of a row with more than one sequence. joined_cost: what a row of so many tokens costs to compute;
     a sequence joins a row where that is cheaper than a row of its own.
     """
-    rows: list[Row] = []
-    row, path, last = Row(), np.empty(0, np.int64), np.empty(0, np.int64)
+    rows: list[TreeRow] = []
+    row, path, last = TreeRow(), np.empty(0, np.int64), np.empty(0, np.int64)
     for number in sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">u4").tobytes()):
         ids = sequences[number]
         shared = common_prefix(last, ids)
         before, after = len(row.tokens), len(row.tokens) + len(ids) - shared
         alone = joined_cost(before) + joined_cost(len(ids))
         if not rows or after > max(limit, before) or joined_cost(after) > alone:
-            row, shared = Row(), 0
+            row, shared = TreeRow(), 0
             rows.append(row)
         path = row.add(number, ids, path[:shared])
         last = ids
@@ -70,9 +70,9 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if len(different) else length
 
 
-def batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
+def row_batches(rows: Sequence[TreeRow], budget: int) -> list[list[TreeRow]]:
     """Rows, the longest first, in batches of at most ``budget`` tokens with padding, or of one longer row."""
-    found: list[list[Row]] = []
+    found: list[list[TreeRow]] = []
     for row in rows:
         if found and (len(found[-1]) + 1) * padded(len(found[-1][0].tokens)) <= budget:
             found[-1].append(row)
@@ -85,7 +85,7 @@ def padded(length: int) -> int:
     return -(-length // ALIGNMENT) * ALIGNMENT
 
 
-def ancestors(row: Row, length: int) -> np.ndarray:
+def ancestors(row: TreeRow, length: int) -> np.ndarray:
     """bool [length, length]: True where a token of the row may look; padding sees itself alone."""
     seen = np.eye(length, dtype=bool)
     for first, end, path in row.segments:

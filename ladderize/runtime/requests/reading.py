@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ladderize.runtime.kv_cache import KVCache, NoCache
 from ladderize.runtime.model import Step, TPLlama
-from ladderize.runtime.requests.packing import Row, ancestors, batches, pack, padded
+from ladderize.runtime.requests.packing import TreeRow, ancestors, padded, row_batches, share_prefixes
 from ladderize.runtime.shards import Shape
 
 
 @dataclass
-class Reader:
+class TextReader:
     """One rank of a model that reads texts without going on with them. All ranks call the same in the same order.
 
     rope: factors of every position [positions, head_dim / 2], of ``rope_table``. budget: tokens of a forward pass.
@@ -36,7 +36,7 @@ class Reader:
         Yields, batch by batch, the normed end of the residual stream of all tokens [tokens, hidden], and for each
         sequence of the batch, by its number, where its tokens are in there.
         """
-        for batch in batches(pack(sequences, self.budget, joined_cost(self.model.shape)), self.budget):
+        for batch in row_batches(share_prefixes(sequences, self.budget, joined_cost(self.model.shape)), self.budget):
             length = len(batch[0].tokens) if len(batch) == 1 else padded(len(batch[0].tokens))
             hidden = self._chunked(batch[0]) if length > self.budget else self._at_once(batch, length)
             places = {
@@ -44,7 +44,7 @@ class Reader:
             }
             yield hidden.flatten(0, 1), places
 
-    def _at_once(self, batch: list[Row], length: int) -> Tensor:
+    def _at_once(self, batch: list[TreeRow], length: int) -> Tensor:
         ids = self._table([row.tokens for row in batch], length)
         depths = self._table([row.depths for row in batch], length)
         mask = None
@@ -54,7 +54,7 @@ class Reader:
         # padding stands on the right: without a mask no token looks that far
         return self.forward(ids, Step(self.rope[depths].unsqueeze(2), 0, 0, mask, causal=mask is None))
 
-    def _chunked(self, row: Row) -> Tensor:
+    def _chunked(self, row: TreeRow) -> Tensor:
         """A text that is longer than the budget, piece by piece, with a cache for what was read."""
         ids = self._table([row.tokens], len(row.tokens))
         cache = KVCache.allocate(self.model.shape, 1, ids.shape[1], self.dtype, self.device)

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.errors import UserError
 from ladderize.runtime.model import TPLlama
-from ladderize.runtime.requests.reading import Reader
+from ladderize.runtime.requests.reading import TextReader
 
-LOGITS_AT_ONCE = 1 << 24  # numbers, of one rank: 64 MiB in float32
 STATES_AT_ONCE = 2048
 MESSAGE_BYTES = 4 * 3 * STATES_AT_ONCE  # the largest one that is sent here
 
@@ -25,7 +25,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Scores:
+class EndingScores:
     """Of endings, in their order. sums: log-likelihood of each in nats, float64 [endings]. greedy: whether every token
     of it is the most probable one there, bool [endings]."""
 
@@ -33,7 +33,9 @@ class Scores:
     greedy: np.ndarray
 
 
-def score(reader: Reader, endings: Sequence[Ending], advance: Callable[[int], None] = lambda n: None) -> Scores:
+def score_endings(
+    reader: TextReader, endings: Sequence[Ending], advance: Callable[[int], None] = lambda n: None
+) -> EndingScores:
     """Score endings; equal on all ranks. advance: told how many more are done. Raises UserError for NaN or infinity."""
     sums, greedy = np.zeros(len(endings)), np.ones(len(endings), dtype=bool)
     # the last token is predicted and never read
@@ -47,7 +49,7 @@ def score(reader: Reader, endings: Sequence[Ending], advance: Callable[[int], No
         sums[numbers] = np.add.reduceat(found, first)
         greedy[numbers] = np.logical_and.reduceat(best, first)
         advance(len(numbers))
-    return Scores(sums, greedy)
+    return EndingScores(sums, greedy)
 
 
 def token_scores(model: TPLlama, hidden: Tensor, at: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -21,8 +21,6 @@ from ladderize.runtime.requests.options import RequestOptions
 from ladderize.runtime.requests.worker import Job, Worker, opened
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec
 
-Advance = Callable[[int], None]
-
 
 def check_request(model: str, options: RequestOptions) -> ModelSpec:
     """Everything that can be known before weights are read or ranks started. Raises UserError or LayoutError."""
@@ -46,7 +44,7 @@ class Service(ABC):
     """An opened model. Use it as a context, or ``close`` it; if nobody does, it ends with the process."""
 
     @abstractmethod
-    def ask(self, job: Job, advance: Advance = lambda n: None) -> Any:
+    def ask(self, job: Job, advance: Callable[[int], None] = lambda n: None) -> Any:
         """Run a job on all ranks; returns its answer. Raises UserError where a rank fails: the service has ended
         then."""
 
@@ -72,7 +70,7 @@ class JoinedService(Service):
             self.worker: Worker | None = stack.enter_context(opened(self.group, spec, options))
             self.stack = stack.pop_all()
 
-    def ask(self, job: Job, advance: Advance = lambda n: None) -> Any:
+    def ask(self, job: Job, advance: Callable[[int], None] = lambda n: None) -> Any:
         if self.worker is None:
             raise UserError("the model was closed, so nothing can be asked of it")
         job = self.group.broadcast(job)
@@ -114,7 +112,7 @@ class StartedService(Service):
         # where nobody closes it: before multiprocessing, at the exit, waits for the processes that it has started
         self.at_exit = multiprocessing.util.Finalize(self, self.stack.close, exitpriority=10)
 
-    def ask(self, job: Job, advance: Advance = lambda n: None) -> Any:
+    def ask(self, job: Job, advance: Callable[[int], None] = lambda n: None) -> Any:
         if not self.inboxes:
             raise UserError("the ranks have ended, so nothing can be asked of them")
         try:
@@ -127,7 +125,7 @@ class StartedService(Service):
             self.close()
             raise
 
-    def _hear(self, advance: Advance) -> Any:
+    def _hear(self, advance: Callable[[int], None]) -> Any:
         """Listen until rank 0 has answered."""
         while True:
             self.ranks.watch(lambda: bool(self.said))

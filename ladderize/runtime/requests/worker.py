@@ -15,8 +15,8 @@ from ladderize.runtime.decode import rope_table
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.requests.continuous import Prompt, continue_prompts
 from ladderize.runtime.requests.options import RequestOptions
-from ladderize.runtime.requests.reading import Reader
-from ladderize.runtime.requests.scoring import MESSAGE_BYTES, Ending, Scores, score
+from ladderize.runtime.requests.reading import TextReader
+from ladderize.runtime.requests.scoring import MESSAGE_BYTES, Ending, EndingScores, score_endings
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids
 
 
@@ -27,7 +27,7 @@ class Worker:
     group: Ranks
     spec: ModelSpec
     options: RequestOptions
-    reader: Reader
+    reader: TextReader
 
     @property
     def positions(self) -> int:
@@ -59,8 +59,8 @@ class ScoreJob:
 
     endings: list[Ending]
 
-    def run(self, worker: Worker, advance: Callable[[int], None]) -> Scores:
-        return score(worker.reader, self.endings, advance)
+    def run(self, worker: Worker, advance: Callable[[int], None]) -> EndingScores:
+        return score_endings(worker.reader, self.endings, advance)
 
 
 @dataclass(frozen=True)
@@ -94,5 +94,5 @@ def opened(group: Ranks, spec: ModelSpec, options: RequestOptions) -> Iterator[W
     shape, weights = WeightCache(group.device, pack=True).get(spec, group.size, group.rank)
     model = TPLlama(shape, spec.layout, weights, collectives)
     rope = rope_table(spec.config, longest_text(spec, options), group.device)
-    yield Worker(group, spec, options, Reader(model, rope, options.budget, spec.torch_dtype))
+    yield Worker(group, spec, options, TextReader(model, rope, options.budget, spec.torch_dtype))
     collectives.close()
