@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from ladderize.runtime.texts.corpus import CorpusDocument, sample_corpus
     from ladderize.runtime.texts.options import GenerateOptions
     from ladderize.runtime.texts.prompts import GenerateDocument, generate
+    from ladderize.tradeoff.sweep.document import SweepDocument
+    from ladderize.tradeoff.sweep.run import sweep
     from ladderize.workflows.spd import SpdOptions, spd
     from ladderize.workflows.spd_document import SpdDocument
 
@@ -73,6 +75,7 @@ __all__ = [
     "SensitivityOptions",
     "SpdDocument",
     "SpdOptions",
+    "SweepDocument",
     "UsageError",
     "UserError",
     "__version__",
@@ -92,6 +95,7 @@ __all__ = [
     "register",
     "sample_corpus",
     "spd",
+    "sweep",
     "write_sensitivity",
 ]
 # home -> public names; tests/test_api.py compares them with the imports above, which type checkers read
@@ -128,6 +132,8 @@ _HOMES = {
     "runtime.texts.corpus": ("CorpusDocument", "sample_corpus"),
     "runtime.texts.options": ("GenerateOptions",),
     "runtime.texts.prompts": ("GenerateDocument", "generate"),
+    "tradeoff.sweep.document": ("SweepDocument",),
+    "tradeoff.sweep.run": ("sweep",),
     "workflows.spd": ("SpdOptions", "spd"),
     "workflows.spd_document": ("SpdDocument",),
 }

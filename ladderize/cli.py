@@ -8,7 +8,20 @@ from typing import Annotated, Any
 import typer
 
 from ladderize import __version__
-from ladderize.commands import adapt, bench, convert, demo, evaluate, generate, inspect, merge, plot, sensitivity, spd
+from ladderize.commands import (
+    adapt,
+    bench,
+    convert,
+    demo,
+    evaluate,
+    generate,
+    inspect,
+    merge,
+    plot,
+    sensitivity,
+    spd,
+    sweep,
+)
 from ladderize.commands.command import Command, Commands
 from ladderize.commands.config_file import ConfigurableCommand
 from ladderize.console import DEBUG, check_arguments, error_boundary
@@ -91,4 +104,5 @@ app.command(rich_help_panel=RECOVER, cls=Command)(plot.plot)
 app.command("eval", rich_help_panel=MEASURE, cls=ConfigurableCommand)(evaluate.evaluate)
 app.command(rich_help_panel=MEASURE, cls=ConfigurableCommand)(bench.bench)
 app.command(rich_help_panel=MEASURE, cls=Command)(generate.generate)
+app.command(rich_help_panel=MEASURE, cls=Command)(sweep.sweep)
 app.command(rich_help_panel=MEASURE, cls=Command)(demo.demo)

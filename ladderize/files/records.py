@@ -46,7 +46,7 @@ class Record:
             if key not in value and cls.FORMER.get(field.name) in value:
                 key = cls.FORMER[field.name]
             if key in value:
-                known[field.name] = _read(hints[field.name], value[key], f"{where}: {key}")
+                known[field.name] = read_value(hints[field.name], value[key], f"{where}: {key}")
             elif field.default is MISSING and field.default_factory is MISSING:
                 raise UserError(f"{where} has no {key}")
         return cls(**known)
@@ -64,8 +64,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as ``kind``, an annotation; raises UserError."""
+def read_value(kind: Any, value: Any, where: str) -> Any:
+    """``value`` as ``kind``, an annotation; raises UserError, which begins with ``where``."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -75,10 +75,10 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         options = [option for option in arguments if option is not type(None)]
         for option in options[:-1]:
             try:
-                return _read(option, value, where)
+                return read_value(option, value, where)
             except UserError:
                 continue
-        return _read(options[-1], value, where)
+        return read_value(options[-1], value, where)
     if origin is Literal:
         if value not in arguments or type(value) is bool:
             raise UserError(f"{where} is {_shown(value)}, but must be one of {', '.join(map(str, arguments))}")
@@ -92,13 +92,14 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             kinds = arguments
         else:
             kinds = (arguments[0],) * len(value)
-        items = [_read(kinds[index], item, f"{where}[{index}]") for index, item in enumerate(value)]
+        items = [read_value(kinds[index], item, f"{where}[{index}]") for index, item in enumerate(value)]
         return tuple(items) if origin is tuple else items
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise UserError(f"{where} is {_shown(value)}, but must be an object")
+        inner = arguments[1]
         return {
-            _key(arguments[0], key, where): _read(arguments[1], item, f"{where}.{key}") for key, item in value.items()
+            _key(arguments[0], key, where): read_value(inner, item, f"{where}.{key}") for key, item in value.items()
         }
     if isinstance(kind, type) and issubclass(kind, Record):
         return kind.from_dict(value, where)
@@ -107,7 +108,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             raise UserError(f"{where} is {_shown(value)}, but must be an object")
         hints = get_type_hints(kind)
         return kind(
-            **{name: _read(hints[name], item, f"{where}: {name}") for name, item in value.items() if name in hints}
+            **{name: read_value(hints[name], item, f"{where}: {name}") for name, item in value.items() if name in hints}
         )
     if kind is float and type(value) is int:
         try:

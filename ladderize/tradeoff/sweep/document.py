@@ -77,3 +77,9 @@ class SweepDocument(Record):
     stages: list[StageState]
     sensitivities: list[str]
     benches: list[str]
+
+    @property
+    def failed(self) -> list[StageState]:
+        """Every stage that failed, once."""
+        found = [stage for point in self.points for stage in point.stages] + self.stages
+        return list({stage.key: stage for stage in found if stage.status == "failed"}.values())

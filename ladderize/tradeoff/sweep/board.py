@@ -1,0 +1,98 @@
+"""What a person sees while a sweep runs: a live table on a terminal, a line for each change elsewhere."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ladderize.console import Console, human_seconds
+from ladderize.tradeoff.sweep.document import StageState
+from ladderize.tradeoff.sweep.plan import SweepPlan
+from ladderize.tradeoff.sweep.stages import TIMED, Stage
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
+
+STYLES = {"waiting": "dim", "running": "bold yellow", "done": "green", "failed": "bold red", "skipped": "magenta"}
+BOARD_COLUMNS = ("convert", "adapt", "eval")
+
+
+class Board:
+    """Used as a context around a run. Nothing is drawn while a benchmark runs, but at its begin and end."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.plan: SweepPlan | None = None
+        self.states: Mapping[str, StageState] = {}
+        self.begun: dict[str, float] = {}
+        self.live: Live | None = None
+
+    def __enter__(self) -> "Board":
+        if self.console.speaks and sys.stderr.isatty():
+            from rich.console import Console as RichConsole
+            from rich.live import Live
+
+            self.live = Live(console=RichConsole(file=sys.stderr), auto_refresh=False, transient=False)
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live is not None:
+            self.draw()
+            self.live.stop()
+
+    def show(self, plan: SweepPlan, states: Mapping[str, StageState]) -> None:
+        """What there is to do now. states: by key; looked at whenever something is drawn."""
+        self.plan, self.states = plan, states
+        self.draw()
+
+    def changed(self, stage: Stage, state: StageState) -> None:
+        if state.status == "running":
+            self.begun[stage.key] = time.monotonic()
+        if self.live is None:
+            self.console.note(_as_line(stage, state))
+        self.draw()
+
+    def draw(self) -> None:
+        if self.live is not None and self.plan is not None:
+            self.live.update(self._table(self.plan), refresh=True)
+
+    def _table(self, plan: SweepPlan) -> "Table":
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in ("", *BOARD_COLUMNS):
+            table.add_column(column, no_wrap=bool(column))
+
+        def cell(stage: Stage | None) -> Any:
+            if stage is None or stage.key not in self.states:
+                return Text("-", style="dim")
+            state = self.states[stage.key]
+            return Text(self._words(state), style=STYLES[state.status])
+
+        for point in plan.points:
+            stages = (point.converting, point.adapting, point.evaluating)
+            table.add_row(Text(point.name), *map(cell, stages))
+        for stage in (*plan.sensitivities, *plan.benches):
+            table.add_row(Text(stage.title), *(Text(""), Text(""), cell(stage)))
+        return table
+
+    def _words(self, state: StageState) -> str:
+        if state.status == "running":
+            if state.stage == TIMED:
+                return "running"  # no clock may run beside it
+            return f"running {human_seconds(time.monotonic() - self.begun.get(state.key, time.monotonic()))}"
+        if state.status == "done":
+            return "kept" if state.reused else f"done {human_seconds(state.seconds or 0)}"
+        return state.status
+
+
+def _as_line(stage: Stage, state: StageState) -> str:
+    if state.status == "done":
+        return f"{stage.title}: done in {human_seconds(state.seconds or 0)}"
+    if state.message is not None:
+        return f"{stage.title}: {state.status}: {state.message}"
+    return f"{stage.title}: {state.status}"

@@ -1,0 +1,209 @@
+"""Runs the stages of a plan in processes of their own: several side by side where nothing is timed, and goes on where
+one fails."""
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from ladderize.errors import UserError
+from ladderize.ranks.threads import cores
+from ladderize.runtime.launch import start_context
+from ladderize.tradeoff.sweep.document import StageState
+from ladderize.tradeoff.sweep.inputs import Inputs
+from ladderize.tradeoff.sweep.stages import LOG, TIMED, Stage, finished_stage, mark_finished, prepare
+from ladderize.tradeoff.sweep.worker import Ended, work
+
+LOOK_SECONDS = 1.0  # between two looks at what runs
+STOP_SECONDS = 120.0  # that a stage has, after Ctrl-C, to save what it can
+END_SECONDS = 10.0  # that a process has after its last word
+FULL_BYTES = 1 << 20  # a disk with less free is full
+MISSING = ("failed", "skipped")
+
+
+@dataclass
+class Running:
+    stage: Stage
+    process: Any
+    pipe: Connection
+    begun: float
+    cores: frozenset[int]
+
+
+@dataclass
+class Execution:
+    """The states of all stages by key, and the processes that work. changed: is called after every change; looked: now
+    and then while something runs, unless that is timed."""
+
+    root: Path
+    inputs: Inputs
+    jobs: int
+    changed: Callable[[Stage, StageState], None]
+    looked: Callable[[], None] = lambda: None
+    states: dict[str, StageState] = field(default_factory=dict)
+    running: list[Running] = field(default_factory=list)
+
+    def state(self, stage: Stage) -> StageState:
+        """What is known of a stage: of one that is new here, whether an earlier run completed it."""
+        if stage.key not in self.states:
+            marker = finished_stage(stage, self.root)
+            known = StageState(stage.kind, stage.key, stage.output, "waiting", command=stage.command)
+            if marker is not None:
+                known = replace(known, status="done", seconds=marker.seconds, reused=True)
+            self.states[stage.key] = known
+        return self.states[stage.key]
+
+    def run(self, stages: Sequence[Stage]) -> None:
+        """Run all of them that are waiting, each after those that it needs, which come before it.
+
+        A stage that fails is noted, and what needs it skipped. Raises UserError where nothing can go on: an input that
+        changed, a full disk. Ctrl-C stops what runs, after it has saved what it can, and is raised again.
+        """
+        waiting = [stage for stage in stages if self.state(stage).status == "waiting"]
+        try:
+            while waiting or self.running:
+                waiting = self._start(waiting)
+                self._wait()
+        except BaseException as error:
+            self._stop(gently=isinstance(error, KeyboardInterrupt))
+            raise
+
+    def failed(self) -> list[StageState]:
+        return [state for state in self.states.values() if state.status == "failed"]
+
+    # ---- starting ----
+
+    def _start(self, waiting: list[Stage]) -> list[Stage]:
+        """Start what can run now; returns what cannot."""
+        left = []
+        for stage in waiting:
+            needed = [self.states[key].status for key in stage.needs if key in self.states]
+            if any(status in MISSING for status in needed):
+                lost = next(self.states[key] for key in stage.needs if self.states[key].status in MISSING)
+                how = "failed" if lost.status == "failed" else "was skipped"
+                self._set(stage, status="skipped", message=f"the stage {lost.stage} that it needs {how}")
+            elif all(status == "done" for status in needed) and self._has_room(stage):
+                self._launch(stage)
+            else:
+                left.append(stage)
+        return left
+
+    def _has_room(self, stage: Stage) -> bool:
+        """Nothing runs beside what is timed."""
+        if stage.kind == TIMED:
+            return not self.running
+        return len(self.running) < self.jobs and not any(one.stage.kind == TIMED for one in self.running)
+
+    def _launch(self, stage: Stage) -> None:
+        prepare(stage, self.root)
+        own = self._own_cores(stage)
+        context = start_context()
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (
+            stage.kind,
+            stage.title,
+            dict(stage.job),
+            str(self.root),
+            stage.output,
+            sorted(own),
+            dict(os.environ),
+            theirs,
+        )
+        process = context.Process(target=work, args=arguments, name=stage.title)
+        process.start()
+        theirs.close()
+        self.running.append(Running(stage, process, ours, time.monotonic(), own))
+        self._set(stage, status="running")
+
+    def _own_cores(self, stage: Stage) -> frozenset[int]:
+        """A worker's share of the cores; empty: all."""
+        if self.jobs == 1 or stage.kind == TIMED:
+            return frozenset()
+        every = sorted(cores())
+        shares = [frozenset(every[start :: self.jobs]) for start in range(self.jobs)]
+        taken = [one.cores for one in self.running]
+        return next((share for share in shares if share not in taken), shares[0])
+
+    # ---- waiting ----
+
+    def _wait(self) -> None:
+        """Until a process ends, or for a moment."""
+        if not self.running:
+            return
+        timed = any(one.stage.kind == TIMED for one in self.running)
+        ends: list[Any] = [end for one in self.running for end in (one.process.sentinel, one.pipe)]
+        wait(ends, timeout=None if timed else LOOK_SECONDS)
+        for one in [one for one in self.running if one.process.exitcode is not None or one.pipe.poll()]:
+            self.running.remove(one)
+            self._ended(one)
+        if not timed:
+            self.looked()
+
+    def _ended(self, one: Running) -> None:
+        result = _result(one)
+        stage = one.stage
+        if result.error is not None:
+            self._set(stage, status="failed", seconds=result.seconds, message=result.error)
+            if result.disk_full or shutil.disk_usage(self.root).free < FULL_BYTES:
+                raise UserError(
+                    f"the disk of {self.root} is full (stage {stage.title}: {result.error}); free some space and run"
+                    " the same command again, which keeps every complete stage"
+                )
+            return
+        try:
+            self.inputs.check_unchanged()
+        except UserError as error:
+            self._set(stage, status="failed", seconds=result.seconds, message=str(error))
+            raise
+        mark_finished(stage, self.root, result.seconds)
+        self._set(stage, status="done", seconds=result.seconds)
+
+    def _set(self, stage: Stage, **values: Any) -> None:
+        self.states[stage.key] = state = replace(self.state(stage), **values)
+        self.changed(stage, state)
+
+    # ---- stopping ----
+
+    def _stop(self, *, gently: bool) -> None:
+        """End all processes. gently: let them save what they can, unless Ctrl-C comes again."""
+        try:
+            if gently:
+                for one in self.running:
+                    if one.process.is_alive():
+                        os.kill(one.process.pid, signal.SIGINT)
+                deadline = time.monotonic() + STOP_SECONDS
+                for one in self.running:
+                    one.process.join(max(0.0, deadline - time.monotonic()))
+        except KeyboardInterrupt:
+            pass
+        for one in self.running:
+            if one.process.is_alive():
+                one.process.kill()
+            one.process.join()
+            self.states[one.stage.key] = replace(self.states[one.stage.key], status="waiting")
+        self.running.clear()
+
+
+def _result(one: Running) -> Ended:
+    """What a process said at its end, or how it ended without a word. Afterwards it is gone."""
+    ended: Ended | None = None
+    with contextlib.suppress(EOFError, OSError), one.pipe:
+        ended = one.pipe.recv()
+    one.process.join(END_SECONDS)
+    if one.process.is_alive():  # a thread of some library does not end
+        one.process.kill()
+        one.process.join()
+    if ended is not None:
+        return ended
+    code, seconds = one.process.exitcode, time.monotonic() - one.begun
+    how = f"ended with exit code {code}"
+    if code < 0:
+        name = signal.Signals(-code).name
+        how = f"was killed by {name}" + (" (out of memory, perhaps)" if name == "SIGKILL" else "")
+    return Ended(seconds, f"its process {how}; its log is {one.stage.output}/{LOG}")
