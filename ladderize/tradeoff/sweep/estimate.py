@@ -12,7 +12,7 @@ from ladderize.tradeoff.sweep.stages import STAGES, FinishedStage, Stage, finish
 
 
 @dataclass(frozen=True)
-class Estimate:
+class StageEstimate:
     """Of one stage that would run. None: nothing is known to estimate it from."""
 
     seconds: float | None
@@ -40,7 +40,7 @@ class History:
             all(path.stat().st_dev == parent.stat().st_dev for path in files),
         )
 
-    def estimate(self, stage: Stage) -> Estimate:
+    def estimate(self, stage: Stage) -> StageEstimate:
         """Seconds: the mean of earlier stages of the same kind, which of retrainings is for each token. Bytes: of a
         conversion none if its weights are links, of a retraining the model's weights once more."""
         alike = [marker for marker in self.markers if marker.stage == stage.kind]
@@ -52,11 +52,13 @@ class History:
         elif alike:
             seconds = sum(marker.seconds for marker in alike) / len(alike)
         if stage.kind == "convert":
-            return Estimate(seconds, 0 if self.linked and "head_map" not in stage.identity["recipe"] else self.weights)
+            return StageEstimate(
+                seconds, 0 if self.linked and "head_map" not in stage.identity["recipe"] else self.weights
+            )
         if stage.kind == "adapt":
-            return Estimate(seconds, self.weights * (2 if stage.identity.get("method") == LORA else 1))
+            return StageEstimate(seconds, self.weights * (2 if stage.identity.get("method") == LORA else 1))
         sizes = [marker.bytes for marker in alike]
-        return Estimate(seconds, round(sum(sizes) / len(sizes)) if sizes else None)
+        return StageEstimate(seconds, round(sum(sizes) / len(sizes)) if sizes else None)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class PlanDocument(Record):
         stages = []
         for stage in plan.stages:
             kept = finished_stage(stage, root) is not None
-            about = Estimate(None, None) if kept else history.estimate(stage)
+            about = StageEstimate(None, None) if kept else history.estimate(stage)
             stages.append(
                 PlannedStage(stage.kind, stage.title, stage.output, stage.command, kept, about.seconds, about.bytes)
             )
