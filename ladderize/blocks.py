@@ -195,7 +195,8 @@ def window_nlls(
     """Summed negative log-likelihood of each window, layer by layer with one layer in memory at a time: float64
     [windows] in nats.
 
-    windows: [windows, tokens]. ``layer_at(i)`` makes layer i. ``eval.perplexity.score_windows`` takes a whole model.
+    windows: [windows, tokens]. ``layer_at(i)`` makes layer i. ``eval.backends.scoring.score_windows`` takes a whole
+    model.
     """
     with torch.no_grad():
         host = torch.device("cpu")  # where the states of all windows lie; those of one batch are on the device

@@ -16,9 +16,10 @@ from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.demo.run import MODEL, TASKS
 from ladderize.errors import UserError
+from ladderize.eval.backends.scoring import score_windows
 from ladderize.eval.evaluation import run
 from ladderize.eval.evaluation.table import comparison_rows
-from ladderize.eval.perplexity import model_perplexity, score_windows
+from ladderize.eval.perplexity import perplexity_from_nlls
 from ladderize.eval.results import EvalResults
 from tests import warm
 from tests.helpers import STORIES, fresh_rng, invoke, listing, make_model, one_sentence
@@ -45,6 +46,10 @@ def lm_evals_tasks_are_read_once():
         yield
 
 
+def model_perplexity(model, windows, batch_size=8):
+    return perplexity_from_nlls(score_windows(model, windows, batch_size=batch_size).nll, windows, seconds=1.0)
+
+
 def test_scores_of_windows_equal_a_plain_loop():
     model = make_model("mixed")
     rng = fresh_rng()
@@ -55,7 +60,7 @@ def test_scores_of_windows_equal_a_plain_loop():
         logits = oracle(torch.from_numpy(window)[None])[0][0].double().log_softmax(-1)
         expected.append(-sum(float(logits[i, window[i + 1]]) for i in range(len(window) - 1)))
     for batch_size in (1, 2, 8):
-        np.testing.assert_allclose(score_windows(model, windows, batch_size=batch_size), expected, rtol=1e-4)
+        np.testing.assert_allclose(score_windows(model, windows, batch_size=batch_size).nll, expected, rtol=1e-4)
     result = model_perplexity(model, windows, batch_size=3)
     tokens = 5 * 8 + 6 + 1
     assert (result.tokens, result.windows, result.seq_len) == (tokens, 7, 9)

@@ -28,6 +28,7 @@ LEAVES = {
     "data",
     "figure",
     "memory",
+    "predictions",
 }
 MAY_IMPORT = {
     "convert": LEAVES | {"convert"},

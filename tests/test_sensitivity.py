@@ -13,8 +13,8 @@ from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLl
 from ladderize.convert.sensitivity_file import MODES, SensitivityDocument
 from ladderize.errors import UserError
 from ladderize.eval import sensitivity, sensitivity_plot
+from ladderize.eval.backends.scoring import score_windows
 from ladderize.eval.options import SensitivityOptions
-from ladderize.eval.perplexity import score_windows
 from ladderize.eval.sensitivity import (
     Suffixes,
     block_sensitivities,
@@ -47,7 +47,7 @@ def whole_model_table(folder, layouts, windows):
     for layout in layouts:
         model = LadderizedLlamaForCausalLM(blocks.model_config(layout)).eval()
         model.load_state_dict(state)
-        columns.append(score_windows(model, list(windows), batch_size=5))
+        columns.append(score_windows(model, list(windows), batch_size=5).nll)
     return np.stack(columns, 1)
 
 

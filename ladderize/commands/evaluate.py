@@ -115,6 +115,23 @@ def evaluate(
         Path | None,
         typer.Option(metavar="FILE", help="Write results as JSON, after every task.", rich_help_panel=OUTPUT),
     ] = None,
+    keep_predictions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep the first model's predictions on --perplexity, for --reference of later runs.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Compare predictions with those that --keep-predictions kept.",
+            show_default="the first model's",
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None,
     as_json: AsJson = False,
     config: Config = None,
     print_config: PrintConfig = False,
@@ -127,7 +144,9 @@ def evaluate(
     with console.stage(LOADING):
         from ladderize.eval.evaluation.run import evaluate as evaluate_models
         from ladderize.eval.evaluation.table import comparison_rows
-    results = evaluate_models(models, options, out=out, console=console)
+    results = evaluate_models(
+        models, options, out=out, keep_predictions=keep_predictions, reference=reference, console=console
+    )
     console.document(results.to_dict())
     console.table(comparison_rows(results), right=["value", "stderr", "difference"])
     if out is not None:

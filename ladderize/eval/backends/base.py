@@ -34,12 +34,19 @@ class EvalModel(ABC):
     """One opened model, which is a context: it is closed at the end. Its folder was checked before.
 
     name: as the user gave it. vocab_size: ids are below it. positions: the longest window that the model reads.
+    hidden_size: of the states that predictions are kept as.
     """
 
     name: str
     tokenizer: "PreTrainedTokenizerBase | None"
     vocab_size: int
     positions: int
+    hidden_size: int
+
+    @property
+    def no_predictions(self) -> str | None:
+        """Why this model's predictions cannot be kept, for the end of a sentence; None where they can."""
+        return None
 
     @abstractmethod
     def describe(self, add_bos: bool | None) -> EvaluatedModel:
@@ -57,8 +64,9 @@ class EvalModel(ABC):
     ) -> WindowScores:
         """Score windows, int64 [n] each. batch_size: windows at a time. advance: told how many are done.
 
-        keep: a folder into which this model's predictions are written, for others to be compared with. reference: a
-        folder that ``keep`` of another model filled for the same windows. Raises UserError where memory does not do.
+        keep: a folder into which this model's states and its output layer are written (``ladderize.predictions``; who
+        calls writes what they are of), for others to be compared with. reference: a folder that ``keep`` of another
+        model filled for the same windows. Raises UserError where memory or the disk does not do.
         """
 
     @abstractmethod

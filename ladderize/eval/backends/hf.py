@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,8 @@ from ladderize import data
 from ladderize.errors import UserError
 from ladderize.eval.backends.base import EvalModel, WindowScores
 from ladderize.eval.backends.chat import render_chats
+from ladderize.eval.backends.scoring import no_plain_head, score_windows
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.perplexity import check_scoring_room, score_windows
 from ladderize.eval.results import EvaluatedModel
 from ladderize.layout import Layout, LayoutError
 
@@ -27,6 +28,11 @@ class HFModel(EvalModel):
         self.name, self.model, self.tokenizer = name, model, tokenizer
         self.vocab_size: int = model.config.vocab_size
         self.positions: int = model.config.max_position_embeddings
+        self.hidden_size: int = model.config.hidden_size
+
+    @cached_property
+    def no_predictions(self) -> str | None:
+        return no_plain_head(self.model)
 
     @classmethod
     def open(cls, name: str, folder: Path, options: EvalOptions) -> "HFModel":
@@ -71,8 +77,9 @@ class HFModel(EvalModel):
         reference: Path | None = None,
         advance: Callable[[int], None] = lambda n: None,
     ) -> WindowScores:
-        check_scoring_room(self.model, windows, batch_size)
-        return WindowScores(score_windows(self.model, windows, batch_size=batch_size, advance=advance))
+        return score_windows(
+            self.model, windows, batch_size=batch_size, keep=keep, reference=reference, advance=advance
+        )
 
     def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
         """lm-eval's HF backend around the loaded model. BOS is told explicitly, the same for all models."""

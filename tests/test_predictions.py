@@ -1,0 +1,217 @@
+"""KL and same-top share of ``eval`` against two plain forwards of transformers; predictions kept for later runs; and
+what keeps them from being compared."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+from ladderize import EvalOptions, UserError, convert_checkpoint, evaluate
+from ladderize.convert.recipe import Recipe
+from ladderize.eval.backends import scoring
+from ladderize.eval.backends.scoring import score_windows
+from ladderize.eval.evaluation import baseline
+from ladderize.modeling import load
+from tests.helpers import SHAPE, edit_json, fresh_rng, invoke, listing, one_sentence, save_llama
+
+SEQ_LEN = 12
+
+
+@pytest.fixture
+def trio(tmp_path) -> list[Path]:
+    """A random Llama, two conversions of it, and ids whose last window is short."""
+    dense = save_llama(tmp_path / "dense", seed=int(torch.randint(1 << 30, ())))
+    convert_checkpoint(dense, tmp_path / "spd", Recipe(spd="all", sync_tp_size=2), verify=False)
+    convert_checkpoint(dense, tmp_path / "both", Recipe(spd="1:", ladder="all", sync_tp_size=4), verify=False)
+    np.save(tmp_path / "ids.npy", fresh_rng().integers(3, SHAPE["vocab_size"], 6 * SEQ_LEN + 5))
+    return [dense, tmp_path / "spd", tmp_path / "both"]
+
+
+def options_of(folder: Path, **more: object) -> EvalOptions:
+    return EvalOptions(**{"perplexity": str(folder / "ids.npy"), "seq_len": SEQ_LEN, "batch_size": 4, **more})
+
+
+def logits_of(model: Path, windows: list[np.ndarray], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Each window alone through plain transformers, all but the last position: fp64 log-probabilities."""
+    loaded = load(model, dtype=str(dtype).removeprefix("torch."))
+    with torch.no_grad():
+        return [loaded(input_ids=torch.from_numpy(w)[None]).logits[0, :-1].float().log_softmax(-1) for w in windows]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("tokens_at_once", [1, 5, 1000])
+def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, dtype, tolerance, tokens_at_once):
+    monkeypatch.setattr(scoring, "CHUNK_BYTES", tokens_at_once * 4 * SHAPE["vocab_size"])
+    ids = np.load(tmp_path / "ids.npy")
+    windows = [ids[start : start + SEQ_LEN] for start in range(0, len(ids), SEQ_LEN)]
+    results = evaluate(trio, options_of(tmp_path, dtype=str(dtype).removeprefix("torch.")))
+    dense = logits_of(trio[0], windows, dtype)
+    assert results.models[0].model.predictions is None
+    for folder, entry in zip(trio, results.models, strict=True):
+        own = logits_of(folder, windows, dtype)
+        nll = [
+            -float(p[range(len(w) - 1), torch.from_numpy(w[1:])].double().sum())
+            for p, w in zip(own, windows, strict=True)
+        ]
+        assert entry.model.perplexity.window_nll == pytest.approx(nll, rel=tolerance)
+        if (found := entry.model.predictions) is None:
+            continue
+        kl = [(p.double().exp() * (p.double() - q.double())).sum(-1) for p, q in zip(dense, own, strict=True)]
+        everything = torch.cat(kl).numpy()
+        same = torch.cat([p.argmax(-1) == q.argmax(-1) for p, q in zip(dense, own, strict=True)]).double()
+        assert found.reference == str(trio[0])
+        assert found.tokens == len(everything) == 6 * (SEQ_LEN - 1) + 4
+        assert found.mean_kl == pytest.approx(everything.mean(), rel=tolerance)
+        assert found.p99_kl == pytest.approx(np.quantile(everything, 0.99), rel=tolerance)
+        assert found.window_kl == pytest.approx([float(part.sum()) for part in kl], rel=tolerance)
+        assert found.same_top_share == pytest.approx(float(same.mean()), abs=1e-9 if dtype == torch.float32 else 0.05)
+        assert everything.mean() > 0.01  # or nothing was compared
+
+
+def test_a_model_is_equal_to_itself(trio):
+    found = evaluate([trio[1], trio[1]], options_of(trio[0].parent)).models[1].model.predictions
+    assert found.same_top_share == 1
+    assert 0 <= found.mean_kl <= found.p99_kl < 1e-6
+
+
+def test_one_at_a_time_as_all_together(trio, tmp_path):
+    together = evaluate(trio, options_of(tmp_path))
+    evaluate(trio[:1], options_of(tmp_path), keep_predictions=tmp_path / "kept")
+    assert listing(tmp_path / "kept") == ["head.safetensors", "predictions.json", "states.safetensors"]
+    about = json.loads((tmp_path / "kept" / "predictions.json").read_text())
+    assert (about["model"], about["dtype"], about["seq_len"]) == (str(trio[0]), "F32", SEQ_LEN)
+    for number in (1, 2):
+        alone = evaluate([trio[number]], options_of(tmp_path), reference=tmp_path / "kept").models[0].model
+        expected = together.models[number].model
+        assert alone.predictions == expected.predictions
+        assert alone.perplexity.window_nll == expected.perplexity.window_nll
+    # kept again, by a command, for fewer windows: the folder is of the later run
+    kept = ("--keep-predictions", tmp_path / "kept", "--windows", "2", "--seq-len", SEQ_LEN)
+    assert invoke("eval", trio[0], "--perplexity", tmp_path / "ids.npy", *kept).code == 0
+    outcome = invoke(
+        "eval", trio[1], "--perplexity", tmp_path / "ids.npy", "--reference", tmp_path / "kept", *kept[2:], "--json"
+    )
+    found = json.loads(outcome.stdout)["models"][0]["ladderize"]["predictions"]
+    assert found["window_kl"] == pytest.approx(together.models[1].model.predictions.window_kl[:2], rel=1e-4)
+
+
+def test_a_reference_of_something_else(trio, tmp_path):
+    kept = tmp_path / "kept"
+    evaluate(trio[:1], options_of(tmp_path), keep_predictions=kept)
+    np.save(tmp_path / "other.npy", fresh_rng().integers(3, 90, 70))
+    (tmp_path / "file").touch()
+    other = save_llama(tmp_path / "other", vocab_size=120)
+    for model, changes, folder, message in (
+        (trio[1], {"perplexity": str(tmp_path / "other.npy")}, kept, "are of another --perplexity file (data_sha256)"),
+        (trio[1], {"seq_len": 9}, kept, "their windows are others (--seq-len, --windows, or the tokenizer differs)"),
+        (trio[1], {"windows": 3}, kept, "their windows are others"),
+        (other, {}, kept, "their vocabulary has 97 tokens, and this one 120"),
+        (trio[1], {}, tmp_path / "none", "none holds no kept predictions (no predictions.json)"),
+        (trio[1], {}, trio[0], "dense holds no kept predictions"),
+        (trio[1], {}, tmp_path / "file", "file holds no kept predictions"),
+    ):
+        with pytest.raises(UserError) as error:
+            evaluate([model], options_of(tmp_path, **changes), reference=folder)
+        assert message in str(error.value)
+
+
+def test_kept_predictions_that_were_changed(trio, tmp_path):
+    kept = tmp_path / "kept"
+    evaluate(trio[:1], options_of(tmp_path), keep_predictions=kept)
+
+    def refused(change) -> str:
+        shutil.copytree(kept, tmp_path / "bad")
+        change(tmp_path / "bad")
+        with pytest.raises(UserError) as error:
+            evaluate(trio[1:2], options_of(tmp_path), reference=tmp_path / "bad")
+        shutil.rmtree(tmp_path / "bad")
+        return str(error.value)
+
+    def cut(folder: Path) -> None:
+        os.truncate(folder / "states.safetensors", (folder / "states.safetensors").stat().st_size - 40)
+
+    assert "states.safetensors" in refused(cut)
+    assert "does not fit" in refused(lambda folder: edit_json(folder / "predictions.json", hidden_size=31))
+    assert "does not fit" in refused(lambda folder: edit_json(folder / "predictions.json", dtype="BF16"))
+    assert "does not fit" in refused(lambda folder: edit_json(folder / "predictions.json", window_tokens=[3, 4]))
+    assert "sizes that cannot be" in refused(lambda folder: edit_json(folder / "predictions.json", window_tokens=[0]))
+    assert "not valid JSON" in refused(lambda folder: (folder / "predictions.json").write_text("{"))
+    assert "schema_version" in refused(lambda folder: edit_json(folder / "predictions.json", schema_version=9))
+    assert refused(lambda folder: (folder / "head.safetensors").write_bytes(b"\x80\x04pickle"))
+
+
+def test_a_full_disk_leaves_nothing_that_is_valid(trio, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    options = ("--perplexity", tmp_path / "ids.npy", "--seq-len", SEQ_LEN)
+    message = one_sentence(invoke("eval", trio[0], *options, "--keep-predictions", tmp_path / "kept"))
+    assert "states.safetensors: the predictions cannot be kept (no space left on device)" in message
+    assert "predictions.json" not in listing(tmp_path / "kept")
+
+
+def test_too_little_room_is_found_before_the_model_is_scored(trio, tmp_path, monkeypatch):
+    monkeypatch.setattr(baseline, "disk_shortage", lambda folder, needed: f"{needed} bytes are too many")
+    tokens = 6 * (SEQ_LEN - 1) + 4
+    message = f"the predictions of {trio[0]} are not kept: {(tokens + 97) * 32 * 4} bytes are too many"
+    with pytest.raises(UserError) as error:
+        evaluate(trio[:1], options_of(tmp_path), keep_predictions=tmp_path / "kept")
+    assert str(error.value) == message
+    # nobody asked for the figures by name: they are left out, and that is said
+    outcome = invoke("eval", *trio[:2], "--perplexity", tmp_path / "ids.npy", "--seq-len", SEQ_LEN, "--json")
+    assert f"Warning: {message}" in outcome.stderr.splitlines()
+    assert "predictions" not in json.loads(outcome.stdout)["models"][1]["ladderize"]
+
+
+def test_another_vocabulary_is_said_and_left_out(trio, tmp_path):
+    other = save_llama(tmp_path / "other", vocab_size=120)
+    outcome = invoke("eval", trio[0], other, "--perplexity", tmp_path / "ids.npy", "--json")
+    assert outcome.code == 0, outcome.stderr
+    assert (
+        f"Warning: the predictions of {other} are not compared with those of {trio[0]}: their vocabulary has 97 tokens,"
+        " and this one 120"
+    ) in outcome.stderr.splitlines()
+    assert "predictions" not in json.loads(outcome.stdout)["models"][1]["ladderize"]
+
+
+def test_logits_that_are_capped(tmp_path):
+    """Gemma 2's logits are no product of its output layer alone: its perplexity is right, its predictions are not
+    kept."""
+    shape = {key: value for key, value in SHAPE.items() if key not in ("bos_token_id", "eos_token_id")}
+    config = Gemma2Config(**shape, head_dim=4, final_logit_softcapping=2.0, sliding_window=16)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "gemma").eval()
+    windows = [fresh_rng().integers(3, 90, SEQ_LEN) for _ in range(3)]
+    np.save(tmp_path / "ids.npy", np.stack(windows))
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(np.stack(windows))).logits.log_softmax(-1)
+    expected = [-float(logits[i, range(SEQ_LEN - 1), windows[i][1:]].sum()) for i in range(3)]
+    np.testing.assert_allclose(score_windows(model, windows).nll, expected, rtol=1e-4)
+    outcome = invoke("eval", tmp_path / "gemma", tmp_path / "gemma", "--perplexity", tmp_path / "ids.npy", "--json")
+    assert "are not kept: its architecture changes its logits after its output layer" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--reference", "x", "--tasks", "a"], 2, "--reference has no effect without --perplexity"),
+        (["--keep-predictions", "x", "--tasks", "a"], 2, "--keep-predictions has no effect without --perplexity"),
+        (["--keep-predictions", "x", "--reference", "y", "--perplexity", "z.npy"], 2, "exclude each other"),
+        (["--keep-predictions", "/no/x", "--perplexity", "IDS"], 1, "the folder /no does not exist"),
+        (["--keep-predictions", "MODEL", "--perplexity", "IDS"], 1, "is not an empty folder"),
+        (["--windows", "0", "--perplexity", "IDS"], 2, "--windows"),
+    ],
+)
+def test_bad_options(llama, tmp_path, options, code, message):
+    np.save(tmp_path / "ids.npy", np.arange(3, 60))
+    names = {"IDS": tmp_path / "ids.npy", "MODEL": llama}
+    outcome = invoke("eval", llama, *(names.get(option, option) for option in options))
+    assert outcome.code == code
+    assert message in outcome.stderr
