@@ -70,7 +70,9 @@ def disk_shortage(folder: Path, needed: int) -> str | None:
 def prepare_folder(folder: Path) -> None:
     """Make ``folder`` ready to keep predictions in; earlier ones in it are no longer valid. Raises UserError for a
     folder that holds anything else."""
-    if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {KEPT_ABOUT, KEPT_STATES, KEPT_HEAD}):
+    if folder.exists() and (
+        not folder.is_dir() or {path.name for path in folder.iterdir()} - {KEPT_ABOUT, KEPT_STATES, KEPT_HEAD}
+    ):
         raise UserError(f"{folder} is not an empty folder; name another to keep predictions in")
     if not folder.parent.is_dir():
         raise UserError(f"{folder}: the folder {folder.parent} does not exist")
@@ -178,7 +180,9 @@ class PredictionsReader:
     def _tensor(self, file: str, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = read_header(self.folder, file).get(name)
         if info is None or tuple(info.shape) != shape or info.dtype != self.about.dtype:
-            raise UserError(f"{self.folder / file} does not fit {self.folder / KEPT_ABOUT}; evaluate the reference again")
+            raise UserError(
+                f"{self.folder / file} does not fit {self.folder / KEPT_ABOUT}; evaluate the reference again"
+            )
         return info
 
     def __enter__(self) -> "PredictionsReader":
@@ -192,11 +196,14 @@ class PredictionsReader:
 
 def read_about(folder: Path) -> KeptPredictions:
     """What a folder of predictions holds; raises UserError for any other folder."""
-    if not (folder / KEPT_ABOUT).is_file():
-        raise UserError(f"{folder} holds no kept predictions (no {KEPT_ABOUT}); evaluate the reference with them kept first")
-    about = KeptPredictions.from_dict(read_document(folder / KEPT_ABOUT, "file of kept predictions"), folder / KEPT_ABOUT)
+    path = folder / KEPT_ABOUT
+    if not path.is_file():
+        raise UserError(
+            f"{folder} holds no kept predictions (no {path.name}); evaluate the reference with them kept first"
+        )
+    about = KeptPredictions.from_dict(read_document(path, "file of kept predictions"), path)
     if about.hidden_size < 1 or about.vocab_size < 1 or not about.window_tokens or min(about.window_tokens) < 1:
-        raise UserError(f"{folder / KEPT_ABOUT} says sizes that cannot be; evaluate the reference again")
+        raise UserError(f"{path} says sizes that cannot be; evaluate the reference again")
     return about
 
 

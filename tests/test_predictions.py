@@ -47,7 +47,7 @@ def logits_of(model: Path, windows: list[np.ndarray], dtype: torch.dtype) -> lis
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("tokens_at_once", [1, 5, 1000])
 def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, dtype, tolerance, tokens_at_once):
-    monkeypatch.setattr(scoring, "CHUNK_BYTES", tokens_at_once * 4 * SHAPE["vocab_size"])
+    monkeypatch.setattr(scoring, "LOGITS_BYTES", tokens_at_once * 4 * SHAPE["vocab_size"])
     ids = np.load(tmp_path / "ids.npy")
     windows = [ids[start : start + SEQ_LEN] for start in range(0, len(ids), SEQ_LEN)]
     results = evaluate(trio, options_of(tmp_path, dtype=str(dtype).removeprefix("torch.")))

@@ -20,7 +20,7 @@ from ladderize.predictions import PredictionsReader, StatesWriter, divergence, w
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CHUNK_BYTES = 64 << 20  # of fp32 logits that are held at once; about six such arrays exist while models are compared
+LOGITS_BYTES = 64 << 20  # of fp32 logits that are held at once; about six such arrays exist while models are compared
 PROBE_TOKENS = 8
 
 
@@ -103,7 +103,7 @@ class _Scores:
         """Score a window. found: its states, or without a ``head`` its logits [n, ...]; theirs: the reference's
         states; target: the ids to be predicted [n]."""
         vocab_size = found.shape[-1] if head is None else len(head.weight)
-        rows = max(1, CHUNK_BYTES // (4 * vocab_size))
+        rows = max(1, LOGITS_BYTES // (4 * vocab_size))
         total, kl, same_top = 0.0, [], []
         for start in range(0, len(target), rows):
             part = slice(start, start + rows)
@@ -179,7 +179,7 @@ def check_scoring_room(
     longest, at_once = max(map(len, windows)), min(batch_size, len(windows))
     embedding = next(model.get_input_embeddings().parameters())
     vocab_size, itemsize = model.config.vocab_size, embedding.dtype.itemsize
-    logits = min(longest, max(1, CHUNK_BYTES // (4 * vocab_size))) * vocab_size * 4 * (6 if compared else 2)
+    logits = min(longest, max(1, LOGITS_BYTES // (4 * vocab_size))) * vocab_size * 4 * (6 if compared else 2)
     if head is None:
         batch = at_once * longest * vocab_size * itemsize
     else:
