@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from ladderize.runtime.texts.corpus import CorpusDocument, sample_corpus
     from ladderize.runtime.texts.options import GenerateOptions
     from ladderize.runtime.texts.prompts import GenerateDocument, generate
+    from ladderize.tradeoff.report.content.options import ReportOptions
+    from ladderize.tradeoff.report.run import ReportSummary, report
     from ladderize.tradeoff.sweep.document import SweepDocument
     from ladderize.tradeoff.sweep.run import sweep
     from ladderize.workflows.spd import SpdOptions, spd
@@ -69,6 +71,8 @@ __all__ = [
     "ModelChoice",
     "Objective",
     "Recipe",
+    "ReportOptions",
+    "ReportSummary",
     "RetrainOptions",
     "Sampling",
     "SensitivityDocument",
@@ -93,6 +97,7 @@ __all__ = [
     "merge",
     "read_recipe",
     "register",
+    "report",
     "sample_corpus",
     "spd",
     "sweep",
@@ -132,6 +137,8 @@ _HOMES = {
     "runtime.texts.corpus": ("CorpusDocument", "sample_corpus"),
     "runtime.texts.options": ("GenerateOptions",),
     "runtime.texts.prompts": ("GenerateDocument", "generate"),
+    "tradeoff.report.content.options": ("ReportOptions",),
+    "tradeoff.report.run": ("ReportSummary", "report"),
     "tradeoff.sweep.document": ("SweepDocument",),
     "tradeoff.sweep.run": ("sweep",),
     "workflows.spd": ("SpdOptions", "spd"),

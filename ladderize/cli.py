@@ -18,6 +18,7 @@ from ladderize.commands import (
     inspect,
     merge,
     plot,
+    report,
     sensitivity,
     spd,
     sweep,
@@ -103,6 +104,7 @@ app.command(rich_help_panel=RECOVER, cls=Command)(merge.merge)
 app.command(rich_help_panel=RECOVER, cls=Command)(plot.plot)
 app.command("eval", rich_help_panel=MEASURE, cls=ConfigurableCommand)(evaluate.evaluate)
 app.command(rich_help_panel=MEASURE, cls=ConfigurableCommand)(bench.bench)
+app.command(rich_help_panel=MEASURE, cls=Command)(report.report)
 app.command(rich_help_panel=MEASURE, cls=Command)(generate.generate)
 app.command(rich_help_panel=MEASURE, cls=Command)(sweep.sweep)
 app.command(rich_help_panel=MEASURE, cls=Command)(demo.demo)

@@ -1,0 +1,201 @@
+"""The answer that a report begins with: a sentence, and three numbers. It claims what intervals show, and no more."""
+
+from dataclasses import dataclass, field
+
+from ladderize.tradeoff.report.content.join import ReportContent
+from ladderize.tradeoff.report.content.subjects import Setting, Subject, Timing, WithInterval
+from ladderize.tradeoff.report.content.words import margin_text, points_text, speedup_text, verdict_text
+
+MEASURE_ACCURACY = "ladderize eval DENSE MODEL... --tasks A,B --out results.json"
+MEASURE_SPEED = "ladderize bench DENSE MODEL... --tp-size N --out bench.json"
+
+
+@dataclass(frozen=True)
+class KeyNumber:
+    """One of the three. value: large; label: what it is; detail: how sure it is, and where it holds."""
+
+    label: str
+    value: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """best: the subject that is recommended, if any; setting: where its speed-up holds."""
+
+    headline: str
+    numbers: list[KeyNumber]
+    sentences: list[str] = field(default_factory=list)
+    best: Subject | None = None
+    setting: Setting | None = None
+
+
+def find_answer(content: ReportContent) -> Answer:
+    """See the module."""
+    others = [subject for subject in content.models if subject is not content.reference]
+    compared = [
+        subject for subject in others if subject.accuracy is not None and subject.accuracy.difference is not None
+    ]
+    shown = [subject for subject in compared if subject.accuracy is not None and subject.accuracy.verdict == "shown"]
+    if not compared:
+        return _without_accuracy(content, others)
+    if not shown:
+        return _none_shown(content, others, compared)
+    return _within_margin(content, shown)
+
+
+def faster(estimate: WithInterval) -> bool:
+    """Whether the interval shows a speed-up; without one, nothing does."""
+    return estimate.low is not None and estimate.low > 1
+
+
+def _whole(timing: Timing) -> WithInterval:
+    return timing.speedup["end_to_end"]
+
+
+def _fastest(subjects: list[Subject], setting: Setting) -> tuple[Subject, Timing] | None:
+    timed = [(subject, timing) for subject in subjects if (timing := subject.timing(setting)) is not None]
+    return max(timed, key=lambda pair: _whole(pair[1]).value, default=None)
+
+
+def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:
+    margin = margin_text(content.margin)
+    paying = [
+        (subject, timing)
+        for setting in content.real_settings
+        if (found := _fastest([s for s in shown if (t := s.timing(setting)) and faster(_whole(t))], setting))
+        for subject, timing in [found]
+    ]
+    if paying:
+        subject, timing = paying[0]
+        headline = (
+            f"{subject.name} ({subject.layout_words}) is {_whole(timing).value:.2f}\u00d7 as fast as dense and at most"
+            f" {margin} less accurate: both are shown by 95 % intervals."
+        )
+        numbers = [_accuracy_number(subject, content), _speed_number(timing), _pays_number([subject], content)]
+        return Answer(headline, numbers, _kind_sentences(content, shown, timing.setting), subject, timing.setting)
+    best = max(shown, key=lambda s: max((_whole(t).value for t in s.timings), default=0.0))
+    if not content.real_settings or not any(subject.timings for subject in shown):
+        headline = (
+            f"{best.name} ({best.layout_words}) is at most {margin} less accurate than dense: shown by the 95 %"
+            " interval. Its speed was not measured."
+        )
+        numbers = [_accuracy_number(best, content), _unmeasured_speed(), _pays_number([best], content)]
+        return Answer(headline, numbers, [f"`{MEASURE_SPEED}` measures the speed."], best)
+    headline = (
+        f"No layout that is shown to be within {margin} of dense is faster than dense in any setting that was timed."
+    )
+    timing = max(best.timings, key=lambda timing: _whole(timing).value)
+    numbers = [_accuracy_number(best, content), _speed_number(timing), _pays_number(shown, content)]
+    return Answer(headline, numbers, [], best, timing.setting)
+
+
+def _none_shown(content: ReportContent, others: list[Subject], compared: list[Subject]) -> Answer:
+    margin = margin_text(content.margin)
+    closest = max(compared, key=lambda s: s.accuracy.difference.value if s.accuracy and s.accuracy.difference else 0.0)
+    assert closest.accuracy is not None
+    headline = f"No layout is shown to be within {margin} of dense."
+    sentences = [f"The closest is {closest.name} ({closest.layout_words}): {_difference_text(closest)}."]
+    if closest.accuracy.needed:
+        sentences.append(f"{closest.accuracy.needed:,} samples would be needed to show {margin} of difference.")
+    if not closest.accuracy.paired:
+        sentences.append(
+            "The results hold no samples, so these intervals are unpaired and show less than they could: evaluate"
+            " again with this version of ladderize, which keeps the samples."
+        )
+    first = KeyNumber(f"Layouts shown within {margin} of dense", "none", f"closest: {_difference_text(closest)}")
+    fastest = _first_fastest(others, content)
+    if fastest is None:
+        return Answer(headline, [first, _unmeasured_speed(), _pays_number(others, content)], sentences)
+    subject, timing = fastest
+    speed = KeyNumber("Highest speed-up, at a cost", *_speed_parts(timing, f"{subject.name}, {_cost_text(subject)}"))
+    return Answer(headline, [first, speed, _pays_number(others, content)], sentences, None, timing.setting)
+
+
+def _without_accuracy(content: ReportContent, others: list[Subject]) -> Answer:
+    fastest = _first_fastest(others, content)
+    headline = "The accuracy was not measured, so this report cannot say which layout to use."
+    sentences = [f"`{MEASURE_ACCURACY}` measures it; give results.json to this report."]
+    if perplexed := [s for s in others if s.perplexity is not None]:
+        lowest = min(perplexed, key=lambda s: s.perplexity.value if s.perplexity else 0.0)
+        assert lowest.perplexity is not None
+        sentences.insert(0, f"The lowest perplexity has {lowest.name} ({lowest.layout_words}).")
+    first = KeyNumber(
+        f"Best layout within {margin_text(content.margin)} of dense", "not known", "no task was evaluated"
+    )
+    speed = _unmeasured_speed()
+    if fastest is not None:
+        subject, timing = fastest
+        speed = KeyNumber("Highest speed-up", *_speed_parts(timing, subject.name))
+    setting = fastest[1].setting if fastest else None
+    return Answer(headline, [first, speed, _pays_number(others, content)], sentences, None, setting)
+
+
+def _first_fastest(others: list[Subject], content: ReportContent) -> tuple[Subject, Timing] | None:
+    """In the first setting where something is faster than dense; else in the first."""
+    found = [pair for setting in content.real_settings if (pair := _fastest(others, setting)) is not None]
+    return next((pair for pair in found if faster(_whole(pair[1]))), found[0] if found else None)
+
+
+def _accuracy_number(subject: Subject, content: ReportContent) -> KeyNumber:
+    assert subject.accuracy is not None
+    label = f"Best layout within {margin_text(content.margin)} of dense"
+    return KeyNumber(
+        label, subject.layout_words, f"{_difference_text(subject)}: {verdict_text(subject.accuracy, content.margin)}"
+    )
+
+
+def _difference_text(subject: Subject) -> str:
+    accuracy = subject.accuracy
+    if accuracy is None or accuracy.difference is None:
+        return "not compared"
+    return f"{points_text(accuracy.difference)} points of mean accuracy"
+
+
+def _cost_text(subject: Subject) -> str:
+    accuracy = subject.accuracy
+    return _difference_text(subject) if accuracy is not None else "accuracy not measured"
+
+
+def _speed_number(timing: Timing) -> KeyNumber:
+    return KeyNumber("Its speed-up, end to end", *_speed_parts(timing, ""))
+
+
+def _speed_parts(timing: Timing, what: str) -> tuple[str, str]:
+    """The value, and the detail: the interval, whose it is, and where it holds."""
+    estimate = _whole(timing)
+    known = estimate.low is not None and estimate.high is not None
+    interval = f"95 % interval {estimate.low:.2f} to {estimate.high:.2f}" if known else "no interval: too few rounds"
+    parts = [part for part in (what, interval, timing.setting.words) if part]
+    return f"{estimate.value:.2f}\u00d7", "; ".join(parts)
+
+
+def _unmeasured_speed() -> KeyNumber:
+    return KeyNumber("Its speed-up", "not known", f"no times: {MEASURE_SPEED}")
+
+
+def _pays_number(subjects: list[Subject], content: ReportContent) -> KeyNumber:
+    """Settings in which none of the subjects is shown to be faster."""
+    label, settings = "Where it does not pay", content.real_settings
+    if not settings:
+        return KeyNumber(label, "not known", "no times were measured")
+    losing = []
+    for setting in settings:
+        found = _fastest(subjects, setting)
+        if found is not None and not faster(_whole(found[1])):
+            losing.append(f"{setting.words}: {speedup_text(_whole(found[1]))}")
+    timed = sum(_fastest(subjects, setting) is not None for setting in settings)
+    value = f"{len(losing)} of {timed} setting{'s' * (timed != 1)}"
+    shown = losing[:3] + ([f"and {len(losing) - 3} more below"] if len(losing) > 3 else [])
+    return KeyNumber(label, value, "; ".join(shown) or "the interval is above 1 wherever it was timed")
+
+
+def _kind_sentences(content: ReportContent, shown: list[Subject], chosen: Setting) -> list[str]:
+    """Where the speed-up that is shown is not measured, what the measured settings say."""
+    if chosen.kind == "measured":
+        return []
+    measured = [setting for setting in content.real_settings if setting.kind == "measured"]
+    sentences = [f"The speed-up is {chosen.kind}, not measured on a whole group."]
+    if measured and (found := _fastest(shown, measured[0])) is not None:
+        sentences.append(f"{measured[0].words}: {found[0].name} {speedup_text(_whole(found[1]))}.")
+    return sentences

@@ -1,0 +1,95 @@
+"""The command that made a document, as a user types it: what it says itself, else put together from its options."""
+
+import shlex
+from collections.abc import Iterable, Mapping
+
+from ladderize.eval.options import EvalOptions
+from ladderize.runtime.bench.options import BenchOptions
+from ladderize.tradeoff.report.content.documents import FoundBench, FoundDocuments, FoundResults, FoundSensitivity
+
+NO_OPTION = {"include_default_tasks"}  # of the command line; only Python has it
+
+
+def sweep_commands(found: FoundDocuments) -> list[str]:
+    return list(dict.fromkeys(sweep.document.command for sweep in found.sweeps))
+
+
+def eval_commands(found: FoundDocuments) -> list[str]:
+    return _unique(found, (_eval_command(one) for one in found.results))
+
+
+def bench_commands(found: FoundDocuments) -> list[str]:
+    return _unique(found, (_bench_command(one) for one in found.benches))
+
+
+def sensitivity_commands(found: FoundDocuments) -> list[str]:
+    return _unique(found, (_sensitivity_command(one) for one in found.sensitivities))
+
+
+def all_commands(found: FoundDocuments) -> list[str]:
+    """What the trade-off rests on."""
+    return sweep_commands(found) or [*eval_commands(found), *bench_commands(found)]
+
+
+def _unique(found: FoundDocuments, commands: Iterable[str]) -> list[str]:
+    own = list(dict.fromkeys(commands))
+    return sweep_commands(found) + own[:4] if found.sweeps else own
+
+
+def _eval_command(results: FoundResults) -> str:
+    if results.command is not None:
+        return results.command
+    options = results.document.options
+    models = [entry.model.model for entry in results.document.models]
+    said = _changed(vars(options), vars(EvalOptions()))
+    return _line("eval", models, said, str(results.path.name))
+
+
+def _bench_command(bench: FoundBench) -> str:
+    if bench.command is not None:
+        return bench.command
+    document = bench.document
+    rows = list(dict.fromkeys((row.model, row.is_random) for row in document.rows if row.is_model))
+    said = _changed(vars(document.options), vars(BenchOptions(device=document.options.device)))
+    said = {"batch_size" if name == "batch_sizes" else name: value for name, value in said.items()}
+    if document.link is not None:
+        link = document.link
+        by_hand = link.source == "given by hand"
+        said["link"] = f"{link.alpha_us:g},{link.beta_gb_s or float('inf'):g}" if by_hand else link.name
+    models = [model for model, is_random in rows if not is_random]
+    if not models:
+        said = {"random_weights": "SHAPE", "layout": ",".join(model for model, _ in rows), **said}
+    return _line("bench", models, said, str(bench.path.name))
+
+
+def _sensitivity_command(found: FoundSensitivity) -> str:
+    if found.command is not None:
+        return found.command
+    document = found.document
+    said: dict[str, object] = {"mode": document.mode, "data": document.data.file}
+    if document.sync_tp_size is not None:
+        said["sync_tp_size"] = document.sync_tp_size
+    said |= {"samples": document.data.samples, "seq_len": document.data.seq_len}
+    return _line("sensitivity", [document.model], said, str(found.path.name))
+
+
+def _changed(values: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in NO_OPTION and value != defaults.get(name) and value is not None
+    }
+
+
+def _line(command: str, models: list[str], said: Mapping[str, object], out: str) -> str:
+    words = ["ladderize", command, *map(shlex.quote, models)]
+    for name, value in {**said, "out": out}.items():
+        option = name.replace("_", "-")
+        if value is True:
+            words.append(f"--{option}")
+        elif value is False:
+            words.append(f"--no-{option}")
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            words += [f"--{option}", shlex.quote(text)]
+    return " ".join(words)

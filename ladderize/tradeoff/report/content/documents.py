@@ -1,0 +1,189 @@
+"""The documents that a report is made of: found in what the user named, and read checked."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ladderize.adapt.curves.read import Curves, read_curves
+from ladderize.adapt.retrain.metrics import METRICS
+from ladderize.convert.sensitivity_file import SensitivityDocument
+from ladderize.errors import UserError
+from ladderize.eval.paired.document import ComparisonDocument, Comparisons
+from ladderize.eval.results import EvalResults
+from ladderize.files.documents import read_document
+from ladderize.files.regular import resolved
+from ladderize.runtime.bench.document import BenchDocument
+from ladderize.tradeoff.sweep.document import SweepDocument
+
+SWEEP = "sweep.json"
+# files of a folder that are looked at; others, such as config.json, belong to something else
+OURS = ("results*.json", "bench*.json", "sensitivity*.json")
+# what tells the documents apart: keys that only this one has
+TELLING_KEYS = {
+    "sweep": ("points", "benches"),
+    "results": ("options", "models"),
+    "bench": ("rows", "environment"),
+    "sensitivity": ("blocks", "tau1"),
+}
+
+
+@dataclass(frozen=True)
+class FoundSweep:
+    path: Path
+    document: SweepDocument
+
+
+@dataclass(frozen=True)
+class FoundResults:
+    """version: of ladderize, which wrote it. point: of a sweep, or None."""
+
+    path: Path
+    document: EvalResults
+    comparisons: list[ComparisonDocument]
+    version: str
+    command: str | None = None
+
+
+@dataclass(frozen=True)
+class FoundBench:
+    path: Path
+    document: BenchDocument
+    version: str
+    command: str | None = None
+
+
+@dataclass(frozen=True)
+class FoundSensitivity:
+    path: Path
+    document: SensitivityDocument
+    command: str | None = None
+
+
+@dataclass(frozen=True)
+class FoundCurves:
+    """Of one retraining. folder: what it was written to."""
+
+    folder: Path
+    curves: Curves
+
+
+@dataclass
+class FoundDocuments:
+    """All that was found, in the order in which it was named."""
+
+    sweeps: list[FoundSweep] = field(default_factory=list)
+    results: list[FoundResults] = field(default_factory=list)
+    benches: list[FoundBench] = field(default_factory=list)
+    sensitivities: list[FoundSensitivity] = field(default_factory=list)
+    curves: list[FoundCurves] = field(default_factory=list)
+    seen: set[Path] = field(default_factory=set)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.sweeps or self.results or self.benches or self.sensitivities or self.curves)
+
+
+def find_documents(paths: list[Path]) -> FoundDocuments:
+    """Everything in the files and folders that a user named.
+
+    Raises UserError for what is not there, is corrupt, or is no document of ladderize, and for a folder with none.
+    """
+    found = FoundDocuments()
+    for path in paths:
+        path = resolved(path)
+        if not path.exists():
+            raise UserError(f"{path} does not exist; name a sweep's folder, or files that eval or bench wrote")
+        if path.is_dir():
+            _add_folder(path, found)
+        else:
+            _add_file(path, found)
+    return found
+
+
+def _add_folder(folder: Path, found: FoundDocuments) -> None:
+    if (folder / SWEEP).is_file():
+        return _add_file(folder / SWEEP, found)
+    before = len(found.seen)
+    below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    for place in (folder, *below):
+        for file in _files_in(place):
+            _add_file(file, found)
+        if (place / METRICS).is_file() and not place.name.endswith(".ladderize-work"):
+            _add_curves(place, found)
+    if len(found.seen) == before:
+        raise UserError(
+            f"{folder} has no {SWEEP}, results*.json, bench*.json or sensitivity*.json, and no training curves; name"
+            " a folder that `ladderize sweep` made, or files that eval or bench wrote"
+        )
+    return None
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    for pattern in OURS:
+        yield from sorted(path for path in folder.glob(pattern) if path.is_file())
+
+
+def _add_file(path: Path, found: FoundDocuments, command: str | None = None) -> None:
+    if path in found.seen:
+        return
+    found.seen.add(path)
+    content = read_document(path, "sweep.json, results.json, bench.json or sensitivity.json")
+    version = str(content.get("ladderize_version", "unknown"))
+    kind = next((kind for kind, keys in TELLING_KEYS.items() if all(key in content for key in keys)), None)
+    if kind == "sweep":
+        _add_sweep(path, SweepDocument.from_dict(content, path), found)
+    elif kind == "results":
+        found.results.append(
+            FoundResults(path, EvalResults.from_dict(content, path), _comparisons(content, path), version, command)
+        )
+    elif kind == "bench":
+        found.benches.append(FoundBench(path, BenchDocument.from_dict(content, path), version, command))
+    elif kind == "sensitivity":
+        found.sensitivities.append(FoundSensitivity(path, SensitivityDocument.from_dict(content, path), command))
+    else:
+        raise UserError(
+            f"{path} is none of the documents that a report is made of: sweep.json, results.json, bench.json,"
+            " sensitivity.json; name one of these, or a folder with them"
+        )
+
+
+def _comparisons(content: dict[str, Any], path: Path) -> list[ComparisonDocument]:
+    return Comparisons.from_dict(content, path).comparisons if "comparisons" in content else []
+
+
+def _add_curves(folder: Path, found: FoundDocuments) -> None:
+    if folder not in found.seen:
+        found.seen.add(folder)
+        found.curves.append(FoundCurves(folder, read_curves(folder)))
+
+
+def _add_sweep(path: Path, document: SweepDocument, found: FoundDocuments) -> None:
+    """A sweep, and what it points to: paths inside its folder only."""
+    found.sweeps.append(FoundSweep(path, document))
+    folder = path.parent
+    commands = {stage.output: stage.command for stage in document.stages}
+    for point in document.points:
+        commands |= {stage.output: stage.command for stage in point.stages}
+    for point in document.points:
+        if point.results is not None:
+            _add_stage(folder, point.results, commands, found)
+        if point.adaptation is not None and (_inside(folder, point.adaptation) / METRICS).is_file():
+            _add_curves(_inside(folder, point.adaptation), found)
+    for name in (*document.sensitivities, *document.benches):
+        _add_stage(folder, name, commands, found)
+
+
+def _add_stage(folder: Path, name: str, commands: dict[str, str | None], found: FoundDocuments) -> None:
+    path = _inside(folder, name)
+    if not path.is_file():
+        raise UserError(f"{folder / SWEEP} names {name}, which is not there; run `ladderize sweep` again")
+    _add_file(path, found, commands.get(name, commands.get(str(Path(name).parent))))
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A path that sweep.json names; raises UserError where it leaves the sweep's folder."""
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise UserError(f"{folder / SWEEP} names {name}, which lies outside of its folder")
+    return path

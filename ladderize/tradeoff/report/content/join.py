@@ -1,0 +1,281 @@
+"""From documents to subjects: what was evaluated, timed and swept under one model path is one subject."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ladderize.errors import UserError
+from ladderize.eval.evaluation.table import short_names
+from ladderize.runtime.bench.document import BenchDocument, BenchRow, PhaseCommunication
+from ladderize.runtime.bench.spread import LEAST_ROUNDS
+from ladderize.tradeoff.report.content.documents import FoundBench, FoundDocuments, FoundResults
+from ladderize.tradeoff.report.content.options import DEFAULT_MARGIN, ReportOptions
+from ladderize.tradeoff.report.content.scores import add_scores, check_same_questions, compare_stored
+from ladderize.tradeoff.report.content.subjects import (
+    BASELINE_SUBJECT,
+    KIND_ORDER,
+    MODEL_SUBJECT,
+    RANDOM_SUBJECT,
+    Setting,
+    Spent,
+    Subject,
+    Timing,
+    WithInterval,
+)
+from ladderize.tradeoff.sweep.document import SweepPoint
+
+
+@dataclass
+class ReportContent:
+    """subjects: the reference first. settings: measured ones first, then by ranks (most first) and batch size.
+    remarks: what a reader must know about how the numbers came about."""
+
+    margin: float
+    subjects: list[Subject]
+    settings: list[Setting]
+    found: FoundDocuments
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def models(self) -> list[Subject]:
+        """Those whose accuracy may be asked for: no baselines, and none with random weights."""
+        return [subject for subject in self.subjects if subject.kind == MODEL_SUBJECT]
+
+    @property
+    def reference(self) -> Subject | None:
+        """What the others are compared with."""
+        return self.models[0] if self.models else None
+
+    @property
+    def real_settings(self) -> list[Setting]:
+        """Where checkpoints were timed, not random weights."""
+        return [setting for setting in self.settings if not setting.random]
+
+
+def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportContent:
+    """Raises UserError for documents that do not belong together."""
+    margins = {sweep.document.margin for sweep in found.sweeps}
+    if options.margin is None and len(margins) > 1:
+        raise UserError(
+            f"the sweeps have margins of {' and '.join(f'{m:g}' for m in sorted(margins))} points; say --margin"
+        )
+    margin = options.margin or next(iter(margins), DEFAULT_MARGIN)
+    joint = _Joint()
+    for sweep in found.sweeps:
+        for point in sweep.document.points:
+            joint.add_point(point, sweep.path.parent)
+    check_same_questions(found.results)
+    for results in found.results:
+        joint.add_results(results)
+    for number, bench in enumerate(found.benches):
+        joint.add_bench(bench, number)
+    joint.check_joined(found)
+    joint.share_times()
+    content = ReportContent(margin, joint.in_order(), joint.settings(), found)
+    _name(content.models)
+    for results in found.results:
+        add_scores(results, joint.evaluated, margin, content.remarks)
+    compare_stored(found.results, joint.evaluated, content.reference, margin, content.remarks)
+    content.remarks += [
+        f"{subject.name} has the times of {subject.timed_as}, which has the same layout and size."
+        for subject in content.models
+        if subject.timed_as is not None
+    ]
+    return content
+
+
+@dataclass
+class _Joint:
+    """Subjects by the names that documents use for them."""
+
+    subjects: list[Subject] = field(default_factory=list)
+    evaluated: dict[str, Subject] = field(default_factory=dict)
+    timed: dict[str, list[Subject]] = field(default_factory=dict)
+    where: dict[str, Path] = field(default_factory=dict)  # which results.json has a model
+    joined: dict[Path, bool] = field(default_factory=dict)  # whether a bench.json has a model that was evaluated
+
+    def add_point(self, point: SweepPoint, folder: Path) -> None:
+        subject = Subject(
+            name=point.name,
+            model=point.model or point.name,
+            layout=point.layout,
+            attention_sync=point.attention_sync,
+            mlp_sync=point.mlp_sync,
+            sync_tp_size=point.sync_tp_size,
+            adapted=point.adapted,
+            tokens=point.tokens,
+            failure=point.failure,
+        )
+        self.subjects.append(subject)
+        if point.model is not None:
+            self.evaluated.setdefault(_normal(point.model), subject)
+        if (timed := point.timed or point.model) is not None:
+            self.timed.setdefault(_normal(timed), []).append(subject)
+
+    def add_results(self, results: FoundResults) -> None:
+        for entry in results.document.models:
+            key = _normal(entry.model.model)
+            if key in self.where:
+                raise UserError(
+                    f"{results.path} and {self.where[key]} both evaluate {entry.model.model}; name one of the two"
+                )
+            self.where[key] = results.path
+            subject = self.evaluated.get(key)
+            if subject is None:
+                subject = Subject(
+                    name="",
+                    model=entry.model.model,
+                    layout=entry.model.layout,
+                    attention_sync=entry.model.attention_sync,
+                    mlp_sync=entry.model.mlp_sync,
+                    sync_tp_size=entry.model.sync_tp_size,
+                )
+                self.subjects.append(subject)
+                self.evaluated[key] = subject
+                self.timed.setdefault(key, []).append(subject)
+            subject.parameters = entry.model.parameters
+            _check_layout(subject, entry.model.attention_sync, entry.model.mlp_sync, results.path)
+
+    def add_bench(self, bench: FoundBench, number: int) -> None:
+        document = bench.document
+        for row in document.rows:
+            timing = _timing(row, document, number)
+            for subject in self._subjects_of(row, bench):
+                if subject.timing(timing.setting) is not None:
+                    raise UserError(f"{bench.path} has two rows of {row.model} at batch size {row.batch_size}")
+                subject.timings.append(timing)
+
+    def _subjects_of(self, row: BenchRow, bench: FoundBench) -> list[Subject]:
+        if row.is_model and not row.is_random:
+            key = _normal(row.model)
+            self.joined[bench.path] = self.joined.get(bench.path, False) or key in self.timed
+            if key in self.timed:
+                for subject in self.timed[key]:
+                    _check_layout(subject, row.attention_sync, row.mlp_sync, bench.path)
+                return self.timed[key]
+        else:  # never joined to what was evaluated
+            key = f"{bench.path}: {row.model}: {row.weights}"
+            if key in self.timed:
+                return self.timed[key]
+        kind = BASELINE_SUBJECT if not row.is_model else RANDOM_SUBJECT if row.is_random else MODEL_SUBJECT
+        subject = Subject(
+            name="" if kind == MODEL_SUBJECT else row.model,
+            model=row.model,
+            layout=row.layout,
+            attention_sync=row.attention_sync,
+            mlp_sync=row.mlp_sync,
+            sync_tp_size=row.sync_tp_size,
+            kind=kind,
+        )
+        self.subjects.append(subject)
+        self.timed[key] = [subject]
+        return [subject]
+
+    def check_joined(self, found: FoundDocuments) -> None:
+        """Raise UserError for times of models none of which was evaluated, where others were."""
+        for path, joined in self.joined.items():
+            if self.where and not joined:
+                timed = {r.model for b in found.benches if b.path == path for r in b.document.rows if r.is_model}
+                raise UserError(
+                    f"{path} times {_some(timed)}, but {_some({str(p) for p in self.where.values()})} evaluates"
+                    f" {_some(set(self.where))}: no model is in both; time and evaluate the same paths"
+                )
+
+    def share_times(self) -> None:
+        """Give a retrained model the times of the one that it was made of: speed depends on the layout and the size."""
+        models = [subject for subject in self.subjects if subject.kind == MODEL_SUBJECT]
+        timed = [subject for subject in models if subject.timings and subject.parameters is not None]
+        for subject in models:
+            same = [other for other in timed if _equally_fast(subject, other)]
+            if not subject.timings and same:
+                subject.timings, subject.timed_as = list(same[0].timings), same[0].model
+
+    def in_order(self) -> list[Subject]:
+        """What was evaluated first is the reference, or the dense model of a sweep; then as they came."""
+        return sorted(self.subjects, key=lambda subject: subject.kind != MODEL_SUBJECT)
+
+    def settings(self) -> list[Setting]:
+        found = {timing.setting for subject in self.subjects for timing in subject.timings}
+        return sorted(found, key=_preference)
+
+
+def _equally_fast(one: Subject, other: Subject) -> bool:
+    return (one.parameters, one.attention_sync, one.mlp_sync, one.sync_tp_size) == (
+        other.parameters, other.attention_sync, other.mlp_sync, other.sync_tp_size,
+    )  # fmt: skip
+
+
+def _preference(setting: Setting) -> tuple[object, ...]:
+    return (
+        setting.random, KIND_ORDER.index(setting.kind), -setting.tp_size, setting.source, setting.batch_size,
+        setting.medium, setting.prompt_len, setting.output_len,
+    )  # fmt: skip
+
+
+def _normal(model: str) -> str:
+    """A model's path as one name: ``./a/`` and ``a`` are the same."""
+    return os.path.normpath(model)
+
+
+def _some(names: set[str]) -> str:
+    """At most three names."""
+    shown = sorted(names)[:3]
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
+
+
+def _check_layout(subject: Subject, attention: list[str], mlp: list[str], path: Path) -> None:
+    if (subject.attention_sync, subject.mlp_sync) != (attention, mlp):
+        raise UserError(
+            f"{path} has {subject.model} in another layout than the other documents ({subject.layout}): it was"
+            " converted again in between; evaluate and time it again"
+        )
+
+
+def _name(models: list[Subject]) -> None:
+    """Names of those that a sweep has not named: the last part of the path, where these differ."""
+    unnamed = [subject for subject in models if not subject.name]
+    taken = {subject.name for subject in models}
+    for subject, name in zip(unnamed, short_names([subject.model for subject in unnamed]), strict=True):
+        subject.name = subject.model if name in taken else name
+
+
+def _timing(row: BenchRow, document: BenchDocument, number: int) -> Timing:
+    first = document.rows[0]
+    medium = document.link.name if document.link is not None else document.backend.partition(":")[0]
+    setting = Setting(
+        kind="emulated" if row.emulated else "measured",
+        tp_size=row.tp_size,
+        medium=medium,
+        batch_size=row.batch_size,
+        prompt_len=document.options.prompt_len,
+        output_len=document.options.output_len,
+        device=document.environment.device,
+        reference=first.model,
+        random=first.is_random,
+        source=number,
+    )
+    known = document.options.repeat >= LEAST_ROUNDS and row.model != first.model
+
+    def speedup(value: float, interval: list[float]) -> WithInterval:
+        return WithInterval(value, interval[0], interval[1]) if known and len(interval) == 2 else WithInterval(value)
+
+    return Timing(
+        setting=setting,
+        speedup={
+            "end_to_end": speedup(row.speedup_end_to_end, row.speedup_end_to_end_interval),
+            "prefill": speedup(row.speedup_prefill, row.speedup_prefill_interval),
+            "decode": speedup(row.speedup_decode, row.speedup_decode_interval),
+        },
+        prefill_ms=row.prefill_ms,
+        decode_ms_per_token=row.decode_ms_per_token,
+        output_tokens_per_s=row.output_tokens_per_s,
+        peak_memory_bytes=row.peak_memory_bytes,
+        spent={phase: _spent(part, row) for phase, part in (row.communication or {}).items()},
+    )
+
+
+def _spent(part: PhaseCommunication, row: BenchRow) -> Spent:
+    low, high = part.exposed_interval_ms if len(part.exposed_interval_ms) == 2 else (None, None)
+    # a difference of two medians may come out below 0, and what is hidden above all that there is; neither can be
+    hidden = min(max(0.0, part.hidden_ms), part.alone_ms, part.no_communication_ms) if row.overlaps else None
+    return Spent(part.no_communication_ms, WithInterval(part.exposed_ms, low, high), hidden)

@@ -1,0 +1,212 @@
+"""What each model scored, and how that differs from the reference: paired where the same questions were kept, else from
+two standard errors."""
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from ladderize.errors import UserError
+from ladderize.eval.evaluation.table import Measurement, measurements
+from ladderize.eval.paired.compare import compare_results
+from ladderize.eval.paired.document import CompareOptions, ComparisonDocument, TaskComparison, Verdict
+from ladderize.eval.paired.entry import ComparedModel, leaf_tasks, read_entry
+from ladderize.eval.paired.tasks import MAIN_METRICS
+from ladderize.eval.results import ModelResult
+from ladderize.tradeoff.report.content.documents import FoundResults
+from ladderize.tradeoff.report.content.subjects import Accuracy, Subject, TaskScore, WithInterval
+
+NORMAL_95 = 1.959964  # of the normal distribution: the half width of a 95 % interval in standard errors
+# of an evaluation: what must be the same for two of them to be compared
+SAME = ("tasks", "limit", "num_fewshot", "apply_chat_template", "perplexity", "seq_len", "windows")
+
+
+def check_same_questions(found: Sequence[FoundResults]) -> None:
+    """Raise UserError where evaluations that were made apart asked other things."""
+    for results in found[1:]:
+        first = found[0]
+        for name in SAME:
+            ours, theirs = (getattr(one.document.options, name, None) for one in (first, results))
+            if name == "tasks":
+                ours, theirs = set(ours or ()), set(theirs or ())
+            if ours != theirs:
+                raise UserError(
+                    f"{first.path} and {results.path} cannot be compared: {name} is {_plain(ours)} in the one and"
+                    f" {_plain(theirs)} in the other; evaluate all models in the same way"
+                )
+
+
+def _plain(value: object) -> str:
+    return ", ".join(sorted(map(str, value))) or "none" if isinstance(value, set) else str(value)
+
+
+def add_scores(results: FoundResults, subjects: Mapping[str, Subject], margin: float, remarks: list[str]) -> None:
+    """Give the subjects of one results.json their scores, and their comparisons where it has these."""
+    for entry in results.document.models:
+        _score(_subject_of(entry, subjects), entry)
+    for comparison in results.comparisons:
+        subject = subjects.get(os.path.normpath(comparison.other))
+        if subject is None:
+            raise UserError(f"{results.path} compares {comparison.other}, which it does not evaluate; evaluate again")
+        take_comparison(subject, comparison, margin, remarks)
+
+
+def compare_stored(
+    found: Iterable[FoundResults],
+    subjects: Mapping[str, Subject],
+    reference: Subject | None,
+    margin: float,
+    remarks: list[str],
+) -> None:
+    """Compare what was evaluated apart, as in a sweep, with the reference: in pairs where the samples were kept."""
+    entries = [(one, entry) for one in found for entry in one.document.models]
+    first = next((pair for pair in entries if _subject_of(pair[1], subjects) is reference), None)
+    if reference is None or first is None:
+        return
+    base: ComparedModel | None = None
+    for results, entry in entries:
+        subject = _subject_of(entry, subjects)
+        if subject is reference or subject.comparison is not None:
+            continue
+        if _keeps_samples(entry) and _keeps_samples(first[1]):
+            base = base or read_entry(first[0].path, first[1].model.model)
+            other = read_entry(results.path, entry.model.model)
+            take_comparison(subject, compare_results(base, other, CompareOptions(margin)), margin, remarks)
+        else:
+            _compare_unpaired(subject, reference, margin)
+
+
+def _subject_of(entry: ModelResult, subjects: Mapping[str, Subject]) -> Subject:
+    return subjects[os.path.normpath(entry.model.model)]
+
+
+def _keeps_samples(entry: ModelResult) -> bool:
+    """Whether each task's answers are there, or there is no task and perplexity is all that can be compared."""
+    return all(task in entry.samples for task in leaf_tasks(entry.harness))
+
+
+def _score(subject: Subject, entry: ModelResult) -> None:
+    for one in measurements(entry):
+        if one.task == "perplexity":
+            spread = None if one.stderr is None else NORMAL_95 * one.stderr
+            low, high = (None, None) if spread is None else (one.value - spread, one.value + spread)
+            subject.perplexity = WithInterval(one.value, low, high)
+    by_task: dict[str, list[Measurement]] = {}
+    for one in measurements(entry):
+        if one.task != "perplexity":
+            by_task.setdefault(one.task, []).append(one)
+    for task, found in by_task.items():
+        main = min(found, key=lambda one: _rank(one.metric))
+        for one in found:
+            points = 0 <= one.value <= 1 and _rank(one.metric) < len(MAIN_METRICS)
+            subject.scores.append(TaskScore(task, one.metric, one.value, one.stderr, main=one is main, points=points))
+    groups = set(entry.harness.get("group_subtasks") or {})
+    scored = [score for score in subject.scores if score.main and score.points and score.task not in groups]
+    if scored:
+        subject.accuracy = Accuracy(sum(score.value for score in scored) / len(scored))
+
+
+def _rank(metric: str) -> int:
+    name = metric.partition(" ")[0]
+    return MAIN_METRICS.index(name) if name in MAIN_METRICS else len(MAIN_METRICS)
+
+
+def take_comparison(subject: Subject, comparison: ComparisonDocument, margin: float, remarks: list[str]) -> None:
+    """Take over what a paired comparison says."""
+    subject.comparison = comparison
+    for sentence in (*comparison.left_out, *comparison.remarks):
+        if (remark := f"{subject.name}: {sentence}") not in remarks:
+            remarks.append(remark)
+    subject.scores = [_task_score(one, margin) for one in comparison.tasks]
+    if (overall := comparison.overall) is not None:
+        difference = WithInterval(overall.difference, overall.low, overall.high)
+        subject.accuracy = Accuracy(
+            value=overall.value,
+            difference=difference.scaled(100),
+            paired=True,
+            verdict=_verdict_at(difference, overall.verdict, margin, comparison.margin),
+            needed=overall.samples_needed if margin == comparison.margin else None,
+            samples=overall.samples,
+        )
+    if (perplexity := comparison.perplexity) is not None:
+        subject.perplexity_difference = WithInterval(perplexity.difference, perplexity.low, perplexity.high)
+        ends = [None if end is None else perplexity.reference_value + end for end in (perplexity.low, perplexity.high)]
+        subject.perplexity = WithInterval(perplexity.value, ends[0], ends[1])
+
+
+def _task_score(one: TaskComparison, margin: float) -> TaskScore:
+    return TaskScore(
+        task=one.task,
+        metric=one.metric if one.filter == "none" else f"{one.metric} ({one.filter})",
+        value=one.value,
+        stderr=None,
+        difference=WithInterval(one.difference, one.low, one.high),
+        paired=True,
+        main=one.main,
+        points=one.verdict is not None,
+        verdict=one.verdict,
+        samples=one.samples,
+        flips=None
+        if one.right_to_wrong is None or one.wrong_to_right is None
+        else (one.right_to_wrong, one.wrong_to_right),
+    )
+
+
+def _verdict_at(difference: WithInterval, verdict: Verdict | None, margin: float, made_for: float) -> Verdict | None:
+    """A comparison's verdict at the report's margin: its own where the margins are the same."""
+    return verdict if margin == made_for or verdict is None else judge_points(difference.scaled(100), margin)
+
+
+def judge_points(difference: WithInterval, margin: float) -> Verdict:
+    """What an interval in points shows about a margin."""
+    if difference.low is None or difference.high is None:
+        return "too few samples"
+    if difference.low > -margin:
+        return "shown"
+    return "worse" if difference.high < -margin else "not shown"
+
+
+def _judge_unpaired(difference: WithInterval, margin: float) -> Verdict:
+    """Never "shown": the standard error of a metric that is 1 on every sample is 0, which shows nothing."""
+    verdict = judge_points(difference, margin)
+    return "not shown" if verdict == "shown" else verdict
+
+
+def _compare_unpaired(subject: Subject, reference: Subject, margin: float) -> None:
+    """From two standard errors, as if the models had answered different questions: wider than a paired interval."""
+    base = {(score.task, score.metric): score for score in reference.scores}
+    compared = []
+    for score in subject.scores:
+        other = base.get((score.task, score.metric))
+        difference = None if other is None else _unpaired(score.value, score.stderr, other.value, other.stderr)
+        compared.append(_with_difference(score, difference, margin))
+    subject.scores = compared
+    pooled = [score for score in compared if score.main and score.points and score.difference is not None]
+    if subject.accuracy is not None and reference.accuracy is not None and pooled:
+        spreads = [_half_width(score.difference) for score in pooled if score.difference is not None]
+        known = [spread for spread in spreads if spread is not None]
+        value = subject.accuracy.value - reference.accuracy.value
+        spread = math.sqrt(sum(s * s for s in known)) / len(pooled) if len(known) == len(pooled) else None
+        difference = WithInterval(value) if spread is None else WithInterval(value, value - spread, value + spread)
+        points = difference.scaled(100)
+        subject.accuracy = Accuracy(subject.accuracy.value, points, False, _judge_unpaired(points, margin))
+
+
+def _with_difference(score: TaskScore, difference: WithInterval | None, margin: float) -> TaskScore:
+    verdict = _judge_unpaired(difference.scaled(100), margin) if difference is not None and score.points else None
+    return TaskScore(
+        score.task, score.metric, score.value, score.stderr, difference, False, score.main, score.points, verdict
+    )
+
+
+def _unpaired(value: float, stderr: float | None, other: float, other_stderr: float | None) -> WithInterval:
+    difference = value - other
+    if stderr is None or other_stderr is None:
+        return WithInterval(difference)
+    spread = NORMAL_95 * math.hypot(stderr, other_stderr)
+    return WithInterval(difference, difference - spread, difference + spread)
+
+
+def _half_width(estimate: WithInterval | None) -> float | None:
+    if estimate is None or estimate.low is None or estimate.high is None:
+        return None
+    return (estimate.high - estimate.low) / 2

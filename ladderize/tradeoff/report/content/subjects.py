@@ -1,0 +1,166 @@
+"""What a report is about: models, what they score, and how fast they are in which setting. Imports no torch."""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ladderize.eval.paired.document import ComparisonDocument, Verdict
+from ladderize.layout import DROPPED, OVERLAPPED
+
+# measured: real ranks; emulated: one real rank of a group that is not there; predicted: nothing ran
+TimingKind = Literal["measured", "emulated", "predicted"]
+KIND_ORDER: tuple[TimingKind, ...] = ("measured", "emulated", "predicted")
+PHASE_WORDS = {"end_to_end": "end to end", "prefill": "prefill", "decode": "decode"}
+FAMILIES = ("dense", "ladder", "spd", "spd + ladder", "baseline")
+MODEL_SUBJECT, RANDOM_SUBJECT, BASELINE_SUBJECT = "model", "random weights", "baseline, for timing only"
+
+
+@dataclass(frozen=True)
+class WithInterval:
+    """A number and the ends of its 95 % interval; None where it has none."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def scaled(self, factor: float) -> "WithInterval":
+        low, high = (None if end is None else end * factor for end in (self.low, self.high))
+        return WithInterval(self.value * factor, low, high)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a model was timed. medium: how ranks communicate, or the emulated link. reference: the model that speed-ups
+    are over. source: which bench.json."""
+
+    kind: TimingKind
+    tp_size: int
+    medium: str
+    batch_size: int
+    prompt_len: int
+    output_len: int
+    device: str
+    reference: str
+    random: bool
+    source: int
+
+    @property
+    def place(self) -> str:
+        """All but the batch size, in words; begins with the kind."""
+        ranks = f"{self.tp_size} rank{'s' * (self.tp_size > 1)}"
+        over = f" over {self.medium}" if self.tp_size > 1 else ""
+        return f"{self.kind}: {ranks}{over} ({self.device})"
+
+    @property
+    def words(self) -> str:
+        return f"{self.place}, batch {self.batch_size}, {self.prompt_len} + {self.output_len} tokens"
+
+    @property
+    def group(self) -> "Setting":
+        """The same for all batch sizes."""
+        return replace(self, batch_size=0)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Milliseconds of one pass. compute: without communication; waited: what communication adds, with the ends of its
+    interval; hidden: what of it ran under compute, None for a layout that overlaps nothing."""
+
+    compute: float
+    waited: WithInterval
+    hidden: float | None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One model in one setting. speedup: by phase; spent: by phase, without ``end_to_end``."""
+
+    setting: Setting
+    speedup: dict[str, WithInterval]
+    prefill_ms: float
+    decode_ms_per_token: float
+    output_tokens_per_s: float
+    peak_memory_bytes: int | None
+    spent: dict[str, Spent] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One metric of one task. difference: to the reference, in the metric's unit. paired: whether its interval comes
+    from the same questions; otherwise from two standard errors. points: whether the metric is between 0 and 1."""
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    difference: WithInterval | None = None
+    paired: bool = False
+    main: bool = True
+    points: bool = True
+    verdict: Verdict | None = None
+    samples: int | None = None
+    flips: tuple[int, int] | None = None  # right to wrong, wrong to right
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The mean over tasks. difference: to the reference. needed: samples to show the margin. samples: of all tasks."""
+
+    value: float
+    difference: WithInterval | None = None
+    paired: bool = False
+    verdict: Verdict | None = None
+    needed: int | None = None
+    samples: int | None = None
+
+
+@dataclass
+class Subject:
+    """A model, or a baseline, with all that is known of it."""
+
+    name: str
+    model: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    kind: str = MODEL_SUBJECT
+    adapted: str | None = None
+    tokens: int | None = None
+    failure: str | None = None
+    accuracy: Accuracy | None = None
+    scores: list[TaskScore] = field(default_factory=list)
+    perplexity: WithInterval | None = None  # interval: paired where a comparison is there
+    perplexity_difference: WithInterval | None = None
+    comparison: ComparisonDocument | None = None
+    timings: list[Timing] = field(default_factory=list)
+    timed_as: str | None = None  # the model of the same layout and size whose times these are
+    parameters: int | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        return self.family == "dense"
+
+    @property
+    def family(self) -> str:
+        """One of FAMILIES."""
+        if self.kind == BASELINE_SUBJECT:
+            return "baseline"
+        modes = {*self.attention_sync, *self.mlp_sync}
+        if DROPPED in modes:
+            return "spd + ladder" if OVERLAPPED in modes else "spd"
+        return "ladder" if OVERLAPPED in modes else "dense"
+
+    @property
+    def layout_words(self) -> str:
+        """The layout without the number of layers, which all share."""
+        return self.layout.partition(": ")[2] or self.layout
+
+    @property
+    def retraining(self) -> str:
+        """How it was retrained, in words; empty where it was not, or nobody says."""
+        if self.adapted in (None, "none"):
+            return ""
+        return f"{self.adapted}, {self.tokens:,} tokens" if self.tokens else str(self.adapted)
+
+    def timing(self, setting: Setting) -> Timing | None:
+        return next((timing for timing in self.timings if timing.setting == setting), None)

@@ -1,0 +1,60 @@
+"""Numbers and intervals in words, the same in the page, the plots and Markdown. Imports no torch."""
+
+from ladderize.tradeoff.report.content.subjects import Accuracy, Subject, WithInterval
+
+MINUS = "\u2212"
+
+
+def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
+    """With a true minus sign; ``sign``: also a plus. What rounds to 0 has none."""
+    text = f"{abs(value):,.{digits}f}"
+    if not float(text.replace(",", "")):
+        return text
+    return (MINUS if value < 0 else "+" if sign else "") + text
+
+
+def interval_text(estimate: WithInterval, digits: int = 2, *, sign: bool = False) -> str:
+    """``0.98 to 1.04``; empty where there is no interval."""
+    if estimate.low is None or estimate.high is None:
+        return ""
+    return f"{number_text(estimate.low, digits, sign=sign)} to {number_text(estimate.high, digits, sign=sign)}"
+
+
+def estimate_text(estimate: WithInterval, digits: int = 2, *, sign: bool = False, unit: str = "") -> str:
+    """``1.01x (0.98 to 1.04)``."""
+    interval = interval_text(estimate, digits, sign=sign)
+    return number_text(estimate.value, digits, sign=sign) + unit + (f" ({interval})" if interval else "")
+
+
+def speedup_text(estimate: WithInterval) -> str:
+    return estimate_text(estimate, 2, unit="\u00d7")
+
+
+def points_text(estimate: WithInterval) -> str:
+    """A difference in points."""
+    return estimate_text(estimate, 1, sign=True)
+
+
+def margin_text(margin: float) -> str:
+    return f"{margin:g} point{'s' * (margin != 1)}"
+
+
+def verdict_text(accuracy: Accuracy, margin: float) -> str:
+    """Whether it is within the margin, in words that claim no more than the interval shows."""
+    within = f"within {margin_text(margin)} of dense"
+    if accuracy.verdict == "shown":
+        return f"{within}: shown"
+    if accuracy.verdict == "worse":
+        return f"more than {margin_text(margin)} worse: shown"
+    if accuracy.verdict == "too few samples":
+        needed = f": {accuracy.needed:,} needed" if accuracy.needed else ""
+        return f"{within}: too few samples{needed}"
+    if accuracy.verdict == "not shown":
+        return f"{within}: not shown" + ("" if accuracy.paired else " (unpaired)")
+    return "not compared"
+
+
+def subject_text(subject: Subject) -> str:
+    """Name and layout; the layout alone where the name is it."""
+    retraining = f"; retrained ({subject.retraining})" if subject.retraining else ""
+    return f"{subject.name}: {subject.layout_words}{retraining}"

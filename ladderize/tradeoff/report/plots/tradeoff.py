@@ -1,0 +1,273 @@
+"""The trade-off: speed-up against accuracy, or against perplexity, with the Pareto front."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ladderize.tradeoff.report.content.answer import Answer
+from ladderize.tradeoff.report.content.front import pareto_front
+from ladderize.tradeoff.report.content.join import ReportContent
+from ladderize.tradeoff.report.content.subjects import PHASE_WORDS, Setting, Subject, WithInterval
+from ladderize.tradeoff.report.content.tables import ReportTable, TableCell
+from ladderize.tradeoff.report.content.words import (
+    estimate_text,
+    margin_text,
+    points_text,
+    speedup_text,
+    subject_text,
+)
+from ladderize.tradeoff.report.plots.base import (
+    SIGNED_LABEL,
+    PlotChoice,
+    PlotPanel,
+    ReportPlot,
+    Spec,
+    family_colour,
+    family_legend,
+    kind_shape,
+    make_spec,
+    rule,
+)
+
+WIDE_SPAN = 12  # points; beyond, the scale is logarithmic away from 0, so that small losses stay apart
+POINT_TICKS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50)
+WIDE_RATIO = 4  # of the largest perplexity to the least: beyond, the scale is logarithmic
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What the vertical axis shows. unit: after a number; more: whether more is better."""
+
+    name: str
+    title: str
+    axis: str
+    more: bool
+
+
+BY_ACCURACY = Measure("tradeoff", "Speed-up against accuracy", "mean accuracy, points from dense", True)
+BY_PERPLEXITY = Measure(
+    "tradeoff-perplexity", "Speed-up against perplexity", "perplexity (axis turned round: up is better)", False
+)
+
+
+def tradeoff_plots(content: ReportContent, answer: Answer, commands: list[str]) -> list[ReportPlot]:
+    """One for each measure that was taken; none without times of checkpoints."""
+    plots = []
+    for measure in (BY_ACCURACY, BY_PERPLEXITY):
+        rows = _rows(content, measure)
+        if any(row["name"] != (content.reference.name if content.reference else "") for row in rows):
+            plots.append(_plot(content, answer, measure, rows, commands))
+    return plots
+
+
+def _score(subject: Subject, measure: Measure, reference: Subject) -> WithInterval | None:
+    if measure is BY_PERPLEXITY:
+        return subject.perplexity
+    if subject is reference and subject.accuracy is not None:
+        return WithInterval(0.0)
+    return subject.accuracy.difference if subject.accuracy is not None else None
+
+
+def _score_text(score: WithInterval, measure: Measure) -> str:
+    return f"{points_text(score)} points" if measure.more else f"perplexity {estimate_text(score, 3)}"
+
+
+def _rows(content: ReportContent, measure: Measure) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    if content.reference is None:
+        return rows
+    for number, setting in enumerate(content.real_settings):
+        for phase in PHASE_WORDS:
+            rows += _rows_of(content, content.reference, measure, number, setting, phase)
+    return rows
+
+
+def _rows_of(
+    content: ReportContent, reference: Subject, measure: Measure, number: int, setting: Setting, phase: str
+) -> list[dict[str, Any]]:
+    placed = []
+    for subject in content.models:
+        timing, score = subject.timing(setting), _score(subject, measure, reference)
+        if timing is not None and score is not None:
+            placed.append((subject, timing.speedup[phase], score))
+    sign = 1 if measure.more else -1
+    front = pareto_front([(speed.value, sign * score.value) for _, speed, score in placed])
+    if not placed:
+        return []
+    middle = (min(p[1].value for p in placed) + max(p[1].value for p in placed)) / 2
+    return [
+        {
+            "setting": f"s{number}",
+            "phase": phase,
+            "kind": setting.kind,
+            "family": subject.family,
+            "name": subject.name,
+            "x": speed.value,
+            "x1": speed.low,
+            "x2": speed.high,
+            "y": score.value,
+            "y1": score.low,
+            "y2": score.high,
+            "front": on_front,
+            "right": speed.value > middle,
+            "words": f"{subject_text(subject)}; {PHASE_WORDS[phase]} {speedup_text(speed)}, {setting.kind};"
+            f" {_score_text(score, measure)}{'; on the Pareto front' if on_front else ''}",
+        }
+        for (subject, speed, score), on_front in zip(placed, front, strict=True)
+    ]
+
+
+def _plot(
+    content: ReportContent, answer: Answer, measure: Measure, rows: list[dict[str, Any]], commands: list[str]
+) -> ReportPlot:
+    first = content.real_settings.index(answer.setting) if answer.setting in content.real_settings else 0
+    used = sorted({row["setting"] for row in rows}, key=lambda name: int(name[1:]))
+    chosen = f"s{first}" if f"s{first}" in used else used[0]
+    names = [(name, content.real_settings[int(name[1:])].words) for name in used]
+    choices = [PlotChoice("setting", "Setting", names)] if len(names) > 1 else []
+    choices.append(PlotChoice("phase", "Time of", list(PHASE_WORDS.items())))
+    where = dict(names)[chosen]
+    said = "accuracy" if measure.more else "perplexity"
+    summary = (
+        f"Scatter plot of {len({row['name'] for row in rows})} models: speed-up over dense on the horizontal axis,"
+        f" {said} on the vertical one; at first {where}, end to end."
+    )
+    margin = f"The dashed line is the margin, {margin_text(content.margin)}. " if measure.more else ""
+    caption = (
+        f"Up and to the right is better. Bars are 95 % intervals. Filled marks are on the Pareto front: no other model"
+        f" is both faster and better. {margin}"
+        "Circles are measured; diamonds are emulated; triangles are predicted. At first:"
+        f" {where}."
+    )
+    return ReportPlot(
+        name=measure.name,
+        title=measure.title,
+        caption=caption,
+        summary=summary,
+        panels=[PlotPanel(_spec(content, measure, rows, chosen, summary))],
+        table=_table(content, measure, rows),
+        legend=family_legend({row["family"] for row in rows}, {row["kind"] for row in rows}),
+        choices=[_first(choice, {"setting": chosen}) for choice in choices],
+        commands=commands,
+        interactive=True,
+    )
+
+
+def _first(choice: PlotChoice, chosen: dict[str, str]) -> PlotChoice:
+    """With what is chosen at first in front."""
+    value = chosen.get(choice.parameter)
+    options = sorted(choice.options, key=lambda option: option[0] != value) if value else choice.options
+    return PlotChoice(choice.parameter, choice.label, options)
+
+
+def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], chosen: str, summary: str) -> Spec:
+    x = {
+        "field": "x",
+        "type": "quantitative",
+        "title": "speed-up over dense",
+        "scale": {"zero": False, "nice": True, "padding": 24},
+        "axis": {"format": ".2~f", "labelExpr": "datum.label + '\u00d7'", "tickCount": 6},
+    }
+    y: Spec = {"field": "y", "type": "quantitative", "title": measure.axis, "scale": _y_scale(rows, measure)}
+    y["axis"] = _y_axis(rows, measure)
+    colour = family_colour()
+    has_x = [{"filter": "isValid(datum.x1) && isValid(datum.x2)"}]
+    has_y = [{"filter": "isValid(datum.y1) && isValid(datum.y2)"}]
+    thin: Spec = {"strokeWidth": 1.5, "opacity": 0.55}
+    layers = [
+        rule({"x": {"datum": 1}}, color="var(--muted)", strokeWidth=1),
+        {
+            "transform": [{"filter": "datum.front"}],
+            "mark": {"type": "line", "aria": False, "color": "var(--muted)", "strokeWidth": 1.5, "strokeDash": [2, 3]},
+            "encoding": {"x": x, "y": y, "order": {"field": "x", "type": "quantitative"}},
+        },
+        {
+            **rule({"x": {**x, "field": "x1"}, "x2": {"field": "x2"}, "y": y, "color": colour}, **thin),
+            "transform": has_x,
+        },
+        {
+            **rule({"y": {**y, "field": "y1"}, "y2": {"field": "y2"}, "x": x, "color": colour}, **thin),
+            "transform": has_y,
+        },
+        {
+            "mark": {"type": "point", "size": 130, "strokeWidth": 2, "opacity": 1},
+            "encoding": {
+                "x": x,
+                "y": y,
+                "color": colour,
+                "fill": {
+                    "condition": {"test": "datum.front", **colour},
+                    "value": "var(--page)",
+                },
+                "shape": kind_shape(),
+                "description": {"field": "words"},
+            },
+        },
+        *(_labels(x, y, right=right) for right in (False, True)),
+    ]
+    if measure.more:
+        layers.insert(0, rule({"y": {"datum": 0}}, color="var(--muted)", strokeWidth=1))
+        layers.insert(1, rule({"y": {"datum": -content.margin}}, color="var(--muted)", strokeDash=[6, 4]))
+    return make_spec(
+        summary,
+        380,
+        layers,
+        data={"values": rows},
+        params=[{"name": "setting", "value": chosen}, {"name": "phase", "value": "end_to_end"}],
+        transform=[{"filter": "datum.setting === setting && datum.phase === phase"}],
+    )
+
+
+def _labels(x: Spec, y: Spec, *, right: bool) -> Spec:
+    """Names of the models on the front; they end at marks on the right half, and begin at the others."""
+    return {
+        "transform": [{"filter": f"datum.front && datum.right === {'true' if right else 'false'}"}],
+        "mark": {
+            "type": "text", "aria": False, "align": "right" if right else "left", "dx": -6 if right else 6, "dy": -12,
+            "limit": 180,
+        },
+        "encoding": {"x": x, "y": y, "text": {"field": "name"}},
+    }  # fmt: skip
+
+
+def _ends(rows: list[dict[str, Any]]) -> tuple[float, float]:
+    values = [row[key] for row in rows for key in ("y", "y1", "y2") if row[key] is not None]
+    return min(values), max(values)
+
+
+def _y_scale(rows: list[dict[str, Any]], measure: Measure) -> Spec:
+    low, high = _ends(rows)
+    if measure.more:
+        scale: Spec = {"zero": False, "padding": 16, "nice": False}
+        return {**scale, "type": "symlog", "constant": 2} if high - low > WIDE_SPAN else scale
+    scale = {"reverse": True, "padding": 16, "nice": False}
+    return {**scale, **({"type": "log"} if low > 0 and high / low > WIDE_RATIO else {"zero": False})}
+
+
+def _y_axis(rows: list[dict[str, Any]], measure: Measure) -> Spec:
+    low, high = _ends(rows)
+    if measure.more and high - low > WIDE_SPAN:
+        ticks = [tick for tick in POINT_TICKS if low - 5 <= tick <= high + 1]
+        return {"values": ticks, "labelExpr": SIGNED_LABEL}
+    return {"labelExpr": SIGNED_LABEL, "tickCount": 7} if measure.more else {"format": "~g", "tickCount": 7}
+
+
+def _table(content: ReportContent, measure: Measure, rows: list[dict[str, Any]]) -> ReportTable:
+    score = "points from dense" if measure.more else "perplexity"
+    table = ReportTable.of(
+        f"{measure.title}: the data", ["model", "setting", "time of"], ["speed-up", "95 % interval of it", score]
+    )
+    table = ReportTable(table.caption, [*table.columns, *ReportTable.of("", ["Pareto front"], []).columns])
+    for row in rows:
+        setting = content.real_settings[int(row["setting"][1:])]
+        value = WithInterval(row["y"], row["y1"], row["y2"])
+        interval = f"{row['x1']:.3f} to {row['x2']:.3f}" if row["x1"] is not None else ""
+        table.add(
+            row["name"],
+            setting.words,
+            PHASE_WORDS[row["phase"]],
+            TableCell(f"{row['x']:.3f}", row["x"]),
+            TableCell(interval, row["x1"]),
+            TableCell(points_text(value) if measure.more else estimate_text(value, 3), row["y"]),
+            "yes" if row["front"] else "no",
+        )
+    return table

@@ -1,0 +1,126 @@
+"""``ladderize report``: from documents to one page, its pictures, and Markdown."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ladderize
+from ladderize.console import SILENT, Console
+from ladderize.errors import UsageError, UserError
+from ladderize.files.documents import check_writable
+from ladderize.files.records import Record
+from ladderize.files.regular import resolved
+from ladderize.files.temporaries import replacement
+from ladderize.tradeoff.report.content.answer import find_answer
+from ladderize.tradeoff.report.content.documents import FoundDocuments, find_documents
+from ladderize.tradeoff.report.content.join import join_documents
+from ladderize.tradeoff.report.content.options import ReportOptions
+from ladderize.tradeoff.report.page import (
+    ReportPage,
+    check_libraries,
+    html_page,
+    markdown_page,
+    png_picture,
+    svg_picture,
+)
+from ladderize.tradeoff.report.sections import build_page
+
+
+@dataclass(frozen=True)
+class ReportSummary(Record):
+    """What was written, and the answer. best: the model that is recommended, or None. files: page, Markdown,
+    pictures."""
+
+    out: str
+    headline: str
+    best: str | None
+    numbers: list[dict[str, str]]
+    files: list[str]
+
+
+def report(
+    paths: Sequence[str | Path],
+    out: str | Path,
+    options: ReportOptions | None = None,
+    *,
+    console: Console = SILENT,
+) -> ReportSummary:
+    """Write one HTML page about the trade-off between accuracy and speed.
+
+    paths: folders of sweeps, or files and folders with results.json, bench.json, sensitivity.json and training curves.
+    Raises UserError for documents that are corrupt, foreign, or do not belong together.
+    """
+    options = options or ReportOptions()
+    out = resolved(out)
+    check_libraries()
+    _check_places(paths, out, options)
+    with console.stage("reading"):
+        found = find_documents([Path(path) for path in paths])
+        _check_inputs_stay(found, out)
+        content = join_documents(found, options)
+    with console.stage("drawing"):
+        answer = find_answer(content)
+        page = build_page(content, answer, options.title, ladderize.__version__)
+        written = [_write(out, html_page(page))]
+        pictures = _write_pictures(page, options.picture_folder)
+        written += [path for paths in pictures.values() for path in paths]
+        if options.markdown is not None:
+            written.append(_write_markdown(page, resolved(options.markdown), pictures))
+    return ReportSummary(
+        out=str(out),
+        headline=answer.headline,
+        best=answer.best.model if answer.best is not None else None,
+        numbers=[vars(number) for number in answer.numbers],
+        files=[str(path) for path in written],
+    )
+
+
+def _check_places(paths: Sequence[str | Path], out: Path, options: ReportOptions) -> None:
+    if not paths:
+        raise UsageError("name the folder of a sweep, or files that eval and bench wrote")
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--out {out} must end in .html")
+    check_writable(out)
+    if options.markdown is not None:
+        check_writable(options.markdown)
+    folder = options.picture_folder
+    if folder is not None and resolved(folder).exists() and not resolved(folder).is_dir():
+        raise UserError(f"--pictures {folder} is a file; name a folder")
+
+
+def _check_inputs_stay(found: FoundDocuments, out: Path) -> None:
+    if found.empty:
+        raise UserError("there is nothing to report on; name the folder of a sweep, or files that eval and bench wrote")
+    if out in found.seen:
+        raise UserError(f"--out {out} is one of the documents that the report is made of; name another")
+
+
+def _write(path: Path, text: str) -> Path:
+    with replacement(path) as file:
+        file.write(text)
+    return path
+
+
+def _write_pictures(page: ReportPage, folder: Path | None) -> dict[str, list[Path]]:
+    """name of a plot -> its pictures, PNG and SVG by turns."""
+    if folder is None:
+        return {}
+    folder = resolved(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written: dict[str, list[Path]] = {}
+    for plot in page.plots:
+        for number, panel in enumerate(plot.panels, 1):
+            stem = plot.name if len(plot.panels) == 1 else f"{plot.name}-{number}"
+            (folder / f"{stem}.png").write_bytes(png_picture(panel.spec))
+            (folder / f"{stem}.svg").write_text(svg_picture(panel.spec), encoding="utf-8")
+            written.setdefault(plot.name, []).extend([folder / f"{stem}.png", folder / f"{stem}.svg"])
+    return written
+
+
+def _write_markdown(page: ReportPage, path: Path, pictures: dict[str, list[Path]]) -> Path:
+    links = {
+        name: [Path(os.path.relpath(one, path.parent)).as_posix() for one in paths if one.suffix == ".png"]
+        for name, paths in pictures.items()
+    }
+    return _write(path, markdown_page(page, links))

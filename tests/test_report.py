@@ -1,0 +1,304 @@
+"""``ladderize report``: what it joins, what it claims, and what it refuses."""
+
+import dataclasses
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+import ladderize
+from ladderize.console import to_json
+from ladderize.layout import Layout
+from ladderize.tradeoff.report.content.front import pareto_front
+from ladderize.tradeoff.report.page import script_json
+from tests.helpers import fresh_rng, invoke, one_sentence
+from tests.report_documents import (
+    BENCH_OPTIONS,
+    bench_document,
+    comparison,
+    eval_document,
+    layouts,
+    write_document,
+)
+
+
+class Reader(HTMLParser):
+    """What a page holds: elements with their attributes, and the text of each kind of element."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            while self.open.pop() != tag:
+                pass
+
+    def handle_data(self, data):
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+    def ids(self):
+        return [attributes["id"] for _, attributes in self.elements if attributes.get("id")]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """results.json and bench.json of four models: dense first, one slightly and one far worse, all faster."""
+    models = layouts()
+    write_document(tmp_path / "results.json", eval_document(models, {"ladder": -0.3, "spd": -20.0, "both": -35.0}))
+    write_document(tmp_path / "bench.json", bench_document(models, {"ladder": 1.2, "spd": 1.3, "both": 1.5}))
+    return tmp_path
+
+
+def page_of(folder, *arguments):
+    outcome = invoke("report", *(arguments or (folder,)), "--out", folder / "page.html")
+    assert outcome.code == 0, outcome
+    return (folder / "page.html").read_text(), outcome
+
+
+def test_the_front_is_what_nothing_else_dominates():
+    """Against the definition, pair by pair."""
+    rng = fresh_rng()
+    for count in (0, 1, 2, 30):
+        points = [tuple(map(float, pair)) for pair in rng.integers(0, 6, (count, 2))]  # small numbers: many ties
+        expected = [
+            not any(all(b >= a for a, b in zip(one, other, strict=True)) and other != one for other in points)
+            for one in points
+        ]
+        assert pareto_front(points) == expected
+
+
+def test_a_page_of_evaluation_and_times(files):
+    text, outcome = page_of(files)
+    page = Reader(text)
+    ids = page.ids()
+    assert len(ids) == len(set(ids))
+    for name in ("answer", "plot-tradeoff", "models", "layouts", "plot-tasks", "setup"):
+        assert name in ids
+    assert "ladder (ladder 0:4) is 1.20" in outcome.stdout
+    assert len(text.encode()) < 2_000_000
+    numbers = [attributes for _, attributes in page.elements if attributes.get("class") == "number"]
+    assert len(numbers) == 3
+
+
+def test_nothing_in_a_page_asks_the_network(files):
+    page = Reader(page_of(files)[0])
+    for tag, attributes in page.elements:
+        assert tag not in ("iframe", "object", "embed", "base")
+        for name in ("src", "href", "data", "action", "xlink:href"):
+            assert not re.match(r"(?i)\s*(https?:)?//", attributes.get(name) or ""), (tag, attributes)
+    assert not any("@import" in text or "url(" in text for text in page.texts["style"])
+
+
+def test_the_same_documents_make_the_same_page(files):
+    assert page_of(files)[0] == page_of(files)[0]
+
+
+def test_headings_do_not_jump(files):
+    levels = [int(tag[1]) for tag, _ in Reader(page_of(files)[0]).elements if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+# ---- what it claims ----
+
+
+def test_the_fastest_within_the_margin_is_recommended(files):
+    summary = ladderize.report([files], files / "a.html")
+    assert summary.best == "models/ladder"
+    assert [number["value"] for number in summary.numbers] == ["ladder 0:4", "1.20\u00d7", "0 of 1 setting"]
+    wider = ladderize.report([files], files / "a.html", ladderize.ReportOptions(margin=50.0))
+    assert wider.best == "models/both"
+
+
+def test_an_interval_that_holds_the_margin_shows_nothing(tmp_path):
+    models = layouts()
+    entry = eval_document(models, {"ladder": -0.3, "spd": -20.0, "both": -35.0}, spread=2.0)
+    write_document(tmp_path / "results.json", entry)
+    write_document(tmp_path / "bench.json", bench_document(models, {"ladder": 1.2, "spd": 1.3, "both": 1.5}))
+    summary = ladderize.report([tmp_path], tmp_path / "a.html")
+    assert summary.best is None
+    assert summary.headline == "No layout is shown to be within 1 point of dense."
+    assert "no loss" not in (tmp_path / "a.html").read_text().lower()
+
+
+def test_a_speed_up_whose_interval_holds_1_is_none(tmp_path):
+    models = layouts()
+    write_document(tmp_path / "results.json", eval_document(models, {"ladder": 0.1, "spd": -20.0, "both": -35.0}))
+    times = bench_document(models, {"ladder": 1.02, "spd": 1.3, "both": 1.5}, spread=0.05)
+    write_document(tmp_path / "bench.json", times)
+    summary = ladderize.report([tmp_path], tmp_path / "a.html")
+    assert "faster than dense in any setting" in summary.headline
+    assert summary.numbers[2]["value"] == "1 of 1 setting"
+
+
+def test_without_tasks_nobody_knows_the_accuracy(tmp_path):
+    write_document(tmp_path / "bench.json", bench_document(layouts(), {"ladder": 1.2, "spd": 1.3, "both": 1.5}))
+    text, outcome = page_of(tmp_path)
+    assert "The accuracy was not measured" in outcome.stdout
+    assert "ladderize eval DENSE MODEL..." in text
+
+
+def test_emulated_times_are_called_so(files):
+    models = layouts()
+    document = bench_document(models, {"ladder": 2.0, "spd": 2.0, "both": 2.0}, emulated=True)
+    write_document(files / "bench.json", document)
+    text, _ = page_of(files)
+    summary = ladderize.report([files], files / "a.html")
+    assert "emulated" in summary.numbers[1]["detail"]
+    specs = json.loads(re.search(r'id="plot-tradeoff".*?class="specs">(.*?)</script>', text, re.DOTALL)[1])
+    values = specs[0]["data"]["values"]
+    assert {row["kind"] for row in values} == {"emulated"}
+    assert all("emulated" in row["words"] for row in values)
+
+
+def test_times_of_random_weights_are_never_joined_to_an_accuracy(files):
+    document = bench_document(layouts(), {"ladder": 3.0, "spd": 3.0, "both": 3.0})
+    rows = [{**row, "weights": "random", "checked": False} for row in document["rows"]]
+    write_document(files / "bench.json", {**document, "rows": rows})
+    summary = ladderize.report([files], files / "a.html")
+    assert "speed was not measured" in summary.headline
+
+
+def test_a_retrained_model_has_the_times_of_its_layout(tmp_path):
+    models = layouts()
+    write_document(tmp_path / "bench.json", bench_document(models, {"ladder": 1.2, "spd": 1.3, "both": 1.5}))
+    adapted = {**models, "ladder-adapted": models["ladder"]}
+    changes = {"ladder": -9.0, "spd": -20.0, "both": -35.0, "ladder-adapted": -0.2}
+    write_document(tmp_path / "results.json", eval_document(adapted, changes))
+    summary = ladderize.report([tmp_path], tmp_path / "a.html")
+    assert summary.best == "models/ladder-adapted"
+    assert "ladder-adapted has the times of models/ladder" in (tmp_path / "a.html").read_text()
+
+
+# ---- strangers' documents ----
+
+
+def test_what_documents_say_is_text_and_nothing_else(tmp_path):
+    evil = '"><script>window.bad=1</script><img src=x onerror=bad()>${1}{{7*7}}|`'
+    models = {"dense": Layout.dense(4), evil: Layout.from_layers(4, ladder=range(4))}
+    write_document(tmp_path / "results.json", eval_document(models, {evil: -0.2}))
+    write_document(tmp_path / "bench.json", bench_document(models, {evil: 1.3}))
+    outcome = invoke("report", tmp_path, "--out", tmp_path / "p.html", "--markdown", tmp_path / "p.md", "--title", evil)
+    assert outcome.code == 0, outcome
+    page = Reader((tmp_path / "p.html").read_text())
+    assert not [attributes for tag, attributes in page.elements if tag == "img" or "onerror" in attributes]
+    assert not any("window.bad" in text for text in page.texts["script"] if not text.lstrip().startswith("["))
+    assert "<script" not in (tmp_path / "p.md").read_text()
+    assert "<img" not in (tmp_path / "p.md").read_text()
+
+
+def test_json_in_a_script_element_cannot_end_it():
+    text = script_json({"a": "</script><!-- \u2028 & 'x'"})
+    assert "<" not in text
+    assert "\u2028" not in text
+    assert json.loads(text) == {"a": "</script><!-- \u2028 & 'x'"}
+
+
+# ---- what it refuses ----
+
+
+def test_what_is_no_document_is_refused_in_one_sentence(tmp_path):
+    out = ("--out", tmp_path / "p.html")
+    (tmp_path / "empty").mkdir()
+    assert "has no sweep.json, results*.json" in one_sentence(invoke("report", tmp_path / "empty", *out))
+    assert "does not exist" in one_sentence(invoke("report", tmp_path / "nowhere", *out))
+    (tmp_path / "a.json").write_text('{"a": ')
+    assert "is not valid JSON" in one_sentence(invoke("report", tmp_path / "a.json", *out))
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    assert "schema_version" in one_sentence(invoke("report", tmp_path / "a.json", *out))
+    (tmp_path / "a.json").write_text(to_json({"a": 1}))
+    assert "none of the documents" in one_sentence(invoke("report", tmp_path / "a.json", *out))
+    (tmp_path / "a.json").write_text(to_json({"rows": [{"model": 3}], "environment": {}}))
+    assert str(tmp_path / "a.json") in one_sentence(invoke("report", tmp_path / "a.json", *out))
+    assert not (tmp_path / "p.html").exists()
+
+
+def test_every_missing_or_wrong_key_is_one_sentence(files):
+    """Whatever key of bench.json or results.json is broken: a sentence, and no page."""
+    rng = fresh_rng()
+    for name in ("results.json", "bench.json"):
+        good = json.loads((files / name).read_text())
+        for key in good:
+            if key == "comparisons" or isinstance(good[key], str):
+                continue
+            (files / name).write_text(json.dumps({**good, key: rng.choice(["text", "[]"])}))
+            outcome = invoke("report", files / name, "--out", files / "p.html")
+            assert str(files / name) in one_sentence(outcome), key
+        (files / name).write_text(json.dumps(good))
+
+
+def test_documents_of_other_models_do_not_join(files):
+    document = json.loads((files / "bench.json").read_text())
+    for row in document["rows"]:
+        row["model"] = "others/" + row["model"]
+    (files / "bench.json").write_text(json.dumps(document))
+    message = one_sentence(invoke("report", files, "--out", files / "p.html"))
+    assert "no model is in both" in message
+
+
+def test_a_model_that_changed_its_layout_is_refused(files):
+    document = json.loads((files / "bench.json").read_text())
+    document["rows"][1]["attention_sync"][0] = "blocking"
+    (files / "bench.json").write_text(json.dumps(document))
+    assert "another layout" in one_sentence(invoke("report", files, "--out", files / "p.html"))
+
+
+@pytest.mark.parametrize(("option", "value"), [("limit", 3), ("num_fewshot", 2), ("tasks", ["other"])])
+def test_evaluations_of_other_questions_are_refused(files, option, value):
+    document = json.loads((files / "results.json").read_text())
+    document["options"][option] = value
+    document["models"] = document["models"][1:]
+    (files / "results-other.json").write_text(json.dumps(document))
+    message = one_sentence(invoke("report", files, "--out", files / "p.html"))
+    assert f"{option} is " in message
+    assert "results-other.json" in message
+
+
+def test_outputs_that_cannot_be_meant(files):
+    assert "must end in .html" in one_sentence(invoke("report", files, "--out", files / "page.pdf"))
+    assert "must end in .md" in one_sentence(invoke("report", files, "--markdown", files / "a.txt"))
+    assert "--margin must be above 0" in one_sentence(invoke("report", files, "--margin", "0"))
+    assert "does not exist" in one_sentence(invoke("report", files, "--out", files / "no" / "page.html"))
+
+
+def test_a_missing_extra_is_named(files, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
+    assert "pip install 'ladderize[report]'" in one_sentence(invoke("report", files, "--out", files / "p.html"))
+
+
+# ---- Markdown and pictures ----
+
+
+def test_markdown_and_pictures(files):
+    outcome = invoke("report", files, "--out", files / "p.html", "--markdown", files / "card.md", "--json")
+    summary = json.loads(outcome.stdout)
+    text = (files / "card.md").read_text()
+    links = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text)
+    assert links
+    for link in links:
+        assert (files / link).read_bytes().startswith(b"\x89PNG")
+        drawn = (files / link).with_suffix(".svg").read_text()
+        assert drawn.startswith("<svg")
+        assert "var(--" not in drawn
+    assert set(summary["files"]) >= {str(files / link) for link in links}
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len({line.count("|") for line in rows[4:]}) == 1
+
+
+def test_the_documents_of_these_tests_are_real_ones():
+    """They go through the same checks as what the commands write."""
+    assert dataclasses.is_dataclass(BENCH_OPTIONS)
+    assert np.isfinite(comparison("a", "b", -0.5, 1.0, 1.0)["pooled"][0]["low"])
