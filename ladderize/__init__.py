@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ladderize.errors import LadderizeError, UsageError, UserError
     from ladderize.eval.evaluation.run import evaluate
     from ladderize.eval.options import EvalOptions, SensitivityOptions
+    from ladderize.eval.paired.document import CompareOptions, ComparisonDocument, Comparisons
+    from ladderize.eval.paired.run import compare
     from ladderize.eval.results import EvalResults
     from ladderize.eval.sensitivity import measure_sensitivity
     from ladderize.eval.sensitivity_run import write_sensitivity
@@ -53,6 +55,9 @@ __all__ = [
     "BenchOptions",
     "BlockwiseOptions",
     "Budget",
+    "CompareOptions",
+    "ComparisonDocument",
+    "Comparisons",
     "Console",
     "ConversionReport",
     "CorpusDocument",
@@ -86,6 +91,7 @@ __all__ = [
     "adapt_blocks",
     "adapt_checkpoint",
     "bench",
+    "compare",
     "convert_checkpoint",
     "data_sources",
     "evaluate",
@@ -125,6 +131,8 @@ _HOMES = {
     "errors": ("LadderizeError", "UsageError", "UserError"),
     "eval.evaluation.run": ("evaluate",),
     "eval.options": ("EvalOptions", "SensitivityOptions"),
+    "eval.paired.document": ("CompareOptions", "ComparisonDocument", "Comparisons"),
+    "eval.paired.run": ("compare",),
     "eval.results": ("EvalResults",),
     "eval.sensitivity": ("measure_sensitivity",),
     "eval.sensitivity_run": ("write_sensitivity",),

@@ -1,15 +1,16 @@
 """One evaluated model with its answers, from whatever wrote them: results.json of ``ladderize eval``, or the output of
 ``lm_eval --log_samples``. Imports no torch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from functools import partial
+from pathlib import Path, PurePath
 from typing import Any
 
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.answers import TaskAnswers, collect_answers, read_answers
-from ladderize.eval.paired.lm_eval_output import is_lm_eval_output, read_lm_eval_output, results_in
+from ladderize.eval.paired.lm_eval_output import is_lm_eval_output, model_name, read_lm_eval_output, results_in
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.files.documents import read_document, read_json
 from ladderize.files.regular import resolved
@@ -50,25 +51,52 @@ def make_entry(result: ModelResult, samples: Mapping[str, Iterable[Mapping[str, 
     return ComparedModel(result.model.model, where, result.harness, result.model, answers=answers)
 
 
-def read_entry(path: Path, model: str | None = None) -> ComparedModel:
-    """The one model of a results file, or that of the name ``model``. Raises UserError."""
-    return read_entries(path, (model,) if model is not None else None)[0]
+@dataclass(frozen=True)
+class StoredResults:
+    """A results file whose samples are not read yet. names: of its models; reads: each of them, on demand."""
+
+    path: Path
+    names: list[str]
+    reads: list[Callable[[], ComparedModel]]
+
+    def places(self, model: str) -> list[int]:
+        """Where the model of this name is: the whole name, or the last part of a path."""
+        whole = [place for place, name in enumerate(self.names) if name == model]
+        return whole or [place for place, name in enumerate(self.names) if PurePath(name).name == model]
 
 
-def read_entries(path: Path, models: Iterable[str] | None = None) -> list[ComparedModel]:
-    """The models of a results file, or those named. path: results.json of ladderize, a results_*.json of lm-eval, or
-    the folder that holds one. Raises UserError."""
-    path = results_in(resolved(path)) if resolved(path).is_dir() else resolved(path)
+def open_results(path: Path) -> StoredResults:
+    """path: results.json of ladderize, a results_*.json of lm-eval, or the folder that holds one. Raises UserError."""
+    path = resolved(path)
+    path = results_in(path) if path.is_dir() else path
     content = read_json(path, advice=f"it should be a {WHAT}")
     if is_lm_eval_output(content):
-        name, answers = read_lm_eval_output(path, content)
-        found = {name: ComparedModel(name, str(path), content, answers=answers)}
-        return [found[name] for name in _chosen(path, list(found), models)]
+        name = model_name(path, content)
+        return StoredResults(
+            path,
+            [name],
+            [lambda: ComparedModel(name, str(path), content, answers=read_lm_eval_output(path, content))],
+        )
+    if "schema_version" not in content or "models" not in content:
+        raise UserError(f"{path} is no {WHAT}; name one of these")
     results = EvalResults.from_dict(read_document(path, WHAT), path)
-    known = {result.model.model: result for result in results.models}
-    if not known:
+    if not results.models:
         raise UserError(f"{path} holds no model; evaluate one, or name another file")
-    return [_read_model(path, known[name], results.options) for name in _chosen(path, list(known), models)]
+    return StoredResults(
+        path,
+        [result.model.model for result in results.models],
+        [partial(_read_model, path, result, results.options) for result in results.models],
+    )
+
+
+def read_entry(path: Path, model: str | None = None) -> ComparedModel:
+    """The one model of a results file, or that of the name ``model``. Raises UserError."""
+    stored = open_results(path)
+    places = stored.places(model) if model is not None else list(range(len(stored.names)))
+    if len(places) != 1:
+        wanted = "one model" if model is None else f"one model {model}"
+        raise UserError(f"{stored.path} does not hold {wanted}, but {', '.join(stored.names)}; name one of these")
+    return stored.reads[places[0]]()
 
 
 def _read_model(path: Path, result: ModelResult, options: EvalOptions) -> ComparedModel:
@@ -90,17 +118,6 @@ def leaf_tasks(harness: Mapping[str, Any]) -> list[str]:
         if not isinstance(part, Mapping):
             raise UserError(f"{name} of an evaluated model is no object; name the results of an evaluation")
     return [task for task in results if not groups.get(task)]
-
-
-def _chosen(path: Path, known: list[str], models: Iterable[str] | None) -> list[str]:
-    """The names that were asked for: whole, or the last part of a path where only one ends in it."""
-    chosen = []
-    for model in known if models is None else models:
-        ends = [name for name in known if PurePosixPath(name).name == model]
-        if model not in known and len(ends) != 1:
-            raise UserError(f"{path} holds no model {model!r}, but {', '.join(known)}")
-        chosen.append(model if model in known else ends[0])
-    return chosen
 
 
 def _inside(path: Path, task: str, file: str) -> Path:

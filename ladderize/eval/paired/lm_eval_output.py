@@ -36,8 +36,14 @@ def is_lm_eval_output(content: Mapping[str, Any]) -> bool:
     )
 
 
-def read_lm_eval_output(path: Path, content: Mapping[str, Any]) -> tuple[str, Mapping[str, TaskAnswers]]:
-    """The model's name and its answers to each task. Raises UserError where samples are missing."""
+def model_name(path: Path, content: Mapping[str, Any]) -> str:
+    """What lm-eval calls the model; its folder where it calls it nothing."""
+    name = content.get("model_name")
+    return name if isinstance(name, str) and name else path.parent.name
+
+
+def read_lm_eval_output(path: Path, content: Mapping[str, Any]) -> Mapping[str, TaskAnswers]:
+    """The model's answers to each task. Raises UserError where samples are missing."""
     date = _date(path)
     answers: dict[str, TaskAnswers] = {}
     for task in content["configs"]:
@@ -47,8 +53,7 @@ def read_lm_eval_output(path: Path, content: Mapping[str, Any]) -> tuple[str, Ma
                 f"{path} has no samples_{task}_*.jsonl of the same date beside it; evaluate with lm_eval --log_samples"
             )
         answers[task] = read_answers(file)
-    name = content.get("model_name") or content["configs"]
-    return (name if isinstance(name, str) else path.parent.name), answers
+    return answers
 
 
 def _date(path: Path) -> str | None:

@@ -22,7 +22,8 @@ class _Unit:
 
 
 def pool(reference: ComparedModel, compared: Mapping[str, Compared], options: CompareOptions) -> list[PooledComparison]:
-    """Groups first, then all tasks: as the mean over tasks, and over samples. compared: task
+    """Groups first, then all tasks: as the mean over tasks, and over samples
+    where that is another one. compared: task
     -> its main metric; at least one."""
     units = list(_units(reference, compared))
     pooled = [
@@ -30,8 +31,9 @@ def pool(reference: ComparedModel, compared: Mapping[str, Compared], options: Co
     ]
     by_task = {task: weight / len(units) for unit in units for task, weight in unit.weights.items()}
     pooled.append(_pooled(ALL, "tasks", by_task, compared, options))
-    if len(compared) > 1:
-        pooled.append(_pooled(ALL, "samples", _by_samples(compared, list(compared)), compared, options))
+    by_samples = _by_samples(compared, list(compared))
+    if any(abs(by_samples[task] - weight) > CLOSE for task, weight in by_task.items()):
+        pooled.append(_pooled(ALL, "samples", by_samples, compared, options))
     return pooled
 
 

@@ -1,0 +1,602 @@
+"""`ladderize compare`: stored evaluations in pairs; what was not asked alike is refused."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ladderize
+from ladderize import CompareOptions, UserError
+from ladderize.eval.paired.entry import make_entry, read_entry
+from ladderize.eval.results import EvalResults
+from tests.helpers import ROOT, invoke, one_sentence
+
+DEMO = ROOT / "ladderize" / "demo"
+
+
+class Written:
+    """An evaluation as ``ladderize eval`` stores it, of which every part can be changed before it is written."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path, self.name = folder / f"{name}.json", name
+        self.samples: dict[str, list[dict[str, Any]]] = {}
+        self.harness: dict[str, Any] = {
+            part: {}
+            for part in ("results", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
+        }
+        self.model: dict[str, Any] = {
+            "model": f"models/{name}", "layout": "dense", "attention_sync": ["blocking"], "mlp_sync": ["blocking"],
+            "sync_tp_size": None, "parameters": 1, "dtype": "float32", "device": "cpu", "torch_version": "2",
+            "transformers_version": "5", "add_bos_token": True,
+        }  # fmt: skip
+        self.options: dict[str, Any] = {"tasks": []}
+
+    def task(
+        self,
+        name: str,
+        values: Mapping[str, Any],
+        *,
+        aggregation: str = "mean",
+        higher: bool | None = True,
+        filters: tuple[str, ...] = ("none",),
+        docs: list[dict[str, Any]] | None = None,
+    ) -> "Written":
+        """values: metric -> of each sample."""
+        self.options["tasks"].append(name)
+        count = len(next(iter(values.values())))
+        self.samples[name] = [
+            {
+                "doc_id": number,
+                "doc": docs[number] if docs else {"question": f"q{number}"},
+                "target": "x",
+                "arguments": {},
+                "resps": [],
+                "filtered_resps": [],
+                "filter": kind,
+                "metrics": list(values),
+                "doc_hash": f"d{name}{number}",
+                "prompt_hash": f"p{name}{number}",
+                "target_hash": f"t{number}",
+                **{metric: given[number] for metric, given in values.items()},
+            }
+            for kind in filters
+            for number in range(count)
+        ]
+        reported = {
+            f"{metric},{kind}": reported_value(given, aggregation)
+            for kind in filters
+            for metric, given in values.items()
+        }
+        self.harness["results"][name] = {"alias": name, **reported}
+        self.harness["configs"][name] = {
+            "metric_list": [{"metric": metric, "aggregation": aggregation} for metric in values]
+        }
+        self.harness["versions"][name], self.harness["n-shot"][name] = 1.0, 0
+        self.harness["higher_is_better"][name] = dict.fromkeys(values, higher)
+        return self
+
+    def perplexity(self, nll: np.ndarray, tokens: np.ndarray) -> "Written":
+        mean = float(nll.sum() / tokens.sum())
+        self.model["perplexity"] = {
+            "perplexity": math.exp(mean), "stderr": None, "nll_per_token": mean, "tokens": int(tokens.sum()),
+            "windows": len(nll), "seq_len": 128, "tokens_per_s": 1.0, "data_sha256": "ab", "ids_sha256": "cd",
+            "window_nll": nll.tolist(), "window_tokens": tokens.tolist(),
+        }  # fmt: skip
+        return self
+
+    def write(self) -> Path:
+        folder = self.path.with_suffix(".samples")
+        folder.mkdir(exist_ok=True)
+        named = {}
+        for task, logged in self.samples.items():
+            random.shuffle(logged)  # processes of lm-eval finish in any order
+            (folder / f"{task}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in logged))
+            named[task] = f"{folder.name}/{task}.jsonl"
+        entry = {"ladderize": self.model, "samples": named, **self.harness}
+        content = {"schema_version": 1, "ladderize_version": "0", "options": self.options, "models": [entry]}
+        self.path.write_text(json.dumps(content))
+        return self.path
+
+
+def reported_value(values: Any, aggregation: str) -> float:
+    """What lm-eval makes of the samples' values."""
+    pairs = [value if isinstance(value, tuple) else (value, 1.0) for value in values]
+    mean = sum(part for part, _ in pairs) / sum(weight for _, weight in pairs)
+    if aggregation == "mean":
+        return mean
+    return {"weighted_perplexity": math.exp(-mean), "bits_per_byte": -mean / math.log(2), "other": 0.123}[aggregation]
+
+
+def coins(count: int, right: float) -> list[float]:
+    return (np.random.random(count) < right).astype(float).tolist()
+
+
+def changed(values: list[float], worse: float, better: float) -> list[float]:
+    """0/1 answers of another model."""
+    turned = np.random.random(len(values))
+    return [
+        float(value if (turn >= worse if value else turn >= better) else 1 - value)
+        for value, turn in zip(values, turned, strict=True)
+    ]
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A dense model and another, of two tasks."""
+    dense, other = Written(tmp_path, "dense"), Written(tmp_path, "other")
+    for task, count in (("alpha", 300), ("beta", 120)):
+        answers = coins(count, 0.7)
+        dense.task(task, {"acc": answers})
+        other.task(task, {"acc": changed(answers, 0.2, 0.1)})
+    return dense, other
+
+
+def compare_files(*written: Written, models: tuple[str, ...] = (), **options: Any) -> ladderize.ComparisonDocument:
+    files = [one.write() for one in written]
+    (document,) = ladderize.compare(files, CompareOptions(**options), models=models).comparisons
+    return document
+
+
+# ---- what is compared ----
+
+
+def test_differences_flips_and_pools_are_those_of_the_answers(pair):
+    dense, other = pair
+    document = compare_files(dense, other)
+    values = []
+    for one in document.tasks:
+        by_id = [
+            {sample["doc_id"]: sample["acc"] for sample in written.samples[one.task]} for written in (dense, other)
+        ]
+        lost = [doc for doc in by_id[0] if by_id[0][doc] > by_id[1][doc]]
+        gained = [doc for doc in by_id[0] if by_id[0][doc] < by_id[1][doc]]
+        assert (sorted(lost), sorted(gained)) == (one.right_to_wrong_docs, one.wrong_to_right_docs)
+        assert (len(lost), len(gained)) == (one.right_to_wrong, one.wrong_to_right)
+        assert one.difference == pytest.approx((len(gained) - len(lost)) / len(by_id[0]))
+        assert one.value - one.reference_value == pytest.approx(one.difference)
+        assert one.low < one.difference < one.high
+        assert one.main
+        assert one.clusters == one.samples == len(by_id[0])
+        values.append((one.difference, one.samples))
+    tasks, samples = document.pooled
+    assert document.overall is tasks
+    assert tasks.difference == pytest.approx(np.mean([difference for difference, _ in values]))
+    assert samples.difference == pytest.approx(sum(d * n for d, n in values) / 420)
+    assert (tasks.name, tasks.weights, samples.weights) == ("all", "tasks", "samples")
+    assert tasks.samples == 420
+
+
+def test_it_comes_back_from_json_and_with_the_same_seed_again(pair):
+    dense, other = pair
+    first, again, changed_seed = (compare_files(dense, other, seed=seed) for seed in (3, 3, 4))
+    assert first == again
+    assert first != changed_seed
+    assert type(first).from_dict(json.loads(json.dumps(first.to_dict())), "x") == first
+
+
+def test_a_task_has_the_same_interval_whatever_else_is_compared(pair, tmp_path):
+    whole = compare_files(*pair)
+    alone = compare_files(*pair, metrics=("acc",))
+    for written in pair:
+        del written.samples["beta"], written.harness["results"]["beta"]
+    one = compare_files(*pair)
+    assert one.tasks == whole.tasks[:1] == alone.tasks[:1]
+
+
+def test_passages_are_resampled_together(tmp_path):
+    """Twenty passages with ten questions each that all turn together: only --cluster-by none has 200 samples."""
+    answers = np.ones(200)
+    moved = np.repeat(np.random.permutation(20) < 4, 10)
+    docs = [{"passage": f"p{number // 10}", "question": f"{number}"} for number in range(200)]
+    dense = Written(tmp_path, "dense").task("t", {"acc": answers.tolist()}, docs=docs)
+    other = Written(tmp_path, "other").task("t", {"acc": (answers - moved).tolist()}, docs=docs)
+    together, alone, named = (compare_files(dense, other, cluster_by=by).tasks[0] for by in (None, "none", "question"))
+    assert (together.clusters, alone.clusters, named.clusters) == (20, 200, 200)
+    assert together.high - together.low > 2 * (alone.high - alone.low)
+    with pytest.raises(UserError, match="--cluster-by title: no document has this field with text; there are p"):
+        compare_files(dense, other, cluster_by="title")
+
+
+def test_an_instruction_that_all_documents_share_is_no_passage(tmp_path):
+    docs = [{"context": "Answer.", "question": f"{number}"} for number in range(50)]
+    written = [Written(tmp_path, name).task("t", {"acc": coins(50, 0.5)}, docs=docs) for name in "ab"]
+    assert compare_files(*written).tasks[0].clusters == 50
+
+
+def test_a_perplexity_of_words_is_compared_on_its_own_scale(tmp_path):
+    """word_perplexity: lm-eval takes exp(-sum of log-likelihoods / sum of words), not a mean of the samples."""
+    words = np.random.randint(20, 80, 40).astype(float)
+    scores = -words * np.random.uniform(2, 4, 40)
+    dense, other = Written(tmp_path, "dense"), Written(tmp_path, "other")
+    for written, found in ((dense, scores), (other, scores * np.random.uniform(1.0, 1.1, 40))):
+        pairs = list(zip(found.tolist(), words.tolist(), strict=True))
+        written.task("wiki", {"word_perplexity": pairs}, aggregation="weighted_perplexity", higher=False)
+        written.task("bytes", {"bits_per_byte": pairs}, aggregation="bits_per_byte", higher=False)
+    document = compare_files(dense, other)
+    for one in document.tasks:
+        reported = [w.harness["results"][one.task][f"{one.metric},none"] for w in (dense, other)]
+        assert (one.reference_value, one.value) == pytest.approx(reported)
+        assert one.low < one.difference < one.high
+        assert one.low > 0  # every document has become worse
+        assert (one.verdict, one.mcnemar_p, one.main) == (None, None, False)
+    assert document.overall is None
+    assert not document.within_margin
+
+
+def test_what_is_no_mean_is_left_out_by_name(tmp_path):
+    written = []
+    for name in "ab":
+        one = Written(tmp_path, name).task("t", {"acc": coins(30, 0.5), "odd": coins(30, 0.5)})
+        one.harness["results"]["t"]["odd,none"] = 17.0
+        one.harness["configs"]["t"]["metric_list"][1]["aggregation"] = "<function median>"
+        for sample in one.samples["t"]:
+            sample["bleu"] = ["a prediction", "a reference"]
+            sample["metrics"].append("bleu")
+        written.append(one)
+    document = compare_files(*written)
+    assert [one.metric for one in document.tasks] == ["acc"]
+    assert document.left_out == [
+        "t: odd was not compared, since lm-eval does not take a mean of it",
+        "t: bleu was not compared, since its values in the samples are no finite numbers",
+    ]
+
+
+def test_fewer_errors_are_a_gain(tmp_path):
+    """Of a metric where less is better the margin is on the other side."""
+    errors = coins(2000, 0.3)
+    dense = Written(tmp_path, "dense").task("t", {"error": errors}, higher=False)
+    other = Written(tmp_path, "other").task("t", {"error": changed(errors, 0.5, 0.0)}, higher=False)
+    better, worse = compare_files(dense, other).tasks[0], compare_files(other, dense).tasks[0]
+    assert (better.verdict, worse.verdict) == ("shown", "worse")
+    assert better.difference < 0
+    assert better.wrong_to_right == worse.right_to_wrong > 0
+    assert not better.main
+
+
+def test_nothing_is_pooled_with_what_has_no_points(pair):
+    for written in pair:
+        written.task("score", {"points": np.random.normal(50, 9, 80).tolist()})
+    document = compare_files(*pair)
+    assert document.overall.tasks == ["alpha", "beta"]
+    assert document.left_out == ["score: not in the pooled values, since no metric of it is between 0 and 1"]
+    assert document.tasks[-1].verdict is None
+
+
+def test_the_filters_of_a_task_are_told_apart(tmp_path):
+    written = []
+    for name in "ab":
+        one = Written(tmp_path, name).task("gsm", {"exact_match": coins(60, 0.5)}, filters=("strict", "flexible"))
+        written.append(one)
+    found = compare_files(*written).tasks
+    assert {one.filter for one in found} == {"strict", "flexible"}
+    assert sum(one.main for one in found) == 1
+
+
+@pytest.mark.parametrize("by_size", [True, False])
+def test_a_group_weighs_its_tasks_as_lm_eval_does(tmp_path, by_size):
+    """One group of two tasks of 20 and 180 samples, and a task by itself: in all, group and task count alike."""
+    dense, other = Written(tmp_path, "dense"), Written(tmp_path, "other")
+    for task, count in (("small", 20), ("large", 180), ("single", 50)):
+        answers = [1.0] * (count // 2) + [0.0] * (count - count // 2 - 1) + [1.0]
+        dense.task(task, {"acc": answers})
+        other.task(task, {"acc": changed(answers, 0.3 if task == "small" else 0.05, 0.0)})
+    for written in (dense, other):
+        accs = {task: np.mean([s["acc"] for s in logged]) for task, logged in written.samples.items()}
+        grouped = 0.1 * accs["small"] + 0.9 * accs["large"] if by_size else (accs["small"] + accs["large"]) / 2
+        written.harness["results"]["pair"] = {"alias": "pair", "acc,none": grouped}
+        written.harness["group_subtasks"] = {"outer": ["pair", "single"], "pair": ["small", "large"]}
+        written.harness["results"]["outer"] = {"alias": "outer"}
+    group, tasks, samples = compare_files(dense, other).pooled
+    shown = [written.harness["results"]["pair"]["acc,none"] for written in (dense, other)]
+    assert (group.reference_value, group.value) == pytest.approx(shown)
+    assert (group.name, group.weights) == ("pair", "samples" if by_size else "tasks")
+    single = [np.mean([s["acc"] for s in written.samples["single"]]) for written in (dense, other)]
+    assert tasks.value == pytest.approx((shown[1] + single[1]) / 2)
+    assert samples.value == pytest.approx(np.mean([s["acc"] for logged in other.samples.values() for s in logged]))
+
+
+def test_perplexity_is_paired_by_window(tmp_path):
+    tokens = np.random.randint(50, 128, 60)
+    nll = tokens * np.random.gamma(20, 0.1, 60)
+    dense = Written(tmp_path, "dense").perplexity(nll, tokens)
+    other = Written(tmp_path, "other").perplexity(nll * 1.02, tokens)
+    other.model["predictions"] = {
+        "reference": "models/dense", "mean_kl": 0.05, "p99_kl": 0.7, "same_top_share": 0.9, "tokens": int(tokens.sum()),
+        "window_kl": (0.05 * tokens).tolist(),
+    }  # fmt: skip
+    document = compare_files(dense, other)
+    found = document.perplexity
+    assert found.ratio == pytest.approx(math.exp(0.02 * nll.sum() / tokens.sum()))
+    assert found.difference == pytest.approx(found.value - found.reference_value)
+    assert 1 < found.ratio_low < found.ratio < found.ratio_high
+    assert found.high - found.low == pytest.approx(2 * 1.96 * found.stderr, rel=0.35)
+    assert document.predictions.mean_kl == 0.05
+    assert document.predictions.low == pytest.approx(0.05)
+    other.model["predictions"]["reference"] = "another"
+    assert compare_files(dense, other).predictions is None
+
+
+# ---- what is refused ----
+
+
+def with_samples(key: str, value: Any) -> Any:
+    def change(other: Written) -> None:
+        other.samples["alpha"][7][key] = value
+
+    return change
+
+
+def fewer(other: Written) -> None:
+    other.samples["alpha"] = other.samples["alpha"][:250]
+
+
+REFUSALS: dict[str, tuple[Any, str]] = {
+    "limit": (fewer, "not the same samples of alpha: 300 in"),
+    "document": (with_samples("doc_hash", "z"), "not the same documents of alpha: 1 of 300 differ"),
+    "prompt": (with_samples("prompt_hash", "z"), "not the same prompts of alpha: 1 of 300 differ"),
+    "target": (with_samples("target_hash", "z"), "not the same targets of alpha: 1 of 300 differ"),
+    "doc_id": (with_samples("doc_id", 999), "only one of"),
+    "version": (lambda o: o.harness["versions"].update(beta=2.0), "not the same version of beta: 1.0 in"),
+    "shots": (lambda o: o.harness["n-shot"].update(beta=5), "not the same number of few-shot examples of beta: 0 in"),
+    "template": (lambda o: o.options.update(apply_chat_template=True), "not the same chat template"),
+    "bos": (lambda o: o.model.update(add_bos_token=False), "not the same BOS token in front of texts: True in"),
+    "generation": (
+        lambda o: o.harness["configs"]["beta"].update(generation_kwargs={"max_gen_toks": 9}),
+        "not the same generation settings of beta: none in",
+    ),
+    "tasks": (lambda o: o.task("gamma", {"acc": coins(5, 0.5)}), "has gamma"),
+    "value": (
+        lambda o: o.harness["results"]["beta"].update({"acc,none": 0.987654}),
+        "the samples of beta are not those of",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_models_that_were_not_asked_the_same_are_refused(pair, what):
+    change, message = REFUSALS[what]
+    dense, other = pair
+    change(other)
+    with pytest.raises(UserError) as caught:
+        compare_files(dense, other)
+    assert message in str(caught.value)
+    assert "other.json" in str(caught.value)
+
+
+def test_common_tasks_are_compared_where_asked(pair):
+    dense, other = pair
+    other.task("gamma", {"acc": coins(5, 0.5)})
+    document = compare_files(dense, other, common=True)
+    assert [one.task for one in document.tasks] == ["alpha", "beta"]
+    assert document.left_out == ["gamma: only one of the models has it"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("data_sha256", "zz", "not the same file of --perplexity"),
+        ("seq_len", 64, "not the same --seq-len of --perplexity"),
+        ("ids_sha256", "zz", "not the same token ids of --perplexity"),
+        ("window_nll", None, "keeps no windows of its perplexity"),
+        ("window_tokens", [9] * 10, "windows of perplexity that do not fit together"),
+    ],
+)
+def test_other_windows_are_refused(tmp_path, key, value, message):
+    tokens = np.full(20, 100)
+    dense, other = (Written(tmp_path, name).perplexity(tokens * 2.0, tokens) for name in ("dense", "other"))
+    other.model["perplexity"][key] = value
+    with pytest.raises(UserError, match=message):
+        compare_files(dense, other)
+
+
+def break_samples(text: str) -> Any:
+    def change(path: Path) -> None:
+        file = path.with_suffix(".samples") / "alpha.jsonl"
+        file.write_text(file.read_text() + text)
+
+    return change
+
+
+def rewrite(path: Path, change: Any) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def point_outside(path: Path) -> None:
+    (path.parent / "secret.jsonl").write_text("{}\n")
+    rewrite(path, lambda content: content["models"][0]["samples"].update(alpha="../../secret.jsonl"))
+
+
+def link_outside(path: Path) -> None:
+    file = path.with_suffix(".samples") / "alpha.jsonl"
+    file.unlink()
+    file.symlink_to("/etc/passwd")
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "not JSON": (lambda path: path.write_text("{"), "is not valid JSON"),
+    "foreign": (lambda path: path.write_text('{"a": 1}'), "is no results.json of ladderize eval"),
+    "of a list": (lambda path: path.write_text("[]"), "holds a list where an object is expected"),
+    "other schema": (lambda path: rewrite(path, lambda c: c.update(schema_version=9)), "schema_version 9"),
+    "cut off": (break_samples('{"doc_id": 5, "do'), "alpha.jsonl, line 301 is not valid JSON"),
+    "no sample": (break_samples('{"a": 1}\n'), "line 301 is no sample of lm-eval: its filter is no str"),
+    "a number": (break_samples("5\n"), "line 301 is no sample of lm-eval, which is an object"),
+    "no file": (lambda path: (path.with_suffix(".samples") / "beta.jsonl").unlink(), "that are not there"),
+    "no samples": (
+        lambda path: rewrite(path, lambda c: c["models"][0].pop("samples")),
+        "keeps no samples of alpha for models/other, as files of earlier versions",
+    ),
+    "path": (point_outside, "names samples of alpha outside of its folder"),
+    "absolute": (
+        lambda path: rewrite(path, lambda c: c["models"][0]["samples"].update(alpha="/etc/passwd")),
+        "outside of its folder",
+    ),
+    "link": (link_outside, "outside of its folder"),
+    "fifo": (lambda path: (path.unlink(), os.mkfifo(path)), "is a FIFO"),
+    "no model": (lambda path: rewrite(path, lambda c: c.update(models=[])), "holds no model"),
+    "results": (
+        lambda path: rewrite(path, lambda c: c["models"][0].update(results=[1])),
+        "results of an evaluated model is no object",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_files_are_one_sentence(pair, what):
+    change, message = BROKEN[what]
+    dense, other = (written.write() for written in pair)
+    change(other)
+    assert message in one_sentence(invoke("compare", dense, other))
+
+
+def test_an_answer_that_comes_twice(pair):
+    dense, other = pair
+    for written in pair:
+        written.samples["alpha"].append(dict(written.samples["alpha"][3]))
+    assert "is a second answer to doc_id" in one_sentence(invoke("compare", dense.write(), other.write()))
+
+
+def test_a_model_that_is_not_there_and_one_that_is_alone(pair, tmp_path):
+    dense, other = (written.write() for written in pair)
+    assert "--model x is in no file; there are models/dense, models/other" in one_sentence(
+        invoke("compare", dense, other, "--model", "x")
+    )
+    assert "there are no two models to compare, but only models/dense" in one_sentence(invoke("compare", dense))
+    (tmp_path / "empty").mkdir()
+    assert "holds no results of an evaluation" in one_sentence(invoke("compare", tmp_path / "empty"))
+    assert invoke("compare", dense, other, "--margin", "0").code == 2
+    assert "no such file" in one_sentence(invoke("compare", dense, tmp_path / "none.json"))
+
+
+# ---- the command ----
+
+
+def test_the_command_prints_a_table_and_sentences(pair, tmp_path):
+    dense, other = (written.write() for written in pair)
+    shown = invoke("compare", dense, other, "--out", tmp_path / "out.json")
+    assert shown.code == 0
+    assert "other against dense (95% intervals)" in shown.stdout
+    table = shown.stdout.split("\n\n")[1]
+    assert max(map(len, table.splitlines())) <= 80
+    assert "turned from right to wrong" in shown.stdout
+    assert "no loss" not in shown.stdout
+    printed = json.loads(invoke("compare", dense, other, "--json").stdout)
+    assert json.loads((tmp_path / "out.json").read_text()) == printed
+    assert printed["schema_version"] == 1
+    assert len(printed["comparisons"]) == 1
+
+
+def test_the_words_claim_what_the_interval_shows(tmp_path):
+    """The same equal models with few and many samples, a bad one, and one within a wide margin."""
+    for count, worse, options, words in (
+        (50, 0.0, [], "At most 1 point worse over the task: too few samples"),
+        (400, 0.0, [], "At most 1 point worse over the task: shown"),
+        (400, 0.5, [], "More than 1 point worse over the task: shown"),
+        (400, 0.1, ["--margin", "20"], "At most 20 points worse over the task: shown"),
+    ):
+        answers = [1.0] * (count // 2) + [0.0] * (count // 2)
+        dense = Written(tmp_path, "dense").task("t", {"acc": answers}).write()
+        moved = changed(answers, worse, 0.0)
+        other = Written(tmp_path, "other").task("t", {"acc": moved}).write()
+        shown = invoke("compare", dense, other, *options).stdout
+        assert words in shown, shown
+
+
+def test_not_shown_with_enough_samples(tmp_path):
+    """A model that is 3 points worse with a margin of 3: twenty thousand samples are enough, and show nothing."""
+    answers = [1.0] * 20_000
+    moved = [0.0] * 600 + [1.0] * 19_400
+    dense, other = (Written(tmp_path, n).task("t", {"acc": v}) for n, v in (("dense", answers), ("other", moved)))
+    document = compare_files(dense, other, margin=3.0)
+    assert document.overall.verdict == "not shown"
+    assert not document.within_margin
+
+
+def test_several_models_of_one_file_are_each_compared_with_the_first(pair, tmp_path):
+    dense, other = (written.write() for written in pair)
+    content, more = json.loads(dense.read_text()), json.loads(other.read_text())
+    both = tmp_path / "both.json"
+    third = {**more["models"][0], "ladderize": {**more["models"][0]["ladderize"], "model": "models/third"}}
+    both.write_text(json.dumps({**content, "models": [content["models"][0], more["models"][0], third]}))
+    found = ladderize.compare([both]).comparisons
+    assert [(one.reference, one.other) for one in found] == [
+        ("models/dense", "models/other"),
+        ("models/dense", "models/third"),
+    ]
+    (chosen,) = ladderize.compare([dense, both], models=["third"]).comparisons
+    assert chosen.other == "models/third"
+    assert read_entry(both, "other").name == "models/other"
+    with pytest.raises(UserError, match="does not hold one model, but models/dense, models/other, models/third"):
+        read_entry(both)
+
+
+def test_it_starts_without_torch(pair):
+    dense, other = (str(written.write()) for written in pair)
+    code = f"import ladderize, sys; ladderize.compare([{dense!r}, {other!r}])\n"
+    code += "assert not {'torch', 'transformers', 'lm_eval', 'scipy'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# ---- what evaluations really write ----
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """lm-eval's own output of the demo's model, and what it returns, on two tasks and a group."""
+    import torch
+    from lm_eval import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("lm_eval")
+    model = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32)
+    tasks = TaskManager(include_path=str(DEMO / "tasks"), include_defaults=False)
+    tracker = EvaluationTracker(output_path=str(folder / "out"))
+    harness = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(DEMO / "model"), batch_size=32)
+    result = simple_evaluate(
+        model=harness,
+        tasks=["demo_agreement", "demo_arithmetic"],
+        task_manager=tasks,
+        limit=24,
+        log_samples=True,
+        evaluation_tracker=tracker,
+    )
+    samples = result.pop("samples")
+    tracker.save_results_aggregated(results=dict(result), samples=samples)
+    for task, logged in samples.items():
+        tracker.save_results_samples(task, json.loads(json.dumps(logged, default=str)))
+    return folder / "out", result, samples
+
+
+def test_the_output_of_lm_eval_is_read_as_a_file_and_as_a_folder(evaluated):
+    folder, result, _ = evaluated
+    (file,) = folder.glob("*/results_*.json")
+    (document,) = ladderize.compare([folder, file]).comparisons
+    assert {one.task for one in document.tasks} == {"demo_agreement", "demo_arithmetic"}
+    for one in document.tasks:
+        assert one.value == pytest.approx(result["results"][one.task][f"{one.metric},none"])
+        assert (one.difference, one.right_to_wrong, one.samples) == (0.0, 0, 24)
+        assert one.verdict == "too few samples"
+
+
+def test_samples_in_memory_are_as_those_of_files(evaluated, pair):
+    _, _, samples = evaluated
+    results = EvalResults.from_dict(json.loads(pair[0].write().read_text()), "x")
+    entry = make_entry(results.models[0], samples, "this run")
+    stored = read_entry(evaluated[0])
+    for task, filters in entry.answers.items():
+        assert filters["none"].values == stored.answers[task]["none"].values
+        assert filters["none"].hashes == stored.answers[task]["none"].hashes
+    with pytest.raises(UserError, match="this run: t, sample 0 is no sample of lm-eval"):
+        make_entry(results.models[0], {"t": [{"doc": 1}]}, "this run")
