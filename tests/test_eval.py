@@ -18,11 +18,14 @@ from ladderize.demo.run import MODEL, TASKS
 from ladderize.errors import UserError
 from ladderize.eval.backends.scoring import score_windows
 from ladderize.eval.evaluation import run
-from ladderize.eval.evaluation.table import comparison_rows
+from ladderize.eval.evaluation.table import comparison_rows, prediction_rows
+from ladderize.eval.paired.compare import compare_results
+from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
+from ladderize.eval.paired.entry import read_entry
 from ladderize.eval.perplexity import perplexity_from_nlls
 from ladderize.eval.results import EvalResults
 from tests import warm
-from tests.helpers import STORIES, fresh_rng, invoke, listing, make_model, one_sentence
+from tests.helpers import STORIES, fresh_rng, invoke, listing, make_model, one_sentence, save_llama
 from tests.oracle import Oracle
 
 
@@ -150,10 +153,54 @@ def test_eval_of_two_models(pair, tmp_path):
     assert listing(tmp_path) == ["r.json", "r.samples", "text.jsonl"]
     check_samples(tmp_path, document)
     results = EvalResults.from_dict(document, "r.json")
-    assert results.to_dict() == {key: document[key] for key in ("options", "models")}
+    assert results.to_dict() == {key: document[key] for key in ("options", "models", "comparisons")}
     rows = comparison_rows(results)
     assert [row["task"] for row in rows if row["task"]] == ["perplexity", "demo_agreement", "demo_arithmetic"]
     assert {(row["model"], row["layout"]) for row in rows} == {("model", "dense"), ("ladder", "ladder 0:8")}
+    check_comparison(pair, tmp_path, document, rows)
+
+
+def check_comparison(pair: tuple[Path, Path], folder: Path, document: dict, rows: list[dict[str, str]]) -> None:
+    """The comparison made on the fly is that of the stored files, and the table shows what the samples say."""
+    (comparison,) = document["comparisons"]
+    dense, ladder = (read_entry(folder / "r.json", str(model)) for model in pair)
+    assert ComparisonDocument.from_dict(comparison, "r.json") == compare_results(dense, ladder, CompareOptions())
+    answers = [
+        [json.loads(line)["exact_match"] for line in (folder / entry["samples"]["demo_arithmetic"]).open()]
+        for entry in document["models"]
+    ]
+    lost = sum(ours > theirs for ours, theirs in zip(*answers, strict=True))
+    won = sum(ours < theirs for ours, theirs in zip(*answers, strict=True))
+    assert [row["flips"] for row in rows] == ["", "", "", rows[3]["flips"], "", f"-{lost} +{won}"]
+    losses = [np.array(entry["ladderize"]["perplexity"]["window_nll"]) for entry in document["models"]]
+    tokens = np.array(document["models"][0]["ladderize"]["perplexity"]["window_tokens"])
+    parts = [math.exp(nll.sum() / tokens.sum()) * (nll - nll.sum() / tokens.sum() * tokens) for nll in losses]
+    count = len(tokens)
+    stderr = math.sqrt(count / (count - 1) * ((parts[1] - parts[0]) ** 2).sum()) / tokens.sum()
+    assert rows[1]["difference"].endswith(f" ±{stderr:.4f}")
+    assert [bool(row["interval"]) for row in rows] == [False, True] * 3
+    predictions = document["models"][1]["ladderize"]["predictions"]
+    assert predictions["reference"] == str(pair[0])
+    (row,) = prediction_rows(EvalResults.from_dict(document, "r.json"))
+    assert (row["model"], row["mean KL"]) == ("ladder", f"{predictions['mean_kl']:.4g}")
+
+
+def test_what_cannot_be_compared_is_said_and_the_results_stay(llama, tmp_path):
+    """Two vocabularies: the windows are the same ids, the predictions are not comparable; a file of another tokenizer
+    is simulated by another hash."""
+    other = save_llama(tmp_path / "other", vocab_size=120)
+    np.save(tmp_path / "ids.npy", fresh_rng().integers(3, 90, 60))
+    outcome = invoke("eval", llama, other, "--perplexity", tmp_path / "ids.npy", "--seq-len", "9", "--json")
+    assert "their vocabulary has 97 tokens, and this one 120" in outcome.stderr
+    (comparison,) = json.loads(outcome.stdout)["comparisons"]
+    assert comparison["predictions"] is None
+    assert comparison["perplexity"]["windows"] == 7
+    longer = save_llama(tmp_path / "longer", max_position_embeddings=40)
+    outcome = invoke("eval", llama, longer, "--perplexity", tmp_path / "ids.npy", "--json")
+    assert f"Warning: {longer} was not compared with {llama}: not the same" in outcome.stderr
+    document = json.loads(outcome.stdout)
+    assert "comparisons" not in document
+    assert len(document["models"]) == 2
 
 
 def check_samples(folder: Path, document: dict) -> None:

@@ -143,11 +143,17 @@ def evaluate(
     console = Console(as_json)
     with console.stage(LOADING):
         from ladderize.eval.evaluation.run import evaluate as evaluate_models
-        from ladderize.eval.evaluation.table import comparison_rows
+        from ladderize.eval.evaluation.table import comparison_rows, prediction_rows, table_words
     results = evaluate_models(
         models, options, out=out, keep_predictions=keep_predictions, reference=reference, console=console
     )
     console.document(results.to_dict())
-    console.table(comparison_rows(results), right=["value", "stderr", "difference"])
+    rows = comparison_rows(results)
+    console.table(rows, right=["value", "stderr", "difference", "interval", "flips"])
+    if words := table_words(rows):
+        console.prose(f"\n{words}")
+    if predictions := prediction_rows(results):
+        console.result("\nKL divergence from the reference's predictions, in nats per token:\n")
+        console.table(predictions, right=[key for key in predictions[0] if key != "model"])
     if out is not None:
         console.note(f"wrote {out}")

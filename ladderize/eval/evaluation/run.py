@@ -12,6 +12,7 @@ from ladderize.eval.backends.base import EvalModel
 from ladderize.eval.backends.choose import open_model
 from ladderize.eval.evaluation.baseline import open_baseline
 from ladderize.eval.evaluation.output import Output, open_output
+from ladderize.eval.evaluation.pairs import compare_models
 from ladderize.eval.evaluation.tasks import load_tasks, run_task
 from ladderize.eval.evaluation.text import score_text
 from ladderize.eval.options import EvalOptions
@@ -65,7 +66,7 @@ def evaluate(
                 if options.perplexity is not None:
                     described = score_text(model, described, folder, options, baseline, console)
                 output.finished.append(run_tasks(model, described, manager, output, console))
-        return output.save()
+        return output.save(comparisons=compare_models(output, console))
 
 
 def run_tasks(
