@@ -143,7 +143,7 @@ def evaluate(
     console = Console(as_json)
     with console.stage(LOADING):
         from ladderize.eval.evaluation.run import evaluate as evaluate_models
-        from ladderize.eval.evaluation.table import comparison_rows, prediction_rows, table_words
+        from ladderize.eval.evaluation.table import comparison_rows, prediction_rows, table_words, verdicts
     results = evaluate_models(
         models, options, out=out, keep_predictions=keep_predictions, reference=reference, console=console
     )
@@ -151,7 +151,12 @@ def evaluate(
     rows = comparison_rows(results)
     console.table(rows, right=["value", "stderr", "difference", "interval", "flips"])
     if words := table_words(rows):
-        console.prose(f"\n{words}")
+        console.result("")
+        console.prose(words)
+    if sentences := verdicts(results):
+        console.result("")
+    for sentence in sentences:
+        console.prose(sentence)
     if predictions := prediction_rows(results):
         console.result("\nKL divergence from the reference's predictions, in nats per token:\n")
         console.table(predictions, right=[key for key in predictions[0] if key != "model"])

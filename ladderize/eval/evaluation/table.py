@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.eval.paired.document import ComparisonDocument
+from ladderize.eval.paired.words import verdict_sentence
 from ladderize.eval.results import EvalResults, ModelResult
 
 
@@ -23,7 +24,7 @@ def comparison_rows(results: EvalResults) -> list[dict[str, str]]:
     layouts = [entry.model.layout.partition(" layers: ")[2] for entry in results.models]
     names = short_names([entry.model.model for entry in results.models])
     measured = [{(one.task, one.metric): one for one in measurements(entry)} for entry in results.models]
-    compared: list[dict[tuple[str, str], Difference]] = [{}, *differences(results)]
+    compared: list[dict[tuple[str, str], Difference]] = [{}, *paired_differences(results)]
     rows = []
     for task, metric in dict.fromkeys(key for found in measured for key in found):
         base = measured[0].get((task, metric))
@@ -56,7 +57,7 @@ class Difference:
     flips: str
 
 
-def differences(results: EvalResults) -> list[dict[tuple[str, str], Difference]]:
+def paired_differences(results: EvalResults) -> list[dict[tuple[str, str], Difference]]:
     """Of each model after the first: (task, metric) -> its difference, where the models were compared in pairs."""
     documents = {document.other: document for document in comparison_documents(results)}
     found = []
@@ -104,6 +105,17 @@ def prediction_rows(results: EvalResults) -> list[dict[str, str]]:
                 }
             )
     return rows
+
+
+def verdicts(results: EvalResults) -> list[str]:
+    """For each later model a sentence on whether it is at most the margin worse over all tasks, where there are any."""
+    models = [entry.model.model for entry in results.models]
+    names = dict(zip(models, short_names(models), strict=True))
+    return [
+        f"{names.get(one.other, one.other)}: {verdict_sentence(one.overall, one.margin)}"
+        for one in comparison_documents(results)
+        if one.overall is not None
+    ]
 
 
 def table_words(rows: list[dict[str, str]]) -> str:
