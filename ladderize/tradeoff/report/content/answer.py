@@ -54,8 +54,9 @@ def _whole(timing: Timing) -> WithInterval:
 
 
 def _fastest(subjects: list[Subject], setting: Setting) -> tuple[Subject, Timing] | None:
+    """Of those that are shown to be faster than dense, where there are such."""
     timed = [(subject, timing) for subject in subjects if (timing := subject.timing(setting)) is not None]
-    return max(timed, key=lambda pair: _whole(pair[1]).value, default=None)
+    return max(timed, key=lambda pair: (faster(_whole(pair[1])), _whole(pair[1]).value), default=None)
 
 
 def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:
@@ -73,7 +74,7 @@ def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:
             f" {margin} less accurate: both are shown by 95 % intervals."
         )
         numbers = [_accuracy_number(subject, content), _speed_number(timing), _pays_number([subject], content)]
-        return Answer(headline, numbers, _kind_sentences(content, shown, timing.setting), subject, timing.setting)
+        return Answer(headline, numbers, _kind_sentences(content, subject, timing.setting), subject, timing.setting)
     best = max(shown, key=lambda s: max((_whole(t).value for t in s.timings), default=0.0))
     if not content.real_settings or not any(subject.timings for subject in shown):
         headline = (
@@ -95,7 +96,7 @@ def _none_shown(content: ReportContent, others: list[Subject], compared: list[Su
     closest = max(compared, key=lambda s: s.accuracy.difference.value if s.accuracy and s.accuracy.difference else 0.0)
     assert closest.accuracy is not None
     headline = f"No layout is shown to be within {margin} of dense."
-    sentences = [f"The closest is {closest.name} ({closest.layout_words}): {_difference_text(closest)}."]
+    sentences = []
     if closest.accuracy.needed:
         sentences.append(f"{closest.accuracy.needed:,} samples would be needed to show {margin} of difference.")
     if not closest.accuracy.paired:
@@ -103,12 +104,13 @@ def _none_shown(content: ReportContent, others: list[Subject], compared: list[Su
             "The results hold no samples, so these intervals are unpaired and show less than they could: evaluate"
             " again with this version of ladderize, which keeps the samples."
         )
-    first = KeyNumber(f"Layouts shown within {margin} of dense", "none", f"closest: {_difference_text(closest)}")
+    nearest = f"closest: {closest.name} ({closest.layout_words}), {_difference_text(closest)}"
+    first = KeyNumber(f"Layouts shown within {margin} of dense", "none", nearest)
     fastest = _first_fastest(others, content)
     if fastest is None:
         return Answer(headline, [first, _unmeasured_speed(), _pays_number(others, content)], sentences)
     subject, timing = fastest
-    speed = KeyNumber("Highest speed-up, at a cost", *_speed_parts(timing, f"{subject.name}, {_cost_text(subject)}"))
+    speed = KeyNumber("Highest speed-up of any layout", *_speed_parts(timing, f"{subject.name}, {_cost_text(subject)}"))
     return Answer(headline, [first, speed, _pays_number(others, content)], sentences, None, timing.setting)
 
 
@@ -190,12 +192,13 @@ def _pays_number(subjects: list[Subject], content: ReportContent) -> KeyNumber:
     return KeyNumber(label, value, "; ".join(shown) or "the interval is above 1 wherever it was timed")
 
 
-def _kind_sentences(content: ReportContent, shown: list[Subject], chosen: Setting) -> list[str]:
-    """Where the speed-up that is shown is not measured, what the measured settings say."""
+def _kind_sentences(content: ReportContent, best: Subject, chosen: Setting) -> list[str]:
+    """Where the speed-up that is shown is not measured, what the measured settings say of the same model."""
     if chosen.kind == "measured":
         return []
+    sentences = [f"This speed-up is {chosen.kind}, not measured on a whole group."]
     measured = [setting for setting in content.real_settings if setting.kind == "measured"]
-    sentences = [f"The speed-up is {chosen.kind}, not measured on a whole group."]
-    if measured and (found := _fastest(shown, measured[0])) is not None:
-        sentences.append(f"{measured[0].words}: {found[0].name} {speedup_text(_whole(found[1]))}.")
+    for setting in measured[:1]:
+        if (timing := best.timing(setting)) is not None:
+            sentences.append(f"Of {best.name}, {setting.words}: {speedup_text(_whole(timing))}.")
     return sentences

@@ -7,7 +7,7 @@ from typing import Any
 
 from ladderize.adapt.curves.read import Curves, read_curves
 from ladderize.adapt.retrain.metrics import METRICS
-from ladderize.convert.sensitivity_file import SensitivityDocument
+from ladderize.convert.sensitivity_file import SensitivityDocument, kind_of, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.paired.document import ComparisonDocument, Comparisons
 from ladderize.eval.results import EvalResults
@@ -140,7 +140,8 @@ def _add_file(path: Path, found: FoundDocuments, command: str | None = None) -> 
     elif kind == "bench":
         found.benches.append(FoundBench(path, BenchDocument.from_dict(content, path), version, command))
     elif kind == "sensitivity":
-        found.sensitivities.append(FoundSensitivity(path, SensitivityDocument.from_dict(content, path), command))
+        document = read_sensitivity(path, kind_of(str(content.get("mode"))))
+        found.sensitivities.append(FoundSensitivity(path, document, command))
     else:
         raise UserError(
             f"{path} is none of the documents that a report is made of: sweep.json, results.json, bench.json,"

@@ -113,8 +113,10 @@ class _Joint:
             self.timed.setdefault(_normal(timed), []).append(subject)
 
     def add_results(self, results: FoundResults) -> None:
-        for entry in results.document.models:
+        for number, entry in enumerate(results.document.models):
             key = _normal(entry.model.model)
+            if key in self.where and number == 0:
+                continue  # the reference of several evaluations: the first one counts
             if key in self.where:
                 raise UserError(
                     f"{results.path} and {self.where[key]} both evaluate {entry.model.model}; name one of the two"

@@ -7,9 +7,9 @@ from ladderize.tradeoff.report.content.tables import ReportTable, TableCell, Tab
 from ladderize.tradeoff.report.content.words import (
     estimate_text,
     interval_text,
+    margin_text,
     number_text,
     speedup_text,
-    verdict_text,
 )
 
 
@@ -26,14 +26,16 @@ def models_table(content: ReportContent, setting: Setting | None) -> ReportTable
                 row.append(cell)
 
     column("retrained", [TableCell(subject.retraining) for subject in models], numeric=False)
-    column("accuracy", [_accuracy(subject) for subject in models])
+    within = f"within {margin_text(content.margin)}"
     column("points from dense (95 %)", [_difference(subject) for subject in models])
-    column("margin", [_verdict(subject, content) for subject in models], numeric=False)
+    column(within, [_verdict(subject) for subject in models], numeric=False)
+    if setting is not None:
+        column(f"speed-up (95 %), {setting.kind}", [_speedup(subject, setting) for subject in models])
     column("perplexity (95 %)", [_perplexity(subject) for subject in models])
+    column("accuracy", [_accuracy(subject) for subject in models])
     column("KL to dense, nats", [_kl(subject) for subject in models])
     column("same top token", [_same_top(subject) for subject in models])
     if setting is not None:
-        column(f"speed-up (95 %), {setting.kind}", [_speedup(subject, setting) for subject in models])
         column(f"prefill ms, {setting.kind}", [_milliseconds(subject, setting, "prefill") for subject in models])
         column(f"decode ms, {setting.kind}", [_milliseconds(subject, setting, "decode") for subject in models])
         column("peak memory", [_memory(subject, setting) for subject in models])
@@ -58,10 +60,13 @@ def _difference(subject: Subject) -> TableCell:
     )
 
 
-def _verdict(subject: Subject, content: ReportContent) -> TableCell:
-    if subject.accuracy is None or subject.accuracy.difference is None:
+def _verdict(subject: Subject) -> TableCell:
+    accuracy = subject.accuracy
+    if accuracy is None or accuracy.difference is None or accuracy.verdict is None:
         return TableCell("")
-    return TableCell(verdict_text(subject.accuracy, content.margin))
+    if accuracy.verdict == "too few samples" and accuracy.needed:
+        return TableCell(f"too few samples: {accuracy.needed:,} needed")
+    return TableCell({"worse": "no: shown to be worse"}.get(accuracy.verdict, str(accuracy.verdict)))
 
 
 def _perplexity(subject: Subject) -> TableCell:

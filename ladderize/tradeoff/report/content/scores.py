@@ -42,7 +42,9 @@ def _plain(value: object) -> str:
 def add_scores(results: FoundResults, subjects: Mapping[str, Subject], margin: float, remarks: list[str]) -> None:
     """Give the subjects of one results.json their scores, and their comparisons where it has these."""
     for entry in results.document.models:
-        _score(_subject_of(entry, subjects), entry)
+        own = _subject_of(entry, subjects)
+        if not own.scores and own.perplexity is None:  # else it is the reference of an earlier one, too
+            _score(own, entry)
     for comparison in results.comparisons:
         subject = subjects.get(os.path.normpath(comparison.other))
         if subject is None:

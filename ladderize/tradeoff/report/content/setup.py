@@ -41,7 +41,7 @@ def setup_facts(found: FoundDocuments) -> list[SetupFact]:
             ("system", environment.system),
             (
                 "processor",
-                f"{environment.processor}, {environment.cores} cores, {environment.threads_per_rank} threads a rank",
+                f"{environment.processor}, {environment.cores} cores; threads a rank: {environment.threads_per_rank}",
             ),
             ("communication", _communication(bench.document.emulated, document.backend, document.link)),
             ("rounds", f"{document.options.repeat}, after {document.options.warmup} to warm up"),

@@ -51,8 +51,13 @@ class Setting:
         return f"{self.kind}: {ranks}{over} ({self.device})"
 
     @property
+    def short(self) -> str:
+        """Without the lengths of prompt and output."""
+        return f"{self.place}, batch {self.batch_size}"
+
+    @property
     def words(self) -> str:
-        return f"{self.place}, batch {self.batch_size}, {self.prompt_len} + {self.output_len} tokens"
+        return f"{self.short}, {self.prompt_len} + {self.output_len} tokens"
 
     @property
     def group(self) -> "Setting":

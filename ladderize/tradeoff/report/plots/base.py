@@ -75,7 +75,12 @@ class ReportPlot:
     interactive: bool = False
 
 
-def make_spec(summary: str, height: int | Spec, layers: list[Spec], **more: Any) -> Spec:
+def row_height(rows: int) -> int:
+    """Of a drawing with a row for each model."""
+    return 24 * max(rows, 1)
+
+
+def make_spec(summary: str, height: int, layers: list[Spec], **more: Any) -> Spec:
     """A layered specification as wide as its container."""
     return {
         "$schema": SCHEMA,
@@ -107,6 +112,7 @@ def _config() -> Spec:
             "labelLimit": 150,
             "titlePadding": 8,
         },
+        "axisQuantitative": {"grid": True},
         "legend": {"disable": True},
         "text": {"color": "var(--ink)", "fontSize": 12},
     }

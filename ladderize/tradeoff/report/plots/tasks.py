@@ -14,6 +14,7 @@ from ladderize.tradeoff.report.plots.base import (
     family_colour,
     family_legend,
     make_spec,
+    row_height,
     rule,
 )
 
@@ -96,7 +97,7 @@ def _panel(content: ReportContent, task: str, drawn: list[Subject]) -> PlotPanel
             "encoding": {"x": x, "y": y, "color": colour, "description": {"field": "words"}},
         },
     ]
-    spec = make_spec(f"{task}: points from dense", {"step": 24}, layers, data={"values": rows})
+    spec = make_spec(f"{task}: points from dense", row_height(len(rows)), layers, data={"values": rows})
     return PlotPanel(spec, task)
 
 

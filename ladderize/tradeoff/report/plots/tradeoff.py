@@ -1,5 +1,6 @@
 """The trade-off: speed-up against accuracy, or against perplexity, with the Pareto front."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from ladderize.tradeoff.report.plots.base import (
     rule,
 )
 
+CLOSE_ACROSS, CLOSE_UP = 0.3, 0.06  # of the axes: names of marks that are closer would lie on each other
 WIDE_SPAN = 12  # points; beyond, the scale is logarithmic away from 0, so that small losses stay apart
 POINT_TICKS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50)
 WIDE_RATIO = 4  # of the largest perplexity to the least: beyond, the scale is logarithmic
@@ -93,7 +95,9 @@ def _rows_of(
     front = pareto_front([(speed.value, sign * score.value) for _, speed, score in placed])
     if not placed:
         return []
-    middle = (min(p[1].value for p in placed) + max(p[1].value for p in placed)) / 2
+    ends = [end for _, speed, _ in placed for end in (speed.value, speed.low, speed.high) if end is not None]
+    middle = (min(ends) + max(ends)) / 2
+    labelled = _labelled([(speed.value, score.value) for _, speed, score in placed], front, ends)
     return [
         {
             "setting": f"s{number}",
@@ -108,12 +112,31 @@ def _rows_of(
             "y1": score.low,
             "y2": score.high,
             "front": on_front,
+            "label": has_label,
             "right": speed.value > middle,
             "words": f"{subject_text(subject)}; {PHASE_WORDS[phase]} {speedup_text(speed)}, {setting.kind};"
             f" {_score_text(score, measure)}{'; on the Pareto front' if on_front else ''}",
         }
-        for (subject, speed, score), on_front in zip(placed, front, strict=True)
+        for (subject, speed, score), on_front, has_label in zip(placed, front, labelled, strict=True)
     ]
+
+
+def _labelled(points: list[tuple[float, float]], front: list[bool], ends: list[float]) -> list[bool]:
+    """Which marks of the front bear a name: the fastest first, and none beside one that has it already.
+
+    ends: of all that the horizontal axis shows.
+    """
+    heights = [math.asinh(score / 2) for _, score in points]  # about as the scales stretch them
+    width, height = max(ends) - min(ends) or 1.0, max(heights) - min(heights) or 1.0
+    taken: list[tuple[float, float]] = []
+    labelled = [False] * len(points)
+    for index in sorted(range(len(points)), key=lambda index: -points[index][0]):
+        place = (points[index][0] / width, heights[index] / height)
+        free = all(abs(place[0] - x) > CLOSE_ACROSS or abs(place[1] - y) > CLOSE_UP for x, y in taken)
+        if front[index] and free:
+            labelled[index] = True
+            taken.append(place)
+    return labelled
 
 
 def _plot(
@@ -220,7 +243,7 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
 def _labels(x: Spec, y: Spec, *, right: bool) -> Spec:
     """Names of the models on the front; they end at marks on the right half, and begin at the others."""
     return {
-        "transform": [{"filter": f"datum.front && datum.right === {'true' if right else 'false'}"}],
+        "transform": [{"filter": f"datum.label && datum.right === {'true' if right else 'false'}"}],
         "mark": {
             "type": "text", "aria": False, "align": "right" if right else "left", "dx": -6 if right else 6, "dy": -12,
             "limit": 180,
