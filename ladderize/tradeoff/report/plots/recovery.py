@@ -118,7 +118,7 @@ def _points_spec(rows: list[dict[str, Any]], by_accuracy: bool, margin: float) -
             "encoding": {"x": x, "y": y, "color": colour, "detail": {"field": "line", "type": "nominal"}},
         },
         {
-            **rule(ends, strokeWidth=1.5, opacity=0.5),
+            **rule(ends, strokeWidth=1.5, opacity=0.8),
             "transform": [{"filter": "isValid(datum.y1) && isValid(datum.y2)"}],
         },
         {

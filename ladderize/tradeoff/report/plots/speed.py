@@ -115,7 +115,7 @@ def _bars(rows: list[dict[str, Any]], title: str) -> Spec:
     ends = {"x": {**x, "field": "x1"}, "x2": {"field": "x2"}, "y": y, "color": colour}
     layers = [
         rule({"x": {"datum": 1}}, color="var(--muted)"),
-        {**rule(ends, strokeWidth=3, opacity=0.5), "transform": HAS_INTERVAL},
+        {**rule(ends, strokeWidth=3, opacity=0.8), "transform": HAS_INTERVAL},
         {
             "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
             "encoding": {"x": x, "y": y, "color": colour, "shape": kind_shape(), "description": {"field": "words"}},
@@ -148,7 +148,7 @@ def _lines(rows: list[dict[str, Any]], title: str) -> Spec:
             "mark": {"type": "line", "aria": False, "strokeWidth": 1.5, "opacity": 0.8},
             "encoding": {"x": x, "y": y, "color": colour, "detail": detail},
         },
-        {**rule(ends, strokeWidth=1.5, opacity=0.45), "transform": HAS_INTERVAL},
+        {**rule(ends, strokeWidth=1.5, opacity=0.8), "transform": HAS_INTERVAL},
         {
             "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
             "encoding": {"x": x, "y": y, "color": colour, "shape": kind_shape(), "description": {"field": "words"}},

@@ -14,14 +14,14 @@ PART_WORDS = {
     "hidden": "compute with communication beneath it",
     "waited": "waiting for communication",
 }
-PASSES = {"prefill": "Prefill", "decode": "Decode, one token of each row"}
+PHASE_TITLES = {"prefill": "Prefill", "decode": "Decode, one token of each row"}
 MOST_PANELS_OF_TIME = 6
 
 
 def time_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
     """One plot for each phase, with a panel for each setting; none where communication was not measured."""
     plots = []
-    for phase, title in PASSES.items():
+    for phase, title in PHASE_TITLES.items():
         settings = [setting for setting in content.settings if _spent(content, setting, phase)]
         if settings:
             plots.append(_plot(content, settings, phase, title, commands))

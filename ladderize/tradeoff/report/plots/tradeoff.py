@@ -195,7 +195,7 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
     colour = family_colour()
     has_x = [{"filter": "isValid(datum.x1) && isValid(datum.x2)"}]
     has_y = [{"filter": "isValid(datum.y1) && isValid(datum.y2)"}]
-    thin: Spec = {"strokeWidth": 1.5, "opacity": 0.55}
+    thin: Spec = {"strokeWidth": 1.5, "opacity": 0.8}
     layers = [
         rule({"x": {"datum": 1}}, color="var(--muted)", strokeWidth=1),
         {
