@@ -65,12 +65,12 @@ def load(
 
 
 def load_tokenizer(
-    model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+    model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> "PreTrainedTokenizerBase | None":
     """The tokenizer of a checkpoint, or None where its folder has none.
 
-    model: a folder or a hub id. A stranger's tokenizer code is never run unless ``trust_remote_code``. Raises UserError
-    for one that cannot be loaded.
+    model: a folder or a hub id. A stranger's tokenizer code is never run unless ``trust_remote_code``. kwargs: more for
+    transformers. Raises UserError for one that cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -80,7 +80,7 @@ def load_tokenizer(
         return None
     try:
         return AutoTokenizer.from_pretrained(
-            folder if folder.is_dir() else model, revision=revision, trust_remote_code=trust_remote_code
+            folder if folder.is_dir() else model, revision=revision, trust_remote_code=trust_remote_code, **kwargs
         )
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{model}: its tokenizer cannot be loaded ({' '.join(str(error).split())[:200]})") from None

@@ -32,6 +32,7 @@ LONG_FILES = [
     "test_going_on.py",
     "test_sensitivity.py",
     "test_requests.py",
+    "test_runtime_lm.py",
     "test_house.py",
     "test_several_processes.py",
     "test_distill.py",

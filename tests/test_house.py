@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "demo": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "tradeoff", "demo"},
     "commands": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "tradeoff", "demo", "commands"},
     "cli": LEAVES | {"commands"},
+    "lm_eval": LEAVES,
     **dict.fromkeys(LEAVES, LEAVES),
 }
 # the model class lives beside the converter that copies it

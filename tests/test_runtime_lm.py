@@ -1,0 +1,234 @@
+"""lm-eval's model class on the runtime against lm-eval's HF backend: the same numbers and texts for every kind of
+request, every layout, one rank and two; and lm-eval's own command line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from ladderize import load
+from ladderize.demo.run import MODEL
+from ladderize.errors import UserError
+from ladderize.eval.backends.runtime_lm import RuntimeLM
+from ladderize.modeling import load_tokenizer
+from tests.helpers import LAYOUTS, ROOT, edit_json, fresh_rng, make_model
+
+WORDS = (
+    "the cat cats sees see a dog and on one two plus is many green big it 3 7 ( , . end".split()  # noqa: SIM905
+)
+TOKENIZER = {"vocab_size": 527, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+
+
+def save_with_tokenizer(model, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder)
+    return folder
+
+
+def make_text(rng: np.random.Generator, least: int, most: int) -> str:
+    return " ".join(rng.choice(WORDS, rng.integers(least, most)))
+
+
+def requests(kind: str, arguments: list[tuple]) -> list[Instance]:
+    return [Instance(kind, {}, given, number) for number, given in enumerate(arguments)]
+
+
+def choices(rng: np.random.Generator) -> list[Instance]:
+    """Questions with several answers; none in front of an answer; a space at the end; texts that do not fit."""
+    found = []
+    for context in [make_text(rng, 1, 12) for _ in range(4)] + [
+        make_text(rng, 2, 5) + "  ",
+        make_text(rng, 70, 90),
+        "",
+    ]:
+        found += [(context, " " + make_text(rng, 1, 5)) for _ in range(3)]
+    found.append((found[0][0], found[0][1]))
+    found.append(("<s>" + found[0][0], found[0][1]))
+    return requests("loglikelihood", found)
+
+
+def texts(rng: np.random.Generator) -> list[Instance]:
+    return requests("loglikelihood_rolling", [(make_text(rng, *sizes),) for sizes in ((1, 9), (40, 60), (150, 200))])
+
+
+def generations(rng: np.random.Generator) -> list[Instance]:
+    """Stop strings of one token and of several, none, many tokens and few, a context that has to be cut."""
+    wishes = [{"until": ["e", "\n\n"], "max_gen_toks": 9}, {"until": "the", "max_gen_toks": 14, "temperature": 0.0}]
+    wishes += [{"max_gen_toks": 5, "do_sample": False, "top_p": 0.5}, {"until": ["cat s", ". ", "</s>"]}]
+    found = [(make_text(rng, 1, 20), {"max_gen_toks": 12, **wish}) for wish in wishes for _ in range(2)]
+    return requests("generate_until", [*found, (make_text(rng, 60, 70), {"until": [" a"], "max_gen_toks": 6})])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equal_to_the_hf_backend(name, tmp_path):
+    rng = fresh_rng()
+    folder = save_with_tokenizer(make_model(name, **TOKENIZER), tmp_path)
+    add_bos = [None, True, False][rng.integers(3)]
+    hf = HFLM(pretrained=load(folder), tokenizer=load_tokenizer(folder), batch_size=1, add_bos_token=add_bos)
+    asked = {"choices": choices(rng), "texts": texts(rng), "generations": generations(rng)}
+    expected = {
+        "choices": hf.loglikelihood(asked["choices"], disable_tqdm=True),
+        "texts": hf.loglikelihood_rolling(asked["texts"], disable_tqdm=True),
+        "generations": hf.generate_until(asked["generations"], disable_tqdm=True),
+    }
+    assert len(set(expected["generations"])) > 3
+    for tp_size in (1, 2):
+        lm = RuntimeLM(
+            str(folder), tp_size=tp_size, batch_size=3, threads=1, add_bos_token=add_bos, tokenizer=hf.tokenizer,
+            token_budget=int(rng.integers(30, 200)),
+        )  # fmt: skip
+        with lm.service:
+            found = lm.loglikelihood(asked["choices"], disable_tqdm=True)
+            rolled = lm.loglikelihood_rolling(asked["texts"], disable_tqdm=True)
+            made = lm.generate_until(asked["generations"], disable_tqdm=True)
+        np.testing.assert_allclose([a for a, _ in found], [a for a, _ in expected["choices"]], atol=1e-3, rtol=0)
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected["choices"]]
+        np.testing.assert_allclose(rolled, expected["texts"], atol=1e-3 * 5, rtol=0)  # of up to 5 windows
+        assert made == expected["generations"]
+
+
+@pytest.fixture(scope="module")
+def demo_lm():
+    lm = RuntimeLM(str(MODEL), dtype="float32", threads=1, batch_size=4)
+    with lm.service:
+        yield lm
+
+
+def test_the_real_tokens_that_a_trained_model_prefers(demo_lm):
+    """Random models are never greedy; a trained one is, also across several tokens."""
+    hf = HFLM(pretrained=load(MODEL, dtype="float32"), tokenizer=load_tokenizer(MODEL), batch_size=1)
+    rng = fresh_rng()
+    contexts = [make_text(rng, 2, 8) for _ in range(6)]
+    told = hf.generate_until(requests("generate_until", [(c, {"max_gen_toks": 3, "until": []}) for c in contexts]))
+    asked = requests("loglikelihood", [(c, t) for c, t in zip(contexts, told, strict=True) if t.strip()])
+    found, expected = demo_lm.loglikelihood(asked), hf.loglikelihood(asked)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert any(greedy for _, greedy in found)
+
+
+def test_samples_depend_on_the_seed_alone(demo_lm):
+    asked = requests("generate_until", [("the cat", {"do_sample": True, "temperature": 1.5, "max_gen_toks": 8})] * 4)
+    torch.manual_seed(int(fresh_rng().integers(1 << 30)))
+    first = demo_lm.generate_until(asked)
+    assert first == demo_lm.generate_until(asked)
+    assert len(set(first)) > 1, "repeats of one question are to differ"
+    torch.manual_seed(1 + torch.initial_seed())
+    assert first != demo_lm.generate_until(asked)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"num_beams": 2}, "num_beams"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"do_sample": True}, "without a temperature"),
+        ({"until": {"a": 1}}, "generation_kwargs cannot be used"),
+        ({"max_gen_toks": 0}, "max_gen_toks 0"),
+        ({"max_gen_toks": "many"}, "generation_kwargs cannot be used"),
+        ({"max_gen_toks": 512}, "leaves no room"),
+    ],
+)
+def test_wishes_that_are_not_done_are_refused(demo_lm, wish, message):
+    with pytest.raises(UserError, match=message):
+        demo_lm.generate_until(requests("generate_until", [("the cat", wish)]))
+
+
+def test_what_cannot_be_scored_is_refused(demo_lm):
+    for context, continuation in (("the", ""), ("the", " cat" * 600)):
+        with pytest.raises(UserError, match="tokens can be scored"):
+            demo_lm.loglikelihood(requests("loglikelihood", [(context, continuation)]))
+    with pytest.raises(UserError, match="nothing to continue"):
+        demo_lm.generate_until(requests("generate_until", [("", {})]))
+    with pytest.raises(UserError, match="has no argument 'peft'"):
+        RuntimeLM(str(MODEL), peft="x")
+
+
+def test_other_defaults_of_generation_are_refused(tmp_path):
+    folder = save_with_tokenizer(make_model("dense", **TOKENIZER), tmp_path)
+    edit_json(folder / "generation_config.json", repetition_penalty=1.1)
+    lm = RuntimeLM(str(folder), threads=1)
+    with lm.service, pytest.raises(UserError, match="generation_config.json sets repetition_penalty"):
+        lm.generate_until(requests("generate_until", [("the", {})]))
+
+
+# ---- lm-eval's own command line ----
+
+
+def lm_eval_results(out: Path, *arguments: object) -> dict:
+    command = [sys.executable, "-m", "ladderize.lm_eval", "run", *map(str, arguments), "--output_path", str(out)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "HF_HOME": str(out / "home")}
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    (found,) = out.rglob("results_*.json")
+    return json.loads(found.read_text())
+
+
+@pytest.fixture
+def tasks(tmp_path) -> Path:
+    """A folder with one task of each kind, for --include_path."""
+    rng = fresh_rng()
+    rows = [{"q": make_text(rng, 2, 9), "a": [make_text(rng, 1, 4) for _ in range(3)], "label": int(rng.integers(3))}
+            for _ in range(7)]  # fmt: skip
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+              "test_split": "test"}  # fmt: skip
+    for name, own in {
+        "own_choice": {"output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "{{a}}",
+                       "doc_to_target": "label"},
+        "own_text": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{q}}"},
+        "own_generation": {"output_type": "generate_until", "doc_to_text": "{{q}}", "doc_to_target": "{{a[0]}}",
+                           "generation_kwargs": {"until": ["."], "max_gen_toks": 8}},
+    }.items():  # fmt: skip
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **common, **own}))
+    return tmp_path / "tasks"
+
+
+def test_lm_evals_command_line(tasks, tmp_path):
+    names = "own_choice,own_text,own_generation"
+    common = ["--tasks", names, "--include_path", tasks, "--log_samples"]
+    arguments = f"pretrained={MODEL},dtype=float32"
+    own = ["--model", "ladderize", "--model_args", f"{arguments},tp_size=2,threads=1", "--batch_size", "4"]
+    ours = lm_eval_results(tmp_path / "ours", *own, *common)
+    other = ["--model", "hf", "--model_args", arguments, "--device", "cpu"]
+    theirs = lm_eval_results(tmp_path / "theirs", *other, *common)
+    assert ours["config"]["model"] == "ladderize"
+    assert ours["results"].keys() == theirs["results"].keys() == set(names.split(","))
+    for task, metrics in theirs["results"].items():
+        for metric, value in metrics.items():
+            if isinstance(value, float):
+                assert ours["results"][task][metric] == pytest.approx(value, rel=1e-3), (task, metric)
+    for name in ("own_generation", "own_choice"):
+        samples = [
+            [json.loads(line)["resps"] for line in next((tmp_path / side).rglob(f"samples_{name}_*.jsonl")).open()]
+            for side in ("ours", "theirs")
+        ]
+        assert len(samples[0]) == 7
+        if name == "own_generation":
+            assert samples[0] == samples[1]
+
+
+def test_lm_eval_finds_the_class_by_its_entry_point():
+    """Releases after 0.4.13 record it as a placeholder and import the module when the model is asked for."""
+    from importlib.metadata import EntryPoint
+
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import Registry
+
+    from ladderize.lm_eval import MODEL_CLASS
+
+    found = (ROOT / "pyproject.toml").read_text().split('[project.entry-points."lm_eval.models"]')[1].split("\n\n")[0]
+    assert found.strip() == f'ladderize = "{MODEL_CLASS}"'
+    registry: Registry = Registry("model", base_cls=LM)
+    registry.register("ladderize", target=EntryPoint("ladderize", MODEL_CLASS, "lm_eval.models"))
+    assert registry.get("ladderize") is RuntimeLM
