@@ -70,7 +70,9 @@ class RuntimeLM(HFLM):
             )
         TemplateLM.__init__(self)  # not HFLM's, which loads a model with transformers
         rows = RequestOptions.rows if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
+        # lm-eval's command line says cuda:0 where nothing was said, and its HF backend takes the CPU where it has none
         device = (device or default_device()).partition(":")[0]
+        device = default_device() if device == "cuda" else device
         options = RequestOptions(
             tp_size=tp_size,
             rows=rows,
