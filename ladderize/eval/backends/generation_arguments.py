@@ -11,11 +11,11 @@ from ladderize.files.documents import read_json
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import ModelSpec
 
-KNOWN = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
+GENERATION_ARGUMENTS = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
 # transformers' own default where neither a task nor generation_config.json says anything
-DEFAULT_TOP_K = 50
+TRANSFORMERS_TOP_K = 50
 # what transformers would change logits or texts by, and what says that it does not
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL_DEFAULTS: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1, 1.0),
     "no_repeat_ngram_size": (None, 0),
     "encoder_repetition_penalty": (None, 1, 1.0),
@@ -65,9 +65,9 @@ def generation_of(
 
 def _check_known(given: Mapping[str, Any]) -> None:
     for name in given:
-        if name not in KNOWN:
+        if name not in GENERATION_ARGUMENTS:
             raise UserError(
-                f"the task asks for generation with {name}, which the runtime does not do; it does {', '.join(KNOWN)}"
+                f"the task asks for generation with {name}, which the runtime does not do; it does {', '.join(GENERATION_ARGUMENTS)}"
                 " (--backend hf does all that transformers does)"
             )
 
@@ -77,7 +77,7 @@ def _sampling(given: Mapping[str, Any], spec: ModelSpec, seed: int) -> Sampling:
     if temperature <= 0:
         raise UserError("a task asks for do_sample without a temperature above 0; give one, or leave do_sample out")
     defaults = _generation_config(spec)
-    top_k = given.get("top_k", defaults.get("top_k", DEFAULT_TOP_K))
+    top_k = given.get("top_k", defaults.get("top_k", TRANSFORMERS_TOP_K))
     top_p = given.get("top_p", defaults.get("top_p", 1.0))
     return Sampling(temperature, int(top_k or 0), 1.0 if top_p is None else float(top_p), seed)
 
@@ -85,7 +85,7 @@ def _sampling(given: Mapping[str, Any], spec: ModelSpec, seed: int) -> Sampling:
 def refuse_other_defaults(spec: ModelSpec) -> None:
     """Raise UserError where generation_config.json changes what transformers generates in a way that we do not."""
     for name, value in _generation_config(spec).items():
-        if name in NEUTRAL and value not in NEUTRAL[name]:
+        if name in NEUTRAL_DEFAULTS and value not in NEUTRAL_DEFAULTS[name]:
             raise UserError(
                 f"{spec.name}: generation_config.json sets {name}, which the runtime does not do; --backend hf does"
             )
