@@ -67,8 +67,8 @@ def _check_known(given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in GENERATION_ARGUMENTS:
             raise UserError(
-                f"the task asks for generation with {name}, which the runtime does not do; it does {', '.join(GENERATION_ARGUMENTS)}"
-                " (--backend hf does all that transformers does)"
+                f"the task asks for generation with {name}, which the runtime does not do; it does"
+                f" {', '.join(GENERATION_ARGUMENTS)} (--backend hf does all that transformers does)"
             )
 
 
