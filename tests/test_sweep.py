@@ -1,72 +1,17 @@
-"""``ladderize sweep``: every stage is kept under what it depends on, and a sweep goes on from anything."""
+"""``ladderize sweep``: every point is measured, and a stage that fails stops only what needs it."""
 
 import json
-from pathlib import Path
 
-import numpy as np
 import pytest
-import yaml
 
 from ladderize.layout import Layout
-from tests.helpers import ROOT, SHAPE, invoke, one_sentence, save_llama
-
-FAST = {"prompt_len": 4, "output_len": 3, "repeat": 1, "warmup": 1, "no_check": True}
+from tests.helpers import ROOT, invoke, one_sentence, save_llama
+from tests.sweeps import make_place, ran, read, spec, stages_of, write
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A dense model and data."""
-    folder = tmp_path_factory.mktemp("sweep")
-    save_llama(folder / "dense")
-    np.save(folder / "ids.npy", np.random.randint(3, SHAPE["vocab_size"], (24, 16)))
-    np.save(folder / "heldout.npy", np.random.randint(3, SHAPE["vocab_size"], (6, 16)))
-    return folder
-
-
-def spec(place, **changes):
-    """A small sweep; None takes a key out."""
-    content = {
-        "model": str(place / "dense"),
-        "no_verify": True,
-        "sensitivity": {"data": str(place / "ids.npy"), "samples": 4},
-        "layouts": [{"ladder": ["2:", "all"]}, {"name": "half", "mode": "spd", "fraction": 0.5, "sync_tp_size": 2}],
-        "adapt": [
-            "none",
-            {
-                "method": "full",
-                "layouts": "half",
-                "data": str(place / "ids.npy"),
-                "max_steps": 2,
-                "batch_size": 2,
-                "seq_len": 16,
-                "write": "last",
-            },
-        ],
-        "eval": {"perplexity": str(place / "heldout.npy"), "batch_size": 4},
-        "bench": [FAST],
-        **changes,
-    }
-    return {key: value for key, value in content.items() if value is not None}
-
-
-def write(path: Path, content) -> Path:
-    path.write_text(yaml.safe_dump(content))
-    return path
-
-
-def read(folder: Path) -> dict:
-    return json.loads((folder / "sweep.json").read_text())
-
-
-def stages_of(document) -> dict[str, dict]:
-    found = [stage for point in document["points"] for stage in point["stages"]] + document["stages"]
-    return {stage["output"]: stage for stage in found}
-
-
-def ran(outcome) -> list[str]:
-    """The stages that a run did, as it said."""
-    lines = outcome.stderr.splitlines()
-    return [line.partition(": done in")[0] for line in lines if ": done in" in line]
+    return make_place(tmp_path_factory.mktemp("sweep"))
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +68,60 @@ def test_the_example_is_the_file_of_examples(tmp_path):
     assert written == (ROOT / "examples" / "sweep.yaml").read_text()
     assert invoke("sweep", "--write-example").stdout == written
     assert "exists" in one_sentence(invoke("sweep", tmp_path / "s.yaml", "--write-example"))
+
+
+# ---- failures ----
+
+
+def test_a_failing_stage_stops_only_what_needs_it(place, tmp_path):
+    """Training that never makes it better writes nothing."""
+    adapt = {**spec(place)["adapt"][1], "lr": 900.0, "layouts": None, "write": "best", "heldout": 4}
+    content = spec(place, sensitivity=None, layouts=[{"ladder": "all"}], adapt=["none", adapt])
+    out = tmp_path / "out"
+    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", out)
+    assert outcome.code == 1
+    assert "1 stage failed" in outcome.stderr.splitlines()[-1]
+    document = read(out)
+    assert document["complete"] is False
+    dense, none, full = document["points"]
+    assert [stage["status"] for stage in full["stages"]] == ["done", "failed", "skipped"]
+    assert full["stages"][1]["message"] in outcome.stderr
+    assert full["results"] is None
+    assert dense["results"]
+    assert none["results"]
+    assert len(document["benches"]) == 1
+    assert (out / full["stages"][1]["output"] / "log.txt").stat().st_size > 0
+    again = invoke("sweep", tmp_path / "s.yaml", "--out", out)
+    assert again.code == 1
+    assert ran(again) == []  # only the failed one was tried again
+
+
+def test_layouts_that_no_sensitivity_chooses(place, tmp_path):
+    content = spec(place, adapt=None, bench=None)
+    content["layouts"] = [{"spd": "auto", "sync_tp_size": 2, "max_ppl_increase": 1e-12}, {"ladder": "all"}]
+    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
+    document = read(tmp_path / "out")
+    if outcome.code:  # else a random model happens to have a block that costs nothing
+        assert "selects no block" in outcome.stderr.splitlines()[-1]
+        assert document["points"][1]["stages"][0]["status"] == "failed"
+    assert document["points"][2]["results"]
+
+
+def test_a_model_that_changes_meanwhile_ends_the_sweep(place, tmp_path, monkeypatch):
+    from ladderize.tradeoff.sweep import execute
+
+    save_llama(tmp_path / "dense")
+    content = spec(place, sensitivity=None, adapt=None, bench=None, layouts=[{"ladder": "all"}])
+    content["model"] = str(tmp_path / "dense")
+    launch = execute.Execution._launch
+
+    def changing(self, stage):
+        launch(self, stage)
+        config = tmp_path / "dense" / "config.json"
+        config.write_text(config.read_text() + "\n")
+
+    monkeypatch.setattr(execute.Execution, "_launch", changing)
+    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
+    assert outcome.code == 1
+    assert "config.json changed while the sweep ran" in outcome.stderr.splitlines()[-1]
+    assert not list((tmp_path / "out").glob("stages/*/stage.json"))

@@ -54,6 +54,13 @@ class Board:
             self.console.note(_as_line(stage, state))
         self.draw()
 
+    def note(self, text: str) -> None:
+        """A remark beside the table."""
+        if self.live is not None:
+            self.live.console.print(text, markup=False, highlight=False)
+        else:
+            self.console.note(text)
+
     def draw(self) -> None:
         if self.live is not None and self.plan is not None:
             self.live.update(self._table(self.plan), refresh=True)

@@ -148,6 +148,11 @@ class Execution:
     def _ended(self, one: Running) -> None:
         result = _result(one)
         stage = one.stage
+        try:
+            self.inputs.check_unchanged()
+        except UserError as error:  # which is why it failed, if it did
+            self._set(stage, status="failed", seconds=result.seconds, message=str(error))
+            raise
         if result.error is not None:
             self._set(stage, status="failed", seconds=result.seconds, message=result.error)
             if result.disk_full or shutil.disk_usage(self.root).free < FULL_BYTES:
@@ -156,11 +161,6 @@ class Execution:
                     " the same command again, which keeps every complete stage"
                 )
             return
-        try:
-            self.inputs.check_unchanged()
-        except UserError as error:
-            self._set(stage, status="failed", seconds=result.seconds, message=str(error))
-            raise
         mark_finished(stage, self.root, result.seconds)
         self._set(stage, status="done", seconds=result.seconds)
 

@@ -10,12 +10,11 @@ from ladderize.checkpoint.model_check import check_model
 from ladderize.checkpoint.reading import read_config
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
-from ladderize.errors import LadderizeError, UserError
-from ladderize.layout import Layout, check_split, format_ranges
-from ladderize.runtime.collectives.links import parse_link
-from ladderize.runtime.shards import check_runnable
+from ladderize.errors import LadderizeError
+from ladderize.layout import Layout, format_ranges
 from ladderize.tradeoff.sweep.builder import StageBuilder
 from ladderize.tradeoff.sweep.document import Adapted
+from ladderize.tradeoff.sweep.fit import check_fit, times
 from ladderize.tradeoff.sweep.spec import NONE, AdaptChoice, BenchChoice, LayoutChoice, SweepSpec
 from ladderize.tradeoff.sweep.stages import (
     ADAPTER_FOLDER,
@@ -31,14 +30,14 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class PlannedPoint:
-    """layout: None where it is chosen by a sensitivity that is not there yet; text then says how. entry: the name of
-    the entry of the file, if it has one. tokens: to train on, where that is known. adapting: its stage adapt, with the
-    document of its training."""
+    """layout: None where it is chosen by a sensitivity (``awaits``, keys) that is not there yet; text then says how.
+    problem: why that chooses none. entries: the names of its entries of the file. tokens: to train on, where that is
+    known."""
 
     name: str
     text: str
     layout: Layout | None
-    entry: str | None
+    entries: tuple[str, ...]
     adapted: Adapted = NONE
     tokens: int | None = None
     converting: Stage | None = None
@@ -46,6 +45,8 @@ class PlannedPoint:
     evaluating: Stage | None = None
     model: str | None = None
     timed: str | None = None
+    problem: str | None = None
+    awaits: tuple[str, ...] = ()
 
     @property
     def stages(self) -> list[Stage]:
@@ -95,16 +96,8 @@ class Planner:
     def of(cls, spec: SweepSpec, builder: StageBuilder, root: Path) -> "Planner":
         """Raises UserError for a model that is not dense, and for layouts that do not fit it or a benchmark."""
         config = read_config(check_model(spec.model, spec.revision))
-        layout = Layout.from_config(config)
-        if not layout.is_dense:
-            raise UserError(f"{spec.model} is not dense ({layout}); a sweep converts the dense model")
-        planner = cls(spec, builder, config, root)
-        for choice in spec.layouts:
-            planner._check(choice)
-        for setting in spec.bench:
-            _at(setting.where, lambda setting=setting: check_split(config, setting.options.ranks, name="tp_size"))
-            _at(setting.where, lambda setting=setting: planner._check_bench(setting))
-        return planner
+        check_fit(spec, builder.model, config)
+        return cls(spec, builder, config, root)
 
     @property
     def dense(self) -> Layout:
@@ -115,22 +108,18 @@ class Planner:
         sensitivities: dict[tuple[str, int | None], Stage] = {}
         for wanted in self._sensitivities():
             sensitivities[wanted] = self.builder.sensitivity(self.spec.sensitivity_mode(wanted[0]), wanted[1])
-        evaluating = self.builder.evaluation(self.spec.model, DENSE, None, None) if self._evaluates else None
-        points = [PlannedPoint(DENSE, DENSE, self.dense, None, evaluating=evaluating)]
-        points[0] = replace(points[0], model=self.spec.model, timed=self.spec.model)
+        name = self.builder.model
+        evaluating = self.builder.evaluation(name, DENSE, None, None) if self._evaluates else None
+        points = [PlannedPoint(DENSE, DENSE, self.dense, (), evaluating=evaluating, model=name, timed=name)]
         notes: list[str] = []
-        seen: dict[Any, str] = {}
-        for choice in self.spec.layouts:
-            found = self._layout(choice, sensitivities)
-            text = _short(found) if found is not None else _chosen(choice)
-            same = (found, choice.head_map) if found is not None else replace(choice, where="", name=None)
-            if same in seen:
-                notes.append(f"{choice.where} ({text}) is the same layout as {seen[same]}, so it is measured once")
-                continue
-            seen[same] = choice.where
-            points += self._points(choice, found, text, sensitivities, evaluating)
-        benches = [stage for setting in self.spec.bench if (stage := self._bench(setting, points, usable)) is not None]
-        known = all(point.layout is not None for point in points)
+        for group in self._groups(sensitivities):
+            first, *rest = group.choices
+            notes += [f"{other.where} is the layout of {first.where} too, so it is measured once" for other in rest]
+            points += self._points(group, evaluating)
+        kept = {tuple(stage.key for stage in point.stages) or point.name: point for point in reversed(points)}
+        points = [point for point in points if point in kept.values()]  # of two retrainings alike the first
+        benches = [self._bench(setting, points, usable) for setting in self.spec.bench]
+        known = all(point.layout is not None or point.problem is not None for point in points)
         return SweepPlan(_named_apart(points), list(sensitivities.values()), benches, notes, known)
 
     @property
@@ -149,74 +138,59 @@ class Planner:
             ]
         return list(dict.fromkeys(wanted))
 
-    def _check(self, choice: LayoutChoice) -> None:
-        ranks = choice.sync_tp_size
-        if ranks is not None:
-            _at(choice.where, lambda: check_split(self.config, ranks, name="sync_tp_size"))
-        recipe = choice.recipe(dict.fromkeys(choice.auto, "all"))
-        layout = _at(choice.where, lambda: recipe.layout(self.dense))
-        _at(choice.where, lambda: layout.check_model(self.config))
-
-    def _check_bench(self, setting: BenchChoice) -> None:
-        """That every layout which it times can be run by so many ranks, and that its link is known."""
-        positions = int(self.config.get("max_position_embeddings") or 2048)
-        tokens = setting.options.prompt_len + setting.options.output_len
-        if tokens > positions:
-            raise UserError(f"prompt_len and output_len make {tokens} tokens, over the model's {positions} positions")
-        if setting.link is not None:
-            parse_link(setting.link, setting.options.ranks)
-        for choice in self._timed(setting):
-            layout = choice.recipe(dict.fromkeys(choice.auto, "all")).layout(self.dense)
+    def _groups(self, sensitivities: Mapping[tuple[str, int | None], Stage]) -> "list[LayoutGroup]":
+        """The entries of the file, those together that come to the same layout."""
+        groups: dict[Any, LayoutGroup] = {}
+        for choice in self.spec.layouts:
+            layout = problem = None
             try:
-                check_runnable(self.config, layout, setting.options.ranks, name=setting.options.ranks_option)
+                layout = self._layout(choice, sensitivities)
             except LadderizeError as error:
-                place = choice.where.rpartition(": ")[2]
-                raise UserError(
-                    f"{place} does not run there: {error} (a benchmark's key layouts names those that it times)"
-                ) from None
-
-    def _timed(self, setting: BenchChoice) -> list[LayoutChoice]:
-        return [choice for choice in self.spec.layouts if not setting.layouts or choice.name in setting.layouts]
+                problem = f"{choice.where}: {error}"
+            same = replace(choice, where="", name=None) if layout is None else (layout, choice.head_map)
+            needs = tuple(sensitivities[choice.sensitivity_of(kind)].key for kind in choice.auto)
+            group = groups.get(same, LayoutGroup((), layout, problem, needs))
+            groups[same] = replace(group, choices=(*group.choices, choice))
+        return list(groups.values())
 
     def _layout(self, choice: LayoutChoice, sensitivities: Mapping[tuple[str, int | None], Stage]) -> Layout | None:
-        """The layout of an entry; None while a sensitivity that it is chosen by is missing."""
+        """The layout of an entry; None while a sensitivity that it is chosen by is missing. Raises UserError where that
+        chooses nothing."""
         chosen = {}
         for kind in choice.auto:
             stage = sensitivities[choice.sensitivity_of(kind)]
             if finished_stage(stage, self.root) is None:
                 return None
-            path = self.root / stage.output / SENSITIVITY_JSON
-            _, selection = _at(
-                choice.where, lambda kind=kind, path=path: choice.selecting(kind, str(path)).resolve(self.dense)
-            )
+            _, selection = choice.selecting(kind, str(self.root / stage.output / SENSITIVITY_JSON)).resolve(self.dense)
+            assert selection is not None
             chosen[kind] = format_ranges(selection.layers)
         return choice.recipe(chosen).layout(self.dense)
 
-    def _points(
-        self,
-        choice: LayoutChoice,
-        layout: Layout | None,
-        text: str,
-        sensitivities: Mapping[tuple[str, int | None], Stage],
-        reference: Stage | None,
-    ) -> list[PlannedPoint]:
+    def _points(self, group: "LayoutGroup", reference: Stage | None) -> list[PlannedPoint]:
         """One for each way of retraining; where the layout is not known, its stages are not either."""
+        first, layout = group.choices[0], group.layout
+        text = _short(layout) if layout is not None else _chosen(first)
         converting = None
         if layout is not None:
-            recipe = replace(Recipe.from_layout(layout), head_map=choice.head_map)
+            recipe = replace(Recipe.from_layout(layout), head_map=first.head_map)
             converting = self.builder.conversion(recipe, text)
+        wanted = [
+            adapt
+            for adapt in self.spec.adapt
+            if not adapt.layouts or any(choice.name in adapt.layouts for choice in group.choices)
+        ]
         points = []
-        for adapt in self.spec.adapt:
-            if adapt.layouts and choice.name not in adapt.layouts:
-                continue
+        for adapt in wanted or [AdaptChoice("adapt", NONE)]:
             point = PlannedPoint(
-                name=_name(choice, text, adapt),
+                name=_name(first, text, adapt),
                 text=text,
                 layout=layout,
-                entry=choice.name,
+                entries=tuple(choice.name for choice in group.choices if choice.name is not None),
                 adapted=adapt.method,
                 tokens=self.builder.tokens(adapt),
                 converting=converting,
+                problem=group.problem,
+                awaits=group.needs,
             )
             points.append(self._measured(point, adapt, reference) if converting is not None else point)
         return points
@@ -231,23 +205,26 @@ class Planner:
         evaluating = self.builder.evaluation(model, point.name, last, reference) if self._evaluates else None
         return replace(point, adapting=adapting, evaluating=evaluating, model=model, timed=converted)
 
-    def _bench(self, setting: BenchChoice, points: list[PlannedPoint], usable: set[str] | None) -> Stage | None:
+    def _bench(self, setting: BenchChoice, points: list[PlannedPoint], usable: set[str] | None) -> Stage:
         """One model of each layout that the setting times, the dense one first."""
         stages = {
             point.converting.key: point.converting
             for point in points
-            if point.converting is not None and (not setting.layouts or point.entry in setting.layouts)
+            if point.converting is not None and times(setting, *point.entries)
         }
         converted = [stage for key, stage in stages.items() if usable is None or key in usable]
         return self.builder.benchmark(setting, converted)
 
 
-def _at(where: str, check: Any) -> Any:
-    """The result of a check; its error with the place in the file in front."""
-    try:
-        return check()
-    except LadderizeError as error:
-        raise UserError(f"{where}: {error}") from None
+@dataclass(frozen=True)
+class LayoutGroup:
+    """Entries of the file that come to one layout. layout: None while it is not known, or if there is none because of
+    ``problem``. needs: keys of the sensitivities that it is chosen by."""
+
+    choices: tuple[LayoutChoice, ...]
+    layout: Layout | None
+    problem: str | None
+    needs: tuple[str, ...]
 
 
 def _short(layout: Layout) -> str:

@@ -3,13 +3,15 @@
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+import signal
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
-from ladderize.console import SILENT, Console
+from ladderize.console import SILENT, Console, human_bytes
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.locks import lock_folder
@@ -19,14 +21,15 @@ from ladderize.ranks.group import already_started
 from ladderize.ranks.threads import cores
 from ladderize.tradeoff.sweep.board import Board
 from ladderize.tradeoff.sweep.builder import StageBuilder
-from ladderize.tradeoff.sweep.document import StageState, SweepDocument, SweepPoint
+from ladderize.tradeoff.sweep.document import StageState, SweepDocument
 from ladderize.tradeoff.sweep.estimate import History, PlanDocument
 from ladderize.tradeoff.sweep.execute import Execution
 from ladderize.tradeoff.sweep.inputs import CACHE, Inputs
-from ladderize.tradeoff.sweep.plan import PlannedPoint, Planner, SweepPlan
+from ladderize.tradeoff.sweep.plan import Planner, SweepPlan
 from ladderize.tradeoff.sweep.reading import read_sweep
 from ladderize.tradeoff.sweep.spec import SweepSpec
-from ladderize.tradeoff.sweep.stages import BENCH_JSON, SENSITIVITY_JSON, Stage, other_outputs
+from ladderize.tradeoff.sweep.stages import TIMED, Stage, finished_stage, other_outputs
+from ladderize.tradeoff.sweep.state import document_of
 
 SWEEP_JSON, SWEEP_YAML = "sweep.json", "sweep.yaml"
 
@@ -56,10 +59,14 @@ def sweep(
         inputs = Inputs(root / CACHE)
         planner = _planner(spec, inputs, root, console)
         plan = planner.plan()
-        inputs.save()
-        with replacement(root / SWEEP_YAML) as kept:
-            kept.write(spec.text)
-        return _Sweep(planner, plan, inputs, jobs, sweep_by_hand(file, out), console).run(prune)
+        check_room_for(plan, root, planner)
+        check_tasks(plan, planner, console)
+        document = _Sweep(planner, plan, inputs, jobs, sweep_by_hand(file, out), console).run()
+        if prune:
+            kept = {stage.output for point in document.points for stage in point.stages}
+            for folder in other_outputs(root, kept | {stage.output for stage in document.stages}):
+                shutil.rmtree(folder)
+    return document
 
 
 def plan_sweep(file: str | Path, out: str | Path | None = None, *, console: Console = SILENT) -> PlanDocument:
@@ -100,12 +107,41 @@ def _folder(out: str | Path | None, spec: SweepSpec, file: str | Path) -> Path:
 
 
 def _is_sweep(root: Path) -> bool:
-    return "points" in read_own(root / SWEEP_JSON)
+    """Whether a sweep keeps its outputs here, or was killed when it had hardly begun."""
+    if "points" in read_own(root / SWEEP_JSON):
+        return True
+    return all(entry.name.startswith(f".{SWEEP_JSON}.") for entry in root.iterdir())
+
+
+def check_room_for(plan: SweepPlan, root: Path, planner: Planner) -> None:
+    """Raise UserError where the disk is certainly too small: found before hours of work, not after."""
+    history = History.of(root, planner.spec.model, planner.spec.revision)
+    needed = sum(stage.bytes or 0 for stage in PlanDocument.of(plan, planner.builder.model, root, history).stages)
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        raise UserError(
+            f"the sweep needs at least {human_bytes(needed)} in {root}, but only {human_bytes(free)} are free there;"
+            " choose another --out, or adapt fewer layouts (--dry-run shows what each stage takes)"
+        )
+
+
+def check_tasks(plan: SweepPlan, planner: Planner, console: Console) -> None:
+    """Raise UserError for a task that is not there, before anything runs; where the dense model's evaluation is kept,
+    they are."""
+    stage = plan.points[0].evaluating
+    if stage is None or finished_stage(stage, planner.root) is not None:
+        return
+    options = planner.spec.eval_options()
+    if options.tasks:
+        from ladderize.eval.evaluation.tasks import load_tasks
+
+        with console.stage("reading the tasks of lm-eval"), console.contained():
+            load_tasks(options)
 
 
 @contextmanager
 def _owned(root: Path) -> Iterator[None]:
-    """Around the work in a sweep's folder: it is this process's alone. A new one is marked before anything is in it."""
+    """Around the work in a sweep's folder: it is this process's alone. One that was made in vain is removed."""
     made = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
     try:
@@ -114,13 +150,28 @@ def _owned(root: Path) -> Iterator[None]:
         raise UserError(f"another sweep runs in {root}; wait for it, or choose another --out") from None
     try:
         yield
-    except BaseException:
-        if made and not any(entry.name != CACHE for entry in root.iterdir()):
-            shutil.rmtree(root, ignore_errors=True)  # nothing was done in it
-        raise
     finally:
+        if made and not any(root.iterdir()):
+            root.rmdir()
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def _asked_to_end() -> Iterator[None]:
+    """SIGTERM, which batch systems send before they kill, is as Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass
@@ -132,24 +183,25 @@ class _Sweep:
     command: str
     console: Console
 
-    def run(self, prune: bool) -> SweepDocument:
+    def run(self) -> SweepDocument:
         root = self.planner.root
-        for note in self.plan.notes:
-            self.console.note(f"Note: {note}")
-        with Board(self.console) as board:
+        with Board(self.console) as board, _asked_to_end():
 
             def changed(stage: Stage, state: StageState) -> None:
                 self._write(execution)
                 board.changed(stage, state)
 
             execution = Execution(root, self.inputs, self.jobs, changed, board.draw)
-            self._show(board, execution)
+            self._show(board, execution, [])
+            self.inputs.save()
+            with replacement(root / SWEEP_YAML) as kept:
+                kept.write(self.planner.spec.text)
             try:
                 if not self.plan.complete:
                     dense = self.plan.points[0]
-                    execution.run([*self.plan.sensitivities, *dense.stages])
+                    execution.run([*dense.stages, *self.plan.sensitivities])
                     self._replan(board, execution, None)
-                execution.run([stage for stage in self.plan.stages if stage.kind != "bench"])
+                execution.run([stage for stage in self.plan.stages if stage.kind != TIMED])
                 points = self.plan.points
                 converted = {stage.key for point in points if (stage := point.converting) is not None}
                 usable = {key for key in converted if execution.states[key].status == "done"}
@@ -157,84 +209,36 @@ class _Sweep:
                     self._replan(board, execution, usable)
                 execution.run(self.plan.benches)
             except KeyboardInterrupt:
-                self._write(execution)
-                self.console.note(
-                    f"stopped; complete stages are kept in {root}, and the same command goes on from there"
-                )
+                board.note(f"stopped; complete stages are kept in {root}, and the same command goes on from there")
                 raise
-            except BaseException:
-                self._write(execution)
-                raise
-        if prune:
-            for folder in other_outputs(root, {stage.output for stage in self.plan.stages}):
-                shutil.rmtree(folder)
-        return self._write(execution, complete=not self._missing(execution))
+            finally:
+                document = self._write(execution, over=True)
+        return document
 
-    def _show(self, board: Board, execution: Execution) -> None:
+    def _show(self, board: Board, execution: Execution, said: list[str]) -> None:
+        for note in self.plan.notes:
+            if note not in said:
+                board.note(f"Note: {note}")
         for stage in self.plan.stages:
             execution.state(stage)
         self._write(execution)
         board.show(self.plan, execution.states)
 
     def _replan(self, board: Board, execution: Execution, usable: set[str] | None) -> None:
-        before = set(self.plan.notes)
+        said = self.plan.notes
         self.plan = self.planner.plan(usable)
-        for note in self.plan.notes:
-            if note not in before:
-                self.console.note(f"Note: {note}")
-        self._show(board, execution)
+        self._show(board, execution, said)
 
-    def _missing(self, execution: Execution) -> bool:
-        """Whether something was not measured."""
-        unknown = any(point.layout is None for point in self.plan.points)
-        return unknown or any(execution.state(stage).status != "done" for stage in self.plan.stages)
-
-    def _write(self, execution: Execution, *, complete: bool = False) -> SweepDocument:
+    def _write(self, execution: Execution, *, over: bool = False) -> SweepDocument:
         """sweep.json, as things stand."""
-        plan, root = self.plan, self.planner.root
-
-        def made(stage: Stage, file: str) -> list[str]:
-            path = f"{stage.output}/{file}"
-            return [path] if execution.state(stage).status == "done" and (root / path).is_file() else []
-
-        document = SweepDocument(
+        document = document_of(
+            self.plan,
+            execution.state,
+            self.planner.root,
             model=self.planner.builder.model,
             command=self.command,
-            complete=complete,
             margin=self.planner.spec.margin,
-            points=[_point(point, execution, root) for point in plan.points],
-            stages=[execution.state(stage) for stage in (*plan.sensitivities, *plan.benches)],
-            sensitivities=[path for stage in plan.sensitivities for path in made(stage, SENSITIVITY_JSON)],
-            benches=[path for stage in plan.benches for path in made(stage, BENCH_JSON)],
+            complete=over,
         )
-        write_json(root / SWEEP_JSON, document.to_dict())
+        write_json(self.planner.root / SWEEP_JSON, document.to_dict())
         return document
-
-
-def _point(point: PlannedPoint, execution: Execution, root: Path) -> SweepPoint:
-    def when_done(stage: Stage | None, path: str | None) -> str | None:
-        return path if stage is not None and execution.state(stage).status == "done" else None
-
-    modes: Mapping[str, Any] = {"attention_sync": [], "mlp_sync": [], "sync_tp_size": None}
-    adaptation = when_done(point.adapting, point.adaptation)
-    return SweepPoint(
-        name=point.name,
-        layout=str(point.layout) if point.layout is not None else point.text,
-        **(point.layout.to_config() if point.layout is not None else modes),
-        adapted=point.adapted,
-        tokens=trained_tokens(root / adaptation) if adaptation is not None else point.tokens,
-        model=point.model if point.converting is None else when_done(point.adapting or point.converting, point.model),
-        results=when_done(point.evaluating, point.results),
-        adaptation=adaptation,
-        stages=[execution.state(stage) for stage in point.stages],
-        timed=point.timed,
-    )
-
-
-def trained_tokens(folder: Path) -> int | None:
-    """What a retrained checkpoint or adapter says it was trained on: tokens read, or of blocks those of its windows."""
-    tokens = read_own(folder / "adaptation.json").get("tokens")
-    data = read_own(folder / "distillation.json").get("data")
-    if isinstance(data, dict) and isinstance(data.get("samples"), int) and isinstance(data.get("seq_len"), int):
-        tokens = data["samples"] * data["seq_len"]
-    return tokens if isinstance(tokens, int) else None

@@ -1,0 +1,67 @@
+"""``ladderize sweep``: what a stage depends on decides whether it runs again."""
+
+import numpy as np
+import pytest
+
+from tests.helpers import SHAPE, invoke, save_llama
+from tests.sweeps import FAST, make_place, read, rerun, spec, stages_of, write
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("sweep"))
+
+
+def test_a_change_reruns_what_depends_on_it_and_nothing_else(place, swept):
+    """The first sweep's outputs stay, so going back runs nothing."""
+    out, _ = swept
+    assert rerun(place, out, margin=2.0) == []
+    assert rerun(place, out, bench=[{**FAST, "repeat": 2}]) == ["bench"]
+    assert rerun(place, out, eval={"perplexity": str(place / "heldout.npy"), "batch_size": 3}) == ["eval"] * 5
+    adapt = spec(place)["adapt"]
+    assert rerun(place, out, adapt=[adapt[0], {**adapt[1], "seed": 1}]) == ["adapt", "eval"]
+    more = [*spec(place)["layouts"], {"ladder": "1"}]
+    assert rerun(place, out, layouts=more) == ["bench", "convert", "eval"]  # all models in one run
+    sensitivity = {"data": str(place / "ids.npy"), "samples": 5}
+    assert set(rerun(place, out, sensitivity=sensitivity)) <= {"sensitivity", "convert", "adapt", "eval", "bench"}
+    assert rerun(place, out) == []
+
+
+def test_other_data_and_another_model_are_noticed(place, tmp_path):
+    ids = np.load(place / "heldout.npy")
+    np.save(tmp_path / "heldout.npy", ids)
+    content = {"sensitivity": None, "layouts": [{"ladder": "all"}], "adapt": None, "bench": None}
+    content |= {"eval": {"perplexity": str(tmp_path / "heldout.npy")}, "model": str(tmp_path / "dense")}
+    save_llama(tmp_path / "dense")
+    out = tmp_path / "out"
+    assert rerun(place, out, **content) == ["convert", "eval", "eval"]
+    ids[0, 0] = (ids[0, 0] + 1 - 3) % (SHAPE["vocab_size"] - 3) + 3
+    np.save(tmp_path / "heldout.npy", ids)
+    assert rerun(place, out, **content) == ["eval", "eval"]
+    (tmp_path / "dense").rename(tmp_path / "elsewhere")  # the same model, whose name results.json holds
+    assert rerun(place, out, **content | {"model": str(tmp_path / "elsewhere")}) == ["eval"]
+    weights = tmp_path / "elsewhere" / "model.safetensors"
+    content["model"] = str(tmp_path / "elsewhere")
+    blob = bytearray(weights.read_bytes())
+    blob[-1] ^= 1
+    weights.unlink()  # outputs share its place on the disk
+    weights.write_bytes(blob)
+    assert rerun(place, out, **content) == ["convert", "eval", "eval"]
+    (model,) = {point["model"] for point in read(out)["points"][1:]}
+    (out / model / "config.json").unlink()
+    assert rerun(place, out, **content) == ["convert"]
+    assert rerun(place, out, **content) == []
+
+
+def test_prune_removes_what_the_file_does_not_ask_for(place, tmp_path):
+    content = {"sensitivity": None, "adapt": None, "bench": None, "eval": {"perplexity": str(place / "heldout.npy")}}
+    out = tmp_path / "out"
+    rerun(place, out, **content, layouts=[{"ladder": ["0", "1"]}])
+    assert len(list((out / "stages").iterdir())) == 5
+    file = write(tmp_path / "s.yaml", spec(place, **content, layouts=[{"ladder": "1"}]))
+    assert invoke("sweep", file, "--out", out).code == 0
+    assert len(list((out / "stages").iterdir())) == 5
+    assert invoke("sweep", file, "--out", out, "--prune").code == 0
+    kept = {f"stages/{entry.name}" for entry in (out / "stages").iterdir()}
+    assert kept == set(stages_of(read(out)))
+    assert len(kept) == 3
