@@ -22,6 +22,9 @@ SEED = "LADDERIZE_TEST_SEED"
 # --no-loadscope-reorder takes them in this order). Files that are not named here are short.
 LONG_FILES = [
     "test_demo.py",
+    "test_sweep_killed.py",
+    "test_sweep.py",
+    "test_sweep_keys.py",
     "test_eval.py",
     "test_bench.py",
     "test_model.py",

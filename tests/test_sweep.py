@@ -40,6 +40,9 @@ def test_a_sweep_measures_every_point(place, swept):
     for point in document["points"]:
         results = json.loads((out / point["results"]).read_text())
         assert [entry["ladderize"]["model"] for entry in results["models"]] == [point["model"]]
+        predictions = results["models"][0]["ladderize"].get("predictions")
+        assert (predictions is None) == (point is dense)
+        assert point is dense or (predictions["reference"] == str(place / "dense") and predictions["mean_kl"] > 0)
     (bench,) = document["benches"]
     rows = json.loads((out / bench).read_text())["rows"]
     assert [row["model"] for row in rows] == [point["timed"] for point in (dense, first, second, half)]

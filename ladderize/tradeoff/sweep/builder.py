@@ -16,7 +16,7 @@ from ladderize.tradeoff.sweep import by_hand
 from ladderize.tradeoff.sweep.inputs import Inputs
 from ladderize.tradeoff.sweep.settings import blocks_settings, retraining_settings, texts
 from ladderize.tradeoff.sweep.spec import NONE, AdaptChoice, BenchChoice, SweepSpec
-from ladderize.tradeoff.sweep.stages import MODEL_FOLDER, Stage
+from ladderize.tradeoff.sweep.stages import MODEL_FOLDER, PREDICTIONS, Stage
 
 # what computes the accuracies: numbers of two versions are no pairs
 EVAL_PACKAGES = ("torch", "transformers", "lm-eval")
@@ -109,11 +109,20 @@ class StageBuilder:
         }
         if made_by is None:
             identity["name"] = model  # results.json holds it, and everything is joined by it
-        if reference is not None:
+        if reference is not None and "perplexity" in given:
             identity["reference"] = self.digest
         needs = tuple(stage.key for stage in (made_by, reference) if stage is not None)
-        job = {"model": model, "options": given, "reference": reference.output if reference is not None else None}
-        command = by_hand.eval_by_hand([model], PLACEHOLDER, given)
+        compared = "perplexity" in given  # predictions are those of its text
+        job = {
+            "model": model,
+            "options": given,
+            "keep_predictions": compared and made_by is None,
+            "reference": f"{reference.output}/{PREDICTIONS}" if reference is not None and compared else None,
+        }
+        own = {"reference": job["reference"], "keep_predictions": None}
+        if job["keep_predictions"]:
+            own["keep_predictions"] = f"{PLACEHOLDER}/{PREDICTIONS}"
+        command = by_hand.eval_by_hand([model], PLACEHOLDER, {**given, **own})
         return _with_command(Stage("eval", f"eval: {name}", identity, job, command, needs))
 
     def benchmark(self, setting: BenchChoice, converted: Sequence[Stage]) -> Stage:

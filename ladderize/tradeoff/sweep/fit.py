@@ -34,6 +34,11 @@ def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any]) -> None:
     for choice in spec.layouts:
         with placed(choice.where):
             layouts.append((choice, _layout(choice, config)))
+    if spec.eval_given is not None:
+        ranks = spec.eval_options().tp_size
+        for choice, layout in layouts:
+            with placed(choice.where):
+                check_runnable(config, layout, ranks, name="eval with --tp-size")
     for setting in spec.bench:
         with placed(setting.where):
             plan_bench(bench_choice(setting.given, [model], None, setting.where), setting.options, setting.link)

@@ -105,11 +105,11 @@ def mark_finished(stage: Stage, root: Path, seconds: float) -> FinishedStage:
 
 
 def prepare(stage: Stage, root: Path) -> Path:
-    """The folder of a stage that is about to run. What a killed run left is kept where the stage goes on with it."""
+    """The folder of a stage that is about to run. What a killed run left is kept where the stage goes on with it; an
+    output that was complete, and is not any more, is not."""
     folder = root / stage.output
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).unlink(missing_ok=True)
-    if stage.kind not in RESUMES:
+    if stage.kind not in RESUMES or (folder / MARKER).exists():
         for entry in folder.iterdir():
             if entry.name != LOG:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

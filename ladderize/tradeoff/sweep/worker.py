@@ -24,6 +24,7 @@ from ladderize.tradeoff.sweep.stages import (
     BENCH_JSON,
     LOG,
     MODEL_FOLDER,
+    PREDICTIONS,
     RESULTS,
     SENSITIVITY_JSON,
     StageKind,
@@ -137,7 +138,16 @@ def _evaluate(job: Mapping[str, Any], folder: Path, console: Console) -> None:
     from ladderize.eval.evaluation.run import evaluate
 
     options = settings.eval_settings(job["options"], None, "eval")
-    evaluate([job["model"]], options, out=folder / RESULTS, console=console)
+    keep = folder / PREDICTIONS if job["keep_predictions"] else None
+    reference = Path(job["reference"]) if job["reference"] is not None else None
+    evaluate(
+        [job["model"]],
+        options,
+        out=folder / RESULTS,
+        keep_predictions=keep,
+        reference=reference,
+        console=console,
+    )
 
 
 def _bench(job: Mapping[str, Any], folder: Path, console: Console) -> None:
