@@ -249,6 +249,16 @@ def test_what_is_no_mean_is_left_out_by_name(tmp_path):
     ]
 
 
+def test_a_metric_that_only_the_results_have_is_named(pair):
+    for written in pair:
+        written.harness["results"]["beta"].update({"f1,none": 0.5, "f1_stderr,none": 0.1})
+    document = compare_files(*pair)
+    assert document.left_out == ["beta: f1 was not compared, since the samples do not have it"]
+    assert compare_files(*pair, metrics=("acc",)).left_out == []
+    with pytest.raises(UserError, match="--metric em is none that could be compared"):
+        compare_files(*pair, metrics=("em",))
+
+
 def test_fewer_errors_are_a_gain(tmp_path):
     """Of a metric where less is better the margin is on the other side."""
     errors = coins(2000, 0.3)
@@ -382,6 +392,7 @@ def test_common_tasks_are_compared_where_asked(pair):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
+        ("window_nll", [1e200] * 20, "windows of perplexity that do not fit together"),
         ("data_sha256", "zz", "not the same file of --perplexity"),
         ("seq_len", 64, "not the same --seq-len of --perplexity"),
         ("ids_sha256", "zz", "not the same token ids of --perplexity"),
@@ -441,6 +452,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
         "outside of its folder",
     ),
     "link": (link_outside, "outside of its folder"),
+    "empty": (lambda path: (path.with_suffix(".samples") / "beta.jsonl").write_text(""), "beta.jsonl holds no samples"),
+    "huge": (break_samples('{"doc_id": 1' + "0" * 40 + ', "filter": "none"}\n'), "which counts no document"),
     "fifo": (lambda path: (path.unlink(), os.mkfifo(path)), "is a FIFO"),
     "no model": (lambda path: rewrite(path, lambda c: c.update(models=[])), "holds no model"),
     "results": (

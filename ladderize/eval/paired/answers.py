@@ -1,7 +1,6 @@
 """What one model answered to the questions of a task: lm-eval's samples, of which the texts are not kept. Imports no
 torch."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +14,8 @@ from ladderize.files.parsing import parse_json
 from ladderize.files.regular import read_lines
 
 HASHES = {"doc_hash": "documents", "target_hash": "targets", "prompt_hash": "prompts"}  # of a sample, and of what
+MAX_DOC_ID = 2**53
+MAX_VALUE = 1e100  # value of a metric that is taken: sums of squares stay finite
 Value = float | tuple[float, float] | None  # None: lm-eval's metric is neither a number nor a weighted one
 
 
@@ -34,11 +35,17 @@ class Answers:
     def add(self, sample: Mapping[str, Any]) -> None:
         """Take in a sample as lm-eval logs it; raises ValueError, which says what is wrong with it."""
         doc_id = _part(sample, "doc_id", int)
+        if abs(doc_id) > MAX_DOC_ID:
+            raise ValueError(f"has the doc_id {doc_id}, which counts no document")
         for name, known in self.hashes.items():
             known.append(_part(sample, name, str))
         document = sample.get("doc")
         fields = document.items() if isinstance(document, Mapping) else ()
-        texts = {key: hash(text) for key, text in fields if isinstance(text, str | int) and text != ""}
+        texts = {
+            key: hash(text) if isinstance(text, str) else text
+            for key, text in fields
+            if isinstance(text, str | int) and text != ""
+        }
         for key in texts.keys() - self.passages.keys():
             self.passages[key] = [None] * len(self.doc_ids)
         for key, known_texts in self.passages.items():
@@ -53,7 +60,7 @@ class Answers:
 
     def in_order(self) -> "Answers":
         """By doc_id, whichever order the processes of lm-eval had; raises ValueError where an id comes twice."""
-        order = np.argsort(self.doc_ids, kind="stable").tolist()
+        order = sorted(range(len(self.doc_ids)), key=self.doc_ids.__getitem__)
         doc_ids = [self.doc_ids[place] for place in order]
         twice = [one for one, following in pairwise(doc_ids) if one == following]
         if twice:
@@ -69,10 +76,10 @@ class Answers:
 TaskAnswers = Mapping[str, Answers]  # filter -> what passed it
 
 
-def collect_answers(samples: Iterable[tuple[str, Mapping[str, Any]]]) -> TaskAnswers:
-    """The answers of one task by filter. samples: with the words that name each in a message. Raises UserError."""
+def collect_answers(samples: Iterable[tuple[str, Mapping[str, Any]]], source: str) -> TaskAnswers:
+    """The answers of one task by filter. samples: with the words that name each in a message. source: names all of
+    them. Raises UserError."""
     found: dict[str, Answers] = {}
-    where = "the samples"
     for where, sample in samples:
         if not isinstance(sample, Mapping):
             raise UserError(f"{where} is no sample of lm-eval, which is an object; name the results of an evaluation")
@@ -80,15 +87,17 @@ def collect_answers(samples: Iterable[tuple[str, Mapping[str, Any]]]) -> TaskAns
             found.setdefault(_part(sample, "filter", str), Answers()).add(sample)
         except ValueError as error:
             raise UserError(f"{where} {error}; evaluate the model again") from None
+    if not found:
+        raise UserError(f"{source} holds no samples; evaluate the model again")
     try:
         return {name: answers.in_order() for name, answers in found.items()}
     except ValueError as error:
-        raise UserError(f"{where.partition(',')[0]}: {error}; evaluate the model again") from None
+        raise UserError(f"{source}: {error}; evaluate the model again") from None
 
 
 def read_answers(path: Path) -> TaskAnswers:
     """The samples of one task in a .jsonl file; raises UserError."""
-    return collect_answers(_lines(path))
+    return collect_answers(_lines(path), str(path))
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -111,7 +120,7 @@ def as_value(value: Any) -> Value:
             number = float(value)
         except OverflowError:
             return None
-        return number if math.isfinite(number) else None
+        return number if abs(number) <= MAX_VALUE else None  # which NaN is not
     return None
 
 

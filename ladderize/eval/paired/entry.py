@@ -45,7 +45,9 @@ class ComparedModel:
 def make_entry(result: ModelResult, samples: Mapping[str, Iterable[Mapping[str, Any]]], where: str) -> ComparedModel:
     """A model just evaluated. samples: of each task, as lm-eval logs them. where: names the run in messages."""
     answers = {
-        task: collect_answers((f"{where}: {task}, sample {number}", one) for number, one in enumerate(logged))
+        task: collect_answers(
+            ((f"{where}: {task}, sample {number}", one) for number, one in enumerate(logged)), f"{where}: {task}"
+        )
         for task, logged in samples.items()
     }
     return ComparedModel(result.model.model, where, result.harness, result.model, answers=answers)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ladderize.eval.paired.answers import as_value
 from ladderize.eval.paired.bootstrap import estimate_mean, generator
 from ladderize.eval.paired.document import ALL, POINT, TOO_FEW, CompareOptions, PooledComparison, Verdict, Weighting
 from ladderize.eval.paired.entry import ComparedModel
@@ -108,7 +109,7 @@ def _unfolded(
     leaves = [leaf for leaf in _leaves(name, groups) if leaf in compared]
     if len(leaves) == len(_leaves(name, groups)) and leaves:
         metric = compared[leaves[0]].comparison
-        shown = reference.object_of_task("results", name).get(f"{metric.metric},{metric.filter}")
+        shown = as_value(reference.object_of_task("results", name).get(f"{metric.metric},{metric.filter}"))
         same = {(compared[leaf].comparison.metric, compared[leaf].comparison.filter) for leaf in leaves}
         # whether lm-eval's group weighs by size is not in its results, but its value is
         by_task = dict.fromkeys(leaves, 1 / len(leaves))
@@ -118,7 +119,7 @@ def _unfolded(
         )
         for weighting, weights in choices:
             mean = _mean(weights, {leaf: compared[leaf].comparison.reference_value for leaf in leaves})
-            if len(same) == 1 and isinstance(shown, int | float) and abs(shown - mean) <= CLOSE:
+            if len(same) == 1 and isinstance(shown, float) and abs(shown - mean) <= CLOSE:
                 yield _Unit(name, weights, weighting)
                 return
     for child in groups[name]:

@@ -68,17 +68,15 @@ def scaled_difference(
     ours, theirs = (float(scale(sums.sum() / total)) for sums in (reference, other))
     totals = resampled_totals(np.stack([reference, other - reference, sizes], axis=1), resamples, rng)
     base, moved = totals[:, 0] / totals[:, 2], totals[:, 1] / totals[:, 2]
-    difference, ratio = theirs - ours, theirs / ours
+    difference, ratio = theirs - ours, theirs / ours if ours else math.inf
     found = ends([Stratum(other - reference, sizes)], [1.0], [moved], rng)
     if found is None:
         return ScaledDifference(difference, None, None, ratio, None, None)
     before, worst, best = scale(base), scale(base + found.worst), scale(base + found.best)
     low, high = (worst, best) if scale.name == "mean" else (best, worst)  # the others fall as the mean rises
-    return ScaledDifference(
-        difference,
-        float(np.quantile(low - before, TAILS[0])),
-        float(np.quantile(high - before, TAILS[1])),
-        ratio,
-        float(np.quantile(low / before, TAILS[0])),
-        float(np.quantile(high / before, TAILS[1])),
-    )
+    with np.errstate(invalid="ignore", divide="ignore"):  # of scores that are all 0, or of infinite ones
+        differences = [float(np.quantile(one - before, tail)) for one, tail in zip((low, high), TAILS, strict=True)]
+        ratios = [float(np.quantile(one / before, tail)) for one, tail in zip((low, high), TAILS, strict=True)]
+    if not all(map(math.isfinite, differences + ratios)):
+        return ScaledDifference(difference, None, None, ratio, None, None)
+    return ScaledDifference(difference, differences[0], differences[1], ratio, ratios[0], ratios[1])

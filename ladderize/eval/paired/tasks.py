@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.paired.answers import Value
+from ladderize.eval.paired.answers import Value, as_value
 from ladderize.eval.paired.bootstrap import Estimate, Stratum, cluster_sums, estimate_mean, generator, resampled_means
 from ladderize.eval.paired.clusters import cluster_codes
 from ladderize.eval.paired.document import POINT, TOO_FEW, CompareOptions, TaskComparison
@@ -74,6 +74,12 @@ def compare_task(
                 doc_ids = np.asarray(answers.doc_ids)[pairs.places]
                 codes = np.unique(clusters[pairs.places], return_inverse=True)[1].ravel()
                 found.append(_compare(reference, pairs, scale, codes, doc_ids, options))
+    seen = {(metric, name) for name, answers in reference.answers[task].items() for metric in answers.values}
+    for key in reference.object_of_task("results", task):
+        metric, _, name = key.partition(",")
+        wanted = options.metrics is None or metric in options.metrics
+        if name and wanted and "_stderr" not in metric and (metric, name) not in seen:
+            left_out.append(f"{task}: {metric}{_of_filter(name)} was not compared, since the samples do not have it")
     return _with_main(found), left_out
 
 
@@ -117,7 +123,8 @@ def _scale(reference: ComparedModel, other: ComparedModel, pairs: _Pairs) -> Sca
 
 
 def _is_close(value: Any, computed: float) -> bool:
-    return isinstance(value, int | float) and abs(value - computed) <= CLOSE * max(1.0, abs(computed))
+    number = as_value(value)
+    return isinstance(number, float) and abs(number - computed) <= CLOSE * max(1.0, abs(computed))
 
 
 def _aggregation(entry: ComparedModel, task: str, metric: str) -> str | None:

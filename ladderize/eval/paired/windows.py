@@ -12,6 +12,9 @@ from ladderize.eval.paired.entry import ComparedModel
 from ladderize.eval.paired.scale import PERPLEXITY_SCALE, scaled_difference
 from ladderize.eval.results import Perplexity
 
+MAX_TOKENS = 2**40  # of a window
+MAX_NATS = 700.0  # per token: a perplexity above exp(700) is none
+
 
 def compare_perplexity(reference: ComparedModel, other: ComparedModel, options: CompareOptions) -> PerplexityComparison:
     """Perplexity of two models, window by window. Raises UserError where these are not the same windows."""
@@ -62,8 +65,8 @@ def compare_predictions(
         return None
     _, tokens = _windows(other)
     sums = np.asarray(measured.window_kl, dtype=float)
-    if len(sums) != len(tokens) or not np.isfinite(sums).all():
-        raise UserError(f"{other.where} has {len(sums)} sums of KL for {len(tokens)} windows; evaluate the model again")
+    if len(sums) != len(tokens) or not (np.abs(sums) <= MAX_NATS * tokens).all():
+        raise UserError(f"{other.where} has sums of KL that do not fit its windows; evaluate the model again")
     stratum = Stratum(sums, tokens)
     rng = generator(options.seed, "predictions")
     found = estimate_mean([stratum], [1.0], [resampled_means(stratum, options.resamples, rng)], rng)
@@ -92,10 +95,13 @@ def _windows(entry: ComparedModel) -> tuple["np.ndarray", "np.ndarray"]:
             f"{entry.where} keeps no windows of its perplexity, as files of earlier versions of ladderize; evaluate the"
             " model again"
         )
-    nll, tokens = np.asarray(measured.window_nll, dtype=float), np.asarray(measured.window_tokens, dtype=float)
-    if nll.shape != tokens.shape or not (np.isfinite(nll).all() and (tokens > 0).all()):
+    fits = len(measured.window_nll) == len(measured.window_tokens) and all(
+        0 < count <= MAX_TOKENS and 0 <= nats <= MAX_NATS * count
+        for nats, count in zip(measured.window_nll, measured.window_tokens, strict=True)
+    )
+    if not fits:
         raise UserError(f"{entry.where} has windows of perplexity that do not fit together; evaluate the model again")
-    return nll, tokens
+    return np.asarray(measured.window_nll, dtype=float), np.asarray(measured.window_tokens, dtype=float)
 
 
 def _check_same_windows(reference: ComparedModel, other: ComparedModel) -> None:
