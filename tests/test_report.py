@@ -180,7 +180,7 @@ def test_a_retrained_model_has_the_times_of_its_layout(tmp_path):
     write_document(tmp_path / "results.json", eval_document(adapted, changes))
     summary = ladderize.report([tmp_path], tmp_path / "a.html")
     assert summary.best == "models/ladder-adapted"
-    assert "ladder-adapted has the times of models/ladder" in (tmp_path / "a.html").read_text()
+    assert "have the times of another model with the same ones: ladder-adapted." in (tmp_path / "a.html").read_text()
 
 
 # ---- strangers' documents ----

@@ -1,10 +1,10 @@
 """The answer that a report begins with: a sentence, and three numbers. It claims what intervals show, and no more."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ladderize.tradeoff.report.content.join import ReportContent
 from ladderize.tradeoff.report.content.subjects import Setting, Subject, Timing, WithInterval
-from ladderize.tradeoff.report.content.words import margin_text, points_text, speedup_text, verdict_text
+from ladderize.tradeoff.report.content.words import margin_text, named, points_text, speedup_text, verdict_text
 
 MEASURE_ACCURACY = "ladderize eval DENSE MODEL... --tasks A,B --out results.json"
 MEASURE_SPEED = "ladderize bench DENSE MODEL... --tp-size N --out bench.json"
@@ -32,6 +32,30 @@ class Answer:
 
 def find_answer(content: ReportContent) -> Answer:
     """See the module."""
+    answer = _find(content)
+    return replace(answer, sentences=[*answer.sentences, *_unfinished(content)])
+
+
+def _unfinished(content: ReportContent) -> list[str]:
+    """What is still missing of sweeps and benchmarks."""
+    sentences = []
+    for sweep in content.found.sweeps:
+        points = sweep.document.points
+        failed = sum(point.failure is not None for point in points)
+        evaluated = sum(point.results is not None for point in points)
+        if failed:
+            sentences.append(f"{failed} of {len(points)} models failed; the table says why.")
+        if not sweep.document.complete:
+            sentences.append(
+                f"The sweep is not complete: {evaluated} of {len(points)} models are evaluated."
+                f" `{sweep.document.command}` goes on with it."
+            )
+    if any(not bench.document.complete for bench in content.found.benches):
+        sentences.append("A benchmark was interrupted: its rows are those measured so far.")
+    return sentences
+
+
+def _find(content: ReportContent) -> Answer:
     others = [subject for subject in content.models if subject is not content.reference]
     compared = [
         subject for subject in others if subject.accuracy is not None and subject.accuracy.difference is not None
@@ -70,7 +94,7 @@ def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:
     if paying:
         subject, timing = paying[0]
         headline = (
-            f"{subject.name} ({subject.layout_words}) is {_whole(timing).value:.2f}\u00d7 as fast as dense and at most"
+            f"{named(subject)} is {_whole(timing).value:.2f}\u00d7 as fast as dense and at most"
             f" {margin} less accurate: both are shown by 95 % intervals."
         )
         numbers = [_accuracy_number(subject, content), _speed_number(timing), _pays_number([subject], content)]
@@ -78,7 +102,7 @@ def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:
     best = max(shown, key=lambda s: max((_whole(t).value for t in s.timings), default=0.0))
     if not content.real_settings or not any(subject.timings for subject in shown):
         headline = (
-            f"{best.name} ({best.layout_words}) is at most {margin} less accurate than dense: shown by the 95 %"
+            f"{named(best)} is at most {margin} less accurate than dense: shown by the 95 %"
             " interval. Its speed was not measured."
         )
         numbers = [_accuracy_number(best, content), _unmeasured_speed(), _pays_number([best], content)]
@@ -104,7 +128,7 @@ def _none_shown(content: ReportContent, others: list[Subject], compared: list[Su
             "The results hold no samples, so these intervals are unpaired and show less than they could: evaluate"
             " again with this version of ladderize, which keeps the samples."
         )
-    nearest = f"closest: {closest.name} ({closest.layout_words}), {_difference_text(closest)}"
+    nearest = f"closest: {named(closest)}, {_difference_text(closest)}"
     first = KeyNumber(f"Layouts shown within {margin} of dense", "none", nearest)
     fastest = _first_fastest(others, content)
     if fastest is None:
@@ -121,7 +145,7 @@ def _without_accuracy(content: ReportContent, others: list[Subject]) -> Answer:
     if perplexed := [s for s in others if s.perplexity is not None]:
         lowest = min(perplexed, key=lambda s: s.perplexity.value if s.perplexity else 0.0)
         assert lowest.perplexity is not None
-        sentences.insert(0, f"The lowest perplexity has {lowest.name} ({lowest.layout_words}).")
+        sentences.insert(0, f"{named(lowest)} has the lowest perplexity of the converted models.")
     first = KeyNumber(
         f"Best layout within {margin_text(content.margin)} of dense", "not known", "no task was evaluated"
     )

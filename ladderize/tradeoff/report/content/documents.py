@@ -62,10 +62,11 @@ class FoundSensitivity:
 
 @dataclass(frozen=True)
 class FoundCurves:
-    """Of one retraining. folder: what it was written to."""
+    """Of one retraining. folder: what it was written to. name: of the point of a sweep."""
 
     folder: Path
     curves: Curves
+    name: str | None = None
 
 
 @dataclass
@@ -153,10 +154,10 @@ def _comparisons(content: dict[str, Any], path: Path) -> list[ComparisonDocument
     return Comparisons.from_dict(content, path).comparisons if "comparisons" in content else []
 
 
-def _add_curves(folder: Path, found: FoundDocuments) -> None:
+def _add_curves(folder: Path, found: FoundDocuments, name: str | None = None) -> None:
     if folder not in found.seen:
         found.seen.add(folder)
-        found.curves.append(FoundCurves(folder, read_curves(folder)))
+        found.curves.append(FoundCurves(folder, read_curves(folder), name))
 
 
 def _add_sweep(path: Path, document: SweepDocument, found: FoundDocuments) -> None:
@@ -170,7 +171,7 @@ def _add_sweep(path: Path, document: SweepDocument, found: FoundDocuments) -> No
         if point.results is not None:
             _add_stage(folder, point.results, commands, found)
         if point.adaptation is not None and (_inside(folder, point.adaptation) / METRICS).is_file():
-            _add_curves(_inside(folder, point.adaptation), found)
+            _add_curves(_inside(folder, point.adaptation), found, point.name)
     for name in (*document.sensitivities, *document.benches):
         _add_stage(folder, name, commands, found)
 

@@ -76,11 +76,11 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
     for results in found.results:
         add_scores(results, joint.evaluated, margin, content.remarks)
     compare_stored(found.results, joint.evaluated, content.reference, margin, content.remarks)
-    content.remarks += [
-        f"{subject.name} has the times of {subject.timed_as}, which has the same layout and size."
-        for subject in content.models
-        if subject.timed_as is not None
-    ]
+    if shared := [subject.name for subject in content.models if subject.timed_as is not None]:
+        content.remarks.append(
+            "Speed depends on the layout and the size only, so these have the times of another model with the same"
+            f" ones: {'; '.join(shared)}."
+        )
     return content
 
 
@@ -185,6 +185,9 @@ class _Joint:
 
     def share_times(self) -> None:
         """Give a retrained model the times of the one that it was made of: speed depends on the layout and the size."""
+        for first, *others in self.timed.values():  # of a sweep, which times one model of each layout
+            for subject in others:
+                subject.timed_as = first.model
         models = [subject for subject in self.subjects if subject.kind == MODEL_SUBJECT]
         timed = [subject for subject in models if subject.timings and subject.parameters is not None]
         for subject in models:

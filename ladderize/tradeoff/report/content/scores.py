@@ -82,8 +82,9 @@ def _subject_of(entry: ModelResult, subjects: Mapping[str, Subject]) -> Subject:
 
 
 def _keeps_samples(entry: ModelResult) -> bool:
-    """Whether each task's answers are there, or there is no task and perplexity is all that can be compared."""
-    return all(task in entry.samples for task in leaf_tasks(entry.harness))
+    """Whether each task's answers are there, and the windows of a perplexity; earlier versions kept neither."""
+    has_windows = entry.model.perplexity is None or entry.model.perplexity.window_nll is not None
+    return has_windows and all(task in entry.samples for task in leaf_tasks(entry.harness))
 
 
 def _score(subject: Subject, entry: ModelResult) -> None:

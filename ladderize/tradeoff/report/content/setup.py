@@ -52,7 +52,12 @@ def setup_facts(found: FoundDocuments) -> list[SetupFact]:
             pairs.insert(6, ("GPUs", f"{len(environment.gpus)} x {environment.gpus[0]}, {memory}"))
             pairs.insert(7, ("CUDA, NCCL", f"{environment.cuda}, {environment.nccl}"))
         facts.setdefault(tuple(pairs), []).append(_place(bench.path.parent.name, bench.path.name))
-    return [SetupFact(", ".join(names), list(pairs)) for pairs, names in facts.items()]
+    return [SetupFact(_some_names(names), list(pairs)) for pairs, names in facts.items()]
+
+
+def _some_names(names: list[str]) -> str:
+    more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+    return ", ".join(names[: 2 if more else 3]) + more
 
 
 def _place(folder: str, name: str) -> str:

@@ -54,7 +54,12 @@ def verdict_text(accuracy: Accuracy, margin: float) -> str:
     return "not compared"
 
 
+def named(subject: Subject) -> str:
+    """Name and layout; the name alone where it says the layout, as a sweep's does."""
+    return subject.name if subject.layout_words in subject.name else f"{subject.name} ({subject.layout_words})"
+
+
 def subject_text(subject: Subject) -> str:
-    """Name and layout; the layout alone where the name is it."""
+    """The same, and how it was retrained."""
     retraining = f"; retrained ({subject.retraining})" if subject.retraining else ""
-    return f"{subject.name}: {subject.layout_words}{retraining}"
+    return named(subject) + retraining

@@ -158,7 +158,7 @@ def _curves_plot(found: list[FoundCurves], commands: list[str]) -> ReportPlot:
 
 
 def _names(found: list[FoundCurves]) -> list[str]:
-    names = [one.curves.name for one in found]
+    names = [one.name or one.curves.name for one in found]
     if len(set(names)) == len(names):
         return names
     return [f"{one.folder.parent.name}/{one.curves.name}" for one in found]

@@ -81,7 +81,7 @@ def _spec(document: SensitivityDocument) -> Spec:
         rule({"y": {"datum": 0}}, color="var(--muted)"),
         *lines,
         rule(
-            {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": colour}, strokeWidth=2, opacity=0.6
+            {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": colour}, strokeWidth=2, opacity=0.8
         ),
         {
             "mark": {"type": "point", "filled": True, "size": 80, "opacity": 1},

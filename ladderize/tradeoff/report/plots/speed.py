@@ -6,7 +6,7 @@ from typing import Any
 from ladderize.tradeoff.report.content.join import ReportContent
 from ladderize.tradeoff.report.content.subjects import PHASE_WORDS, Setting, Subject
 from ladderize.tradeoff.report.content.tables import ReportTable, TableCell, TableColumn
-from ladderize.tradeoff.report.content.words import interval_text, speedup_text
+from ladderize.tradeoff.report.content.words import interval_text, named, speedup_text
 from ladderize.tradeoff.report.plots.base import (
     PlotChoice,
     PlotPanel,
@@ -92,8 +92,7 @@ def _rows(content: ReportContent, settings: list[Setting]) -> list[dict[str, Any
                         "x": speedup.value,
                         "x1": speedup.low,
                         "x2": speedup.high,
-                        "words": f"{subject.name} ({subject.layout_words}); {words} {speedup_text(speedup)};"
-                        f" {setting.words}",
+                        "words": f"{named(subject)}; {words} {speedup_text(speedup)}; {setting.words}",
                     }
                 )
     return rows
@@ -110,7 +109,7 @@ AXIS: Spec = {"format": ".3~f", "labelExpr": "datum.label + '\u00d7'", "tickCoun
 def _bars(rows: list[dict[str, Any]], title: str) -> Spec:
     """One batch size: a row for each model."""
     x = {"field": "x", "type": "quantitative", "title": "speed-up", "scale": {"zero": False}, "axis": AXIS}
-    y: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 130}}
+    y: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 170}}
     colour = family_colour()
     ends = {"x": {**x, "field": "x1"}, "x2": {"field": "x2"}, "y": y, "color": colour}
     layers = [

@@ -81,14 +81,14 @@ def _panel(content: ReportContent, task: str, drawn: list[Subject]) -> PlotPanel
         "title": f"points of {metric} from dense",
         "axis": {"labelExpr": SIGNED_LABEL, "tickCount": 5},
     }
-    y: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 130}}
+    y: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 170}}
     colour = family_colour()
     layers = [
         rule({"x": {"datum": 0}}, color="var(--muted)"),
         rule({"x": {"datum": -content.margin}}, color="var(--muted)", strokeDash=[6, 4]),
         {
             **rule(
-                {"x": {**x, "field": "x1"}, "x2": {"field": "x2"}, "y": y, "color": colour}, strokeWidth=3, opacity=0.5
+                {"x": {**x, "field": "x1"}, "x2": {"field": "x2"}, "y": y, "color": colour}, strokeWidth=3, opacity=0.8
             ),
             "transform": [{"filter": "isValid(datum.x1) && isValid(datum.x2)"}],
         },

@@ -5,7 +5,7 @@ from typing import Any
 from ladderize.tradeoff.report.content.join import ReportContent
 from ladderize.tradeoff.report.content.subjects import Setting, Spent, Subject
 from ladderize.tradeoff.report.content.tables import ReportTable, TableCell, TableColumn
-from ladderize.tradeoff.report.content.words import interval_text
+from ladderize.tradeoff.report.content.words import interval_text, named
 from ladderize.tradeoff.report.plots.base import PlotPanel, ReportPlot, Spec, make_spec, row_height
 
 PARTS = ("compute", "hidden", "waited")
@@ -59,7 +59,7 @@ def _panel(content: ReportContent, setting: Setting, phase: str) -> PlotPanel:
     for subject, spent in _spent(content, setting, phase):
         hidden, waited = spent.hidden or 0.0, max(0.0, spent.waited.value)
         for order, (part, value) in enumerate(zip(PARTS, (spent.compute - hidden, hidden, waited), strict=True)):
-            words = f"{subject.name} ({subject.layout_words}): {PART_WORDS[part]} {value:.3f} ms; {setting.words}"
+            words = f"{named(subject)}: {PART_WORDS[part]} {value:.3f} ms; {setting.words}"
             if value > 0:
                 rows.append({"name": subject.name, "part": part, "order": order, "ms": value, "words": words})
     title = setting.short + ("; random weights" if setting.random else "")
@@ -68,7 +68,7 @@ def _panel(content: ReportContent, setting: Setting, phase: str) -> PlotPanel:
         {
             "mark": {"type": "bar", "height": {"band": 0.7}, "stroke": "var(--page)", "strokeWidth": 1},
             "encoding": {
-                "y": {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 130}},
+                "y": {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 170}},
                 "x": {
                     "field": "ms",
                     "type": "quantitative",
