@@ -84,7 +84,7 @@ def test_equal_to_the_hf_backend(name, tmp_path):
     assert len(set(expected["generations"])) > 3
     for tp_size in (1, 2):
         settings = {"threads": 1, "add_bos_token": add_bos, "token_budget": int(rng.integers(30, 200))}
-        lm = RuntimeLM(str(folder), tp_size=tp_size, batch_size=3, tokenizer=hf.tokenizer, **settings)
+        lm = RuntimeLM(str(folder), tp_size=tp_size, batch_size=3, **settings)
         with lm.service:
             found = lm.loglikelihood(asked["choices"], disable_tqdm=True)
             rolled = lm.loglikelihood_rolling(asked["texts"], disable_tqdm=True)

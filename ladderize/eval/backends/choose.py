@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from ladderize.errors import UsageError
 from ladderize.eval.backends.base import EvalModel
 from ladderize.eval.backends.hf import HFModel
+from ladderize.eval.backends.runtime import RuntimeModel
 from ladderize.eval.options import EvalOptions
 
 
 def open_model(name: str, folder: Path, options: EvalOptions) -> EvalModel:
     """Open a model that was checked. name: as the user gave it; folder: where it lies. Raises UserError."""
-    if options.backend != "hf":
-        raise UsageError(f"--backend {options.backend} is not there yet; take hf")
+    if options.backend == "runtime":
+        return RuntimeModel.open(name, folder, options)
     return HFModel.open(name, folder, options)

@@ -39,8 +39,8 @@ class RuntimeLM(HFLM):
     """A ladderized or plain Llama on ``tp_size`` processes, for lm-eval.
 
     pretrained: a folder or a hub id. batch_size: texts that are continued at a time. token_budget: tokens of a forward
-    pass. tokenizer, service: opened already, by whoever closes them. Other arguments are as lm-eval's HF backend takes
-    them. Raises UserError, also for an argument that is not known.
+    pass. Other arguments are as lm-eval's HF backend takes them. Raises UserError, also for an argument that is not
+    known.
     """
 
     def __init__(
@@ -60,8 +60,6 @@ class RuntimeLM(HFLM):
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
         trust_remote_code: bool = False,
-        tokenizer: Any = None,
-        service: Service | None = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -85,17 +83,38 @@ class RuntimeLM(HFLM):
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-        self.spec = check_request(str(pretrained), options)
-        self.options, self.pretrained = options, str(pretrained)
-        self.tokenizer = configure_pad_token(tokenizer or _tokenizer(self.spec, options, add_bos_token))
-        self.service = service or open_service(self.spec, options)
+        spec = check_request(str(pretrained), options)
+        tokenizer = _tokenizer(spec, options, add_bos_token)
+        self._use(spec, options, open_service(spec, options), tokenizer, add_bos_token, prefix_token_id)
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, options: RequestOptions, service: Service, tokenizer: Any, add_bos_token: bool | None
+    ) -> "RuntimeLM":
+        """Around a model that is open already, and is closed by whoever opened it."""
+        made = cls.__new__(cls)
+        TemplateLM.__init__(made)
+        made._use(spec, options, service, tokenizer, add_bos_token, None)
+        return made
+
+    def _use(
+        self,
+        spec: ModelSpec,
+        options: RequestOptions,
+        service: Service,
+        tokenizer: Any,
+        add_bos_token: bool | None,
+        prefix_token_id: int | None,
+    ) -> None:
+        self.spec, self.options, self.service, self.pretrained = spec, options, service, spec.name
         # what HFLM's methods for tokens ask for
+        self.tokenizer = configure_pad_token(tokenizer)
         self.add_bos_token, self.custom_prefix_token_id = add_bos_token, prefix_token_id
         self.backend, self.truncation, self.enable_thinking = "causal", False, None
         self.chat_template_args: dict[str, Any] = {}
         self.batch_sizes: dict[int, int] = {}
-        self.batch_size_per_gpu = rows
-        self._max_length, self._device = max_length or self.spec.positions, torch.device(device)
+        self.batch_size_per_gpu = options.rows
+        self._max_length, self._device = options.max_length or spec.positions, torch.device(options.device)
 
     # ---- what lm-eval asks about the model ----
 
@@ -114,10 +133,14 @@ class RuntimeLM(HFLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation; the template runs in a process with limits."""
-        if "apply_chat_template" not in vars(self):
-            render_chats(self, self.pretrained, self.tokenizer)
+        self.check_chat_template()
         text: str = vars(self)["apply_chat_template"](chat_history, add_generation_prompt)
         return text
+
+    def check_chat_template(self) -> None:
+        """Raise UserError where the model has no chat template."""
+        if "apply_chat_template" not in vars(self):
+            render_chats(self, self.pretrained, self.tokenizer)
 
     # ---- requests ----
 

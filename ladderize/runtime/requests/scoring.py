@@ -76,21 +76,32 @@ def token_scores(model: TPLlama, hidden: Tensor, at: np.ndarray, targets: np.nda
                 "the model's logits are NaN or infinite, so nothing was scored with them; check its weights, or"
                 " compute in float32"
             )
-        own = wanted - model.shape.vocab_start
-        inside = (own >= 0) & (own < logits.shape[1])
-        target = logits[rows, own.clamp(0, logits.shape[1] - 1)].masked_fill(~inside, -torch.inf)
-        if not model.shape.replicate_vocab:
-            parts = target[:, None].split(STATES_AT_ONCE)  # more tokens than states where one state has many successors
-            target = torch.cat([model.collectives.all_gather(part.contiguous()).amax(-1) for part in parts])
+        target = logits_of(model, logits, rows, wanted)
         sums[chosen] = (target.double() - normaliser[rows]).cpu().numpy()
         best[chosen] = (top[rows] == wanted).cpu().numpy()
     return sums, best
 
 
+def logits_of(model: TPLlama, logits: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    """The logits of tokens ``ids`` [n] in ``rows`` [n] of every rank's ``logits`` [states, own vocabulary]; equal on
+    all ranks."""
+    own = ids - model.shape.vocab_start
+    inside = (own >= 0) & (own < logits.shape[1])
+    found = logits[rows, own.clamp(0, logits.shape[1] - 1)].masked_fill(~inside, -torch.inf)
+    if model.shape.replicate_vocab:
+        return found
+    parts = found[:, None].split(STATES_AT_ONCE)  # more tokens than states where one state has many successors
+    return torch.cat([model.collectives.all_gather(part.contiguous()).amax(-1) for part in parts])
+
+
 def own_logits(model: TPLlama, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [n, hidden] -> this rank's logits [n, own vocabulary] in float32; and, equal on all ranks, the token with
-    the largest logit [n] and the logarithm of the sum of all logits' exponentials, float64 [n]."""
-    logits = model.weights.head(hidden).float()
+    """hidden [n, hidden] -> this rank's logits [n, own vocabulary] in float32, and what ``summarised`` says of all."""
+    return summarised(model, model.weights.head(hidden).float())
+
+
+def summarised(model: TPLlama, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's logits [n, own vocabulary], -inf where they are padding; and, equal on all ranks, the token with the
+    largest logit [n] and the logarithm of the sum of all logits' exponentials, float64 [n]."""
     own = min(model.shape.own_vocab, model.shape.vocab - model.shape.vocab_start)
     if own < logits.shape[1]:  # padding of a vocabulary that the ranks do not divide
         logits = logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= own, -torch.inf)
