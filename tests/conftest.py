@@ -36,6 +36,7 @@ LONG_FILES = [
     "test_sensitivity.py",
     "test_requests.py",
     "test_runtime_lm.py",
+    "test_eval_runtime.py",
     "test_house.py",
     "test_several_processes.py",
     "test_distill.py",

@@ -15,10 +15,11 @@ from ladderize.commands.options import (
     AsJson,
     DtypeOption,
     Revision,
+    TpSize,
     options_from,
 )
 from ladderize.console import Console
-from ladderize.eval.options import EvalOptions
+from ladderize.eval.options import EvalBackend, EvalOptions
 
 
 def evaluate(
@@ -90,6 +91,14 @@ def evaluate(
             metavar="N", min=0, help="Seed of sampling and of few-shot examples.", rich_help_panel=MEASUREMENT
         ),
     ] = EvalOptions.seed,
+    backend: Annotated[
+        EvalBackend,
+        typer.Option(
+            help="What computes: transformers in one process, or ladderize's runtime, which bench times.",
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = EvalOptions.backend,
+    tp_size: TpSize = EvalOptions.tp_size,
     batch_size: Annotated[
         int, typer.Option(metavar="N", min=1, help="Sequences per forward pass.", rich_help_panel=MEMORY)
     ] = EvalOptions.batch_size,
