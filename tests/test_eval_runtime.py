@@ -90,8 +90,8 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(tmp_path):
 
 def test_the_command(pair, ids, tmp_path):
     out = tmp_path / "results.json"
-    outcome = invoke("eval", *pair, "--perplexity", ids, "--seq-len", 33, "--windows", 2, "--backend", "runtime",
-                     "--tp-size", 2, "--out", out)  # fmt: skip
+    text = ("--perplexity", ids, "--seq-len", 33, "--windows", 2)
+    outcome = invoke("eval", *pair, *text, "--backend", "runtime", "--tp-size", 2, "--out", out)
     assert outcome.code == 0, outcome.stderr
     written = json.loads(out.read_text())
     assert [model["ladderize"]["tp_size"] for model in written["models"]] == [2, 2]
