@@ -243,6 +243,7 @@ def _work(
     environment: Mapping[str, str],
 ) -> None:
     """The life of a started rank: it reports a value or one sentence, and ends with whoever started it."""
+    multiprocessing.current_process().daemon = False  # a daemon may not start processes, as bench's check does
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
     end_with_parent()
     adopt(streams, environment)
