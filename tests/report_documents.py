@@ -1,10 +1,12 @@
 """Documents as eval and bench write them, with numbers that a test chooses: input of the report's tests."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ladderize.console import to_json
+from ladderize.convert.sensitivity_file import BlockSensitivity, CalibrationData, SensitivityDocument
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.document import (
     ALL,
@@ -21,6 +23,7 @@ from ladderize.runtime.bench.document import MODEL_ROW, BenchDocument, BenchRow,
 from ladderize.runtime.bench.environment import Environment
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.collectives.links import Link
+from ladderize.tradeoff.sweep.document import SweepDocument, SweepPoint
 
 TASKS = ("arc", "hellaswag")
 BENCH_OPTIONS = BenchOptions(tp_size=2, device="cpu")
@@ -195,3 +198,122 @@ def _row(
         communication={"prefill": part, "decode": part},
         no_communication_samples_ms={"prefill": [1.0], "decode": [1.0]},
     )
+
+
+def sensitivity_document(blocks: int = 4) -> dict[str, Any]:
+    """sensitivity.json: the first block is extremely sensitive, the second below 0, the others are not."""
+    values = [12.0, -0.02, *(0.01 * number for number in range(blocks - 2))]
+    classes = ["extremely sensitive", *["insensitive"] * (blocks - 1)]
+    found = [
+        BlockSensitivity(block, value, value - 0.01, value + 0.01, kind)
+        for block, (value, kind) in enumerate(zip(values, classes, strict=True))
+    ]
+    document = SensitivityDocument(
+        model="models/dense",
+        fingerprint="abc",
+        layout=f"{blocks} layers: dense",
+        parameters=1_000_000,
+        data=CalibrationData("text.txt", "00", 2, 64, 0),
+        mode="spd",
+        sync_tp_size=2,
+        dtype="float32",
+        complete=True,
+        tau1=0.05,
+        tau2=10.0,
+        interval=0.95,
+        perplexity=[4.0] * (blocks + 1),
+        blocks=found,
+        nll=[[1.0] * (blocks + 1)] * 2,
+    )
+    return document.to_dict()
+
+
+def write_curves(folder: Path, values: Sequence[float], *, dense: float | None = 3.4) -> None:
+    """metrics.jsonl of a retraining, validated at every step."""
+    folder.mkdir(parents=True)
+    lines = [{"step": 0, "heldout_perplexity": values[0], "dense_heldout_perplexity": dense}]
+    for step, value in enumerate(values[1:], 1):
+        lines += [{"step": step, "loss": 1.0 / step}, {"step": step, "heldout_perplexity": value}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: bool = True) -> None:
+    """A sweep's folder. right: of the dense model and of points named LAYOUT or LAYOUT-TOKENS, which answers were
+    right. Each model is evaluated by itself, with its samples; layouts are timed, not points."""
+    models = layouts()
+    points, timed = [], {}
+    for name, answers in right.items():
+        layout, _, tokens = name.partition("-")
+        place = f"stages/eval-{name}"
+        (folder / place / "results.samples").mkdir(parents=True)
+        write_document(folder / place / "results.json", _own_results(name, models[layout], answers, folder / place))
+        if tokens:
+            write_curves(folder / f"stages/adapt-{name}", [9.0, 5.0, 4.0])
+        timed[layout] = models[layout]
+        points.append(_point(name, models[layout], f"{place}/results.json"))
+    write_document(folder / "bench.json", bench_document(timed, {"ladder": 1.25, "spd": 1.4}, batches=(1, 4)))
+    write_document(folder / "sensitivity.json", sensitivity_document())
+    document = SweepDocument(
+        model="models/dense",
+        command="ladderize sweep sweep.yaml",
+        complete=complete,
+        margin=2.0,
+        points=points,
+        stages=[],
+        sensitivities=["sensitivity.json"],
+        benches=["bench.json"],
+    )
+    write_document(folder / "sweep.json", document.to_dict())
+
+
+def _point(name: str, layout: Layout, results: str) -> SweepPoint:
+    kind, _, tokens = name.partition("-")
+    return SweepPoint(
+        name=name,
+        layout=str(layout),
+        attention_sync=list(layout.attention_sync),
+        mlp_sync=list(layout.mlp_sync),
+        sync_tp_size=layout.sync_tp_size,
+        adapted="full" if tokens else "none",
+        tokens=int(tokens) if tokens else None,
+        model=model_path(name),
+        results=results,
+        adaptation=f"stages/adapt-{name}" if tokens else None,
+        stages=[],
+        timed=model_path(kind),
+    )
+
+
+def _own_results(name: str, layout: Layout, answers: Sequence[bool], folder: Path) -> dict[str, Any]:
+    """results.json of one model and one task, and its samples beside it."""
+    lines = [
+        {
+            "doc_id": number,
+            "doc": {"question": number},
+            "target": "x",
+            "arguments": [],
+            "resps": [],
+            "filtered_resps": [],
+            "filter": "none",
+            "metrics": ["acc"],
+            "doc_hash": f"d{number}",
+            "prompt_hash": f"p{number}",
+            "target_hash": f"t{number}",
+            "acc": float(answer),
+        }
+        for number, answer in enumerate(answers)
+    ]
+    (folder / "results.samples" / "arc.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    value = sum(answers) / len(answers)
+    harness = {
+        "results": {"arc": {"alias": "arc", "acc,none": value, "acc_stderr,none": 0.01}},
+        "group_subtasks": {},
+        "configs": {"arc": {"task": "arc", "num_fewshot": 0}},
+        "versions": {"arc": 1},
+        "n-shot": {"arc": 0},
+        "higher_is_better": {"arc": {"acc": True}},
+        "n-samples": {"arc": {"original": len(answers), "effective": len(answers)}},
+        "lm_eval_version": "0.4.13",
+    }
+    entry = ModelResult(_evaluated(model_path(name), layout), harness, samples={"arc": "results.samples/arc.jsonl"})
+    return EvalResults(EvalOptions(tasks=("arc",)), [entry]).to_dict()

@@ -21,7 +21,10 @@ from tests.report_documents import (
     comparison,
     eval_document,
     layouts,
+    sensitivity_document,
+    write_curves,
     write_document,
+    write_sweep,
 )
 
 
@@ -181,6 +184,109 @@ def test_a_retrained_model_has_the_times_of_its_layout(tmp_path):
     summary = ladderize.report([tmp_path], tmp_path / "a.html")
     assert summary.best == "models/ladder-adapted"
     assert "have the times of another model with the same ones: ladder-adapted." in (tmp_path / "a.html").read_text()
+
+
+# ---- a sweep ----
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Three points of one layout, and one of another: what was retrained longer is better, and near the dense model."""
+    rng = fresh_rng()
+    dense = rng.random(3000) < 0.7
+    right = {"dense": dense}
+    for name, changed in (("ladder", 0.4), ("ladder-1000", 0.1), ("ladder-9000", 0.002), ("spd", 0.5)):
+        right[name] = dense & (rng.random(3000) > changed)
+    write_sweep(tmp_path / "sweep", right)
+    return tmp_path / "sweep"
+
+
+def specs_of(text, plot):
+    return json.loads(re.search(rf'id="plot-{plot}".*?class="specs">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_the_points_of_a_sweep_are_compared_in_pairs(sweep):
+    """From the stored samples; the recommended one has the times of its layout."""
+    text, outcome = page_of(sweep)
+    assert outcome.stdout.startswith("ladder-9000 (ladder 0:4) is 1.25")
+    assert "at most 2 points less accurate" in outcome.stdout  # the sweep's margin
+    rows = specs_of(text, "tradeoff")[0]["data"]["values"]
+    assert {row["name"] for row in rows} == {"dense", "ladder", "ladder-1000", "ladder-9000", "spd"}
+    assert {row["setting"] for row in rows} == {"s0", "s1"}
+    for row in rows:
+        if row["name"] != "dense":
+            assert row["y1"] < row["y"] < row["y2"]
+
+
+def test_a_plot_for_everything_that_a_sweep_measures(sweep):
+    ids = Reader(page_of(sweep)[0]).ids()
+    for name in ("tradeoff", "tasks", "speed", "time-prefill", "time-decode", "sensitivity", "recovery", "heldout"):
+        assert f"plot-{name}" in ids
+
+
+def test_recovery_begins_at_the_model_that_was_not_retrained(sweep):
+    rows = specs_of(page_of(sweep)[0], "recovery")[0]["data"]["values"]
+    assert [row["tokens"] for row in rows if row["line"] == "ladder 0:4, full"] == [0, 1000, 9000]
+    assert [row["y"] for row in rows] == sorted(row["y"] for row in rows)
+
+
+def test_one_model_of_a_layout_is_drawn_with_its_times(sweep):
+    text, _ = page_of(sweep)
+    rows = specs_of(text, "speed")[0]["data"]["values"]
+    assert {row["name"] for row in rows} == {"ladder", "spd"}
+    assert {row["batch"] for row in rows} == {1, 4}
+
+
+def test_a_sweep_that_is_not_complete_says_so(sweep):
+    document = json.loads((sweep / "sweep.json").read_text())
+    document["complete"] = False
+    document["points"][4] |= {"results": None, "model": None}
+    failed = {"stage": "convert", "key": "k", "output": "stages/x", "status": "failed", "message": "no <disk> left"}
+    document["points"][4]["stages"] = [failed]
+    (sweep / "sweep.json").write_text(json.dumps(document))
+    text, _ = page_of(sweep)
+    assert "The sweep is not complete: 4 of 5 models are evaluated." in text
+    assert "1 of 5 models failed; the table says why." in text
+    assert "no &lt;disk&gt; left" in text
+
+
+@pytest.mark.parametrize("name", ["../outside.json", "/etc/hostname", "stages/none/results.json"])
+def test_a_sweep_stays_in_its_folder(sweep, name):
+    write_document(sweep.parent / "outside.json", sensitivity_document())
+    document = json.loads((sweep / "sweep.json").read_text())
+    document["sensitivities"] = [name]
+    (sweep / "sweep.json").write_text(json.dumps(document))
+    message = one_sentence(invoke("report", sweep, "--out", sweep / "p.html"))
+    assert ("outside of its folder" in message) == (not name.startswith("stages"))
+    assert name in message
+
+
+def test_speed_ups_over_another_model_are_refused(sweep):
+    document = json.loads((sweep / "bench.json").read_text())
+    document["rows"] = [row for row in document["rows"] if not row["layout"].endswith("dense")]
+    (sweep / "bench.json").write_text(json.dumps(document))
+    message = one_sentence(invoke("report", sweep, "--out", sweep / "p.html"))
+    assert "has speed-ups over models/ladder, but the accuracies are compared with models/dense" in message
+
+
+def test_curves_with_values_that_are_no_numbers(tmp_path):
+    write_curves(tmp_path / "adapted", [9.0, float("nan"), float("inf"), 4.0])
+    text, _ = page_of(tmp_path)
+    assert [row["step"] for row in specs_of(text, "heldout")[0]["data"]["values"]] == [0, 3]
+
+
+def test_intervals_without_samples_show_nothing(tmp_path):
+    """Results of earlier versions: two standard errors; a metric that is always 1 would have one of 0."""
+    models = layouts()
+    document = eval_document(models, {"ladder": 0.0, "spd": -20.0, "both": -35.0})
+    del document["comparisons"]
+    for entry in document["models"]:
+        for task in entry["results"].values():
+            task["acc_stderr,none"] = 0.0
+    write_document(tmp_path / "results.json", document)
+    summary = ladderize.report([tmp_path], tmp_path / "a.html")
+    assert summary.best is None
+    assert "unpaired" in (tmp_path / "a.html").read_text()
 
 
 # ---- strangers' documents ----

@@ -39,6 +39,8 @@ def find_answer(content: ReportContent) -> Answer:
 def _unfinished(content: ReportContent) -> list[str]:
     """What is still missing of sweeps and benchmarks."""
     sentences = []
+    if content.reference is not None and content.reference.attention_sync and not content.reference.is_dense:
+        sentences.append(f"Here “dense” is {named(content.reference)}, the first model: none is dense.")
     for sweep in content.found.sweeps:
         points = sweep.document.points
         failed = sum(point.failure is not None for point in points)

@@ -70,6 +70,7 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
     for number, bench in enumerate(found.benches):
         joint.add_bench(bench, number)
     joint.check_joined(found)
+    joint.check_references(found)
     joint.share_times()
     content = ReportContent(margin, joint.in_order(), joint.settings(), found)
     _name(content.models)
@@ -194,6 +195,19 @@ class _Joint:
             same = [other for other in timed if _equally_fast(subject, other)]
             if not subject.timings and same:
                 subject.timings, subject.timed_as = list(same[0].timings), same[0].model
+
+    def check_references(self, found: FoundDocuments) -> None:
+        """Raise UserError where speed-ups are over another model than the one that accuracies are compared with."""
+        reference = next((subject for subject in self.subjects if subject.kind == MODEL_SUBJECT), None)
+        for bench in found.benches:
+            rows = bench.document.rows
+            if not self.where or not rows or rows[0].is_random or reference is None:
+                continue
+            if reference not in self.timed.get(_normal(rows[0].model), []):
+                raise UserError(
+                    f"{bench.path} has speed-ups over {rows[0].model}, but the accuracies are compared with"
+                    f" {reference.model}; name the same model first in eval and in bench"
+                )
 
     def in_order(self) -> list[Subject]:
         """What was evaluated first is the reference, or the dense model of a sweep; then as they came."""

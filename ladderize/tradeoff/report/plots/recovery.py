@@ -1,5 +1,6 @@
 """How much of the accuracy a retraining wins back, against the tokens that it was given; and its held-out curve."""
 
+import math
 from typing import Any
 
 from ladderize.tradeoff.report.content.documents import FoundCurves
@@ -21,8 +22,13 @@ from ladderize.tradeoff.report.plots.base import (
 
 def recovery_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
     """Points of one layout with other tokens, and curves; nothing where no model was retrained."""
-    curves = [found for found in content.found.curves if found.curves.heldout]
+    curves = [found for found in content.found.curves if _heldout(found)]
     return [*_points_plot(content, commands), *([_curves_plot(curves, commands)] if curves else [])]
+
+
+def _heldout(found: FoundCurves) -> list[tuple[int, float]]:
+    """A training that broke down has values that are no numbers."""
+    return [(step, value) for step, value in found.curves.heldout if math.isfinite(value)]
 
 
 def _series(content: ReportContent) -> list[list[Subject]]:
@@ -138,12 +144,18 @@ def _curves_plot(found: list[FoundCurves], commands: list[str]) -> ReportPlot:
     table = ReportTable("Held-out perplexity: the data", columns)
     rows: list[dict[str, Any]] = []
     for name, one in zip(names, found, strict=True):
-        for step, value in one.curves.heldout:
+        for step, value in _heldout(one):
             rows.append(
                 {"name": name, "step": step, "y": value, "words": f"{name}: step {step}, perplexity {value:.4g}"}
             )
             table.add(name, TableCell(str(step), float(step)), TableCell(f"{value:.4f}", value))
-    dense = sorted({round(one.curves.dense, 6) for one in found if one.curves.dense is not None})
+    dense = sorted(
+        {
+            round(one.curves.dense, 6)
+            for one in found
+            if one.curves.dense is not None and math.isfinite(one.curves.dense)
+        }
+    )
     spec = _curves_spec(rows, dense)
     at = f" The dashed line is the dense model, {', '.join(f'{value:.4g}' for value in dense)}." if dense else ""
     return ReportPlot(
