@@ -603,6 +603,21 @@ def test_the_output_of_lm_eval_is_read_as_a_file_and_as_a_folder(evaluated):
         assert one.verdict == "too few samples"
 
 
+def test_lm_evals_own_output_goes_with_ours(evaluated, tmp_path):
+    """The same model by lm_eval and by ladderize eval."""
+    options = ladderize.EvalOptions(
+        tasks=("demo_agreement", "demo_arithmetic"),
+        include_path=str(DEMO / "tasks"),
+        include_default_tasks=False,
+        limit=24,
+        dtype="float32",
+    )
+    ladderize.evaluate([DEMO / "model"], options, out=tmp_path / "results.json")
+    (document,) = ladderize.compare([evaluated[0], tmp_path]).comparisons
+    assert [one.difference for one in document.tasks] == [0.0, 0.0]
+    assert (document.left_out, document.perplexity) == ([], None)
+
+
 def test_samples_in_memory_are_as_those_of_files(evaluated, pair):
     _, _, samples = evaluated
     results = EvalResults.from_dict(json.loads(pair[0].write().read_text()), "x")

@@ -256,6 +256,17 @@ def test_the_interval_of_perplexities_covers():
     assert 0.91 < ratio / REPEATS < 0.985
 
 
+def test_a_ratio_of_perplexities_has_the_ends_of_its_logarithm():
+    """Eight windows, so that the window that joins shows: log(other / reference) is a mean of differences."""
+    rng = fresh()
+    reference, other, tokens = windows(rng, 8)
+    ratio = scaled_difference(PERPLEXITY_SCALE, -reference, -other, tokens, 100_000, rng)
+    stratum = Stratum(other - reference, tokens)
+    mean = estimate_mean([stratum], [1.0], [resampled_means(stratum, 100_000, rng)], rng)
+    ends = np.log([ratio.ratio_low, ratio.ratio_high])
+    assert ends == pytest.approx([mean.low, mean.high], abs=0.02 * (mean.high - mean.low))
+
+
 # ---- options ----
 
 

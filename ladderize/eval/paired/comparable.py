@@ -41,7 +41,8 @@ def check_settings(reference: ComparedModel, other: ComparedModel, tasks: list[s
     if not tasks:
         return
     for key, what in SETTINGS.items():
-        _check_same(what, reference, other, reference.harness.get(key), other.harness.get(key))
+        if key in reference.harness and key in other.harness:  # else one is ours; other prompts are found out below
+            _check_same(what, reference, other, reference.harness[key], other.harness[key])
     if reference.model is not None and other.model is not None:
         ours, theirs = reference.model.add_bos_token, other.model.add_bos_token
         _check_same("BOS token in front of texts", reference, other, ours, theirs)
