@@ -32,6 +32,7 @@ LONG_FILES = [
     "test_docs.py",
     "test_spd.py",
     "test_generate.py",
+    "test_eval_ranks.py",
     "test_going_on.py",
     "test_sensitivity.py",
     "test_requests.py",

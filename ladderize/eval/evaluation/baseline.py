@@ -26,6 +26,7 @@ from ladderize.predictions import (
     read_about,
     write_about,
 )
+from ladderize.ranks.group import Ranks
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Baseline:
     about: KeptPredictions | None
     folder: Path | None
     strict: bool
+    ranks: Ranks
     console: Console
 
     def folder_to_fill(self, model: EvalModel, dtype: str, windows: list[np.ndarray]) -> Path | None:
@@ -47,7 +49,9 @@ class Baseline:
             return None
         tokens = sum(len(window) - 1 for window in windows)
         needed = kept_bytes(tokens, model.vocab_size, model.hidden_size, DTYPE_BYTES[STORED_NAMES[dtype]])
-        if (reason := model.no_predictions or disk_shortage(folder, needed)) is not None:
+        # one answer for all ranks, whatever the disk has free a moment later
+        reason = self.ranks.broadcast(model.no_predictions or disk_shortage(folder, needed))
+        if reason is not None:
             self._refuse(f"the predictions of {model.name} are not kept: {reason}")
             return None
         return folder
@@ -69,7 +73,9 @@ class Baseline:
             hidden_size=weight.shape[1],
             vocab_size=weight.shape[0],
         )
-        write_about(folder, self.about)
+        with self.ranks.main_first():
+            if self.ranks.is_main:
+                write_about(folder, self.about)
         self.folder = folder
 
     def folder_to_compare(self, model: EvalModel, data_sha256: str, ids_sha256: str) -> Path | None:
@@ -96,23 +102,40 @@ class Baseline:
 
 @contextlib.contextmanager
 def open_baseline(
-    models: int, keep_predictions: Path | None, reference: Path | None, console: Console
+    models: int, keep_predictions: Path | None, reference: Path | None, ranks: Ranks, console: Console
 ) -> Iterator[Baseline]:
     """Where predictions of ``models`` models are kept, and what was kept before; checked before any work.
 
-    Several models are compared with the first without being asked, through a temporary folder.
+    Several models are compared with the first without being asked, through a temporary folder. All ranks write into one
+    folder, which those of several machines must share.
     """
     with contextlib.ExitStack() as stack:
         if reference is not None:
             reference = resolved(reference, "--reference ")
-            yield Baseline(None, read_about(reference), reference, True, console)
+            yield Baseline(None, read_about(reference), reference, True, ranks, console)
         elif keep_predictions is not None:
-            keep_predictions = resolved(keep_predictions, "--keep-predictions ")
-            prepare_folder(keep_predictions)
-            yield Baseline(keep_predictions, None, None, True, console)
+            folder = resolved(keep_predictions, "--keep-predictions ")
+            with ranks.main_first():
+                if ranks.is_main:
+                    prepare_folder(folder)
+            yield Baseline(folder, None, None, True, ranks, console)
         else:
-            folder = stack.enter_context(temporary_folder("predictions")) if models > 1 else None
-            yield Baseline(folder, None, None, False, console)
+            yield Baseline(_temporary(models, ranks, stack, console), None, None, False, ranks, console)
+            ranks.barrier()  # nobody reads in the folder any more
+
+
+def _temporary(models: int, ranks: Ranks, stack: contextlib.ExitStack, console: Console) -> Path | None:
+    """A folder for the first model's predictions, which ends with the stack; None for a single model."""
+    if models < 2:
+        return None
+    if ranks.local_size < ranks.size:
+        console.warn(
+            "predictions are not compared on several machines; name a folder that all share with --keep-predictions"
+        )
+        return None
+    own = stack.enter_context(temporary_folder("predictions")) if ranks.is_main else None
+    shared: Path = ranks.broadcast(own)
+    return shared
 
 
 def predictions_of(scores: WindowScores, reference: str) -> Predictions | None:

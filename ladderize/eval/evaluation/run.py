@@ -1,12 +1,15 @@
 """Evaluate several models alike: lm-eval's tasks and perplexity, in one invocation."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from ladderize import data
 from ladderize.checkpoint.model_check import check_model
-from ladderize.console import SILENT, Console
+from ladderize.console import SILENT, Console, to_json
 from ladderize.errors import UsageError
 from ladderize.eval.backends.base import EvalModel
 from ladderize.eval.backends.choose import open_model
@@ -17,7 +20,8 @@ from ladderize.eval.evaluation.tasks import load_tasks, run_task
 from ladderize.eval.evaluation.text import score_text
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
-from ladderize.ranks.device import check_device
+from ladderize.ranks.device import check_device, default_device
+from ladderize.ranks.group import Ranks, already_started, join_ranks
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -39,26 +43,29 @@ def evaluate(
     one fails; the samples of the tasks lie beside it, in ``STEM.samples``. On the text of ``options.perplexity`` the
     predictions of all models but the first are compared with the first one's. Models may be evaluated one at a time,
     too: keep_predictions is a folder for those of the first model, reference such a folder of an earlier run, whose
-    model is then the reference of all. Raises UserError.
+    model is then the reference of all.
+
+    Under ``accelerate launch`` or ``torchrun`` every process has each model, and they share windows and questions; rank
+    0 writes, and all return the same. Raises UserError.
     """
     options.check()
     check_predictions(options, keep_predictions, reference)
-    if options.device is not None:
-        check_device(options.device)
+    ranks = evaluation_ranks(options)
     names = [str(Path(name).expanduser()) if str(name).startswith("~") else str(name) for name in models]
     with (
-        open_output(options, out, writes=True) as output,
-        open_baseline(len(names), keep_predictions, reference, console) as baseline,
+        open_output(options, out, writes=ranks.is_main) as output,
+        open_baseline(len(names), keep_predictions, reference, ranks, console) as baseline,
     ):
         folders = check_before_work(names, options)
         manager = None
         if options.tasks:
-            with console.stage("reading the tasks of lm-eval"), console.contained():
-                manager = load_tasks(options)
+            # rank 0 first: what it downloads, the others find
+            with console.stage("reading the tasks of lm-eval"), console.contained(), ranks.main_first():
+                manager = load_tasks(options, ranks.size)
         add_bos: bool | None = None
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():
-                model = open_model(name, folder, options)
+                model = open_model(name, folder, options, ranks)
             with model:
                 if model.tokenizer is not None and add_bos is None:
                     add_bos = begins_with_bos(model.tokenizer)
@@ -66,7 +73,8 @@ def evaluate(
                 if options.perplexity is not None:
                     described = score_text(model, described, folder, options, baseline, console)
                 output.finished.append(run_tasks(model, described, manager, output, console))
-        return output.save(comparisons=compare_models(output, console))
+        results = output.save(comparisons=compare_models(output, console) if ranks.is_main else [])
+        return shared_results(results, ranks)
 
 
 def run_tasks(
@@ -83,9 +91,30 @@ def run_tasks(
         console.note(f"{model.name}: {task} ({number} of {len(options.tasks)})")
         with console.contained(bars=True):
             result = run_task(harness, task, manager, options)
-        samples = result.pop("samples")
-        entry = output.with_task(entry, result, samples)
+        if result is not None:  # None on other ranks than 0
+            samples = result.pop("samples")
+            entry = output.with_task(entry, result, samples)
     return entry
+
+
+def evaluation_ranks(options: EvalOptions) -> Ranks:
+    """This process alone, or among those that a launcher has started. Raises UserError for a device that is not there,
+    or that several processes cannot all have."""
+    device = options.device or default_device()
+    check_device(device)
+    if not already_started():
+        return Ranks(0, 1, torch.device(device))
+    if ":" in device:
+        raise UsageError(f"--device {device} is one device, but each process takes its own; say --device cuda, or none")
+    return join_ranks(device)
+
+
+def shared_results(results: EvalResults, ranks: Ranks) -> EvalResults:
+    """Rank 0's results on every rank."""
+    if ranks.size == 1:
+        return results
+    text = ranks.broadcast(to_json(results.to_dict()) if ranks.is_main else None)
+    return results if ranks.is_main else EvalResults.from_dict(json.loads(text), "results of rank 0")
 
 
 def check_predictions(options: EvalOptions, keep: Path | None, reference: Path | None) -> None:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 
-def load_tasks(options: EvalOptions) -> "TaskManager":
-    """lm-eval's task manager, after every task was found and its data opened."""
+def load_tasks(options: EvalOptions, processes: int = 1) -> "TaskManager":
+    """lm-eval's task manager, after every task was found and its data opened. processes: that share each task."""
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -43,20 +43,28 @@ def load_tasks(options: EvalOptions) -> "TaskManager":
             raise UserError(
                 f"--num-fewshot has no effect on {fixed[0]}, which fixes it at 0; leave it out, or leave the task out"
             )
+        for name, entry in loaded.items() if processes > 1 else ():
+            count = min(len(entry.eval_docs), options.limit or len(entry.eval_docs))
+            if count < processes:  # lm-eval fails on a process that has none
+                raise UserError(
+                    f"the task {name!r} has {count} samples, fewer than the {processes} processes that share them;"
+                    " start fewer processes" + (", or raise --limit" if options.limit else "")
+                )
     return manager
 
 
-def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any]:
+def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any] | None:
     """One task (or group) with lm-eval's ``simple_evaluate``; the seeds are set anew for each.
 
-    Returns lm-eval's result; its ``samples`` has every task's answers to each question.
+    Returns lm-eval's result; its ``samples`` has every task's answers to each question, in the order of the questions
+    for each filter. None on other ranks than 0.
     """
     from lm_eval import simple_evaluate
 
     # lm-eval asks git about the current folder, which says nothing of us, and git complains where there is no
     # repository
     with mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None):
-        return simple_evaluate(  # type: ignore[return-value]
+        result = simple_evaluate(
             model=harness,
             tasks=[task],
             task_manager=manager,
@@ -70,3 +78,10 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
             torch_random_seed=options.seed,
             fewshot_random_seed=options.seed,
         )
+    if result is None:
+        return None
+    found: dict[str, Any] = dict(result)
+    for samples in found["samples"].values():  # which come rank by rank
+        filters = list(dict.fromkeys(sample["filter"] for sample in samples))
+        samples.sort(key=lambda sample, filters=filters: (filters.index(sample["filter"]), sample["doc_id"]))
+    return found
