@@ -58,24 +58,25 @@ class Baseline:
 
     def filled(self, folder: Path, model: EvalModel, checkpoint: Path, measured: Perplexity) -> None:
         """Say in the folder what it holds, after the model was scored."""
-        weight = read_header(folder, KEPT_HEAD)["weight"]
-        assert measured.data_sha256 is not None
-        assert measured.ids_sha256 is not None
-        assert measured.window_tokens is not None
-        self.about = KeptPredictions(
-            model=model.name,
-            fingerprint=_fingerprint(checkpoint),
-            data_sha256=measured.data_sha256,
-            ids_sha256=measured.ids_sha256,
-            seq_len=measured.seq_len,
-            window_tokens=measured.window_tokens,
-            dtype=weight.dtype,
-            hidden_size=weight.shape[1],
-            vocab_size=weight.shape[0],
-        )
-        with self.ranks.main_first():
-            if self.ranks.is_main:
-                write_about(folder, self.about)
+        about = None
+        if self.ranks.is_main:
+            weight = read_header(folder, KEPT_HEAD)["weight"]
+            assert measured.data_sha256 is not None
+            assert measured.ids_sha256 is not None
+            assert measured.window_tokens is not None
+            about = KeptPredictions(
+                model=model.name,
+                fingerprint=_fingerprint(checkpoint),
+                data_sha256=measured.data_sha256,
+                ids_sha256=measured.ids_sha256,
+                seq_len=measured.seq_len,
+                window_tokens=measured.window_tokens,
+                dtype=weight.dtype,
+                hidden_size=weight.shape[1],
+                vocab_size=weight.shape[0],
+            )
+            write_about(folder, about)
+        self.about = self.ranks.broadcast(about)  # also says that it was written
         self.folder = folder
 
     def folder_to_compare(self, model: EvalModel, data_sha256: str, ids_sha256: str) -> Path | None:

@@ -21,7 +21,7 @@ from ladderize.eval.evaluation.text import score_text
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.ranks.device import check_device, default_device
-from ladderize.ranks.group import Ranks, already_started, join_ranks
+from ladderize.ranks.group import Ranks, already_started, join_ranks, launched
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -46,7 +46,7 @@ def evaluate(
     model is then the reference of all.
 
     Under ``accelerate launch`` or ``torchrun`` every process has each model, and they share windows and questions; rank
-    0 writes, and all return the same. Raises UserError.
+    0 writes, and all return the same (of the runtime, whose ranks share each model, rank 0 alone). Raises UserError.
     """
     options.check()
     check_predictions(options, keep_predictions, reference)
@@ -98,12 +98,15 @@ def run_tasks(
 
 
 def evaluation_ranks(options: EvalOptions) -> Ranks:
-    """This process alone, or among those that a launcher has started. Raises UserError for a device that is not there,
-    or that several processes cannot all have."""
+    """This process alone, or among those that a launcher has started and that share the work. Raises UserError for a
+    device that is not there, or that several processes cannot all have.
+
+    The runtime joins a launcher's processes by itself, model by model: to this room each is alone, and rank 0 writes.
+    """
     device = options.device or default_device()
     check_device(device)
-    if not already_started():
-        return Ranks(0, 1, torch.device(device))
+    if options.backend == "runtime" or not already_started():
+        return Ranks(launched().rank, 1, torch.device(device))
     if ":" in device:
         raise UsageError(f"--device {device} is one device, but each process takes its own; say --device cuda, or none")
     return join_ranks(device)
