@@ -42,6 +42,8 @@ LONG_FILES = [
     "test_several_processes.py",
     "test_distill.py",
     "test_distributed.py",
+    "test_paired.py",
+    "test_compare.py",
     "test_corpus.py",
     "test_convert.py",
     "test_steps.py",

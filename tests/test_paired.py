@@ -8,11 +8,11 @@ import scipy.stats
 from statsmodels.stats.contingency_tables import mcnemar
 
 from ladderize.errors import UsageError
-from ladderize.eval.paired.bootstrap import Estimate, Stratum, estimate_mean, resampled_means
 from ladderize.eval.paired.document import POINT, CompareOptions
-from ladderize.eval.paired.flips import Flips, mcnemar_exact
-from ladderize.eval.paired.margin import judge, samples_needed
-from ladderize.eval.paired.scale import PERPLEXITY_SCALE, scaled_difference
+from ladderize.eval.paired.statistics.bootstrap import Estimate, Stratum, estimate_mean, resampled_means
+from ladderize.eval.paired.statistics.flips import Flips, mcnemar_exact
+from ladderize.eval.paired.statistics.margin import judge, samples_needed
+from ladderize.eval.paired.statistics.scale import PERPLEXITY_SCALE, scaled_difference
 from ladderize.eval.paired.windows import paired_stderr
 
 REPEATS = 1200  # simulated evaluations for a coverage

@@ -11,9 +11,10 @@ from ladderize.eval.paired.comparable import (
     common_tasks,
     evaluation_remarks,
 )
-from ladderize.eval.paired.document import CONFIDENCE, CompareOptions, ComparisonDocument
+from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
 from ladderize.eval.paired.entry import ComparedModel
 from ladderize.eval.paired.pooled import pool
+from ladderize.eval.paired.statistics.terms import CONFIDENCE
 from ladderize.eval.paired.tasks import Compared, compare_task, main_metrics
 from ladderize.eval.paired.windows import compare_perplexity, compare_predictions
 

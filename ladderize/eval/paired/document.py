@@ -10,17 +10,13 @@ from typing import Literal
 
 from ladderize.choices import check_at_least
 from ladderize.errors import UsageError
+from ladderize.eval.paired.statistics.terms import Verdict
 from ladderize.files.records import Record
 
-CONFIDENCE = 0.95  # of every interval
 POINT = 0.01  # of a metric between 0 and 1
 MAX_RESAMPLES = 1_000_000
 ALL = "all"  # the name of what pools all tasks
 
-# Is the other model at most the margin worse? "worse": it is more than the margin worse, and the interval shows that.
-# "too few samples": not even an equally good model would have shown it (``samples_needed``).
-Verdict = Literal["shown", "not shown", "too few samples", "worse"]
-TOO_FEW: Verdict = "too few samples"
 Weighting = Literal["tasks", "samples"]  # of a mean over several tasks
 
 

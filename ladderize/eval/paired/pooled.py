@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ladderize.eval.paired.answers import as_value
-from ladderize.eval.paired.bootstrap import estimate_mean, generator
-from ladderize.eval.paired.document import ALL, POINT, TOO_FEW, CompareOptions, PooledComparison, Verdict, Weighting
+from ladderize.eval.paired.document import ALL, POINT, CompareOptions, PooledComparison, Weighting
 from ladderize.eval.paired.entry import ComparedModel
-from ladderize.eval.paired.margin import judge, samples_needed
+from ladderize.eval.paired.statistics.bootstrap import estimate_mean, generator
+from ladderize.eval.paired.statistics.margin import judge, samples_needed
+from ladderize.eval.paired.statistics.terms import TOO_FEW, Verdict
 from ladderize.eval.paired.tasks import CLOSE, Compared
 
 

@@ -8,13 +8,21 @@ import numpy as np
 
 from ladderize.errors import UserError
 from ladderize.eval.paired.answers import Value, as_value
-from ladderize.eval.paired.bootstrap import Estimate, Stratum, cluster_sums, estimate_mean, generator, resampled_means
 from ladderize.eval.paired.clusters import cluster_codes
-from ladderize.eval.paired.document import POINT, TOO_FEW, CompareOptions, TaskComparison
+from ladderize.eval.paired.document import POINT, CompareOptions, TaskComparison
 from ladderize.eval.paired.entry import ComparedModel
-from ladderize.eval.paired.flips import Flips
-from ladderize.eval.paired.margin import judge, samples_needed
-from ladderize.eval.paired.scale import AGGREGATIONS, SCALES, Scale, scaled_difference
+from ladderize.eval.paired.statistics.bootstrap import (
+    Estimate,
+    Stratum,
+    cluster_sums,
+    estimate_mean,
+    generator,
+    resampled_means,
+)
+from ladderize.eval.paired.statistics.flips import Flips
+from ladderize.eval.paired.statistics.margin import judge, samples_needed
+from ladderize.eval.paired.statistics.scale import AGGREGATIONS, SCALES, Scale, scaled_difference
+from ladderize.eval.paired.statistics.terms import TOO_FEW
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

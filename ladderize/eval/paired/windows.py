@@ -5,11 +5,11 @@ import math
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.paired.bootstrap import Stratum, estimate_mean, generator, resampled_means
 from ladderize.eval.paired.comparable import ADVICE
 from ladderize.eval.paired.document import CompareOptions, PerplexityComparison, PredictionComparison
 from ladderize.eval.paired.entry import ComparedModel
-from ladderize.eval.paired.scale import PERPLEXITY_SCALE, scaled_difference
+from ladderize.eval.paired.statistics.bootstrap import Stratum, estimate_mean, generator, resampled_means
+from ladderize.eval.paired.statistics.scale import PERPLEXITY_SCALE, scaled_difference
 from ladderize.eval.results import Perplexity
 
 MAX_TOKENS = 2**40  # of a window

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
-from ladderize.eval.paired.document import ALL, POINT, ComparisonDocument, PooledComparison, TaskComparison, Verdict
+from ladderize.eval.paired.document import ALL, POINT, ComparisonDocument, PooledComparison, TaskComparison
+from ladderize.eval.paired.statistics.terms import Verdict
 
 SHORT_VERDICTS: Mapping[Verdict, str] = {
     "shown": "shown",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ladderize.eval.paired.document import CONFIDENCE
+from ladderize.eval.paired.statistics.terms import CONFIDENCE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

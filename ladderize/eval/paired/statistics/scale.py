@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ladderize.eval.paired.bootstrap import TAILS, Stratum, ends, resampled_totals
+from ladderize.eval.paired.statistics.bootstrap import TAILS, Stratum, ends, resampled_totals
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

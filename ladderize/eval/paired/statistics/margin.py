@@ -7,8 +7,8 @@ no torch.
 import math
 from statistics import NormalDist
 
-from ladderize.eval.paired.bootstrap import TAILS, Estimate
-from ladderize.eval.paired.document import Verdict
+from ladderize.eval.paired.statistics.bootstrap import TAILS, Estimate
+from ladderize.eval.paired.statistics.terms import Verdict
 
 POWER = 0.8
 
