@@ -19,6 +19,9 @@ from ladderize.tradeoff.report.plots.base import (
     rule,
 )
 
+LOOK_COLOURS = ("ladder", "spd", "both", "baseline", "dense")
+LOOK_SHAPES = ("circle", "square", "diamond", "triangle-up")
+
 
 def recovery_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
     """Points of one layout with other tokens, and curves; nothing where no model was retrained."""
@@ -110,7 +113,7 @@ def _points_spec(rows: list[dict[str, Any]], by_accuracy: bool, margin: float) -
         "type": "quantitative",
         "title": "tokens of retraining",
         "scale": {"type": "symlog", "constant": max(1.0, highest / 100)},
-        "axis": {"format": "~s", "tickCount": 5},
+        "axis": {"format": "~s", "labelExpr": "datum.value === 0 ? '0' : datum.label", "tickCount": 5},
     }
     title = "points from dense" if by_accuracy else "perplexity"
     y: Spec = {"field": "y", "type": "quantitative", "title": title, "scale": {"zero": False}}
@@ -165,6 +168,7 @@ def _curves_plot(found: list[FoundCurves], commands: list[str]) -> ReportPlot:
         summary=f"Held-out perplexity of {len(found)} trainings, by step.",
         panels=[PlotPanel(spec)],
         table=table,
+        legend=[(name, *_look(number)) for number, name in enumerate(dict.fromkeys(names))],
         commands=commands,
     )
 
@@ -176,19 +180,24 @@ def _names(found: list[FoundCurves]) -> list[str]:
     return [f"{one.folder.parent.name}/{one.curves.name}" for one in found]
 
 
+def _look(number: int) -> tuple[str, str]:
+    """Colour and shape of a training: different for the first twenty."""
+    return LOOK_COLOURS[number % len(LOOK_COLOURS)], LOOK_SHAPES[number % len(LOOK_SHAPES)]
+
+
 def _curves_spec(rows: list[dict[str, Any]], dense: list[float]) -> Spec:
     lowest, highest = min(row["y"] for row in rows), max(row["y"] for row in rows)
     # a log scale has no zero to leave out
     scale: Spec = {"type": "log", "nice": False} if lowest > 0 and highest > 4 * lowest else {"zero": False}
     y: Spec = {"field": "y", "type": "quantitative", "title": "held-out perplexity", "scale": scale}
     y["axis"] = {"format": "~g", "tickCount": 6}
-    x: Spec = {"field": "step", "type": "quantitative", "title": "step", "axis": {"tickCount": 6}}
-    colour = {
-        "field": "name",
-        "type": "nominal",
-        "scale": {"range": [f"var(--{name})" for name in ("ladder", "spd", "both", "baseline", "dense")]},
-    }
-    last = max(row["step"] for row in rows)
+    x: Spec = {"field": "step", "type": "quantitative", "title": "step", "axis": {"tickCount": 6, "tickMinStep": 1}}
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    looks = [_look(number) for number in range(len(names))]
+    colours = {"domain": names, "range": [f"var(--{colour})" for colour, _ in looks]}
+    shapes = {"domain": names, "range": [shape for _, shape in looks]}
+    colour = {"field": "name", "type": "nominal", "scale": colours}
+    shape = {"field": "name", "type": "nominal", "scale": shapes}
     layers: list[Spec] = [
         *(rule({"y": {"datum": value}}, color="var(--muted)", strokeDash=[6, 4]) for value in dense),
         {
@@ -196,13 +205,8 @@ def _curves_spec(rows: list[dict[str, Any]], dense: list[float]) -> Spec:
             "encoding": {"x": x, "y": y, "color": colour},
         },
         {
-            "mark": {"type": "point", "filled": True, "size": 50, "opacity": 1},
-            "encoding": {"x": x, "y": y, "color": colour, "description": {"field": "words"}},
-        },
-        {
-            "transform": [{"filter": f"datum.step === {last}"}],
-            "mark": {"type": "text", "aria": False, "align": "right", "dy": -10, "limit": 200},
-            "encoding": {"x": x, "y": y, "text": {"field": "name"}},
+            "mark": {"type": "point", "filled": True, "size": 55, "opacity": 1},
+            "encoding": {"x": x, "y": y, "color": colour, "shape": shape, "description": {"field": "words"}},
         },
     ]
     return make_spec("Held-out perplexity by step", 280, layers, data={"values": rows})

@@ -10,7 +10,7 @@ function drawPlot(figure) {
   figure.querySelectorAll(".chart").forEach((place) => {
     const spec = specs[Number(place.dataset.panel)];
     const drawn = vegaEmbed(place, spec, { renderer: "svg", actions: false, tooltip: false, mode: "vega-lite", logLevel: LOG_ERRORS });
-    views.push(drawn.then((result) => result.view));
+    views.push(drawn.then((result) => named(result.view, place, spec.description)));
     if (figure.classList.contains("interactive")) {
       new MutationObserver(() => makeReachable(place)).observe(place, { childList: true, subtree: true });
       drawn.then(() => makeReachable(place));
@@ -24,6 +24,17 @@ function drawPlot(figure) {
   const ready = Promise.all(views);
   ready.then(() => figure.setAttribute("data-drawn", "true"));
   return ready;
+}
+
+function named(view, place, description) {
+  // the drawing bears the name, not the box around it
+  place.removeAttribute("role");
+  place.removeAttribute("aria-roledescription");
+  place.removeAttribute("aria-label");
+  const drawing = place.querySelector("svg");
+  drawing.setAttribute("role", "graphics-document");
+  drawing.setAttribute("aria-label", description);
+  return view;
 }
 
 function markOf(target) {
