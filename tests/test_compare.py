@@ -628,3 +628,48 @@ def test_samples_in_memory_are_as_those_of_files(evaluated, pair):
         assert filters["none"].hashes == stored.answers[task]["none"].hashes
     with pytest.raises(UserError, match="this run: t, sample 0 is no sample of lm-eval"):
         make_entry(results.models[0], {"t": [{"doc": 1}]}, "this run")
+
+
+# ---- whatever a stranger's file holds ----
+
+ODD = [None, True, -1, 1.5, 10**400, -(10**30), "", "../../x", [], [[1]], {}, {"acc": "mean"}, 1e308, float("nan")]
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to each part of a JSON document; of lists the first three items."""
+    children = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
+    return [path] * bool(path) + [place for key, item in children for place in places_in(item, (*path, key))]
+
+
+def spoil(document: Any) -> None:
+    """Put something odd somewhere, or take something away."""
+    *way, last = random.choice(places_in(document))
+    for key in way:
+        document = document[key]
+    if isinstance(document, dict) and random.random() < 0.3:
+        del document[last]
+    else:
+        document[last] = random.choice(ODD)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("number", range(60))
+def test_whatever_a_file_holds_it_is_compared_or_refused_in_a_sentence(tmp_path, number):
+    tokens = np.random.randint(20, 50, 6)
+    paths = []
+    for name in ("dense", "other"):
+        written = Written(tmp_path, name).task("alpha", {"acc": coins(12, 0.5), "f1": np.random.random(12).tolist()})
+        written.task("wiki", {"ppl": [(-5.0 * k, float(k)) for k in range(1, 8)]}, aggregation="weighted_perplexity")
+        written.perplexity(tokens * 2.0, tokens)
+        written.harness["group_subtasks"] = {"group": ["alpha"]}
+        paths.append(written.write())
+    if number % 2:
+        rewrite(paths[1], spoil)
+    else:
+        file = paths[1].with_suffix(".samples") / random.choice(["alpha.jsonl", "wiki.jsonl"])
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        spoil(lines[0])
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = invoke("compare", *paths, "--resamples", "200")
+    if shown.code != 0:
+        assert "unexpected" not in one_sentence(shown)
