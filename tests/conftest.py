@@ -25,6 +25,7 @@ LONG_FILES = [
     "test_sweep_killed.py",
     "test_sweep.py",
     "test_sweep_keys.py",
+    "test_sweep_file.py",
     "test_eval.py",
     "test_bench.py",
     "test_model.py",

@@ -1,0 +1,207 @@
+"""sweep.yaml: its grids, what is refused before anything runs, and the plan that ``--dry-run`` shows."""
+
+import json
+import re
+
+import pytest
+
+from ladderize.tradeoff.sweep.inputs import Inputs
+from ladderize.tradeoff.sweep.reading import sweep_spec
+from tests.helpers import invoke, listing, one_sentence
+from tests.sweeps import FAST, make_place, rerun, spec, write
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("sweep"))
+
+
+def planned(place, tmp_path, **changes):
+    """The document of ``--dry-run``."""
+    file = write(tmp_path / "s.yaml", spec(place, **changes))
+    outcome = invoke("sweep", file, "--out", tmp_path / "out", "--dry-run", "--json")
+    assert outcome.code == 0, outcome.stderr
+    assert not (tmp_path / "out").exists()
+    return json.loads(outcome.stdout)
+
+
+# ---- grids ----
+
+
+def test_lists_are_a_grid(place):
+    layouts = [{"ladder": ["0:2", "2:"], "spd": ["0", "1", "2"], "sync_tp_size": 2}]
+    adapt = {"method": "full", "data": ["a.npy", "b.npy"], "max_tokens": ["1k", 2000], "lr": [0.1, 0.2]}
+    bench = [{**FAST, "batch_size": [1, 2], "prompt_len": [4, 8]}, FAST]
+    read = sweep_spec(spec(place, layouts=layouts, adapt=["none", adapt], bench=bench), "s.yaml")
+    assert [(one.ladder, one.spd) for one in read.layouts] == [(a, b) for a in ("0:2", "2:") for b in "012"]
+    assert [one.method for one in read.adapt] == ["none"] + ["full"] * 4
+    assert {(one.given["max_tokens"], one.given["lr"]) for one in read.adapt[1:]} == {
+        (tokens, lr) for tokens in ("1k", 2000) for lr in (0.1, 0.2)
+    }
+    assert all(len(one.given["data"]) == 2 for one in read.adapt[1:])
+    assert [one.options.prompt_len for one in read.bench] == [4, 8, 4]
+    assert [one.options.batch_sizes for one in read.bench] == [(1, 2), (1, 2), (1,)]
+
+
+def test_a_fraction_is_by_sensitivity(place):
+    layouts = [{"mode": "both", "fraction": [0.25, 0.5], "sync_tp_size": 2}, {"mode": "ladder", "fraction": 1}]
+    one, two, last = sweep_spec(spec(place, layouts=layouts, adapt=None), "s.yaml").layouts
+    assert (one.auto, last.auto) == (("spd", "ladder"), ("ladder",))
+    assert (one.spd_fraction, two.ladder_fraction, last.ladder_fraction) == (0.25, 0.5, 1.0)
+    assert one.sensitivity_of("spd") == ("spd", 2)
+    assert one.sensitivity_of("ladder") == ("ladder", None)
+
+
+def test_a_layout_that_is_named_twice_is_measured_once(place, tmp_path):
+    layouts = [{"ladder": "0:4"}, {"name": "again", "ladder": "all"}, {"ladder": [["0", "1"], "0:2"]}]
+    document = planned(place, tmp_path, layouts=layouts, sensitivity=None, adapt=None)
+    assert [stage["title"] for stage in document["stages"] if stage["stage"] == "convert"] == [
+        "convert: ladder 0:4",
+        "convert: ladder 0:2",
+    ]
+    assert len(document["notes"]) == 2
+    adapt = [{**spec(place)["adapt"][1], "layouts": "again"}]
+    document = planned(place, tmp_path, layouts=layouts, sensitivity=None, adapt=adapt)
+    assert [stage["stage"] for stage in document["stages"]].count("adapt") == 1
+    assert [stage["stage"] for stage in document["stages"]].count("eval") == 3  # 0:2 is as converted
+
+
+# ---- the plan ----
+
+
+def test_a_dry_run_writes_nothing_and_says_what_it_does_not_know(place, tmp_path):
+    document = planned(place, tmp_path)
+    kinds = [stage["stage"] for stage in document["stages"]]
+    assert kinds == ["eval", "sensitivity", "convert", "eval", "convert", "eval", "bench"]
+    assert document["unplanned"] == [
+        "half: spd 0.5 of the layers by sensitivity (sync_tp_size 2)",
+        "half: spd 0.5 of the layers by sensitivity (sync_tp_size 2), full",
+    ]
+    assert all(stage["seconds"] is None and not stage["kept"] for stage in document["stages"])
+    shown = invoke("sweep", tmp_path / "s.yaml", "--out", tmp_path / "out", "--dry-run")
+    assert "unknown" in shown.stdout
+    assert listing(tmp_path) == ["s.yaml"]
+
+
+def test_times_are_estimated_from_earlier_stages(place, tmp_path):
+    content = {"sensitivity": None, "adapt": None, "bench": None, "layouts": [{"ladder": "0"}]}
+    rerun(place, tmp_path / "out", **content)
+    file = write(tmp_path / "s.yaml", spec(place, **content | {"layouts": [{"ladder": ["0", "1"]}]}))
+    document = json.loads(invoke("sweep", file, "--out", tmp_path / "out", "--dry-run", "--json").stdout)
+    assert [stage["kept"] for stage in document["stages"]] == [True, True, True, False, False]
+    assert all(stage["seconds"] > 0 for stage in document["stages"] if not stage["kept"])
+    for stage in document["stages"]:
+        words = stage["command"].split()
+        assert words[:2] == ["ladderize", stage["stage"]]
+        assert stage["output"] in stage["command"]
+
+
+def test_jobs_run_side_by_side(place, tmp_path):
+    file = write(tmp_path / "s.yaml", spec(place, sensitivity=None, adapt=None, layouts=[{"ladder": ["0", "1"]}]))
+    outcome = invoke("sweep", file, "--out", tmp_path / "out", "--jobs", "2")
+    assert outcome.code == 0, outcome.stderr
+    said = [line for line in outcome.stderr.splitlines() if ": running" in line or ": done" in line]
+    running = most = 0
+    for line in said:
+        running += 1 if line.endswith("running") else -1
+        most = max(most, running)
+        assert running == int(line.endswith("running")) or not line.startswith("bench")
+    assert most == 2
+
+
+# ---- what is refused ----
+
+FULL = {"method": "full", "data": "x.npy", "max_tokens": "1k"}
+REFUSED = {
+    "an unknown key": ({"layout": []}, "unknown key 'layout'; did you mean layouts?"),
+    "no layouts": ({"layouts": []}, "layouts is empty"),
+    "an entry without layers": ({"layouts": [{"name": "a"}]}, r"layouts\[0\] names no layers"),
+    "layers that are not there": ({"layouts": [{"ladder": "2:9"}]}, r"layouts\[0\].*2:9 is out of range"),
+    "spd without ranks": ({"layouts": [{"spd": "all"}]}, r"layouts\[0\]: sync_tp_size is missing"),
+    "ranks that do not fit": ({"layouts": [{"spd": "all", "sync_tp_size": 3}]}, r"layouts\[0\].*does not divide the 8"),
+    "a fraction above 1": ({"layouts": [{"mode": "ladder", "fraction": 2}]}, "at most 1"),
+    "a fraction that is text": ({"layouts": [{"mode": "ladder", "fraction": "half"}]}, "must be of type float"),
+    "a mode": ({"layouts": [{"mode": "lader", "fraction": 0.5}]}, "mode is 'lader'"),
+    "a fraction without a mode": ({"layouts": [{"fraction": 0.5}]}, "fraction needs mode"),
+    "a fraction of named layers": ({"layouts": [{"ladder": "0", "ladder_fraction": 0.5}]}, "has no effect"),
+    "no sensitivity": ({"sensitivity": None}, "no section sensitivity"),
+    "sensitivity without data": ({"sensitivity": {"samples": 3}}, "sensitivity: data is missing"),
+    "data that is not there": ({"sensitivity": {"data": "none.npy"}}, "none.npy does not exist"),
+    "a method": ({"adapt": [{"method": "ful"}]}, r"adapt\[0\]: method is 'ful'"),
+    "no budget": ({"adapt": [{"method": "full", "data": "x.npy"}]}, "say how long to train"),
+    "an option's slip": ({"adapt": [{**FULL, "max_token": 3}]}, "did you mean max_tokens"),
+    "a rate that is text": ({"adapt": [{**FULL, "lr": "fast"}]}, r"adapt\[0\]: lr is 'fast'"),
+    "a rank of full": ({"adapt": [{**FULL, "lora_rank": 4}]}, "unknown key 'lora_rank'"),
+    "an entry that is not there": ({"adapt": [{**FULL, "layouts": "most"}]}, "layouts names 'most'.*known are half"),
+    "data to train on": ({"adapt": [FULL]}, "x.npy does not exist"),
+    "nothing to evaluate": ({"eval": {"batch_size": 3}}, "eval: nothing to evaluate"),
+    "eval's slip": ({"eval": {"perplexit": "a"}}, "eval: unknown key 'perplexit'; did you mean perplexity"),
+    "a link alone": ({"bench": [{"link": "20,10"}]}, r"bench\[0\]: --emulate-tp and --link must be given together"),
+    "a link": ({"bench": [{"link": "pcie", "emulate_tp": 2}]}, r"bench\[0\].*'pcie' is neither"),
+    "a long prompt": ({"bench": [{"prompt_len": 99}]}, r"bench\[0\].*over the model's 64 positions"),
+    "ranks of a benchmark": ({"bench": [{"tp_size": 3}]}, r"bench\[0\].*does not divide the 8"),
+    "ranks that a layout does not run on": (
+        {"bench": [{**FAST, "tp_size": 4}]},
+        r"bench\[0\] cannot time layouts\[1\]: .*does not divide the 2 virtual ranks",
+    ),
+    "ranks of the evaluation": (
+        {"eval": {"perplexity": "a.npy", "backend": "runtime", "tp_size": 4}},
+        r"layouts\[1\]: eval with --tp-size 4 does not divide the 2 virtual ranks",
+    ),
+    "an empty list": ({"bench": [{"tp_size": []}]}, "tp_size is an empty list"),
+    "a margin": ({"margin": 0}, "margin is 0"),
+    "nothing to measure": ({"eval": None, "bench": None}, "neither eval nor bench"),
+    "no model": ({"model": None}, "model is missing"),
+    "a model that is not there": ({"model": "/nowhere"}, "/nowhere does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_runs(place, tmp_path, case):
+    changes, message = REFUSED[case]
+    if "layouts" in changes:  # the entry that adapt is for is not among them
+        changes = {"adapt": None, **changes}
+    file = write(tmp_path / "s.yaml", spec(place, **changes))
+    outcome = invoke("sweep", file, "--out", tmp_path / "out")
+    assert re.search(message, one_sentence(outcome)), outcome.stderr
+    assert listing(tmp_path) == ["s.yaml"]
+
+
+def test_a_layout_that_a_benchmark_does_not_time_may_be_made_for_other_ranks(place, tmp_path):
+    layouts = [{"name": "two", "spd": "all", "sync_tp_size": 2}, {"name": "four", "spd": "all", "sync_tp_size": 4}]
+    bench = [{**FAST, "tp_size": 4, "layouts": "four"}]
+    document = planned(place, tmp_path, layouts=layouts, bench=bench, sensitivity=None, adapt=None)
+    (stage,) = [stage for stage in document["stages"] if stage["stage"] == "bench"]
+    assert stage["command"].count("/model ") == 1
+
+
+@pytest.mark.parametrize("content", ["- a", "model: [", "", "model: a\nmodel: b", "3"])
+def test_a_file_that_is_no_sweep(tmp_path, content):
+    (tmp_path / "s.yaml").write_text(content)
+    assert "s.yaml" in one_sentence(invoke("sweep", tmp_path / "s.yaml", "--out", tmp_path / "out"))
+
+
+def test_folders_that_are_refused(place, tmp_path):
+    file = write(tmp_path / "s.yaml", spec(place))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    assert "no folder of a sweep" in one_sentence(invoke("sweep", file, "--out", tmp_path / "full"))
+    assert listing(tmp_path / "full") == ["thesis.tex"]
+    assert "is not a folder" in one_sentence(invoke("sweep", file, "--out", file))
+    assert "is not empty" in one_sentence(invoke("sweep", file, "--out", place / "dense"))
+    assert "lies inside it" in one_sentence(invoke("sweep", file, "--out", place / "dense" / "out"))
+    assert one_sentence(invoke("sweep", file)).startswith("Error: say where to keep everything")
+    assert "is a folder" in one_sentence(invoke("sweep", tmp_path, "--out", tmp_path / "out"))
+    assert "--jobs" in one_sentence(invoke("sweep", file, "--out", tmp_path / "out", "--jobs", "999"))
+
+
+def test_hashes_are_remembered_until_a_file_changes(tmp_path):
+    (tmp_path / "a").write_text("1")
+    first = Inputs(tmp_path / "inputs.json")
+    before = first.file(tmp_path / "a")
+    first.save()
+    second = Inputs(tmp_path / "inputs.json")
+    second.remembered[str(tmp_path / "a")]["sha256"] = "remembered"
+    assert second.file(tmp_path / "a") == "remembered"
+    (tmp_path / "a").write_text("22")
+    assert Inputs(tmp_path / "inputs.json").file(tmp_path / "a") != before
