@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ladderize.console import DEBUG, sentence
 from ladderize.errors import UserError
 from ladderize.files.temporaries import temporary_folder
-from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched
+from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched, rank_device
 from ladderize.ranks.launcher import ALONE, Place, started_rank_variables
 from ladderize.ranks.threads import set_threads
 from ladderize.runtime.collectives.shm import remove_segments
@@ -89,8 +89,14 @@ def run(
 
 @contextlib.contextmanager
 def joined(place: Place, device: str, threads: int | None, init_method: str | None, report: Report) -> Iterator[Ranks]:
-    """This process as one of the ranks that ``place`` speaks of, until the end of the block."""
+    """This process as one of the ranks that ``place`` speaks of, until the end of the block. A group that it has joined
+    before, for several models in turn, is used and stays."""
     set_threads(threads, place.local_size)
+    if place.size > 1 and dist.is_initialized():
+        ranks = Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)
+        yield dataclasses.replace(ranks, report=report) if ranks.is_main else ranks
+        gc.collect()  # what the block has captured of the group
+        return
     ranks = join_group(place, device, timeout=INFERENCE_TIMEOUT, init_method=init_method)
     yield dataclasses.replace(ranks, report=report) if ranks.is_main else ranks
     if place.size > 1:

@@ -21,7 +21,7 @@ from ladderize.eval.evaluation.text import score_text
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.ranks.device import check_device, default_device
-from ladderize.ranks.group import Ranks, already_started, join_ranks, launched
+from ladderize.ranks.group import Ranks, already_started, join_ranks
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -45,8 +45,8 @@ def evaluate(
     too: keep_predictions is a folder for those of the first model, reference such a folder of an earlier run, whose
     model is then the reference of all.
 
-    Under ``accelerate launch`` or ``torchrun`` every process has each model, and they share windows and questions; rank
-    0 writes, and all return the same (of the runtime, whose ranks share each model, rank 0 alone). Raises UserError.
+    Under ``accelerate launch`` or ``torchrun`` every process has each model, and they share windows and questions; with
+    the runtime they share each model instead. Rank 0 writes, and all return the same. Raises UserError.
     """
     options.check()
     check_predictions(options, keep_predictions, reference)
@@ -61,7 +61,7 @@ def evaluate(
         if options.tasks:
             # rank 0 first: what it downloads, the others find
             with console.stage("reading the tasks of lm-eval"), console.contained(), ranks.main_first():
-                manager = load_tasks(options, ranks.size)
+                manager = load_tasks(options, ranks.size if options.backend == "hf" else 1)
         add_bos: bool | None = None
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():
@@ -98,15 +98,12 @@ def run_tasks(
 
 
 def evaluation_ranks(options: EvalOptions) -> Ranks:
-    """This process alone, or among those that a launcher has started and that share the work. Raises UserError for a
-    device that is not there, or that several processes cannot all have.
-
-    The runtime joins a launcher's processes by itself, model by model: to this room each is alone, and rank 0 writes.
-    """
+    """This process alone, or among those that a launcher has started. Raises UserError for a device that is not there,
+    or that several processes cannot all have."""
     device = options.device or default_device()
     check_device(device)
-    if options.backend == "runtime" or not already_started():
-        return Ranks(launched().rank, 1, torch.device(device))
+    if not already_started():
+        return Ranks(0, 1, torch.device(device))
     if ":" in device:
         raise UsageError(f"--device {device} is one device, but each process takes its own; say --device cuda, or none")
     return join_ranks(device)
