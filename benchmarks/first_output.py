@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 
 from ladderize.convert.pipeline import convert_checkpoint
-from ladderize.demo.run import MODEL, RECIPES, write_documents
+from ladderize.convert.recipe import Recipe
+from ladderize.demo.inputs import MODEL, write_documents
 
 ROUNDS = 3
 TARGET_S = 2.0
@@ -81,8 +82,8 @@ def main() -> None:
 def prepare(folder: Path) -> None:
     """The files that the commands name: what the demo leaves, and an adapter."""
     shutil.copytree(MODEL, folder / "dense")
-    for name in ("ladder-all", "spd-all"):
-        convert_checkpoint(str(folder / "dense"), folder / name, RECIPES[name], verify=False)
+    for name, recipe in (("ladder-all", Recipe(ladder="all")), ("spd-all", Recipe(spd="all", sync_tp_size=2))):
+        convert_checkpoint(str(folder / "dense"), folder / name, recipe, verify=False)
     write_documents(folder / "train.jsonl", 2000, test=False, seed=11)
     few = ["--max-steps", "1", "--batch-size", "1", "--write", "last"]
     lora = ["adapt", "ladder-all", "adapter", "--method", "lora", *TEXT, *few]

@@ -131,6 +131,42 @@ function marksOf(figure) {
   });
 }
 
+/** Marks whose fill and stroke both have less than 3:1 with what is behind the drawing. */
+function faintMarks() {
+  const found = [];
+  for (const figure of document.querySelectorAll("figure.plot")) {
+    for (const shape of marksOf(figure)) {
+      const style = getComputedStyle(shape);
+      const back = behind(shape.ownerSVGElement);
+      const paints = [["fill", style.fillOpacity], ["stroke", style.strokeOpacity]]
+        .filter(([name]) => style[name] !== "none" && (name === "fill" || parseFloat(style.strokeWidth) > 0))
+        .map(([name, opacity]) => withOpacity(channels(style[name]), Number(opacity) * opacityOf(shape)));
+      const best = Math.max(0, ...paints.map((paint) => contrast(over(paint, back), back)));
+      if (best < 3) found.push(`${figure.id}: ${described(shape)}: ${Math.round(best * 100) / 100}`);
+    }
+  }
+  return found;
+}
+
+/** What a reader can use: links, buttons, choices, and what takes the focus by the tab key. */
+function usable() {
+  return [...document.querySelectorAll("a[href], button, select, summary, [tabindex='0']")].filter(isShown);
+}
+
+function look(element) {
+  const style = getComputedStyle(element);
+  return [style.outlineStyle, style.outlineWidth, style.boxShadow, style.borderColor, style.top].join();
+}
+
+/** How everything looks now, for looksChanged. */
+function rememberLooks() {
+  window.rememberedLooks = new Map(usable().map((element) => [element, look(element)]));
+}
+
+function looksChanged(element) {
+  return window.rememberedLooks.get(element) !== look(element);
+}
+
 /** Elements that reach beyond the screen's width, though no box of theirs scrolls or cuts them. */
 function tooWide() {
   const width = document.documentElement.clientWidth;

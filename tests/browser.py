@@ -5,7 +5,9 @@ The browser and its driver are Debian's (`.ci/run` installs them). Selenium is t
 downloads any.
 """
 
+import base64
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +17,10 @@ from typing import Any, Literal
 
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
 
 Scheme = Literal["light", "dark"]
 PHONE, DESKTOP = 390, 1280
@@ -46,18 +50,28 @@ class Browser:
         self.driver = driver
         self.requests: list[str] = []
         self.messages: list[str] = []
+        self.scripts = True
 
     def show(
-        self, page: Path, *, width: int = DESKTOP, scheme: Scheme = "light", media: Literal["", "print"] = ""
+        self,
+        page: Path,
+        *,
+        width: int = DESKTOP,
+        scheme: Scheme = "light",
+        media: Literal["", "print"] = "",
+        ready: str = "html",
     ) -> None:
-        """Open the file as a reader of this screen width (pixels) and colour scheme does, and wait until it has drawn
-        everything. What it asks for and what it prints on the console is in `requests` and `messages` then."""
+        """Open the file as a reader of this screen width (pixels) and colour scheme does, and wait until something
+        matches the selector ``ready`` and nothing changes any more. What it asks for and what it prints on the console
+        is in `requests` and `messages` then."""
         self._command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.emulate(scheme, media)
         self._drain()  # what the page before it left
         self.requests, self.messages = [], []
         self.driver.get(page.resolve().as_uri())
-        self.run("return settled()")
+        WebDriverWait(self.driver, 30).until(lambda _: self.find(ready), f"no {ready} in {page.name}")
+        if self.scripts:  # without them there are no timers to wait with, and nothing that changes
+            self.run("return settled()")
         self._drain()
 
     def emulate(self, scheme: Scheme, media: Literal["", "print"] = "") -> None:
@@ -79,6 +93,25 @@ class Browser:
         """The width of the page's content in pixels: wider than the screen means scrolling sideways."""
         return int(self.run("return document.documentElement.scrollWidth"))
 
+    def hover(self, element: WebElement) -> None:
+        ActionChains(self.driver).scroll_to_element(element).move_to_element(element).perform()
+
+    def printed_pages(self) -> int:
+        """How many A4 pages the page takes."""
+        pdf = base64.b64decode(self.driver.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27})["data"])
+        return len(re.findall(rb"/Type\s*/Page\b", pdf))
+
+    @contextmanager
+    def without_scripts(self) -> Iterator[None]:
+        """Pages that are shown meanwhile run no JavaScript of their own."""
+        self._command("Emulation.setScriptExecutionDisabled", value=True)
+        self.scripts = False
+        try:
+            yield
+        finally:
+            self.scripts = True
+            self._command("Emulation.setScriptExecutionDisabled", value=False)
+
     def press(self, *keys: str) -> None:
         """Keys on what has the focus."""
         self.driver.switch_to.active_element.send_keys(*keys)
@@ -87,17 +120,20 @@ class Browser:
         self.run("arguments[0].focus()", element)
         assert self.driver.switch_to.active_element == element, "it does not take the focus"
 
-    def tab_stops(self, at_most: int) -> list[str]:
-        """What is reached by the tab key from the top of the page, in this order, described by tag, id and name."""
-        self.run("document.activeElement.blur(); window.getSelection().removeAllRanges(); window.scrollTo(0, 0)")
+    def tab_stops(self, at_most: int) -> tuple[list[str], list[str]]:
+        """What the tab key reaches from the top of the page, in this order, described by tag, id and name; and those
+        of them that look the same with and without the focus."""
+        self.run("document.activeElement.blur(); getSelection().removeAllRanges(); scrollTo(0, 0); rememberLooks()")
         stops: list[str] = []
+        unseen: list[str] = []
         for _ in range(at_most):
             self.driver.switch_to.active_element.send_keys(Keys.TAB)
-            stop = self.run("return described(document.activeElement)")
             if self.run("return document.activeElement === document.body"):
                 break
+            stop, changed = self.run("return [described(document.activeElement), looksChanged(document.activeElement)]")
             stops.append(stop)
-        return stops
+            unseen += [] if changed else [stop]
+        return stops, unseen
 
     def picture(self, file: Path) -> None:
         """The whole page as PNG, not only what fits the screen."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.demo.run import MODEL
+from ladderize.demo.inputs import MODEL
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from ladderize.chat_template import child
 from ladderize.chat_template.renderer import ChatRenderer, RefusedConversation
-from ladderize.demo.run import MODEL
+from ladderize.demo.inputs import MODEL
 from ladderize.errors import UserError
 from tests.helpers import invoke, one_sentence
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from ladderize.demo.run import MODEL
+from ladderize.demo.inputs import MODEL
 from tests.helpers import invoke, one_sentence
 
 CONFIGURABLE = {

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from ladderize.demo.run import MODEL
+from ladderize.demo.inputs import MODEL
 from ladderize.modeling import load_tokenizer
 from ladderize.runtime.decode import Generator, Sampling
 from ladderize.runtime.spec import checkpoint_spec, eos_ids

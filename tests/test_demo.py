@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ladderize.demo.corpus import GENRES, dataset, documents, items
-from ladderize.demo.run import HERE, MODEL
+from ladderize.demo.inputs import HERE, MODEL
 from tests.helpers import ROOT, invoke, listing
 
 

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ladderize.cli import BadCommandLine, app
 from ladderize.demo.corpus import documents
-from ladderize.demo.run import MODEL
+from ladderize.demo.inputs import MODEL
 from tests.helpers import ROOT, invoke
 
 PROSE_WIDTH = 100

@@ -14,7 +14,7 @@ import torch
 from ladderize import convert_checkpoint, load
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
-from ladderize.demo.run import MODEL, TASKS
+from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.errors import UserError
 from ladderize.eval.backends.scoring import score_windows
 from ladderize.eval.evaluation import run

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ladderize.convert.pipeline import convert_checkpoint
-from ladderize.demo.run import MODEL, RECIPES, write_documents
+from ladderize.convert.recipe import Recipe
+from ladderize.demo.inputs import MODEL, write_documents
 from tests.helpers import ROOT, invoke, save_llama
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -39,8 +40,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     demo = folder / "demo"
     shutil.copytree(MODEL, demo / "dense")
-    for name in ("ladder-all", "spd-all"):
-        convert_checkpoint(str(demo / "dense"), demo / name, RECIPES[name], verify=False)
+    for name, recipe in (("ladder-all", Recipe(ladder="all")), ("spd-all", Recipe(spd="all", sync_tp_size=2))):
+        convert_checkpoint(str(demo / "dense"), demo / name, recipe, verify=False)
     write_documents(demo / "train.jsonl", 700, test=False, seed=11)
     write_documents(demo / "heldout.jsonl", 60, test=True, seed=1)
     return folder

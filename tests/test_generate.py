@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ladderize import load
-from ladderize.demo.run import MODEL
+from ladderize.demo.inputs import MODEL
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed

@@ -10,7 +10,7 @@ from ladderize import load
 from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.convert.heads import permute_heads, read_head_map
 from ladderize.demo.corpus import documents
-from ladderize.demo.run import MODEL
+from ladderize.demo.inputs import MODEL
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.results import Perplexity
 from ladderize.eval.sensitivity import Suffixes

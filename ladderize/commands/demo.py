@@ -8,25 +8,29 @@ import typer
 from ladderize.commands.options import LOADING, OUTPUT, AsJson
 from ladderize.console import Console
 
+FOLDER = Path("ladderize-demo")
+
 
 def demo(
     out: Annotated[
-        Path | None,
+        Path,
         typer.Option(
             metavar="DIR",
-            help="Keep the converted models and results here.",
-            show_default="a temporary folder",
+            help="Keep everything here. The same command goes on with an earlier demo.",
             rich_help_panel=OUTPUT,
         ),
-    ] = None,
+    ] = FOLDER,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few samples, and two of the four conversions.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--quick", help="Two layouts and few samples: a minute.", rich_help_panel=OUTPUT)
+    ] = False,
+    open_page: Annotated[
+        bool, typer.Option("--open", help="Show the report in a browser.", rich_help_panel=OUTPUT)
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert the bundled tiny Llama to four layouts, retrain it, and compare accuracy and speed."""
+    """Sweep layouts of the bundled tiny Llama, from conversion to speed, and write a report."""
     console = Console(as_json)
     with console.stage(LOADING):
         from ladderize.demo.run import run_demo
 
-    console.document(run_demo(out, quick=quick, console=console))
+    console.document(run_demo(out, quick=quick, open_page=open_page, console=console))

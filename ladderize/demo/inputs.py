@@ -1,0 +1,68 @@
+"""What the demo's sweep reads: the bundled model, texts of its language, and the sweep.yaml itself."""
+
+import json
+import shutil
+from pathlib import Path
+from string import Template
+
+from ladderize.demo.corpus import documents
+from ladderize.errors import UserError
+from ladderize.files.regular import resolved
+from ladderize.files.temporaries import replacement
+
+HERE = Path(__file__).parent
+MODEL, TASKS = HERE / "model", HERE / "tasks"
+SWEEP_YAML, SWEEP = "sweep.yaml", "sweep"
+TRAIN_DOCUMENTS, HELDOUT_DOCUMENTS = 12_000, 200  # about 20 tokens each
+MARK = "# ladderize demo"  # how a sweep.yaml of the demo begins
+
+
+def write_documents(path: Path, count: int, *, test: bool, seed: int) -> Path:
+    """Texts of the demo's corpus, a line of JSON each."""
+    with replacement(path) as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in documents(count, test=test, seed=seed))
+    return path
+
+
+def demo_folder(path: Path) -> Path:
+    """``path``, made if it is not there; raises UserError if it holds anything but an earlier demo."""
+    folder = resolved(path, "--out ")
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not _is_demo(folder))):
+        raise UserError(f"--out {path} is not an empty folder, nor one of an earlier demo; choose another")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _is_demo(folder: Path) -> bool:
+    try:
+        with (folder / SWEEP_YAML).open(encoding="utf-8") as file:
+            return file.readline().startswith(MARK)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def write_inputs(folder: Path, *, quick: bool) -> Path:
+    """Put the sweep.yaml into the folder, and beside it what it names where that is not there yet; returns its path.
+
+    Its paths are relative to the current folder where that is possible, as a user would write them.
+    """
+    template = (HERE / ("quick.yaml" if quick else SWEEP_YAML)).read_text(encoding="utf-8")
+    named = {name: folder / file for name, file in _FILES.items()}
+    here = Path.cwd()
+    shown = {name: path.relative_to(here) if path.is_relative_to(here) else path for name, path in named.items()}
+    places = {name: json.dumps(str(path)) for name, path in shown.items()}
+    yaml = folder / SWEEP_YAML
+    with replacement(yaml) as file:  # first: what a killed demo leaves is then known as a demo's
+        file.write(Template(template).substitute(places, tasks=json.dumps(str(TASKS))))
+    if not named["dense"].exists():
+        copy = folder / f".{named['dense'].name}.unfinished"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(MODEL, copy).rename(named["dense"])
+    if not named["train"].exists():
+        write_documents(named["train"], TRAIN_DOCUMENTS, test=False, seed=11)
+    if not named["heldout"].exists():
+        write_documents(named["heldout"], HELDOUT_DOCUMENTS, test=True, seed=1)
+    return yaml
+
+
+_FILES = {"dense": "dense", "sweep": SWEEP, "train": "train.jsonl", "heldout": "heldout.jsonl"}
