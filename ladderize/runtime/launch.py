@@ -116,13 +116,10 @@ def started(
     threads: int | None,
     store: Path,
     report: Report,
-    *,
-    waiting: bool = False,
 ) -> Iterator["StartedRanks"]:
     """Processes of this host that call ``function(ranks, *args[rank])``; they are stopped at the end.
 
-    store: a path for a file in which they find each other. waiting: they wait for jobs of this process, so it must not
-    wait for them if it leaves without a word; such ranks may not start processes of their own.
+    store: a path for a file in which they find each other.
     """
     context, size = start_context(), len(args)
     streams = [Connection(os.dup(number), readable=False) for number in (1, 2)]
@@ -132,8 +129,9 @@ def started(
             ours, theirs = context.Pipe(duplex=False)
             place = Place(rank, size, rank, size)
             arguments = (function, args[rank], place, device, threads, f"file://{store}", theirs, streams)
+            # a daemon: whoever leaves without a word does not wait for ranks that wait for him
             process = context.Process(
-                target=_work, args=(*arguments, dict(os.environ)), name=f"rank {rank}", daemon=waiting
+                target=_work, args=(*arguments, dict(os.environ)), name=f"rank {rank}", daemon=True
             )
             process.start()
             theirs.close()

@@ -103,7 +103,6 @@ class StartedService(Service):
                     options.threads,
                     folder / "store",
                     self.said.append,
-                    waiting=True,
                 )
             )
             for reading, _ in pairs:  # so that the pipe breaks when its rank ends
