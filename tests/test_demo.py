@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from ladderize.demo.corpus import GENRES, dataset, documents, items
-from ladderize.demo.inputs import HERE, MODEL
-from tests.helpers import ROOT, invoke, listing
+from ladderize.demo.inputs import HERE, MODEL, demo_folder, write_inputs
+from ladderize.tradeoff.sweep.reading import read_sweep
+from tests.helpers import ROOT, invoke
 
 
 def test_the_corpus_is_deterministic():
@@ -80,25 +81,67 @@ def test_the_quick_demo_of_the_wheel(tmp_path):
     where = [binaries / "python", "-c", "import ladderize; print(ladderize.__file__)"]
     found = subprocess.run(where, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert Path(found.stdout.strip()).is_relative_to(site), found.stderr
-    command = [binaries / "ladderize", "demo", "--quick", "--out", tmp_path / "demo", "--json"]
+    opened = tmp_path / "opened"
+    opener = tmp_path / "opener"
+    opener.write_text(f'#!/bin/sh\nprintf %s "$1" > {opened}\n')
+    opener.chmod(0o755)
+    command = [binaries / "ladderize", "demo", "--quick", "--out", "demo", "--open", "--json"]
+    environment["BROWSER"] = f"{opener} %s"
     demo = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert demo.returncode == 0, demo.stderr
     document = json.loads(demo.stdout)
-    models = document["models"]
-    assert [model["ladderize"]["layout"] for model in models] == [
-        "8 layers: dense",
-        "8 layers: ladder 0:8",
-        "8 layers: spd 0:8 (sync_tp_size 4)",
-        "8 layers: spd 0:8 (sync_tp_size 4)",
-        "8 layers: ladder 0:8",
+    points = {point["name"]: point for point in document["sweep"]["points"]}
+    assert list(points) == [
+        "dense",
+        "ladder-all: ladder 0:8",
+        "ladder-all: ladder 0:8, full 20k tokens",
+        "spd-all: spd 0:8 (sync_tp_size 2)",
     ]
-    dense, ladder, spd, distilled, retrained = (model["ladderize"]["perplexity"]["perplexity"] for model in models)
-    assert dense < 0.8 * min(ladder, spd)
-    assert dense < distilled < 0.9 * spd
-    assert dense < retrained < 0.9 * ladder
-    assert dense > 1
-    assert {"results.json", "bench-emulated-tp4.json", "bench-tp2.json"} <= set(listing(tmp_path / "demo"))
-    for bench, emulated, ranks in (("bench-emulated-tp4", True, 4), ("bench-tp2", False, 2)):
-        rows = document["benches"][bench]["rows"]
-        assert [(row["emulated"], row["tp_size"], row["checked"]) for row in rows] == [(emulated, ranks, True)] * 3
-    assert invoke("demo", "--out", tmp_path / "demo").code == 1
+    folder = tmp_path / "demo"
+    results = [json.loads((folder / "sweep" / point["results"]).read_text()) for point in points.values()]
+    models = [result["models"][0]["ladderize"] for result in results]
+    assert all(model["layout"] in name or name == "dense" for model, name in zip(models, points, strict=True))
+    dense, ladder, retrained, spd = (model["perplexity"]["perplexity"] for model in models)
+    assert 1 < dense < 0.9 * min(ladder, spd)
+    assert dense < retrained < 0.5 * ladder
+    emulated, measured = (json.loads((folder / "sweep" / name).read_text()) for name in document["sweep"]["benches"])
+    for bench, is_emulated in ((emulated, True), (measured, False)):
+        rows = bench["rows"]
+        assert [(row["emulated"], row["tp_size"], row["checked"]) for row in rows] == [(is_emulated, 2, True)] * 3
+    assert {"ladder-all", "ladder-all-full", "spd-all"} <= {path.name for path in folder.iterdir() if path.is_dir()}
+    page = folder / "report.html"
+    assert document["report"]["headline"] in page.read_text()
+    assert opened.read_text() == page.as_uri()
+
+
+def test_the_demo_takes_no_other_folder(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    (tmp_path / "file").touch()
+    for place in ("other", "file"):
+        outcome = invoke("demo", "--out", tmp_path / place)
+        assert outcome.code == 1
+        assert "not an empty folder" in outcome.stderr
+
+
+def test_an_earlier_demo_goes_on_with_what_it_has(tmp_path):
+    """What is there is kept, also where a killed run left a part of it; the sweep.yaml is that of this run."""
+    (tmp_path / "sweep.yaml").write_text("# ladderize demo\n")
+    (tmp_path / ".dense.unfinished").mkdir()
+    for quick in (True, False):
+        yaml = write_inputs(demo_folder(tmp_path), quick=quick)
+        assert read_sweep(yaml).model == str(tmp_path / "dense")
+        if quick:
+            (tmp_path / "dense" / "mine").touch()
+    assert (tmp_path / "dense" / "mine").exists()
+    assert len(read_sweep(yaml).layouts) == 5
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_demo_times_layouts_that_two_processes_run(tmp_path, monkeypatch):
+    """So that nobody meets a layout first that is slower for a reason of this machine."""
+    monkeypatch.chdir(tmp_path)
+    for quick in (True, False):
+        spec = read_sweep(write_inputs(demo_folder(tmp_path), quick=quick))
+        assert {layout.sync_tp_size for layout in spec.layouts} <= {None, 2}
+        assert [(choice.options.tp_size, choice.options.emulate_tp) for choice in spec.bench] == [(1, 2), (2, None)]

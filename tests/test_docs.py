@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ladderize.cli import BadCommandLine, app
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL
+from ladderize.files.yaml12 import parse_yaml
+from ladderize.tradeoff.sweep.reading import sweep_spec
 from tests.helpers import ROOT, invoke
 
 PROSE_WIDTH = 100
@@ -67,7 +70,7 @@ def commands(text: str) -> Iterator[list[str]]:
     for words in lines_of_words(text):
         if words[:1] == ["ladderize"]:
             yield words[1:]
-        elif words[:1] in (["torchrun"], ["accelerate"], ["python"]) and "ladderize" in words:
+        elif words[:1] in (["torchrun"], ["accelerate"], ["python"]) and ("-m", "ladderize") in pairwise(words):
             yield words[words.index("ladderize") + 1 :]
 
 
@@ -135,6 +138,7 @@ def test_options_in_prose_exist(page: Path) -> None:
         "--debug",
         "--install-completion",
         "--no-deps",
+        "--log_samples",  # of lm-eval
         "--config_file",
         "--nproc-per-node",
         "--nnodes",
@@ -149,6 +153,18 @@ def test_options_in_prose_exist(page: Path) -> None:
         if words[0] == "ladderize" and len(words) > 1 and re.fullmatch(r"[a-z]+", words[1]):
             wrong += [span] * (words[1] not in every)
     assert not wrong
+
+
+# ---- sweep files ----
+
+
+@each_page
+def test_sweep_files_are_read(page: Path) -> None:
+    """A YAML block that describes a sweep is one, whatever it names: its keys, options and layouts are checked."""
+    for block in blocks(page):
+        if block.language == "yaml" and re.search(r"^layouts:", block.text, re.MULTILINE):
+            document = parse_yaml(block.text)
+            assert sweep_spec(document, f"{page.name}:{block.line}").layouts
 
 
 # ---- commands of others ----
@@ -186,6 +202,8 @@ def test_commands_of_others_are_parsed(page: Path) -> None:
         if block.language not in ("", "sh", "bash", "console"):
             continue
         for words in lines_of_words(block.text):
+            if words[:3] == ["python", "-m", "ladderize.lm_eval"]:
+                words = ["lm_eval", *words[3:]]
             if words and words[0] in PARSERS:
                 try:
                     PARSERS[words[0]](words[1:])

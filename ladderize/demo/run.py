@@ -2,6 +2,7 @@
 
 import shlex
 import webbrowser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> di
     document = sweep(yaml, console=console)
     _link_models(document, folder)
     for name in document.benches:
+        bench = BenchDocument.from_dict(read_document(root / name, "what bench wrote"), root / name)
         console.result("")
-        show_bench(BenchDocument.from_dict(read_document(root / name, "what bench wrote"), root / name), console)
+        show_bench(_named(bench, document), console)
     rows = sweep_rows(document, root)
     console.result("")
     console.table(rows, right=[key for key in rows[0] if key not in ("point", "failed")])
@@ -53,6 +55,13 @@ def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> di
             f" {root / first.output}, and the same command tries again"
         )
     return {"sweep": document.to_dict(), "report": summary.to_dict()}
+
+
+def _named(bench: BenchDocument, document: SweepDocument) -> BenchDocument:
+    """The same with the layouts' names instead of the folders of their models."""
+    names = {point.timed: point.name.partition(":")[0] for point in reversed(document.points)}
+    rows = [replace(row, model=names.get(row.model, row.model)) for row in bench.rows]
+    return replace(bench, rows=rows, checks={names.get(model, model): check for model, check in bench.checks.items()})
 
 
 def _typed(path: Path) -> str:
