@@ -8,7 +8,7 @@ import typer
 from ladderize.commands.options import LOADING, OUTPUT, AsJson
 from ladderize.console import Console
 
-FOLDER = Path("ladderize-demo")
+DEMO_FOLDER = Path("ladderize-demo")
 
 
 def demo(
@@ -19,7 +19,7 @@ def demo(
             help="Keep everything here. The same command goes on with an earlier demo.",
             rich_help_panel=OUTPUT,
         ),
-    ] = FOLDER,
+    ] = DEMO_FOLDER,
     quick: Annotated[
         bool, typer.Option("--quick", help="Two layouts and few samples: a minute.", rich_help_panel=OUTPUT)
     ] = False,

@@ -12,9 +12,9 @@ from ladderize.files.temporaries import replacement
 
 HERE = Path(__file__).parent
 MODEL, TASKS = HERE / "model", HERE / "tasks"
-SWEEP_YAML, SWEEP = "sweep.yaml", "sweep"
+DEMO_YAML, MEASURED = "sweep.yaml", "sweep"
 TRAIN_DOCUMENTS, HELDOUT_DOCUMENTS = 12_000, 200  # about 20 tokens each
-MARK = "# ladderize demo"  # how a sweep.yaml of the demo begins
+DEMO_MARK = "# ladderize demo"  # how a sweep.yaml of the demo begins
 
 
 def write_documents(path: Path, count: int, *, test: bool, seed: int) -> Path:
@@ -35,8 +35,8 @@ def demo_folder(path: Path) -> Path:
 
 def _is_demo(folder: Path) -> bool:
     try:
-        with (folder / SWEEP_YAML).open(encoding="utf-8") as file:
-            return file.readline().startswith(MARK)
+        with (folder / DEMO_YAML).open(encoding="utf-8") as file:
+            return file.readline().startswith(DEMO_MARK)
     except (OSError, UnicodeDecodeError):
         return False
 
@@ -46,12 +46,12 @@ def write_inputs(folder: Path, *, quick: bool) -> Path:
 
     Its paths are relative to the current folder where that is possible, as a user would write them.
     """
-    template = (HERE / ("quick.yaml" if quick else SWEEP_YAML)).read_text(encoding="utf-8")
+    template = (HERE / ("quick.yaml" if quick else DEMO_YAML)).read_text(encoding="utf-8")
     named = {name: folder / file for name, file in _FILES.items()}
     here = Path.cwd()
     shown = {name: path.relative_to(here) if path.is_relative_to(here) else path for name, path in named.items()}
     places = {name: json.dumps(str(path)) for name, path in shown.items()}
-    yaml = folder / SWEEP_YAML
+    yaml = folder / DEMO_YAML
     with replacement(yaml) as file:  # first: what a killed demo leaves is then known as a demo's
         file.write(Template(template).substitute(places, tasks=json.dumps(str(TASKS))))
     if not named["dense"].exists():
@@ -65,4 +65,4 @@ def write_inputs(folder: Path, *, quick: bool) -> Path:
     return yaml
 
 
-_FILES = {"dense": "dense", "sweep": SWEEP, "train": "train.jsonl", "heldout": "heldout.jsonl"}
+_FILES = {"dense": "dense", "sweep": MEASURED, "train": "train.jsonl", "heldout": "heldout.jsonl"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.console import Console
-from ladderize.demo.inputs import SWEEP, demo_folder, write_inputs
+from ladderize.demo.inputs import MEASURED, demo_folder, write_inputs
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.runtime.bench.document import BenchDocument
@@ -30,7 +30,7 @@ def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> di
     check_libraries()  # not after minutes of work
     folder = demo_folder(out)
     yaml = write_inputs(folder, quick=quick)
-    root, page = folder / SWEEP, folder / REPORT
+    root, page = folder / MEASURED, folder / REPORT
     console.note(f"$ ladderize sweep {_typed(yaml)}")
     document = sweep(yaml, console=console)
     _link_models(document, folder)
@@ -80,5 +80,5 @@ def _link_models(document: SweepDocument, folder: Path) -> None:
         link = folder / (name if point.adapted == "none" else f"{name}-{point.adapted}")
         if link.is_symlink():
             link.unlink()
-        if not link.exists() and (folder / SWEEP / point.model).is_dir():
-            link.symlink_to(Path(SWEEP) / point.model, target_is_directory=True)
+        if not link.exists() and (folder / MEASURED / point.model).is_dir():
+            link.symlink_to(Path(MEASURED) / point.model, target_is_directory=True)
