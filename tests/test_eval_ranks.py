@@ -12,7 +12,7 @@ import pytest
 
 from ladderize import EvalOptions, UsageError, UserError, convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.demo.run import MODEL, TASKS
+from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.eval.evaluation import run
 from ladderize.eval.evaluation.tasks import load_tasks
 from tests.helpers import ROOT, fresh_rng, invoke, listing, run_ranks

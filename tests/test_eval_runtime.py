@@ -7,7 +7,7 @@ import pytest
 
 from ladderize import convert_checkpoint, evaluate
 from ladderize.convert.recipe import Recipe
-from ladderize.demo.run import MODEL, TASKS
+from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.layout import LayoutError

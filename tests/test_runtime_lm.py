@@ -16,7 +16,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from ladderize import load
-from ladderize.demo.run import MODEL
+from ladderize.demo.inputs import MODEL
 from ladderize.errors import UserError
 from ladderize.eval.backends.runtime_lm import RuntimeLM
 from ladderize.modeling import load_tokenizer
