@@ -334,6 +334,35 @@ def test_perplexity_is_paired_by_window(tmp_path):
     assert compare_files(dense, other).predictions is None
 
 
+def test_what_else_differed_is_remarked(pair):
+    """Other dtypes may be compared, but the difference is then not the layout's alone."""
+    dense, other = pair
+    other.model.update(dtype="bfloat16", device="cuda:0", backend="runtime", tp_size=2)
+    remarks = compare_files(dense, other).remarks
+    assert remarks[0] == "the reference was evaluated with dtype float32, the other model with dtype bfloat16"
+    assert [remark.split()[5] for remark in remarks] == ["dtype", "device", "backend", "tp_size"]
+    assert f"Note: {remarks[0]}." in invoke("compare", dense.path, other.path).stdout
+
+
+def test_few_windows_of_predictions_have_a_wide_interval(tmp_path):
+    tokens = np.random.randint(50, 128, 400)
+    kl = tokens * np.random.gamma(2, 0.05, 400)
+    widths = []
+    for count in (10, 400):
+        dense, other = (Written(tmp_path, name).perplexity(tokens[:count] * 2.0, tokens[:count]) for name in ("a", "b"))
+        mean = float(kl[:count].sum() / tokens[:count].sum())
+        other.model["predictions"] = {
+            "reference": "models/a", "mean_kl": mean, "p99_kl": 1.0, "same_top_share": 0.8, "tokens": 9,
+            "window_kl": kl[:count].tolist(),
+        }  # fmt: skip
+        found = compare_files(dense, other).predictions
+        assert found.low < mean < found.high
+        widths.append(found.high - found.low)
+    normal = 2 * 1.96 * np.std(kl / tokens) / math.sqrt(400)
+    assert widths[1] == pytest.approx(normal, rel=0.25)
+    assert widths[0] > 2.5 * widths[1]
+
+
 # ---- what is refused ----
 
 

@@ -104,7 +104,7 @@ def evaluation_remarks(reference: ComparedModel, other: ComparedModel) -> list[s
             for model in (reference.model, other.model)
         )
     return [
-        f"the reference was evaluated with {key} {ours[key]}, the other model with {theirs[key]}"
+        f"the reference was evaluated with {key} {ours[key]}, the other model with {key} {theirs[key]}"
         for key in ours
         if ours[key] is not None and theirs[key] is not None and ours[key] != theirs[key]
     ]
