@@ -1,12 +1,14 @@
 """``ladderize sweep``: every point is measured, and a stage that fails stops only what needs it."""
 
 import json
+import shlex
 
 import pytest
 
 from ladderize.layout import Layout
 from tests.helpers import ROOT, invoke, one_sentence, save_llama
 from tests.sweeps import make_place, ran, read, spec, stages_of, write
+from tests.test_docs import parse
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,7 @@ def test_a_sweep_measures_every_point(place, swept):
     for stage in stages_of(document).values():
         assert (out / stage["output"] / "stage.json").is_file()
         assert stage["command"].startswith("ladderize ")
+        parse(shlex.split(stage["command"])[1:])  # by the real command line
     assert ran(outcome)[-1].startswith("bench")
     assert "ladderize report" in outcome.stdout
 
@@ -128,3 +131,38 @@ def test_a_model_that_changes_meanwhile_ends_the_sweep(place, tmp_path, monkeypa
     assert outcome.code == 1
     assert "config.json changed while the sweep ran" in outcome.stderr.splitlines()[-1]
     assert not list((tmp_path / "out").glob("stages/*/stage.json"))
+
+
+def test_a_sensitivity_that_fails_skips_what_it_would_choose(place, tmp_path):
+    sensitivity = {"data": str(place / "ids.npy"), "seq_len": 2000}  # longer than the model's positions
+    content = spec(place, sensitivity=sensitivity, bench=None)
+    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
+    assert outcome.code == 1
+    document = read(tmp_path / "out")
+    assert [stage["status"] for stage in document["stages"]] == ["failed"]
+    dense, first, second, *half = document["points"]
+    assert all(point["results"] for point in (dense, first, second))
+    assert [[stage["status"] for stage in point["stages"]] for point in half] == [["skipped"], ["skipped"]]
+    assert all(point["attention_sync"] == [] and point["model"] is None for point in half)
+    rows = outcome.stdout.splitlines()
+    assert any(line.startswith("half") for line in rows)
+
+
+def test_adapters_are_merged_and_blocks_are_distilled(place, tmp_path):
+    same = {"data": str(place / "ids.npy"), "seq_len": 16, "write": "last"}
+    lora = {**same, "method": "lora", "max_steps": 2, "batch_size": 2, "lora_rank": 2}
+    blocks = {**same, "method": "blocks", "samples": 8, "heldout": 4, "epochs": 1}
+    content = spec(place, sensitivity=None, bench=None, layouts=[{"ladder": "1:3"}], adapt=[lora, blocks])
+    out = tmp_path / "out"
+    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", out)
+    assert outcome.code == 0, outcome.stderr
+    _, merged, distilled = read(out)["points"]
+    assert (out / merged["adaptation"] / "adapter_config.json").is_file()
+    assert (out / merged["model"] / "model.safetensors").is_file()
+    assert (merged["adapted"], merged["tokens"]) == ("lora", 64)
+    assert (out / distilled["adaptation"] / "distillation.json").is_file()
+    assert (distilled["adapted"], distilled["tokens"]) == ("blocks", 128)
+    lines = [line for point in (merged, distilled) for line in point["stages"][1]["command"].split(" && ")]
+    assert [line.split()[1] for line in lines] == ["adapt", "merge", "adapt"]
+    for line in lines:
+        parse(shlex.split(line)[1:])
