@@ -1,5 +1,6 @@
 """Perplexity against a plain loop, lm-eval through our command against lm-eval by itself, and the errors of `eval`."""
 
+import errno
 import json
 import math
 import os
@@ -439,6 +440,27 @@ def test_samples_of_an_earlier_run_are_replaced(pair, tmp_path):
     (tmp_path / "r.json").write_text(json.dumps(stranger))
     assert invoke("eval", pair[1], "--tasks", "demo_copying", *options).code == 0
     assert (tmp_path / "outside.jsonl").exists()
+
+
+def test_a_full_disk_names_no_samples_that_are_not_there(pair, tmp_path, monkeypatch):
+    """The second task's samples do not fit: the first task's results and samples stay."""
+    sync, files = os.fsync, []
+
+    def full_at_the_fourth(descriptor):  # results.json, samples, results.json, samples
+        files.append(descriptor)
+        if len(files) == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full_at_the_fourth)
+    options = ("--include-path", TASKS, "--limit", "3", "--out", tmp_path / "r.json")
+    message = one_sentence(invoke("eval", pair[0], "--tasks", "demo_agreement,demo_copying", *options))
+    assert "demo_copying.jsonl" in message
+    assert "no space left on device" in message.lower()
+    (entry,) = json.loads((tmp_path / "r.json").read_text())["models"]
+    assert list(entry["results"]) == list(entry["samples"]) == ["demo_agreement"]
+    left = [path.relative_to(tmp_path).as_posix() for path in (tmp_path / "r.samples").rglob("*") if path.is_file()]
+    assert left == list(entry["samples"].values())
 
 
 def test_load_never_opens_a_pickle(llama):
