@@ -139,6 +139,7 @@ def test_options_in_prose_exist(page: Path) -> None:
         "--install-completion",
         "--no-deps",
         "--log_samples",  # of lm-eval
+        "--model_args",
         "--config_file",
         "--nproc-per-node",
         "--nnodes",
