@@ -392,8 +392,9 @@ def test_markdown_and_pictures(files):
     outcome = invoke("report", files, "--out", files / "p.html", "--markdown", files / "card.md", "--json")
     summary = json.loads(outcome.stdout)
     text = (files / "card.md").read_text()
-    links = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text)
-    assert links
+    links = re.findall(r"\[[^\]]*\]\(([^)]*\.png)\)", text)
+    assert len(links) > 3
+    assert len(set(links)) == len(links)
     for link in links:
         assert (files / link).read_bytes().startswith(b"\x89PNG")
         drawn = (files / link).with_suffix(".svg").read_text()

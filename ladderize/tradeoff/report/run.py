@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import ladderize
 from ladderize.console import SILENT, Console
@@ -83,6 +84,8 @@ def _check_places(paths: Sequence[str | Path], out: Path, options: ReportOptions
         raise UsageError(f"--out {out} must end in .html")
     check_writable(out)
     if options.markdown is not None:
+        if not (parent := resolved(options.markdown).parent).is_dir():
+            raise UserError(f"--markdown {options.markdown}: the folder {parent} does not exist")
         check_writable(options.markdown)
     folder = options.picture_folder
     if folder is not None and resolved(folder).exists() and not resolved(folder).is_dir():
@@ -120,7 +123,7 @@ def _write_pictures(page: ReportPage, folder: Path | None) -> dict[str, list[Pat
 
 def _write_markdown(page: ReportPage, path: Path, pictures: dict[str, list[Path]]) -> Path:
     links = {
-        name: [Path(os.path.relpath(one, path.parent)).as_posix() for one in paths if one.suffix == ".png"]
+        name: [quote(Path(os.path.relpath(one, path.parent)).as_posix()) for one in paths if one.suffix == ".png"]
         for name, paths in pictures.items()
     }
     return _write(path, markdown_page(page, links))

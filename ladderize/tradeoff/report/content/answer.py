@@ -194,6 +194,8 @@ def _speed_parts(timing: Timing, what: str) -> tuple[str, str]:
     estimate = _whole(timing)
     known = estimate.low is not None and estimate.high is not None
     interval = f"95 % interval {estimate.low:.2f} to {estimate.high:.2f}" if known else "no interval: too few rounds"
+    if known and not faster(estimate):
+        interval += ": not shown to be faster"
     parts = [part for part in (what, interval, timing.setting.words) if part]
     return f"{estimate.value:.2f}\u00d7", "; ".join(parts)
 

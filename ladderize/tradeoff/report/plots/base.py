@@ -5,6 +5,7 @@ gets the light ones instead.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +38,6 @@ KIND_SHAPES = dict(zip(KIND_ORDER, ("circle", "diamond", "triangle-up"), strict=
 PICTURE_WIDTH = 720
 # of an axis of differences: a plus, a true minus, or neither at 0
 SIGNED_LABEL = "(datum.value > 0 ? '+' : datum.value < 0 ? '\u2212' : '') + format(abs(datum.value), '~f')"
-FAMILY_SCALE = {"domain": list(FAMILIES), "range": [f"var(--{FAMILY_COLOURS[name]})" for name in FAMILIES]}
-SHAPE_SCALE = {"domain": list(KIND_SHAPES), "range": list(KIND_SHAPES.values())}
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,15 @@ def picture_spec(spec: Spec) -> Spec:
     alone: Spec = json.loads(text)
     alone["width"], alone["background"] = PICTURE_WIDTH, "white"
     alone["padding"] = 12
-    alone["config"]["legend"] = {"orient": "bottom", "columns": 5, "title": None, "labelFontSize": 12}
+    ink = PALETTE["muted"][0]
+    alone["config"]["legend"] = {
+        "orient": "bottom",
+        "columns": 4,
+        "title": None,
+        "labelFontSize": 12,
+        "symbolBaseFillColor": ink,
+        "symbolBaseStrokeColor": ink,
+    }
     alone["config"]["font"] = "sans-serif"
     return alone
 
@@ -136,12 +143,18 @@ def rule(encoding: Spec, **mark: Any) -> Spec:
     return {"mark": {"type": "rule", "aria": False, **mark}, "encoding": encoding}
 
 
-def family_colour() -> Spec:
-    return {"field": "family", "type": "nominal", "scale": FAMILY_SCALE}
+def family_colour(rows: Sequence[Mapping[str, Any]]) -> Spec:
+    """rows: what is drawn; only their families have a place in the scale, and in a picture's legend."""
+    shown = [name for name in FAMILIES if any(row["family"] == name for row in rows)]
+    scale = {"domain": shown, "range": [f"var(--{FAMILY_COLOURS[name]})" for name in shown]}
+    return {"field": "family", "type": "nominal", "scale": scale}
 
 
-def kind_shape() -> Spec:
-    return {"field": "kind", "type": "nominal", "scale": SHAPE_SCALE}
+def kind_shape(rows: Sequence[Mapping[str, Any]]) -> Spec:
+    """The same of measured, emulated and predicted."""
+    shown = [name for name in KIND_ORDER if any(row["kind"] == name for row in rows)]
+    scale = {"domain": shown, "range": [KIND_SHAPES[name] for name in shown]}
+    return {"field": "kind", "type": "nominal", "scale": scale}
 
 
 def family_legend(families: set[str], kinds: set[str] | None = None) -> list[tuple[str, str, str]]:

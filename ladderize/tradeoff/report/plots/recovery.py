@@ -119,7 +119,7 @@ def _points_spec(rows: list[dict[str, Any]], by_accuracy: bool, margin: float) -
     y: Spec = {"field": "y", "type": "quantitative", "title": title, "scale": {"zero": False}}
     if by_accuracy:
         y["axis"] = {"labelExpr": SIGNED_LABEL, "tickCount": 6}
-    colour = family_colour()
+    colour = family_colour(rows)
     ends = {"x": x, "y": {**y, "field": "y1"}, "y2": {"field": "y2"}, "color": colour}
     layers: list[Spec] = [
         {

@@ -110,14 +110,14 @@ def _bars(rows: list[dict[str, Any]], title: str) -> Spec:
     """One batch size: a row for each model."""
     x = {"field": "x", "type": "quantitative", "title": "speed-up", "scale": {"zero": False}, "axis": AXIS}
     y: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 170}}
-    colour = family_colour()
+    colour = family_colour(rows)
     ends = {"x": {**x, "field": "x1"}, "x2": {"field": "x2"}, "y": y, "color": colour}
     layers = [
         rule({"x": {"datum": 1}}, color="var(--muted)"),
         {**rule(ends, strokeWidth=3, opacity=0.8), "transform": HAS_INTERVAL},
         {
             "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
-            "encoding": {"x": x, "y": y, "color": colour, "shape": kind_shape(), "description": {"field": "words"}},
+            "encoding": {"x": x, "y": y, "color": colour, "shape": kind_shape(rows), "description": {"field": "words"}},
         },
     ]
     return make_spec(
@@ -139,7 +139,7 @@ def _lines(rows: list[dict[str, Any]], title: str) -> Spec:
         "axis": {"values": batches, "format": "d"},
     }
     y: Spec = {"field": "x", "type": "quantitative", "title": "speed-up", "scale": {"zero": False}, "axis": AXIS}
-    colour, detail = family_colour(), {"field": "name", "type": "nominal"}
+    colour, detail = family_colour(rows), {"field": "name", "type": "nominal"}
     ends = {"x": x, "y": {**y, "field": "x1"}, "y2": {"field": "x2"}, "color": colour}
     layers: list[Spec] = [
         rule({"y": {"datum": 1}}, color="var(--muted)"),
@@ -150,7 +150,7 @@ def _lines(rows: list[dict[str, Any]], title: str) -> Spec:
         {**rule(ends, strokeWidth=1.5, opacity=0.8), "transform": HAS_INTERVAL},
         {
             "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-            "encoding": {"x": x, "y": y, "color": colour, "shape": kind_shape(), "description": {"field": "words"}},
+            "encoding": {"x": x, "y": y, "color": colour, "shape": kind_shape(rows), "description": {"field": "words"}},
         },
         {
             "transform": [{"filter": f"datum.batch === {last}"}],

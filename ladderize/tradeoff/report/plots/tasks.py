@@ -82,7 +82,7 @@ def _panel(content: ReportContent, task: str, drawn: list[Subject]) -> PlotPanel
         "axis": {"labelExpr": SIGNED_LABEL, "tickCount": 5},
     }
     y: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 170}}
-    colour = family_colour()
+    colour = family_colour(rows)
     layers = [
         rule({"x": {"datum": 0}}, color="var(--muted)"),
         rule({"x": {"datum": -content.margin}}, color="var(--muted)", strokeDash=[6, 4]),

@@ -192,7 +192,7 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
     }
     y: Spec = {"field": "y", "type": "quantitative", "title": measure.axis, "scale": _y_scale(rows, measure)}
     y["axis"] = _y_axis(rows, measure)
-    colour = family_colour()
+    colour = family_colour(rows)
     has_x = [{"filter": "isValid(datum.x1) && isValid(datum.x2)"}]
     has_y = [{"filter": "isValid(datum.y1) && isValid(datum.y2)"}]
     thin: Spec = {"strokeWidth": 1.5, "opacity": 0.8}
@@ -221,7 +221,7 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
                     "condition": {"test": "datum.front", **colour},
                     "value": "var(--page)",
                 },
-                "shape": kind_shape(),
+                "shape": kind_shape(rows),
                 "description": {"field": "words"},
             },
         },
