@@ -131,9 +131,10 @@ def picture_spec(spec: Spec) -> Spec:
         "columns": 4,
         "title": None,
         "labelFontSize": 12,
-        "symbolBaseFillColor": ink,
-        "symbolBaseStrokeColor": ink,
     }
+    for layer in alone["layer"]:
+        if "shape" in layer["encoding"]:  # without a colour of their own these symbols are white on white
+            layer["encoding"]["shape"]["legend"] = {"symbolStrokeColor": ink, "symbolFillColor": ink, "title": None}
     alone["config"]["font"] = "sans-serif"
     return alone
 
