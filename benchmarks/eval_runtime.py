@@ -141,15 +141,23 @@ def main() -> None:
                     for name, lm in backends.items():
                         took, answers[name] = answer(lm, requests)
                         times[kind][name].append(took)
+                        print(f"{layout} | {kind} | {name}: {took:.2f} s", flush=True)
                     for name in backends:
                         found = worst_difference(answers[name], answers["hf, 2 threads"])
                         differences[layout][kind] = max(differences[layout][kind], found)
+                write(arguments, seconds, differences)
             for lm in backends.values():
                 if isinstance(lm, RuntimeLM):
                     lm.service.close()
-            for kind, by_name in times.items():
-                medians = {name: statistics.median(values) for name, values in by_name.items()}
-                print(layout, "|", kind, "|", "; ".join(f"{name}: {m:.2f} s" for name, m in medians.items()))
+    for layout, kinds in seconds.items():
+        for kind, by_name in kinds.items():
+            medians = "; ".join(f"{name}: {statistics.median(values):.2f} s" for name, values in by_name.items())
+            print(f"{layout} | {kind} | median of {rounds} | {medians}")
+    print("largest differences:", differences)
+
+
+def write(arguments: argparse.Namespace, seconds: dict, differences: dict) -> None:
+    """Everything that was measured so far."""
     about = {
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
@@ -157,12 +165,11 @@ def main() -> None:
         "load_average": os.getloadavg(),
         "shape": SHAPE,
         "batch_size": ROWS,
-        "rounds": rounds,
+        "rounds": arguments.rounds,
         "size": arguments.size,
     }
     content = {**about, "seconds": seconds, "largest_difference": differences}
     RESULTS.write_text(json.dumps(content, indent=1) + "\n")
-    print("largest differences:", differences)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.layout import LayoutError
-from tests.helpers import fresh_rng, invoke, make_model, one_sentence
+from tests.helpers import fresh_rng, invoke, make_model, one_sentence, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +107,16 @@ def test_what_the_runtime_cannot_do_is_one_sentence(pair, ids, tmp_path):
     assert "needs --backend runtime" in one_sentence(invoke("eval", MODEL, "--perplexity", ids, "--tp-size", 2))
     with pytest.raises((UserError, LayoutError)):
         evaluate([MODEL], EvalOptions(perplexity=str(ids), backend="runtime", tp_size=16))
+
+
+def test_ranks_of_a_launcher_are_joined(pair, ids, by_hf, tmp_path):
+    """Two models one after the other in one group of processes, and lm-eval in each of them."""
+    out = tmp_path / "results.json"
+    shared = ("--perplexity", ids, "--seq-len", 33, "--dtype", "float32", "--out", out, "--device", "cpu")
+    tasks = ("--tasks", "demo_agreement", "--limit", 9, "--include-path", TASKS)
+    outcome = run_ranks("eval", *pair, *shared, *tasks, "--backend", "runtime", "--tp-size", 2)
+    assert outcome.returncode == 0, outcome.stderr
+    for found, expected in zip(json.loads(out.read_text())["models"], by_hf.models, strict=True):
+        nll = found["ladderize"]["perplexity"]["window_nll"]
+        np.testing.assert_allclose(nll, expected.model.perplexity.window_nll, atol=1e-3)
+        assert found["results"]["demo_agreement"] == pytest.approx(expected.tasks["demo_agreement"])

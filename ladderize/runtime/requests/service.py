@@ -13,8 +13,9 @@ from typing import Any
 from ladderize.errors import UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import check_device
-from ladderize.ranks.group import Ranks, launched
+from ladderize.ranks.group import Ranks, join_ranks, launched
 from ladderize.ranks.launcher import ALONE
+from ladderize.ranks.threads import set_threads
 from ladderize.runtime.collectives.choose import check_backend
 from ladderize.runtime.launch import check_group_size, joined, start_context, started
 from ladderize.runtime.requests.options import RequestOptions
@@ -66,7 +67,11 @@ class JoinedService(Service):
         self.stack = contextlib.ExitStack()
         place = launched()
         with contextlib.ExitStack() as stack:  # closed where the model does not open
-            self.group = stack.enter_context(joined(place, options.device, options.threads, None, lambda value: None))
+            if place == ALONE:
+                self.group = stack.enter_context(joined(place, options.device, options.threads, None, lambda n: None))
+            else:  # one group for all models of the process: a second one would meet where the first has been
+                set_threads(options.threads, place.local_size)
+                self.group = join_ranks(options.device)
             self.worker: Worker | None = stack.enter_context(opened(self.group, spec, options))
             self.stack = stack.pop_all()
 
