@@ -10,7 +10,7 @@ from ladderize.tradeoff.report.content.answer import Answer
 from ladderize.tradeoff.report.content.setup import SetupFact
 from ladderize.tradeoff.report.content.strips import LayoutStrip
 from ladderize.tradeoff.report.content.tables import ReportTable
-from ladderize.tradeoff.report.plots.base import PALETTE, ReportPlot, picture_spec
+from ladderize.tradeoff.report.plots.base import PALETTE, PlotPanel, ReportPlot, picture_spec
 
 TEMPLATES = Path(__file__).parent / "templates"
 NEEDED = "a report needs jinja2 and vl-convert-python: pip install 'ladderize[report]'"
@@ -68,7 +68,7 @@ def html_page(page: ReportPage) -> str:
         library=_for_script(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")) if page.plots else "",
         palette=PALETTE,
         specs={plot.name: script_json([panel.spec for panel in plot.panels]) for plot in page.plots},
-        pictures={plot.name: [svg_picture(panel.spec) for panel in plot.panels] for plot in page.plots},
+        pictures={plot.name: [svg_picture(panel) for panel in plot.panels] for plot in page.plots},
     )
 
 
@@ -77,18 +77,18 @@ def markdown_page(page: ReportPage, pictures: dict[str, list[str]]) -> str:
     return _render("report.md.j2", page=page, pictures=pictures)
 
 
-def svg_picture(spec: dict[str, Any]) -> str:
+def svg_picture(panel: PlotPanel) -> str:
     """One plot as SVG, in the light colours."""
     import vl_convert
 
-    return str(vl_convert.vegalite_to_svg(picture_spec(spec), allowed_base_urls=[]))
+    return str(vl_convert.vegalite_to_svg(picture_spec(panel), allowed_base_urls=[]))
 
 
-def png_picture(spec: dict[str, Any]) -> bytes:
+def png_picture(panel: PlotPanel) -> bytes:
     """The same as PNG, for dense screens."""
     import vl_convert
 
-    return bytes(vl_convert.vegalite_to_png(picture_spec(spec), scale=2, allowed_base_urls=[]))
+    return bytes(vl_convert.vegalite_to_png(picture_spec(panel), scale=2, allowed_base_urls=[]))
 
 
 def script_json(value: object) -> str:

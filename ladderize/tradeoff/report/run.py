@@ -115,8 +115,8 @@ def _write_pictures(page: ReportPage, folder: Path | None) -> dict[str, list[Pat
     for plot in page.plots:
         for number, panel in enumerate(plot.panels, 1):
             stem = plot.name if len(plot.panels) == 1 else f"{plot.name}-{number}"
-            (folder / f"{stem}.png").write_bytes(png_picture(panel.spec))
-            (folder / f"{stem}.svg").write_text(svg_picture(panel.spec), encoding="utf-8")
+            (folder / f"{stem}.png").write_bytes(png_picture(panel))
+            (folder / f"{stem}.svg").write_text(svg_picture(panel), encoding="utf-8")
             written.setdefault(plot.name, []).extend([folder / f"{stem}.png", folder / f"{stem}.svg"])
     return written
 

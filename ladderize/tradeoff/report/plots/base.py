@@ -51,10 +51,11 @@ class PlotChoice:
 
 @dataclass(frozen=True)
 class PlotPanel:
-    """One drawing. title: above it, where a plot has several."""
+    """One drawing. title: above it, where a plot has several; picture_title: of a picture, where that is another."""
 
     spec: Spec
     title: str = ""
+    picture_title: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,14 @@ def _config() -> Spec:
     }
 
 
-def picture_spec(spec: Spec) -> Spec:
+def picture_spec(panel: PlotPanel) -> Spec:
     """The same for a file of its own: light colours, a width, a legend, a white ground."""
-    text = json.dumps(spec)
+    text = json.dumps(panel.spec)
     for name, (light, _) in PALETTE.items():
         text = text.replace(f"var(--{name})", light)
     alone: Spec = json.loads(text)
     alone["width"], alone["background"] = PICTURE_WIDTH, "white"
     alone["padding"] = 12
-    ink = PALETTE["muted"][0]
     alone["config"]["legend"] = {
         "orient": "bottom",
         "columns": 4,
@@ -133,8 +133,9 @@ def picture_spec(spec: Spec) -> Spec:
         "labelFontSize": 12,
     }
     for layer in alone["layer"]:
-        if "shape" in layer["encoding"]:  # without a colour of their own these symbols are white on white
-            layer["encoding"]["shape"]["legend"] = {"symbolStrokeColor": ink, "symbolFillColor": ink, "title": None}
+        if "shape" in layer["encoding"]:  # the title says the kind, and so does each shape
+            layer["encoding"]["shape"]["legend"] = None
+    alone["title"] = {"text": panel.picture_title or panel.title, "anchor": "start", "fontSize": 13, "offset": 8}
     alone["config"]["font"] = "sans-serif"
     return alone
 

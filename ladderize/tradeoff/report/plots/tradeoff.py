@@ -166,7 +166,7 @@ def _plot(
         title=measure.title,
         caption=caption,
         summary=summary,
-        panels=[PlotPanel(_spec(content, measure, rows, chosen, summary))],
+        panels=[PlotPanel(_spec(content, measure, rows, chosen, summary), picture_title=where)],
         table=_table(content, measure, rows),
         legend=family_legend({row["family"] for row in rows}, {row["kind"] for row in rows}),
         choices=[_first(choice, {"setting": chosen}) for choice in choices],
