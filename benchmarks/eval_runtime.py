@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ladderize import convert_checkpoint, load
 from ladderize.convert.recipe import Recipe
-from ladderize.demo.run import MODEL
+from ladderize.demo.inputs import MODEL
 from ladderize.eval.backends.runtime_lm import RuntimeLM
 from ladderize.modeling import load_tokenizer
 
