@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from ladderize.errors import UserError
 from ladderize.eval.backends.scoring import score_windows
 from ladderize.eval.evaluation import run
 from ladderize.eval.evaluation.table import comparison_rows, prediction_rows
+from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
 from ladderize.eval.paired.entry import read_entry
@@ -307,6 +309,47 @@ def test_results_are_saved_after_every_task(pair, tmp_path, monkeypatch):
     assert "RuntimeError: out of memory, say (run again with --debug" in failed
     saved = json.loads((tmp_path / "r.json").read_text())
     assert list(saved["models"][0]["results"]) == ["demo_agreement"]
+
+
+def test_a_run_goes_on_after_the_tasks_that_it_has(pair, tmp_path, monkeypatch):
+    out, ran, original = tmp_path / "r.json", [], run.run_task
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(documents(4, test=True, seed=3)))
+    shared = {"include_path": str(TASKS), "include_default_tasks": False, "limit": 8, "perplexity": str(text)}
+    options = EvalOptions(tasks=("demo_agreement", "demo_copying"), **shared)
+
+    def noted(lm, task, manager, options):
+        ran.append(task)
+        if task in fails:
+            raise RuntimeError("killed, say")
+        return original(lm, task, manager, options)
+
+    monkeypatch.setattr(run, "run_task", noted)
+    fails = ["demo_copying"]
+    with pytest.raises(RuntimeError):
+        run.evaluate([pair[0]], options, out=out)
+    samples = json.loads(out.read_text())["models"][0]["samples"]
+    kept = {path: (tmp_path / path).stat().st_mtime_ns for path in samples.values()}
+    fails, ran = [], []
+    resumed = run.evaluate([pair[0]], options, out=out, resume=True)
+    assert ran == ["demo_copying"]
+    assert {path: (tmp_path / path).stat().st_mtime_ns for path in kept} == kept
+    whole = run.evaluate([pair[0]], options, out=tmp_path / "whole.json")
+    assert resumed.models[0].tasks == whole.models[0].tasks
+    assert set(resumed.models[0].samples) == set(whole.models[0].samples)
+    assert (
+        json.loads(out.read_text())["models"][0]["results"]
+        == json.loads((tmp_path / "whole.json").read_text())["models"][0]["results"]
+    )
+
+    # what it has is of no use with other options, or without its samples
+    ran = []
+    run.evaluate([pair[0]], replace(options, limit=4), out=out, resume=True)
+    assert ran == ["demo_agreement", "demo_copying"]
+    (tmp_path / next(iter(samples.values()))).unlink()
+    ran = []
+    run.evaluate([pair[0]], replace(options, limit=4), out=out, resume=True)
+    assert ran == ["demo_agreement", "demo_copying"]
 
 
 def test_stdout_is_only_json_and_stderr_names_stages(pair):

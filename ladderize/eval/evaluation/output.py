@@ -3,15 +3,15 @@
 import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ladderize.errors import UserError
 from ladderize.eval.evaluation.samples import former_samples, remove_samples, samples_folder, write_samples
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.results import EvalResults, ModelResult
-from ladderize.files.documents import check_writable, write_json
+from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
+from ladderize.files.documents import check_writable, read_own, write_json
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import temporary_folder
 
@@ -27,6 +27,28 @@ class Output:
     writes: bool
     finished: list[ModelResult] = field(default_factory=list)
     _begun: bool = False
+    _earlier: dict[str, ModelResult] = field(default_factory=dict)
+
+    def resume(self) -> None:
+        """Go on with what an earlier run of the same models and options left in ``out``, if it did."""
+        if self.out is None or not (content := read_own(self.out)):
+            return
+        try:
+            results = EvalResults.from_dict(content, self.out)
+        except UserError:
+            return
+        if results.options == self.options:
+            self._earlier = {entry.model.model: entry for entry in results.models if self._has_samples(entry)}
+            self._begun = bool(self._earlier)  # its samples stay
+
+    def earlier(self, described: EvaluatedModel) -> ModelResult:
+        """An entry with the tasks that an earlier run finished of this model, and with its new description."""
+        known = self._earlier.get(described.model)
+        return replace(known, model=described) if known is not None else ModelResult(described)
+
+    def _has_samples(self, entry: ModelResult) -> bool:
+        inside = [resolved(self.parent / path) for path in entry.samples.values()]
+        return all(path.is_relative_to(self.parent) and path.is_file() for path in inside)
 
     def save(self, *unfinished: ModelResult, comparisons: Iterable[dict[str, Any]] = ()) -> EvalResults:
         """Write what there is, so that nothing is lost when something later fails."""

@@ -35,6 +35,7 @@ def evaluate(
     out: Path | None = None,
     keep_predictions: Path | None = None,
     reference: Path | None = None,
+    resume: bool = False,
     console: Console = SILENT,
 ) -> EvalResults:
     """Evaluate each model with the same options, seeds and BOS handling. The first is the reference of the others.
@@ -44,6 +45,9 @@ def evaluate(
     predictions of all models but the first are compared with the first one's. Models may be evaluated one at a time,
     too: keep_predictions is a folder for those of the first model, reference such a folder of an earlier run, whose
     model is then the reference of all.
+
+    resume: tasks that ``out`` already has, from an earlier run with the same options, are not run again. Whether the
+    models and the tasks' data are still the same is the caller's to know.
 
     Under ``accelerate launch`` or ``torchrun`` every process has each model, and they share windows and questions; with
     the runtime they share each model instead. Rank 0 writes, and all return the same. Raises UserError.
@@ -57,6 +61,8 @@ def evaluate(
         open_baseline(len(names), keep_predictions, reference, ranks, console) as baseline,
     ):
         folders = check_before_work(names, options)
+        if resume:
+            output.resume()
         manager = None
         if options.tasks:
             # rank 0 first: what it downloads, the others find
@@ -81,13 +87,14 @@ def run_tasks(
     model: EvalModel, described: EvaluatedModel, manager: "TaskManager | None", output: Output, console: Console
 ) -> ModelResult:
     """The tasks of one opened model, after its description; each is saved as soon as it is there."""
-    options, entry = output.options, ModelResult(described)
+    options, entry = output.options, output.earlier(described)
     if described.perplexity is not None:
         output.save(entry)
-    if manager is None:
+    todo = [(number, task) for number, task in enumerate(options.tasks, start=1) if task not in entry.tasks]
+    if manager is None or not todo:
         return entry
     harness = model.harness(options, described.add_bos_token)
-    for number, task in enumerate(options.tasks, start=1):
+    for number, task in todo:
         console.note(f"{model.name}: {task} ({number} of {len(options.tasks)})")
         with console.contained(bars=True):
             result = run_task(harness, task, manager, options)

@@ -146,6 +146,7 @@ def _evaluate(job: Mapping[str, Any], folder: Path, console: Console) -> None:
         out=folder / RESULTS,
         keep_predictions=keep,
         reference=reference,
+        resume=True,  # the stage's key vouches for the model and the data
         console=console,
     )
 
