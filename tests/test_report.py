@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import numpy as np
@@ -186,6 +187,48 @@ def test_a_retrained_model_has_the_times_of_its_layout(tmp_path):
     assert "have the times of another model with the same ones: ladder-adapted." in (tmp_path / "a.html").read_text()
 
 
+def test_a_comparison_with_another_model_says_nothing_about_dense(tmp_path):
+    """The second file compares with the first file's ladder, which is far from dense."""
+    models = layouts()
+    first = {name: models[name] for name in ("dense", "ladder")}
+    second = {name: models[name] for name in ("ladder", "spd")}
+    write_document(tmp_path / "results-1.json", eval_document(first, {"ladder": -9.0}))
+    write_document(tmp_path / "results-2.json", eval_document(second, {"spd": 0.5}))
+    write_document(tmp_path / "bench.json", bench_document({**first, **second}, {"ladder": 1.2, "spd": 1.5}))
+    summary = ladderize.report([tmp_path], tmp_path / "a.html")
+    assert summary.best is None
+    assert summary.numbers[0]["value"] == "none"
+
+
+def test_the_reference_has_its_mean_over_the_same_tasks(tmp_path):
+    """A group of lm-eval counts as one task in a comparison's mean, so it must in the reference's."""
+    document = eval_document(layouts(), {"ladder": -0.3, "spd": -20.0, "both": -35.0})
+    for one in document["comparisons"]:
+        one["pooled"][0]["reference_value"] = 0.437
+    write_document(tmp_path / "results.json", document)
+    text, _ = page_of(tmp_path)
+    assert "43.7 %" in text
+
+
+def test_times_without_intervals_are_not_called_slow(files):
+    document = json.loads((files / "bench.json").read_text())
+    document["options"]["repeat"] = 2
+    (files / "bench.json").write_text(json.dumps(document))
+    summary = ladderize.report([files], files / "a.html")
+    assert "also shown to be faster than dense" in summary.headline
+    assert summary.best is None
+    assert "no interval: too few rounds" in summary.numbers[2]["detail"]
+
+
+def test_without_a_converted_model_nothing_is_known(tmp_path):
+    models = {"dense": layouts()["dense"]}
+    write_document(tmp_path / "results.json", eval_document(models, {}))
+    write_document(tmp_path / "bench.json", bench_document(models, {}))
+    summary = ladderize.report([tmp_path], tmp_path / "a.html")
+    assert summary.headline.startswith("The accuracy of no converted model was measured")
+    assert summary.numbers[2] == {"label": "Where it is not shown to pay", "value": "not known", "detail": "not timed"}
+
+
 # ---- a sweep ----
 
 
@@ -235,6 +278,20 @@ def test_one_model_of_a_layout_is_drawn_with_its_times(sweep):
     rows = specs_of(text, "speed")[0]["data"]["values"]
     assert {row["name"] for row in rows} == {"ladder", "spd"}
     assert {row["batch"] for row in rows} == {1, 4}
+
+
+def test_what_nobody_timed_has_no_times_of_another_model(sweep):
+    document = json.loads((sweep / "sweep.json").read_text())
+    (sweep / "sweep.json").write_text(json.dumps({**document, "benches": []}))
+    assert "have the times of another model" not in page_of(sweep)[0]
+
+
+def test_points_that_two_sweeps_share_are_shown_once(sweep):
+    other = shutil.copytree(sweep, sweep.with_name("other"))
+    text, _ = page_of(sweep, sweep, other)
+    table = text[text.index('<section id="models"') : text.index('<section id="layouts"')]
+    names = re.findall('<th scope="row">([^<]*)</th>', table)
+    assert sorted(names) == ["dense", "ladder", "ladder-1000", "ladder-9000", "spd"]
 
 
 def test_a_sweep_that_is_not_complete_says_so(sweep):

@@ -110,11 +110,12 @@ def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:
         numbers = [_accuracy_number(best, content), _unmeasured_speed(), _pays_number([best], content)]
         return Answer(headline, numbers, [f"`{MEASURE_SPEED}` measures the speed."], best)
     headline = (
-        f"No layout that is shown to be within {margin} of dense is faster than dense in any setting that was timed."
+        f"No layout that is shown to be within {margin} of dense is also shown to be faster than dense in any setting"
+        " that was timed."
     )
     timing = max(best.timings, key=lambda timing: _whole(timing).value)
     numbers = [_accuracy_number(best, content), _speed_number(timing), _pays_number(shown, content)]
-    return Answer(headline, numbers, [], best, timing.setting)
+    return Answer(headline, numbers, [], None, timing.setting)
 
 
 def _none_shown(content: ReportContent, others: list[Subject], compared: list[Subject]) -> Answer:
@@ -124,7 +125,10 @@ def _none_shown(content: ReportContent, others: list[Subject], compared: list[Su
     headline = f"No layout is shown to be within {margin} of dense."
     sentences = []
     if closest.accuracy.needed:
-        sentences.append(f"{closest.accuracy.needed:,} samples would be needed to show {margin} of difference.")
+        sentences.append(
+            f"About {closest.accuracy.needed:,} samples would be needed to show it of a model that is as good as dense,"
+            " more of one that is not."
+        )
     if not closest.accuracy.paired:
         sentences.append(
             "The results hold no samples, so these intervals are unpaired and show less than they could: evaluate"
@@ -142,7 +146,9 @@ def _none_shown(content: ReportContent, others: list[Subject], compared: list[Su
 
 def _without_accuracy(content: ReportContent, others: list[Subject]) -> Answer:
     fastest = _first_fastest(others, content)
-    headline = "The accuracy was not measured, so this report cannot say which layout to use."
+    known = content.reference is not None and content.reference.accuracy is not None
+    what = "The accuracy of no converted model was measured" if known else "The accuracy was not measured"
+    headline = f"{what}, so this report cannot say which layout to use."
     sentences = [f"`{MEASURE_ACCURACY}` measures it; give results.json to this report."]
     if perplexed := [s for s in others if s.perplexity is not None]:
         lowest = min(perplexed, key=lambda s: s.perplexity.value if s.perplexity else 0.0)
@@ -206,16 +212,19 @@ def _unmeasured_speed() -> KeyNumber:
 
 def _pays_number(subjects: list[Subject], content: ReportContent) -> KeyNumber:
     """Settings in which none of the subjects is shown to be faster."""
-    label, settings = "Where it does not pay", content.real_settings
+    label, settings = "Where it is not shown to pay", content.real_settings
     if not settings:
         return KeyNumber(label, "not known", "no times were measured")
+    fastest = [(setting, found) for setting in settings if (found := _fastest(subjects, setting)) is not None]
+    if not fastest:
+        return KeyNumber(label, "not known", "not timed")
     losing = []
-    for setting in settings:
-        found = _fastest(subjects, setting)
-        if found is not None and not faster(_whole(found[1])):
-            losing.append(f"{setting.words}: {speedup_text(_whole(found[1]))}")
-    timed = sum(_fastest(subjects, setting) is not None for setting in settings)
-    value = f"{len(losing)} of {timed} setting{'s' * (timed != 1)}"
+    for setting, (_, timing) in fastest:
+        speedup = _whole(timing)
+        if not faster(speedup):
+            unknown = ", no interval: too few rounds" if speedup.low is None else ""
+            losing.append(f"{setting.words}: {speedup_text(speedup)}{unknown}")
+    value = f"{len(losing)} of {len(fastest)} setting{'s' * (len(fastest) != 1)}"
     shown = losing[:3] + ([f"and {len(losing) - 3} more below"] if len(losing) > 3 else [])
     return KeyNumber(label, value, "; ".join(shown) or "the interval is above 1 wherever it was timed")
 

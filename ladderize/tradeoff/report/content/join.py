@@ -63,7 +63,7 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
     joint = _Joint()
     for sweep in found.sweeps:
         for point in sweep.document.points:
-            joint.add_point(point, sweep.path.parent)
+            joint.add_point(point)
     check_same_questions(found.results)
     for results in found.results:
         joint.add_results(results)
@@ -75,7 +75,7 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
     content = ReportContent(margin, joint.in_order(), joint.settings(), found)
     _name(content.models)
     for results in found.results:
-        add_scores(results, joint.evaluated, margin, content.remarks)
+        add_scores(results, joint.evaluated, content.reference, margin, content.remarks)
     compare_stored(found.results, joint.evaluated, content.reference, margin, content.remarks)
     if shared := [subject.name for subject in content.models if subject.timed_as is not None]:
         content.remarks.append(
@@ -95,7 +95,9 @@ class _Joint:
     where: dict[str, Path] = field(default_factory=dict)  # which results.json has a model
     joined: dict[Path, bool] = field(default_factory=dict)  # whether a bench.json has a model that was evaluated
 
-    def add_point(self, point: SweepPoint, folder: Path) -> None:
+    def add_point(self, point: SweepPoint) -> None:
+        if point.model is not None and _normal(point.model) in self.evaluated:
+            return  # of another sweep, too: paths hold a hash of all that decides a model
         subject = Subject(
             name=point.name,
             model=point.model or point.name,
@@ -187,7 +189,7 @@ class _Joint:
     def share_times(self) -> None:
         """Give a retrained model the times of the one that it was made of: speed depends on the layout and the size."""
         for first, *others in self.timed.values():  # of a sweep, which times one model of each layout
-            for subject in others:
+            for subject in others if first.timings else ():
                 subject.timed_as = first.model
         models = [subject for subject in self.subjects if subject.kind == MODEL_SUBJECT]
         timed = [subject for subject in models if subject.timings and subject.parameters is not None]
@@ -251,11 +253,15 @@ def _check_layout(subject: Subject, attention: list[str], mlp: list[str], path: 
 
 
 def _name(models: list[Subject]) -> None:
-    """Names of those that a sweep has not named: the last part of the path, where these differ."""
+    """Names of those that a sweep has not named: the last part of the path, where these differ. None comes twice."""
     unnamed = [subject for subject in models if not subject.name]
     taken = {subject.name for subject in models}
     for subject, name in zip(unnamed, short_names([subject.model for subject in unnamed]), strict=True):
         subject.name = subject.model if name in taken else name
+    counts: dict[str, int] = {}
+    for subject in models:  # of several sweeps
+        counts[subject.name] = count = counts.get(subject.name, 0) + 1
+        subject.name += f" #{count}" if count > 1 else ""
 
 
 def _timing(row: BenchRow, document: BenchDocument, number: int) -> Timing:

@@ -4,6 +4,7 @@ two standard errors."""
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ladderize.errors import UserError
 from ladderize.eval.evaluation.table import Measurement, measurements
@@ -39,8 +40,15 @@ def _plain(value: object) -> str:
     return ", ".join(sorted(map(str, value))) or "none" if isinstance(value, set) else str(value)
 
 
-def add_scores(results: FoundResults, subjects: Mapping[str, Subject], margin: float, remarks: list[str]) -> None:
-    """Give the subjects of one results.json their scores, and their comparisons where it has these."""
+def add_scores(
+    results: FoundResults,
+    subjects: Mapping[str, Subject],
+    reference: Subject | None,
+    margin: float,
+    remarks: list[str],
+) -> None:
+    """Give the subjects of one results.json their scores, and their comparisons with the reference where it has these;
+    those with another model say nothing about the distance from dense."""
     for entry in results.document.models:
         own = _subject_of(entry, subjects)
         if not own.scores and own.perplexity is None:  # else it is the reference of an earlier one, too
@@ -49,7 +57,8 @@ def add_scores(results: FoundResults, subjects: Mapping[str, Subject], margin: f
         subject = subjects.get(os.path.normpath(comparison.other))
         if subject is None:
             raise UserError(f"{results.path} compares {comparison.other}, which it does not evaluate; evaluate again")
-        take_comparison(subject, comparison, margin, remarks)
+        if reference is not None and subjects.get(os.path.normpath(comparison.reference)) is reference:
+            take_comparison(subject, reference, comparison, margin, remarks)
 
 
 def compare_stored(
@@ -72,7 +81,8 @@ def compare_stored(
         if _keeps_samples(entry) and _keeps_samples(first[1]):
             base = base or read_entry(first[0].path, first[1].model.model)
             other = read_entry(results.path, entry.model.model)
-            take_comparison(subject, compare_results(base, other, CompareOptions(margin)), margin, remarks)
+            comparison = compare_results(base, other, CompareOptions(margin))
+            take_comparison(subject, reference, comparison, margin, remarks)
         else:
             _compare_unpaired(subject, reference, margin)
 
@@ -102,8 +112,8 @@ def _score(subject: Subject, entry: ModelResult) -> None:
         for one in found:
             points = 0 <= one.value <= 1 and _rank(one.metric) < len(MAIN_METRICS)
             subject.scores.append(TaskScore(task, one.metric, one.value, one.stderr, main=one is main, points=points))
-    groups = set(entry.harness.get("group_subtasks") or {})
-    scored = [score for score in subject.scores if score.main and score.points and score.task not in groups]
+    leaves = leaf_tasks(entry.harness)
+    scored = [score for score in subject.scores if score.main and score.points and score.task in leaves]
     if scored:
         subject.accuracy = Accuracy(sum(score.value for score in scored) / len(scored))
 
@@ -113,22 +123,24 @@ def _rank(metric: str) -> int:
     return MAIN_METRICS.index(name) if name in MAIN_METRICS else len(MAIN_METRICS)
 
 
-def take_comparison(subject: Subject, comparison: ComparisonDocument, margin: float, remarks: list[str]) -> None:
-    """Take over what a paired comparison says."""
+def take_comparison(
+    subject: Subject, reference: Subject, comparison: ComparisonDocument, margin: float, remarks: list[str]
+) -> None:
+    """Take over what a paired comparison with the reference says, also of the reference: a mean over the same tasks."""
     subject.comparison = comparison
     for sentence in (*comparison.left_out, *comparison.remarks):
         if (remark := f"{subject.name}: {sentence}") not in remarks:
             remarks.append(remark)
-    subject.scores = [_task_score(one, margin) for one in comparison.tasks]
+    subject.scores = [_task_score(one) for one in comparison.tasks]
     if (overall := comparison.overall) is not None:
         difference = WithInterval(overall.difference, overall.low, overall.high)
+        reference.accuracy = Accuracy(overall.reference_value)
         subject.accuracy = Accuracy(
             value=overall.value,
             difference=difference.scaled(100),
             paired=True,
             verdict=_verdict_at(difference, overall.verdict, margin, comparison.margin),
             needed=overall.samples_needed if margin == comparison.margin else None,
-            samples=overall.samples,
         )
     if (perplexity := comparison.perplexity) is not None:
         subject.perplexity_difference = WithInterval(perplexity.difference, perplexity.low, perplexity.high)
@@ -136,7 +148,7 @@ def take_comparison(subject: Subject, comparison: ComparisonDocument, margin: fl
         subject.perplexity = WithInterval(perplexity.value, ends[0], ends[1])
 
 
-def _task_score(one: TaskComparison, margin: float) -> TaskScore:
+def _task_score(one: TaskComparison) -> TaskScore:
     return TaskScore(
         task=one.task,
         metric=one.metric if one.filter == "none" else f"{one.metric} ({one.filter})",
@@ -146,8 +158,6 @@ def _task_score(one: TaskComparison, margin: float) -> TaskScore:
         paired=True,
         main=one.main,
         points=one.verdict is not None,
-        verdict=one.verdict,
-        samples=one.samples,
         flips=None
         if one.right_to_wrong is None or one.wrong_to_right is None
         else (one.right_to_wrong, one.wrong_to_right),
@@ -181,24 +191,17 @@ def _compare_unpaired(subject: Subject, reference: Subject, margin: float) -> No
     for score in subject.scores:
         other = base.get((score.task, score.metric))
         difference = None if other is None else _unpaired(score.value, score.stderr, other.value, other.stderr)
-        compared.append(_with_difference(score, difference, margin))
+        compared.append(replace(score, difference=difference, paired=False))
     subject.scores = compared
     pooled = [score for score in compared if score.main and score.points and score.difference is not None]
-    if subject.accuracy is not None and reference.accuracy is not None and pooled:
+    if subject.accuracy is not None and pooled:
         spreads = [_half_width(score.difference) for score in pooled if score.difference is not None]
         known = [spread for spread in spreads if spread is not None]
-        value = subject.accuracy.value - reference.accuracy.value
+        value = sum(score.difference.value for score in pooled if score.difference is not None) / len(pooled)
         spread = math.sqrt(sum(s * s for s in known)) / len(pooled) if len(known) == len(pooled) else None
         difference = WithInterval(value) if spread is None else WithInterval(value, value - spread, value + spread)
         points = difference.scaled(100)
         subject.accuracy = Accuracy(subject.accuracy.value, points, False, _judge_unpaired(points, margin))
-
-
-def _with_difference(score: TaskScore, difference: WithInterval | None, margin: float) -> TaskScore:
-    verdict = _judge_unpaired(difference.scaled(100), margin) if difference is not None and score.points else None
-    return TaskScore(
-        score.task, score.metric, score.value, score.stderr, difference, False, score.main, score.points, verdict
-    )
 
 
 def _unpaired(value: float, stderr: float | None, other: float, other_stderr: float | None) -> WithInterval:

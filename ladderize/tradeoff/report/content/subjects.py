@@ -101,21 +101,18 @@ class TaskScore:
     paired: bool = False
     main: bool = True
     points: bool = True
-    verdict: Verdict | None = None
-    samples: int | None = None
     flips: tuple[int, int] | None = None  # right to wrong, wrong to right
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The mean over tasks. difference: to the reference. needed: samples to show the margin. samples: of all tasks."""
+    """The mean over tasks. difference: to the reference. needed: samples to show the margin."""
 
     value: float
     difference: WithInterval | None = None
     paired: bool = False
     verdict: Verdict | None = None
     needed: int | None = None
-    samples: int | None = None
 
 
 @dataclass
