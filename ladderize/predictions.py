@@ -24,6 +24,7 @@ from ladderize.console import human_bytes, sentence
 from ladderize.errors import UserError
 from ladderize.files.documents import check_writable, read_document, write_json
 from ladderize.files.records import Record
+from ladderize.files.temporaries import remove_abandoned
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +71,8 @@ def disk_shortage(folder: Path, needed: int) -> str | None:
 def prepare_folder(folder: Path) -> None:
     """Make ``folder`` ready to keep predictions in; earlier ones in it are no longer valid. Raises UserError for a
     folder that holds anything else."""
+    if folder.is_dir():
+        remove_abandoned(folder, f".{KEPT_ABOUT}.")  # of a killed run
     if folder.exists() and (
         not folder.is_dir() or {path.name for path in folder.iterdir()} - {KEPT_ABOUT, KEPT_STATES, KEPT_HEAD}
     ):

@@ -529,6 +529,7 @@ def test_the_command_prints_a_table_and_sentences(pair, tmp_path):
     assert "other against dense (95% intervals)" in shown.stdout
     table = shown.stdout.split("\n\n")[1]
     assert max(map(len, table.splitlines())) <= 80
+    assert "\u22641 worse" in table  # not "1 worse": what is shown is that it is no more
     assert "turned from right to wrong" in shown.stdout
     assert "no loss" not in shown.stdout
     printed = json.loads(invoke("compare", dense, other, "--json").stdout)

@@ -18,6 +18,7 @@ from ladderize.eval.backends import scoring
 from ladderize.eval.backends.scoring import score_windows
 from ladderize.eval.evaluation import baseline
 from ladderize.modeling import load
+from ladderize.predictions import prepare_folder
 from tests.helpers import SHAPE, edit_json, fresh_rng, invoke, listing, one_sentence, save_llama
 
 SEQ_LEN = 12
@@ -144,6 +145,17 @@ def test_kept_predictions_that_were_changed(trio, tmp_path):
     assert "not valid JSON" in refused(lambda folder: (folder / "predictions.json").write_text("{"))
     assert "schema_version" in refused(lambda folder: edit_json(folder / "predictions.json", schema_version=9))
     assert refused(lambda folder: (folder / "head.safetensors").write_bytes(b"\x80\x04pickle"))
+
+
+def test_what_a_killed_run_left_is_no_strangers_file(tmp_path):
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    (folder / f".predictions.json.{'0a' * 8}").write_text("{")
+    prepare_folder(folder)
+    assert list(folder.iterdir()) == []
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="not an empty folder"):
+        prepare_folder(folder)
 
 
 def test_a_full_disk_leaves_nothing_that_is_valid(trio, tmp_path, monkeypatch):

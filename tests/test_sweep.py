@@ -1,6 +1,8 @@
 """``ladderize sweep``: every point is measured, and a stage that fails stops only what needs it."""
 
+import errno
 import json
+import re
 import shlex
 
 import pytest
@@ -56,6 +58,7 @@ def test_a_sweep_measures_every_point(place, swept):
         parse(shlex.split(stage["command"])[1:])  # by the real command line
     assert ran(outcome)[-1].startswith("bench")
     assert "ladderize report" in outcome.stdout
+    assert not re.search(r"\dx \[", outcome.stdout)  # one round has no interval
 
 
 def test_the_same_sweep_runs_nothing(place, swept):
@@ -131,6 +134,28 @@ def test_a_model_that_changes_meanwhile_ends_the_sweep(place, tmp_path, monkeypa
     assert outcome.code == 1
     assert "config.json changed while the sweep ran" in outcome.stderr.splitlines()[-1]
     assert not list((tmp_path / "out").glob("stages/*/stage.json"))
+
+
+def test_a_full_disk_is_said_where_sweep_json_has_no_room_either(place, tmp_path, monkeypatch):
+    from ladderize.tradeoff.sweep import execute, run
+    from ladderize.tradeoff.sweep.worker import Ended
+
+    result = execute._result
+
+    def full(running):
+        result(running)
+
+        def no_room(*arguments):
+            raise OSError(errno.ENOSPC, "No space left on device", "sweep.json")
+
+        monkeypatch.setattr(run, "write_json", no_room)
+        return Ended(1.0, "the output cannot be written", disk_full=True)
+
+    monkeypatch.setattr(execute, "_result", full)
+    content = spec(place, sensitivity=None, adapt=None, bench=None, layouts=[{"ladder": "all"}])
+    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
+    assert outcome.code == 1
+    assert f"the disk of {tmp_path / 'out'} is full" in outcome.stderr.splitlines()[-1]
 
 
 def test_a_sensitivity_that_fails_skips_what_it_would_choose(place, tmp_path):

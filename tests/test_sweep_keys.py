@@ -66,3 +66,17 @@ def test_prune_removes_what_the_file_does_not_ask_for(place, tmp_path):
     kept = {f"stages/{entry.name}" for entry in (out / "stages").iterdir()}
     assert kept == set(stages_of(read(out)))
     assert len(kept) == 3
+
+
+def test_prune_keeps_what_a_failed_sensitivity_would_have_chosen(place, tmp_path):
+    """Its outputs are of this sweep, although this run cannot know it."""
+    out = tmp_path / "out"
+    content = {"adapt": None, "bench": None, "layouts": [{"name": "half", "mode": "ladder", "fraction": 0.5}]}
+    rerun(place, out, **content)
+    kept = {entry.name for entry in (out / "stages").iterdir()}
+    sensitivity = {"data": str(place / "ids.npy"), "seq_len": 2000}  # longer than the model's positions
+    file = write(tmp_path / "s.yaml", spec(place, **content, sensitivity=sensitivity))
+    outcome = invoke("sweep", file, "--out", out, "--prune")
+    assert outcome.code == 1
+    assert "no outputs were removed" in outcome.stderr
+    assert kept <= {entry.name for entry in (out / "stages").iterdir()}

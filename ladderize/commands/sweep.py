@@ -40,7 +40,7 @@ def sweep(
     ] = 1,
     prune: Annotated[
         bool,
-        typer.Option("--prune", help="At the end remove outputs that FILE no longer asks for.", rich_help_panel=OUTPUT),
+        typer.Option("--prune", help="Remove outputs that FILE no longer asks for.", rich_help_panel=OUTPUT),
     ] = False,
     write_example: Annotated[
         bool,
@@ -66,8 +66,8 @@ def sweep(
         console.table(planned.rows, right=["time", "disk"])
         console.result(f"\n{planned.total}")
         return
+    root = sweep_folder(file, out)  # before hours in which the file may change
     document = ladderize.sweep(file, out, jobs=jobs, prune=prune, console=console)
-    root = sweep_folder(file, out)
     console.document(document.to_dict())
     rows = sweep_rows(document, root)
     console.result("")

@@ -10,7 +10,7 @@ SHORT_VERDICTS: Mapping[Verdict, str] = {
     "shown": "shown",
     "not shown": "not shown",
     "too few samples": "too few",
-    "worse": "worse",
+    "worse": "no",
 }
 
 
@@ -24,7 +24,7 @@ def heading(document: ComparisonDocument) -> str:
 
 def difference_rows(document: ComparisonDocument) -> list[dict[str, str]]:
     """Metrics between 0 and 1 in points, tasks first, then what is pooled."""
-    margin = f"{document.margin:g} worse?"
+    margin = f"\u2264{document.margin:g} worse"
     rows = []
     compared: list[TaskComparison | PooledComparison] = [*document.tasks, *document.pooled]
     for one in compared:

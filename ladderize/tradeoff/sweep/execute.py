@@ -154,8 +154,10 @@ class Execution:
             self._set(stage, status="failed", seconds=result.seconds, message=str(error))
             raise
         if result.error is not None:
-            self._set(stage, status="failed", seconds=result.seconds, message=result.error)
-            if result.disk_full or shutil.disk_usage(self.root).free < FULL_BYTES:
+            is_full = result.disk_full or shutil.disk_usage(self.root).free < FULL_BYTES
+            with contextlib.suppress(*([OSError] if is_full else [])):  # sweep.json finds no room then, either
+                self._set(stage, status="failed", seconds=result.seconds, message=result.error)
+            if is_full:
                 raise UserError(
                     f"the disk of {self.root} is full (stage {stage.title}: {result.error}); free some space and run"
                     " the same command again, which keeps every complete stage"

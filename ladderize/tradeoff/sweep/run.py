@@ -1,5 +1,6 @@
 """``ladderize sweep`` from a sweep.yaml to sweep.json: plan, run what is missing, keep, and say what was measured."""
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -45,9 +46,10 @@ def sweep(
     """Measure every point of a sweep.yaml, from conversion to accuracy and speed; returns the document of sweep.json.
 
     out: the sweep's folder; None takes the file's. jobs: stages that run side by side, where nothing is timed; each has
-    its share of the cores. prune: remove outputs of the folder that are not of this sweep any more. What an earlier
-    run has completed is kept, also of another sweep.yaml. A stage that fails does not stop the others: see the
-    document's points and stages. Raises UserError for a file, a folder or layouts that do not fit.
+    its share of the cores. prune: remove outputs of the folder that are not of this sweep any more, as
+    soon as all of its layouts are known. What an earlier run has completed is kept, also of another sweep.yaml. A stage
+    that fails does not stop the others: see the document's points and stages. Raises UserError for a file, a folder or
+    layouts that do not fit.
     """
     if already_started():
         raise UserError("a sweep starts its own processes; run it without torchrun or accelerate launch")
@@ -59,14 +61,23 @@ def sweep(
         inputs = Inputs(root / CACHE)
         planner = _planner(spec, inputs, root, console)
         plan = planner.plan()
+        if prune and plan.complete:  # first, so that there is room for what follows
+            remove_others(root, {stage.output for stage in plan.stages})
         check_room_for(plan, root, planner)
         check_tasks(plan, planner, console)
         document = _Sweep(planner, plan, inputs, jobs, sweep_by_hand(file, out), console).run()
-        if prune:
+        if prune and document.complete:
             kept = {stage.output for point in document.points for stage in point.stages}
-            for folder in other_outputs(root, kept | {stage.output for stage in document.stages}):
-                shutil.rmtree(folder)
+            remove_others(root, kept | {stage.output for stage in document.stages})
+        elif prune and not plan.complete:  # what it could not plan may be among them
+            console.warn("no outputs were removed: the sweep is not complete, so which it asks for is not known")
     return document
+
+
+def remove_others(root: Path, kept: set[str]) -> None:
+    """Remove the outputs of stages in a sweep's folder but those ``kept``."""
+    for folder in other_outputs(root, kept):
+        shutil.rmtree(folder)
 
 
 def plan_sweep(file: str | Path, out: str | Path | None = None, *, console: Console = SILENT) -> PlanDocument:
@@ -208,12 +219,13 @@ class _Sweep:
                 if usable != converted:
                     self._replan(board, execution, usable)
                 execution.run(self.plan.benches)
-            except KeyboardInterrupt:
-                board.note(f"stopped; complete stages are kept in {root}, and the same command goes on from there")
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    board.note(f"stopped; complete stages are kept in {root}, and the same command goes on from there")
+                with contextlib.suppress(OSError):  # of a full disk, which the error speaks of
+                    self._write(execution, over=True)
                 raise
-            finally:
-                document = self._write(execution, over=True)
-        return document
+            return self._write(execution, over=True)
 
     def _show(self, board: Board, execution: Execution, said: list[str]) -> None:
         for note in self.plan.notes:

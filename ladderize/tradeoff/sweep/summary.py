@@ -6,6 +6,7 @@ from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults, ModelResult
 from ladderize.files.documents import read_document
 from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.spread import LEAST_ROUNDS
 from ladderize.tradeoff.sweep.document import SweepDocument
 
 
@@ -65,13 +66,15 @@ def _accuracy(found: ModelResult | None, dense: ModelResult | None, task: str) -
 def _title(bench: BenchDocument, number: int) -> str:
     options = bench.options
     where = f"emulated tp {options.emulate_tp}" if options.emulate_tp is not None else f"tp {options.tp_size}"
-    return f"decode speed-up [{number}: {where}]"
+    batch = f", batch {options.batch_sizes[0]}" if len(options.batch_sizes) > 1 else ""
+    return f"decode speed-up [{number}: {where}{batch}]"
 
 
 def _speedup(bench: BenchDocument, model: str | None) -> str:
-    """Of the first batch size, with its 95 % interval."""
+    """Of the first batch size, with its 95 % interval where the rounds are enough for one."""
     rows = [row for row in bench.rows if row.is_model and row.model == model]
     if not rows:
         return ""
-    low, high = rows[0].speedup_decode_interval
-    return f"{rows[0].speedup_decode:.2f}x [{low:.2f}, {high:.2f}]"
+    interval = rows[0].speedup_decode_interval if bench.options.repeat >= LEAST_ROUNDS else []
+    ends = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if len(interval) == 2 else ""
+    return f"{rows[0].speedup_decode:.2f}x{ends}"
