@@ -307,7 +307,7 @@ def test_a_sweep_that_is_not_complete_says_so(sweep):
     assert "no &lt;disk&gt; left" in text
 
 
-@pytest.mark.parametrize("name", ["../outside.json", "/etc/hostname", "stages/none/results.json"])
+@pytest.mark.parametrize("name", ["../outside.json", "/etc/hostname", "a\0b", "stages/none/results.json"])
 def test_a_sweep_stays_in_its_folder(sweep, name):
     write_document(sweep.parent / "outside.json", sensitivity_document())
     document = json.loads((sweep / "sweep.json").read_text())

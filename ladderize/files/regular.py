@@ -41,6 +41,15 @@ def resolved(path: str | Path, what: str = "") -> Path:
         ) from None
 
 
+def inside(folder: Path, name: str) -> Path | None:
+    """What ``name``, which a stranger's file may say, means in ``folder``: without links; None where it leads out."""
+    try:
+        found = resolved(folder / name)
+    except UserError:
+        return None
+    return found if found.is_relative_to(resolved(folder)) else None
+
+
 def check_regular(path: Path) -> None:
     """Raise UserError if ``path`` exists and is no regular file; raises OSError where it does not exist."""
     kind = stat.S_IFMT(path.stat().st_mode)

@@ -192,7 +192,7 @@ class StartedRanks:
                 deadline = time.monotonic() + CAUSE_SECONDS
         for rank, process in enumerate(self.processes):  # a killed rank is the cause of what the others report
             if process.exitcode not in (None, 0) and rank not in self.errors:
-                raise UserError(f"rank {rank} {_death(process.exitcode)}; the whole group was stopped")
+                raise UserError(f"rank {rank} {how_it_ended(process.exitcode)}; the whole group was stopped")
         if self.errors:
             raise min(self.errors.values(), key=lambda failure: failure[0])[1]
 
@@ -218,7 +218,8 @@ def _receive(
             (values if kind == "value" else errors)[rank] = value
 
 
-def _death(exitcode: int) -> str:
+def how_it_ended(exitcode: int) -> str:
+    """Words for a process that ended without a word of its own."""
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
     name = signal.Signals(-exitcode).name

@@ -12,7 +12,7 @@ from ladderize.eval.evaluation.samples import former_samples, remove_samples, sa
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.files.documents import check_writable, read_own, write_json
-from ladderize.files.regular import resolved
+from ladderize.files.regular import inside, resolved
 from ladderize.files.temporaries import temporary_folder
 
 
@@ -47,8 +47,8 @@ class Output:
         return replace(known, model=described) if known is not None else ModelResult(described)
 
     def _has_samples(self, entry: ModelResult) -> bool:
-        inside = [resolved(self.parent / path) for path in entry.samples.values()]
-        return all(path.is_relative_to(self.parent) and path.is_file() for path in inside)
+        found = [inside(self.parent, name) for name in entry.samples.values()]
+        return all(path is not None and path.is_file() for path in found)
 
     def save(self, *unfinished: ModelResult, comparisons: Iterable[dict[str, Any]] = ()) -> EvalResults:
         """Write what there is, so that nothing is lost when something later fails."""

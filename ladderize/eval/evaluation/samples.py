@@ -14,7 +14,7 @@ from typing import Any
 from ladderize.eval.results import ModelResult
 from ladderize.files.documents import read_own
 from ladderize.files.parsing import parse_json
-from ladderize.files.regular import read_lines
+from ladderize.files.regular import inside, read_lines
 from ladderize.files.temporaries import replacement
 
 MOST_NAME = 80  # characters of a model's or a task's name in a file's name
@@ -65,9 +65,9 @@ def former_samples(out: Path) -> list[Path]:
     for entry in models if isinstance(models, list) else []:
         named = entry.get("samples") if isinstance(entry, dict) else None
         for relative in named.values() if isinstance(named, dict) else []:
-            path = out.parent / str(relative)
-            inside = path.suffix == ".jsonl" and path.resolve().is_relative_to(folder.resolve())
-            if inside and path.is_file() and not path.is_symlink():
+            named_path = out.parent / str(relative)
+            path = inside(folder, str(named_path))
+            if path is not None and path.suffix == ".jsonl" and path.is_file() and not named_path.is_symlink():
                 found.append(path)
     return found
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.eval.paired.document import ComparisonDocument
-from ladderize.eval.paired.words import verdict_sentence
+from ladderize.eval.paired.words import metric_name, verdict_sentence
 from ladderize.eval.results import EvalResults, ModelResult
 
 
@@ -67,7 +67,7 @@ def paired_differences(results: EvalResults) -> list[dict[tuple[str, str], Diffe
             for one in document.tasks:
                 flips = "" if one.right_to_wrong is None else f"-{one.right_to_wrong} +{one.wrong_to_right}"
                 difference = Difference(f"{one.difference:+.4f}", _interval(one.low, one.high), flips)
-                known[one.task, _metric(one.metric, one.filter)] = difference
+                known[one.task, metric_name(one.metric, one.filter)] = difference
             if (text := document.perplexity) is not None:
                 stderr = "" if text.stderr is None else f" ±{text.stderr:.4f}"
                 known["perplexity", "perplexity"] = Difference(
@@ -134,10 +134,6 @@ def _interval(low: float | None, high: float | None) -> str:
     return "none" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
 
 
-def _metric(name: str, filtered: str) -> str:
-    return name if filtered == "none" else f"{name} ({filtered})"
-
-
 def short_names(models: list[str]) -> list[str]:
     """The last part of each path, where these differ; else the whole."""
     last = [Path(model).name for model in models]
@@ -157,7 +153,7 @@ def measurements(entry: ModelResult) -> list[Measurement]:
             stderr = values.get(f"{metric}_stderr,{filtered}")
             found.append(
                 Measurement(
-                    task, _metric(metric, filtered), float(value), stderr if isinstance(stderr, float) else None
+                    task, metric_name(metric, filtered), float(value), stderr if isinstance(stderr, float) else None
                 )
             )
     return found

@@ -13,7 +13,7 @@ from ladderize.eval.paired.answers import TaskAnswers, collect_answers, read_ans
 from ladderize.eval.paired.lm_eval_output import is_lm_eval_output, model_name, read_lm_eval_output, results_in
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.files.documents import read_document, read_json
-from ladderize.files.regular import resolved
+from ladderize.files.regular import inside, resolved
 
 WHAT = "results.json of ladderize eval, or a results_*.json of lm_eval"
 
@@ -109,7 +109,7 @@ def _read_model(path: Path, result: ModelResult, options: EvalOptions) -> Compar
             f"{path} keeps no samples of {missing[0]} for {name}, as files of earlier versions of ladderize;"
             " evaluate the model again"
         )
-    answers = {task: read_answers(_inside(path, task, file)) for task, file in result.samples.items()}
+    answers = {task: read_answers(_samples_file(path, task, file)) for task, file in result.samples.items()}
     return ComparedModel(name, f"{path} ({name})", result.harness, result.model, options, answers)
 
 
@@ -122,13 +122,10 @@ def leaf_tasks(harness: Mapping[str, Any]) -> list[str]:
     return [task for task in results if not groups.get(task)]
 
 
-def _inside(path: Path, task: str, file: str) -> Path:
+def _samples_file(path: Path, task: str, file: str) -> Path:
     """The file of samples that results.json names, which may come from a stranger: it lies in the same folder."""
-    try:
-        found = resolved(path.parent / file)
-    except ValueError:
-        found = None
-    if found is None or not found.is_relative_to(path.parent):
+    found = inside(path.parent, file)
+    if found is None:
         raise UserError(f"{path} names samples of {task} outside of its folder ({file}); do not trust it")
     if not found.is_file():
         raise UserError(f"{path} names samples of {task} that are not there ({found}); copy them beside it")

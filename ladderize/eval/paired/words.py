@@ -33,7 +33,7 @@ def difference_rows(document: ComparisonDocument) -> list[dict[str, str]]:
         rows.append(
             {
                 "task": one.task if isinstance(one, TaskComparison) else pooled_name(one),
-                "metric": metric_name(one) if isinstance(one, TaskComparison) else "",
+                "metric": metric_name(one.metric, one.filter) if isinstance(one, TaskComparison) else "",
                 "ref.": f"{one.reference_value / POINT:.1f}",
                 "other": f"{one.value / POINT:.1f}",
                 "points": f"{one.difference / POINT:+.1f}",
@@ -49,7 +49,7 @@ def other_rows(document: ComparisonDocument) -> list[dict[str, str]]:
     return [
         {
             "task": one.task,
-            "metric": metric_name(one),
+            "metric": metric_name(one.metric, one.filter),
             "ref.": f"{one.reference_value:.4g}",
             "other": f"{one.value:.4g}",
             "difference": f"{one.difference:+.4g}",
@@ -65,7 +65,7 @@ def flip_rows(document: ComparisonDocument) -> list[dict[str, str]]:
     return [
         {
             "task": one.task,
-            "metric": metric_name(one),
+            "metric": metric_name(one.metric, one.filter),
             "samples": f"{one.samples:,}",
             "right to wrong": f"{one.right_to_wrong:,}",
             "wrong to right": f"{one.wrong_to_right:,}",
@@ -130,9 +130,9 @@ def pooled_name(one: PooledComparison) -> str:
     return f"{tasks} by samples" if one.name == ALL and one.weights == "samples" else tasks
 
 
-def metric_name(one: TaskComparison) -> str:
+def metric_name(metric: str, filtered: str) -> str:
     """The metric, with lm-eval's filter where it has a name."""
-    return one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"
+    return metric if filtered == "none" else f"{metric} ({filtered})"
 
 
 def points_interval(low: float | None, high: float | None) -> str:

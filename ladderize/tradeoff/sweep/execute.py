@@ -14,7 +14,7 @@ from typing import Any
 
 from ladderize.errors import UserError
 from ladderize.ranks.threads import cores
-from ladderize.runtime.launch import start_context
+from ladderize.runtime.launch import how_it_ended, start_context
 from ladderize.tradeoff.sweep.document import StageState
 from ladderize.tradeoff.sweep.inputs import Inputs
 from ladderize.tradeoff.sweep.stages import LOG, TIMED, Stage, finished_stage, mark_finished, prepare
@@ -203,9 +203,5 @@ def _result(one: Running) -> Ended:
         one.process.join()
     if ended is not None:
         return ended
-    code, seconds = one.process.exitcode, time.monotonic() - one.begun
-    how = f"ended with exit code {code}"
-    if code < 0:
-        name = signal.Signals(-code).name
-        how = f"was killed by {name}" + (" (out of memory, perhaps)" if name == "SIGKILL" else "")
+    how, seconds = how_it_ended(one.process.exitcode), time.monotonic() - one.begun
     return Ended(seconds, f"its process {how}; its log is {one.stage.output}/{LOG}")

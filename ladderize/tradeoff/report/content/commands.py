@@ -1,13 +1,11 @@
 """The command that made a document, as a user types it: what it says itself, else put together from its options."""
 
-import shlex
 from collections.abc import Iterable, Mapping
 
 from ladderize.eval.options import EvalOptions
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.tradeoff.report.content.documents import FoundBench, FoundDocuments, FoundResults, FoundSensitivity
-
-NO_OPTION = {"include_default_tasks"}  # of the command line; only Python has it
+from ladderize.tradeoff.sweep.by_hand import NOT_ON_THE_COMMAND_LINE, line, options_by_hand
 
 
 def sweep_commands(found: FoundDocuments) -> list[str]:
@@ -77,19 +75,12 @@ def _changed(values: Mapping[str, object], defaults: Mapping[str, object]) -> di
     return {
         name: value
         for name, value in values.items()
-        if name not in NO_OPTION and value != defaults.get(name) and value is not None
+        if name not in NOT_ON_THE_COMMAND_LINE and value != defaults.get(name) and value is not None
     }
 
 
 def _line(command: str, models: list[str], said: Mapping[str, object], out: str) -> str:
-    words = ["ladderize", command, *map(shlex.quote, models)]
-    for name, value in {**said, "out": out}.items():
-        option = name.replace("_", "-")
-        if value is True:
-            words.append(f"--{option}")
-        elif value is False:
-            words.append(f"--no-{option}")
-        else:
-            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            words += [f"--{option}", shlex.quote(text)]
-    return " ".join(words)
+    given = {
+        f"no_{name}" if value is False else name: True if value is False else value for name, value in said.items()
+    }
+    return line(command, *models, *options_by_hand(given), "--out", out)

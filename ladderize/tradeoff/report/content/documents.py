@@ -12,7 +12,7 @@ from ladderize.errors import UserError
 from ladderize.eval.paired.document import ComparisonDocument, Comparisons
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
-from ladderize.files.regular import resolved
+from ladderize.files.regular import inside, resolved
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.tradeoff.sweep.document import SweepDocument
 
@@ -36,7 +36,7 @@ class FoundSweep:
 
 @dataclass(frozen=True)
 class FoundResults:
-    """version: of ladderize, which wrote it. point: of a sweep, or None."""
+    """version: of ladderize, which wrote it. command: what made it, where a sweep says so."""
 
     path: Path
     document: EvalResults
@@ -185,7 +185,7 @@ def _add_stage(folder: Path, name: str, commands: dict[str, str | None], found: 
 
 def _inside(folder: Path, name: str) -> Path:
     """A path that sweep.json names; raises UserError where it leaves the sweep's folder."""
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
+    path = inside(folder, name)
+    if path is None:
         raise UserError(f"{folder / SWEEP} names {name}, which lies outside of its folder")
     return path

@@ -12,6 +12,7 @@ from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument, TaskComparison, Verdict
 from ladderize.eval.paired.entry import ComparedModel, leaf_tasks, read_entry
 from ladderize.eval.paired.tasks import MAIN_METRICS
+from ladderize.eval.paired.words import metric_name
 from ladderize.eval.results import ModelResult
 from ladderize.tradeoff.report.content.documents import FoundResults
 from ladderize.tradeoff.report.content.subjects import Accuracy, Subject, TaskScore, WithInterval
@@ -151,7 +152,7 @@ def take_comparison(
 def _task_score(one: TaskComparison) -> TaskScore:
     return TaskScore(
         task=one.task,
-        metric=one.metric if one.filter == "none" else f"{one.metric} ({one.filter})",
+        metric=metric_name(one.metric, one.filter),
         value=one.value,
         stderr=None,
         difference=WithInterval(one.difference, one.low, one.high),
