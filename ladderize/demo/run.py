@@ -59,7 +59,7 @@ def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> di
 
 def _named(bench: BenchDocument, document: SweepDocument) -> BenchDocument:
     """The same with the layouts' names instead of the folders of their models."""
-    names = {point.timed: point.name.partition(":")[0] for point in reversed(document.points)}
+    names = {point.timed: point.name.partition(",")[0] for point in reversed(document.points)}
     rows = [replace(row, model=names.get(row.model, row.model)) for row in bench.rows]
     return replace(bench, rows=rows, checks={names.get(model, model): check for model, check in bench.checks.items()})
 
@@ -76,7 +76,7 @@ def _link_models(document: SweepDocument, folder: Path) -> None:
     for point in document.points:
         if point.model is None or point.is_dense:
             continue
-        name = point.name.partition(":")[0]
+        name = point.name.partition(",")[0]
         link = folder / (name if point.adapted == "none" else f"{name}-{point.adapted}")
         if link.is_symlink():
             link.unlink()

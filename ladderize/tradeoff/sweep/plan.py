@@ -1,6 +1,7 @@
 """From a sweep.yaml to its points and their stages: every layout that does not fit is refused before anything runs."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,12 @@ class Planner:
         evaluating = self.builder.evaluation(name, DENSE, None, None) if self._evaluates else None
         points = [PlannedPoint(DENSE, DENSE, self.dense, (), evaluating=evaluating, model=name, timed=name)]
         notes: list[str] = []
-        for group in self._groups(sensitivities):
+        groups = self._groups(sensitivities)
+        shared = Counter(name for group in groups for name in group.names)
+        for group in groups:
             first, *rest = group.choices
             notes += [f"{other.where} is the layout of {first.where} too, so it is measured once" for other in rest]
-            points += self._points(group, evaluating)
+            points += self._points(group, evaluating, {name for name, count in shared.items() if count == 1})
         kept = {tuple(stage.key for stage in point.stages) or point.name: point for point in reversed(points)}
         points = [point for point in points if point in kept.values()]  # of two retrainings alike the first
         benches = [self._bench(setting, points, usable) for setting in self.spec.bench]
@@ -166,10 +169,15 @@ class Planner:
             chosen[kind] = format_ranges(selection.layers)
         return choice.recipe(chosen).layout(self.dense)
 
-    def _points(self, group: "LayoutGroup", reference: Stage | None) -> list[PlannedPoint]:
-        """One for each way of retraining; where the layout is not known, its stages are not either."""
+    def _points(
+        self, group: "LayoutGroup", reference: Stage | None, telling: Container[str | None]
+    ) -> list[PlannedPoint]:
+        """One for each way of retraining; where the layout is not known, its stages are not either. telling: names of
+        entries that stand for one layout, which is not said beside them."""
         first, layout = group.choices[0], group.layout
         text = _short(layout) if layout is not None else _chosen(first)
+        alone = layout is not None and first.name in telling
+        label = text if first.name is None else first.name if alone else f"{first.name}: {text}"
         converting = None
         if layout is not None:
             recipe = replace(Recipe.from_layout(layout), head_map=first.head_map)
@@ -182,10 +190,10 @@ class Planner:
         points = []
         for adapt in wanted or [AdaptChoice("adapt", NONE)]:
             point = PlannedPoint(
-                name=_name(first, text, adapt),
+                name=_name(label, adapt),
                 text=text,
                 layout=layout,
-                entries=tuple(choice.name for choice in group.choices if choice.name is not None),
+                entries=group.names,
                 adapted=adapt.method,
                 tokens=self.builder.tokens(adapt),
                 converting=converting,
@@ -226,6 +234,10 @@ class LayoutGroup:
     problem: str | None
     needs: tuple[str, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(choice.name for choice in self.choices if choice.name is not None))
+
 
 def _short(layout: Layout) -> str:
     return str(layout).partition(" layers: ")[2]
@@ -249,8 +261,7 @@ def _chosen(choice: LayoutChoice) -> str:
     return ", ".join(parts) + ranks
 
 
-def _name(choice: LayoutChoice, text: str, adapt: AdaptChoice) -> str:
-    name = f"{choice.name}: {text}" if choice.name is not None else text
+def _name(name: str, adapt: AdaptChoice) -> str:
     if adapt.method == NONE:
         return name
     amount = adapt.given.get("max_tokens") if adapt.method != BLOCKS else adapt.given.get("samples")
