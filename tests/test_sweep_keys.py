@@ -51,7 +51,9 @@ def test_other_data_and_another_model_are_noticed(place, tmp_path):
     (model,) = {point["model"] for point in read(out)["points"][1:]}
     (out / model / "config.json").unlink()
     assert rerun(place, out, **content) == ["convert"]
+    (out / model / "notes.txt").write_text("mine")
     assert rerun(place, out, **content) == []
+    assert (out / model / "notes.txt").exists()
 
 
 def test_prune_removes_what_the_file_does_not_ask_for(place, tmp_path):

@@ -24,9 +24,10 @@ class _Unit:
 
 
 def pool(reference: ComparedModel, compared: Mapping[str, Compared], options: CompareOptions) -> list[PooledComparison]:
-    """Groups first, then all tasks: as the mean over tasks, and over samples
-    where that is another one. compared: task
-    -> its main metric; at least one."""
+    """Groups first, then all tasks: as the mean over tasks, and over samples where that is another one.
+
+    compared: task -> its main metric; at least one.
+    """
     units = list(_units(reference, compared))
     pooled = [
         _pooled(unit.name, unit.weighting, unit.weights, compared, options) for unit in units if len(unit.weights) > 1

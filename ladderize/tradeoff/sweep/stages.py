@@ -76,12 +76,13 @@ def read_marker(folder: Path) -> FinishedStage | None:
 
 
 def finished_stage(stage: Stage, root: Path) -> FinishedStage | None:
-    """The marker of a stage's complete output: nothing of it may be missing, or of another size."""
+    """The marker of a stage's complete output: nothing of it may be missing, or of another size. What somebody added is
+    no reason to make it anew."""
     folder = root / stage.output
     marker = read_marker(folder)
     if marker is None or marker.key != stage.key or marker.stage != stage.kind:
         return None
-    return marker if _files(folder) == marker.files else None
+    return marker if marker.files.items() <= _files(folder).items() else None
 
 
 def mark_finished(stage: Stage, root: Path, seconds: float) -> FinishedStage:

@@ -60,8 +60,7 @@ def cluster_sums(values: "Floats", clusters: "NDArray[np.int64]") -> "Floats":
 @dataclass(frozen=True)
 class Estimate:
     """A mean of differences. low, high: its interval; None where no interval can be had. variance: of ``mean``, with
-    what
-    clusters add; moved: see ``Ends``."""
+    what clusters add; moved: see ``Ends``."""
 
     mean: float
     low: float | None

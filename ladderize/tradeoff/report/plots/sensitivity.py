@@ -32,7 +32,6 @@ def _plot(document: SensitivityDocument, name: str, commands: list[str]) -> Repo
     meaning = MEANINGS.get(document.mode, "when it is changed")
     ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
     classes = [kind for kind in CLASSES if any(block.sensitivity_class == kind for block in document.blocks)]
-    shapes = {kind: "circle" if CLASS_SHAPES[kind] == "circle" else CLASS_SHAPES[kind] for kind in classes}
     return ReportPlot(
         name=name,
         title=f"Sensitivity of each block to {document.kind}{ranks}",
@@ -42,7 +41,7 @@ def _plot(document: SensitivityDocument, name: str, commands: list[str]) -> Repo
         summary=f"Sensitivity of {len(document.blocks)} blocks to {document.kind}, each with its interval and class.",
         panels=[PlotPanel(_spec(document))],
         table=_table(document),
-        legend=[(kind, CLASS_COLOURS[kind], shapes[kind]) for kind in classes],
+        legend=[(kind, CLASS_COLOURS[kind], CLASS_SHAPES[kind]) for kind in classes],
         commands=commands,
     )
 

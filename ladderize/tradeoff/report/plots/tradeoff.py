@@ -157,7 +157,7 @@ def _plot(
     margin = f"The dashed line is the margin, {margin_text(content.margin)}. " if measure.more else ""
     caption = (
         f"Up and to the right is better. Bars are 95 % intervals. Filled marks are on the Pareto front: no other model"
-        f" is both faster and better. {margin}"
+        f" is both faster and better, intervals aside. {margin}"
         "Circles are measured; diamonds are emulated; triangles are predicted. At first:"
         f" {where}."
     )
