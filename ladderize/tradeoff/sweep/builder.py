@@ -97,8 +97,11 @@ class StageBuilder:
         """made_by: the stage that writes the model, None for the dense one. reference: the dense model's evaluation."""
         given = dict(self.spec.eval_given or {})
         content: dict[str, Any] = dict(given)
-        if "perplexity" in given:
+        compared = "perplexity" in given  # predictions are those of its text
+        if compared:
             content["perplexity"] = self.inputs.data(given["perplexity"])
+        else:
+            reference = None
         if "include_path" in given:
             content["include_path"] = self.inputs.folder(Path(given["include_path"]))
         packages = EVAL_PACKAGES if "tasks" in given else EVAL_PACKAGES[:2]
@@ -109,15 +112,14 @@ class StageBuilder:
         }
         if made_by is None:
             identity["name"] = model  # results.json holds it, and everything is joined by it
-        if reference is not None and "perplexity" in given:
+        if reference is not None:
             identity["reference"] = self.digest
         needs = tuple(stage.key for stage in (made_by, reference) if stage is not None)
-        compared = "perplexity" in given  # predictions are those of its text
         job = {
             "model": model,
             "options": given,
             "keep_predictions": compared and made_by is None,
-            "reference": f"{reference.output}/{PREDICTIONS}" if reference is not None and compared else None,
+            "reference": f"{reference.output}/{PREDICTIONS}" if reference is not None else None,
         }
         own = {"reference": job["reference"], "keep_predictions": None}
         if job["keep_predictions"]:
