@@ -105,6 +105,9 @@ def test_what_the_runtime_cannot_do_is_one_sentence(pair, ids, tmp_path):
         invoke("eval", tmp_path / "four", *common, "--tp-size", 8)
     )
     assert "needs --backend runtime" in one_sentence(invoke("eval", MODEL, "--perplexity", ids, "--tp-size", 2))
+    indexed = invoke("eval", MODEL, "--perplexity", ids, "--backend", "runtime", "--device", "cuda:1")
+    assert indexed.code == 2
+    assert "--device cuda:1 is one device" in one_sentence(indexed)
     with pytest.raises((UserError, LayoutError)):
         evaluate([MODEL], EvalOptions(perplexity=str(ids), backend="runtime", tp_size=16))
 

@@ -47,6 +47,8 @@ class EvalOptions(Record):
         check_at_least(self, 2, "seq_len")
         if self.tp_size != 1 and self.backend != "runtime":
             raise UsageError(f"--tp-size {self.tp_size} needs --backend runtime; transformers runs in one process")
+        if self.backend == "runtime" and ":" in (self.device or ""):
+            raise UsageError(f"--device {self.device} is one device, but each rank takes its own; say cpu or cuda")
         for option in ("seq_len", "windows"):
             if getattr(self, option) is not None and self.perplexity is None:
                 raise UsageError(f"--{option.replace('_', '-')} has no effect without --perplexity")

@@ -33,7 +33,7 @@ def request_options(options: EvalOptions) -> RequestOptions:
         tp_size=options.tp_size,
         rows=options.batch_size,
         dtype=options.dtype,
-        device=(options.device or default_device()).partition(":")[0],  # type: ignore[arg-type]
+        device=options.device or default_device(),  # type: ignore[arg-type]  # no index, by options.check
         trust_remote_code=options.trust_remote_code,
     )
 
