@@ -83,8 +83,8 @@ def test_the_example_is_the_file_of_examples(tmp_path):
 
 
 def test_a_failing_stage_stops_only_what_needs_it(place, tmp_path):
-    """Training that never makes it better writes nothing."""
-    adapt = {**spec(place)["adapt"][1], "lr": 900.0, "layouts": None, "write": "best", "heldout": 4}
+    """Training that changes nothing makes nothing better, and writes nothing."""
+    adapt = {**spec(place)["adapt"][1], "lr": 1e-30, "layouts": None, "write": "best", "heldout": 4}
     content = spec(place, sensitivity=None, layouts=[{"ladder": "all"}], adapt=["none", adapt])
     out = tmp_path / "out"
     outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", out)
