@@ -1,0 +1,77 @@
+"""When the parts of a forward pass run. A schedule changes nothing that is computed (DESIGN section 2). Imports no torch.
+
+``sequential`` runs the whole batch as one part. ``domino`` (arXiv 2409.15241) cuts it into parts and goes round: each
+part computes one sub-module, sends its sum, and makes room for the next part, whose compute hides the message.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from ladderize.choices import check_at_least, check_choices
+from ladderize.errors import UsageError, UserError
+from ladderize.files.records import Record
+
+ScheduleName = Literal["sequential", "domino"]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Schedule(Record):
+    """chunks: parts that domino cuts the batch into. columns: parts of a sub-module's last product, by its output
+    columns, each of which is sent as soon as it is computed (the paper's column split)."""
+
+    name: ScheduleName = "sequential"
+    chunks: int = 2
+    columns: int = 1
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_at_least(self, 2, "chunks")
+        check_at_least(self, 1, "columns")
+        if self.name == "sequential" and (self.chunks, self.columns) != (2, 1):
+            raise UsageError("--domino-chunks and --domino-columns have no effect without --schedule domino")
+
+    @property
+    def is_domino(self) -> bool:
+        return self.name == "domino"
+
+    @property
+    def in_flight(self) -> int:
+        """Messages that a rank may have sent before it waits for the first of them."""
+        return (self.chunks if self.is_domino else 1) * self.columns + 1
+
+    def parts(self, rows: int, tokens: int) -> int:
+        """Into how many parts it cuts a batch of ``rows`` x ``tokens``: fewer where there is less to cut."""
+        return min(self.chunks, rows if rows > 1 else tokens) if self.is_domino else 1
+
+    def check(self, rows: int, tokens: int, hidden: int, *, rows_name: str, tokens_name: str) -> None:
+        """Raise UserError unless a batch of ``rows`` x ``tokens`` and a stream of ``hidden`` numbers can be cut so.
+
+        rows_name, tokens_name: the options that say how many.
+        """
+        if not self.is_domino:
+            return
+        if self.parts(rows, tokens) < self.chunks:
+            what = f"{rows} rows ({rows_name})" if rows > 1 else f"one row of {tokens} tokens ({tokens_name})"
+            raise UserError(f"--domino-chunks {self.chunks} is more than there is to cut: {what}; lower it")
+        if hidden % self.columns:
+            raise UserError(f"--domino-columns {self.columns} does not divide the hidden size {hidden}")
+
+
+SEQUENTIAL = Schedule()
+
+
+def run_walks(walks: Sequence[Generator[None, Any, Result]]) -> list[Result]:
+    """Run each walk up to where it has sent a sum, one after the other, round after round; returns what they returned.
+
+    All walks take the same number of steps. One walk alone: it goes on at once.
+    """
+    results: list[Result] = []
+    while len(results) < len(walks):
+        for walk in walks:
+            try:
+                next(walk)
+            except StopIteration as end:
+                results.append(end.value)
+    return results
