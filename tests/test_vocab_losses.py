@@ -1,0 +1,202 @@
+"""Losses over a vocabulary that several ranks share, against the whole logits in one place; the ranks are threads."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+
+from ladderize.adapt.retrain.losses import token_losses
+from ladderize.runtime.collectives.base import Collectives, NoCommunication
+from ladderize.runtime.collectives.emulated import Emulated
+from ladderize.runtime.collectives.links import Link
+from ladderize.runtime.training import vocab_losses
+from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
+
+
+class Meeting:
+    """Where the threads of a group meet to exchange messages."""
+
+    def __init__(self, ranks):
+        self.barrier, self.messages = threading.Barrier(ranks, timeout=30), [None] * ranks
+
+
+class Threads(Collectives):
+    """A rank of a group whose ranks are threads; it notes the bytes of what it sends."""
+
+    def __init__(self, meeting, rank):
+        super().__init__(len(meeting.messages))
+        self.meeting, self.rank, self.sent = meeting, rank, []
+
+    def all_gather(self, x):
+        self.sent.append(x.nbytes)
+        self.meeting.messages[self.rank] = x.detach().clone()
+        self.meeting.barrier.wait()
+        gathered = torch.cat(self.meeting.messages, -1)
+        self.meeting.barrier.wait()
+        return gathered
+
+
+def draw(low, high):
+    return int(torch.randint(low, high, ()))
+
+
+def on_ranks(ranks, own, vocab, logits, targets, teacher, temperature, weights):
+    """Each rank's two losses and its gradient of their weighted sum; what each sent."""
+    meeting = Meeting(ranks)
+
+    def pad(whole, rank):  # what padding holds must not matter
+        padded = torch.full((len(whole), ranks * own), 3e4, dtype=whole.dtype)
+        padded[:, :vocab] = whole
+        return padded[:, rank * own : (rank + 1) * own].clone()
+
+    def work(rank):
+        part = pad(logits, rank).requires_grad_()
+        collectives = Threads(meeting, rank)
+        own_teacher = None if teacher is None else pad(teacher, rank)
+        losses = vocab_parallel_losses(part, targets, own_teacher, temperature, collectives, rank * own, vocab)
+        (weights[0] * losses[0] + weights[1] * losses[1]).backward()
+        return [loss.detach() for loss in losses], part.grad, collectives.sent
+
+    with ThreadPoolExecutor(ranks) as pool:
+        results = list(pool.map(work, range(ranks)))
+    losses, grads, sent = zip(*results, strict=True)
+    for other in losses[1:]:
+        assert torch.equal(
+            torch.stack(other).view(torch.int32), torch.stack(losses[0]).view(torch.int32)
+        )  # the same bits
+    grads = torch.cat(grads, -1)
+    assert not grads[:, vocab:].any()
+    return losses[0], grads[:, :vocab], sent
+
+
+def expected(logits, targets, teacher, temperature, weights):
+    """In fp64, with the whole vocabulary."""
+    logits = logits.detach().double().requires_grad_()
+    entropy = cross_entropy(logits, targets, reduction="sum")
+    divergence = entropy.new_zeros(())
+    if teacher is not None:
+        student, dense = (log_softmax(scores.double() / temperature, -1) for scores in (logits, teacher))
+        divergence = kl_div(student, dense, reduction="sum", log_target=True)
+    (weights[0] * entropy + weights[1] * divergence).backward()
+    return (entropy.detach(), divergence.detach()), logits.grad
+
+
+@pytest.mark.parametrize("at_once", [1 << 26, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+@pytest.mark.parametrize("with_teacher", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_losses_and_gradients_are_those_of_the_whole_vocabulary(ranks, with_teacher, temperature, at_once, monkeypatch):
+    monkeypatch.setattr(vocab_losses, "LOGITS_AT_ONCE", at_once)
+    vocab, tokens = draw(20, 150), draw(1, 40)
+    own = -(-vocab // ranks) + draw(0, 3)
+    logits = torch.randn(tokens, vocab) * 4
+    teacher = logits + torch.randn(tokens, vocab) * 2 if with_teacher else None
+    targets = torch.randint(vocab, (tokens,))
+    weights = torch.rand(2)
+    problem = (logits, targets, teacher, temperature, weights)
+    losses, grad, sent = on_ranks(ranks, own, vocab, *problem)
+    right, right_grad = expected(*problem)
+    torch.testing.assert_close(torch.stack(losses).double(), torch.stack(right), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad.double(), right_grad, rtol=2e-5, atol=2e-6)
+    assert losses[0].dtype == losses[1].dtype == torch.float32
+    assert losses[0].shape == ()
+    assert all(sizes == [tokens * (7 if with_teacher else 3) * 4] for sizes in sent)  # one message, and a small one
+    one_process = token_losses(logits, targets, teacher, temperature)
+    torch.testing.assert_close(torch.stack(losses), torch.stack(one_process), rtol=1e-5, atol=1e-4)
+
+
+def test_the_last_ranks_may_have_nothing_but_padding():
+    vocab, tokens, weights = 5, 7, torch.rand(2)
+    logits, teacher = torch.randn(tokens, vocab), torch.randn(tokens, vocab)
+    targets = torch.randint(vocab, (tokens,))
+    losses, grad, _ = on_ranks(4, 2, vocab, logits, targets, teacher, 2.0, weights)  # ranks have 2, 2, 1 and 0 columns
+    right, right_grad = expected(logits, targets, teacher, 2.0, weights)
+    torch.testing.assert_close(torch.stack(losses).double(), torch.stack(right), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad.double(), right_grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+def test_large_logits_overflow_nowhere(temperature):
+    """Also where one rank's scores lie far above the others', and the teacher's on another rank."""
+    vocab, tokens, weights = 40, 6, torch.ones(2)
+    logits, teacher = torch.randn(tokens, vocab) * 1e3, torch.randn(tokens, vocab) * 1e3
+    logits[:, :10] += 2e4
+    teacher[:, 30:] += 3e4
+    targets = torch.randint(vocab, (tokens,))
+    problem = (logits, targets, teacher, temperature, weights)
+    losses, grad, _ = on_ranks(4, 10, vocab, *problem)
+    right, right_grad = expected(*problem)
+    torch.testing.assert_close(torch.stack(losses).double(), torch.stack(right), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(grad.double(), right_grad, rtol=1e-3, atol=1e-3)
+
+
+def test_a_divergence_of_equal_scores_is_0():
+    logits = torch.randn(20, 1000) * 8
+    losses, _, _ = on_ranks(2, 500, 1000, logits, torch.randint(1000, (20,)), logits, 1.0, torch.ones(2))
+    assert abs(float(losses[1])) < 1e-4
+    losses, grad, _ = on_ranks(2, 500, 1000, logits, torch.randint(1000, (20,)), logits, 1.0, torch.tensor([0.0, 1.0]))
+    assert float(grad.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_16_bits(dtype):
+    """The losses of the rounded logits; the gradient is rounded once."""
+    vocab, tokens, weights = 90, 11, torch.rand(2)
+    logits, teacher = (torch.randn(tokens, vocab).mul(4).to(dtype) for _ in range(2))
+    targets = torch.randint(vocab, (tokens,))
+    problem = (logits, targets, teacher, 1.5, weights)
+    losses, grad, _ = on_ranks(2, 46, vocab, *problem)
+    right, right_grad = expected(*problem)
+    assert grad.dtype == dtype
+    torch.testing.assert_close(torch.stack(losses).double(), torch.stack(right), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad.double(), right_grad, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_one_rank_and_groups_that_are_not_there():
+    vocab, tokens = 60, 9
+    targets = torch.randint(vocab, (tokens,))
+    for collectives, own in (
+        (Collectives(), vocab),
+        (NoCommunication(4), 15),
+        (Emulated(4, Link("fast", 1.0, 100.0)), 15),
+    ):
+        for teacher in (None, torch.randn(tokens, own)):
+            logits = torch.randn(tokens, own, requires_grad=True)
+            losses = vocab_parallel_losses(logits, targets, teacher, 2.0, collectives, 0, vocab)
+            sum(losses).backward()
+            assert all(loss.isfinite() for loss in losses)
+            assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_tokens_the_sums_are_0_and_have_a_graph(ranks):
+    empty = torch.empty(0, 20)
+    losses, grad, sent = on_ranks(
+        ranks, 10 * 2 // ranks, 20, empty, torch.empty(0, dtype=torch.long), empty, 1.0, torch.ones(2)
+    )
+    assert losses == [torch.tensor(0.0)] * 2
+    assert grad.shape == (0, 20)
+    assert not any(sent)
+
+
+def test_nan_and_unknown_targets_show():
+    logits, targets = torch.randn(4, 20), torch.randint(20, (4,))
+    for bad in (20, -1, -100):
+        wrong = targets.clone()
+        wrong[2] = bad
+        assert vocab_parallel_losses(logits, wrong, None, 1.0, Collectives(), 0, 20)[0].isnan()
+    logits[1, 3] = torch.nan
+    losses, _, _ = on_ranks(2, 10, 20, logits, targets, torch.randn(4, 20), 1.0, torch.ones(2))
+    assert losses[0].isnan()
+    assert losses[1].isnan()
+
+
+def test_the_logits_are_not_changed():
+    logits, teacher = torch.randn(5, 20, requires_grad=True), torch.randn(5, 20)
+    before = logits.detach().clone(), teacher.clone()
+    for temperature in (1.0, 2.0):
+        sum(vocab_parallel_losses(logits, torch.arange(5), teacher, temperature, Collectives(), 0, 20)).backward()
+    assert torch.equal(logits, before[0])
+    assert torch.equal(teacher, before[1])
