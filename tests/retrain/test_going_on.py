@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain import trainer as training
-from ladderize.adapt.retrain.engine import Engine
+from ladderize.adapt.retrain.hf_engine import HFEngine
 from ladderize.adapt.retrain.metrics import read_metrics
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.convert.pipeline import convert_checkpoint
@@ -70,14 +70,14 @@ def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
 
 
 def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
-    def step(self, rate, original=Engine.step):
+    def step(self, rate, original=HFEngine.step):
         original(self, rate)
         if self.optimizer.state and next(iter(self.optimizer.state.values()))["step"] == 3:
             signal.raise_signal(signal.SIGTERM)
 
     succeed(place, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "step", step)
+        patch.setattr(HFEngine, "step", step)
         outcome = adapt(place, tmp_path / "out")
     assert outcome.code == 1
     assert "saving step 4" in outcome.stderr

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import ladderize
 from ladderize.adapt.improvement import share_won_back
 from ladderize.adapt.retrain import trainer as training
-from ladderize.adapt.retrain.engine import Engine
+from ladderize.adapt.retrain.hf_engine import HFEngine
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.errors import UserError
 from ladderize.layout import Layout
@@ -23,7 +23,7 @@ from tests.retrain.commands import adapt, arguments, losses_of, succeed
 
 
 def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monkeypatch):
-    def losses(self, batch, original=Engine.losses):
+    def losses(self, batch, original=HFEngine.losses):
         sums = original(self, batch)
         return (
             sums * math.nan
@@ -33,7 +33,7 @@ def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monk
 
     succeed(place, tmp_path / "whole", "--save-every", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "losses", losses)
+        patch.setattr(HFEngine, "losses", losses)
         message = one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
     assert "the loss of step 3 is nan; step 3, of " in message
     assert "ids.npy, row" in message
@@ -45,12 +45,12 @@ def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monk
 def test_a_state_that_is_damaged(place, tmp_path, monkeypatch):
     """Tensors of another shape, none at all, JSON without end: the state and what to do are named."""
 
-    def losses(self, batch, original=Engine.losses):
+    def losses(self, batch, original=HFEngine.losses):
         stop = self.student.training and (tmp_path / "out.ladderize-work" / "step-00000002").is_dir()
         return original(self, batch) * (math.nan if stop else 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "losses", losses)
+        patch.setattr(HFEngine, "losses", losses)
         assert "is nan" in one_sentence(adapt(place, tmp_path / "out", "--save-every", 2))
     state = tmp_path / "out.ladderize-work" / "step-00000002"
     optimizer = load_file(state / "optimizer.safetensors")
@@ -69,11 +69,11 @@ def test_a_state_that_is_damaged(place, tmp_path, monkeypatch):
 
 
 def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
-    def losses(self, batch, original=Engine.losses):
+    def losses(self, batch, original=HFEngine.losses):
         taken = next((int(state["step"]) for state in self.optimizer.state.values()), 0)
         return original(self, batch) * (4 if taken in (15, *range(17, 30)) else 1)
 
-    monkeypatch.setattr(Engine, "losses", losses)
+    monkeypatch.setattr(HFEngine, "losses", losses)
     message = one_sentence(adapt(place, tmp_path / "out", steps=30))
     assert "the loss exploded: " in message  # not in step 16, after which it fell again
     assert "in steps 18 to 20" in message

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ladderize.adapt.retrain.losses import Objective, token_losses
-from ladderize.adapt.retrain.schedule import Budget, Schedule, parse_count
+from ladderize.adapt.retrain.schedule import Budget, RateSchedule, parse_count
 from ladderize.errors import UserError
 
 
@@ -29,15 +29,15 @@ def test_losses_are_their_definitions(temperature, monkeypatch):
 
 
 def test_schedules():
-    cosine = Schedule("cosine", 2.0, warmup_steps=3)
+    cosine = RateSchedule("cosine", 2.0, warmup_steps=3)
     assert [cosine.rate(step, 0.0) for step in range(5)] == [0.5, 1.0, 1.5, 2.0, 2.0]
     assert cosine.rate(9, 0.5) == pytest.approx(1.0)
     assert cosine.rate(9, 1.0) == pytest.approx(0.0)
-    assert Schedule("cosine", 2.0, floor=0.1).rate(9, 1.0) == pytest.approx(0.2)
-    wsd = Schedule("wsd", 1.0)
+    assert RateSchedule("cosine", 2.0, floor=0.1).rate(9, 1.0) == pytest.approx(0.2)
+    wsd = RateSchedule("wsd", 1.0)
     assert [wsd.rate(0, share) for share in (0.0, 0.5, 0.8)] == [1.0, 1.0, pytest.approx(1.0)]
     assert wsd.rate(0, 0.9) == pytest.approx(0.5)
-    assert Schedule("constant", 1.0).rate(5, 0.99) == 1.0
+    assert RateSchedule("constant", 1.0).rate(5, 0.99) == 1.0
     assert Budget(tokens=100).share(3, 25) == 0.25
     assert Budget(steps=10).share(3, 25) == 0.3
     assert Budget(tokens=100).about_steps(30) == 4

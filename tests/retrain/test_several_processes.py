@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.retrain.engine import Engine
+from ladderize.adapt.retrain.hf_engine import HFEngine
 from tests import warm
 from tests.helpers import run_ranks
 from tests.retrain.commands import adapt, arguments, losses_of, succeed
@@ -33,14 +33,14 @@ def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):
     more = ["--distill-from", place / "dense", "--save-every", 2]
     succeed(place, tmp_path / "one", *more, steps=4)
     with monkeypatch.context() as patch:
-        original = Engine.losses
+        original = HFEngine.losses
 
         def losses(self, batch):
             if (tmp_path / "two.ladderize-work" / "step-00000002").is_dir():
                 raise RuntimeError("killed")
             return original(self, batch)
 
-        patch.setattr(Engine, "losses", losses)
+        patch.setattr(HFEngine, "losses", losses)
         assert "killed" in adapt(place, tmp_path / "two", *more, steps=4).stderr
     warm.warm_python().preload("accelerate", "datasets", "peft")
     outcome = warm.run_group(

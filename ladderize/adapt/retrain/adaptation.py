@@ -6,7 +6,7 @@ from ladderize.adapt.data.place import DataCounts
 from ladderize.adapt.improvement import share_won_back, target_text
 from ladderize.adapt.lora.config import AdapterBase, LoraOptions
 from ladderize.adapt.retrain.losses import Objective
-from ladderize.adapt.retrain.schedule import Budget, Schedule
+from ladderize.adapt.retrain.schedule import Budget, RateSchedule
 from ladderize.console import human_seconds
 from ladderize.files.records import Record
 from ladderize.layout import format_ranges
@@ -34,7 +34,7 @@ class Settings(Record):
     longer training."""
 
     budget: Budget
-    schedule: Schedule
+    schedule: RateSchedule
     max_gradient: float
     skip_bad_rows: bool
 

@@ -1,114 +1,100 @@
-"""Forward, backward and update on any number of ranks: plain, DDP, or FSDP2, all of them PyTorch's own.
+"""What the training loop asks of whoever computes: losses, gradients, updates, and the trained tensors by name.
 
-``accelerate launch --use_fsdp --fsdp_version 2`` asks for FSDP2. The sharding itself is done in ``models``, layer by
-layer while a model is read, since Accelerate's needs the whole model in every process's memory first, and has no FSDP
-on CPUs.
+``hf_engine`` computes with the Hugging Face model on every rank (plain, DDP or FSDP2); ``tp_engine`` with the runtime's
+model, whose ranks share every layer. The loop, its states and its outputs know neither.
 """
 
-import contextlib
-import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from ladderize.adapt.retrain.losses import ScoredLogits, TrainedModel
-from ladderize.adapt.retrain.sharding import whole
-from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8
-FLASH, FLEX = "flash_attention_2", "flex_attention"
+WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")  # what is kept of a trained tensor
 
 
-def check_attention(name: str, device: str, compute: torch.dtype) -> None:
-    """Raise UserError where this attention cannot run."""
-    if name == FLASH and importlib.util.find_spec("flash_attn") is None:
-        raise UserError(
-            f"--attention {FLASH} needs the package flash-attn, which is not installed; take sdpa, or install it"
-        )
-    if name == FLASH and compute == torch.float32:
-        raise UserError(f"--attention {FLASH} computes in bfloat16 only; pass --dtype bfloat16, or take sdpa")
-    if name in (FLASH, FLEX) and device != "cuda":
-        raise UserError(f"--attention {name} needs a GPU; take sdpa")
+class Engine(ABC):
+    """A model in training and its optimizer. All ranks call the same methods in the same order.
 
+    ranks: all of them. data: this rank among those that share the rows of a step: ranks that work on the same rows have
+    the same number there. shapes: of every trained tensor, whole, by the name that a file gives it: a checkpoint's
+    tensor, or PEFT's for an adapter. has_teacher: whether ``losses`` compares with a dense model.
+    """
 
-class Engine:
-    """Wraps a student and its optimizer. All ranks call the same methods in the same order."""
+    ranks: Ranks
+    data: Ranks
+    shapes: Mapping[str, tuple[int, ...]]
+    has_teacher: bool
 
-    def __init__(
-        self,
-        student: TrainedModel,
-        parameters: Sequence[nn.Parameter],
-        ranks: Ranks,
-        *,
-        compute: torch.dtype,
-        sharded: bool,
-        weight_decay: float,
-        teacher: ScoredLogits | None = None,
-    ) -> None:
-        self.student, self.teacher, self.parameters, self.ranks = student, teacher, list(parameters), ranks
-        self.compute, self.sharded = compute, sharded
-        decayed = [parameter for parameter in self.parameters if parameter.ndim > 1]
-        groups = [
-            {"params": decayed, "weight_decay": weight_decay},
-            {"params": [parameter for parameter in self.parameters if parameter.ndim <= 1], "weight_decay": 0.0},
-        ]
-        fused = ranks.device.type == "cuda" or not sharded
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused
-        )
-        self.parallel: DistributedDataParallel | None = None
-        if ranks.size > 1 and not sharded:
-            # without the views it would hold a second copy of all gradients
-            own = [ranks.device] if ranks.device.type == "cuda" else None
-            self.parallel = DistributedDataParallel(student, device_ids=own, gradient_as_bucket_view=True)
+    # ---- a step ----
 
+    @abstractmethod
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """[rows, tokens] each. FlashAttention keeps packed texts apart in a single row only, so there all rows become
-        one."""
-        if self.student.model.config._attn_implementation == FLASH:
-            batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
-        return {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
+        """input_ids, position_ids and targets, [rows, tokens] each."""
 
+    @abstractmethod
     def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """[2]: summed cross-entropy and divergence of one micro-batch (on the device)."""
-        scores = None
-        with torch.autocast(
-            self.ranks.device.type, self.compute, enabled=self.compute != torch.float32 and not self.sharded
-        ):
-            if self.teacher is not None:
-                with torch.no_grad():
-                    scores = self.teacher(**batch)
-            forward = self.student if self.parallel is None else self.parallel
-            sums: Tensor = forward(**batch, teacher_logits=scores)
-        return sums
+        """[2]: summed cross-entropy and divergence of one micro-batch (on the device); equal on ranks of the same
+        rows."""
 
-    @contextlib.contextmanager
-    def accumulating(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch; ranks average their gradients in the ``last`` of a step only.
+    @abstractmethod
+    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch. After the ``last`` of a step every gradient is the mean over
+        the data ranks."""
 
-        Sharded they do so in each: gradients of which nobody has a part yet would be whole ones, on every rank.
-        """
-        with contextlib.nullcontext() if last or self.parallel is None else self.parallel.no_sync():
-            yield
-
+    @abstractmethod
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to ``max_norm``; returns their norm before, over all ranks."""
-        return whole(nn.utils.clip_grad_norm_(self.parameters, max_norm))
+        """Scale the gradients down to ``max_norm``; returns their norm before, over all of the model: one number, equal
+        on all ranks. Called once, after a step's last micro-batch."""
 
+    @abstractmethod
     def step(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.zero_grad()
+        """Update the weights with this learning rate, and forget the gradients."""
 
+    @abstractmethod
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        """Forget the gradients."""
 
+    @abstractmethod
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks."""
-        if self.ranks.size > 1:
-            torch.distributed.all_reduce(values)
-        return values
+        """The sum of the data ranks' ``values``, on every rank; float64. Where ranks of the same rows differ, all of
+        them count in part, so that none is lost."""
+
+    # ---- scoring ----
+
+    @abstractmethod
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around losses that nobody trains on: no dropout, no gradients."""
+
+    @abstractmethod
+    def teacher_entropy(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The summed cross-entropy of a micro-batch under the teacher: a scalar."""
+
+    # ---- what is trained, whole and by name ----
+
+    @abstractmethod
+    def gather(self, name: str, kept: str) -> Tensor:
+        """A trained tensor's weight or moment, whole and fp32: valid on the main rank; all ranks must ask for it.
+
+        kept: ``WEIGHT`` or one of ``MOMENTS``.
+        """
+
+    @abstractmethod
+    def has_moments(self, name: str) -> bool:
+        """Whether the optimizer has updated this tensor; the same on all ranks."""
+
+    @abstractmethod
+    def assign(self, name: str, value: Tensor) -> None:
+        """Put a whole weight in place of the one that is there."""
+
+    @abstractmethod
+    def assign_moments(self, name: str, step: int, moments: Mapping[str, Tensor]) -> None:
+        """Put whole moments, and the number of updates that made them, in place of the optimizer's."""
+
+    @abstractmethod
+    def round_weights(self, dtype: torch.dtype) -> None:
+        """Round what is trained to ``dtype``, as a file will hold it."""

@@ -11,7 +11,7 @@ from ladderize.adapt.lora.config import LoraOptions
 from ladderize.adapt.methods import BLOCKS, FULL, LORA, Attention, Method, Write, check_training
 from ladderize.adapt.retrain.adaptation import DecidingOptions, FixedOptions, Settings
 from ladderize.adapt.retrain.losses import Objective
-from ladderize.adapt.retrain.schedule import Budget, Schedule, ScheduleKind
+from ladderize.adapt.retrain.schedule import Budget, RateSchedule, ScheduleKind
 from ladderize.adapt.retrain.trainer import TrainOptions
 from ladderize.choices import Dtype, check_at_least, check_choices
 from ladderize.errors import UsageError, UserError
@@ -135,7 +135,7 @@ class RetrainOptions:
             seq_len=seq_len,
             batch_size=batch_size,
             micro_batch_size=micro,
-            schedule=Schedule(self.schedule, self.lr if self.lr is not None else peak, warmup, self.min_lr),
+            schedule=RateSchedule(self.schedule, self.lr if self.lr is not None else peak, warmup, self.min_lr),
             weight_decay=self.weight_decay,
             max_gradient=self.max_gradient,
             seed=self.seed,

@@ -142,12 +142,9 @@ def write_outcome(
 
 def score_stored(trainer: Trainer, task: Task, step: int) -> Scores | None:
     """Scores of the held-out rows, if there are any, with the weights of ``step``, rounded as they will be stored."""
-    load_trained(trainer.folder.state_path(step), trainer.parameters)
+    load_trained(trainer.folder.state_path(step), trainer.engine)
     if task.options.method != LORA:  # an adapter is stored in fp32
-        stored = getattr(torch, stored_dtype(task.checkpoint))
-        with torch.no_grad():
-            for parameter in trainer.parameters.values():
-                parameter.copy_(parameter.to(stored))
+        trainer.engine.round_weights(getattr(torch, stored_dtype(task.checkpoint)))
     if not trainer.heldout:
         return None
     return score(trainer.engine, trainer.heldout, trainer.options.micro_batch_size)

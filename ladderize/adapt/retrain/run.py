@@ -1,6 +1,7 @@
 """``ladderize adapt --method full`` and ``lora``: retrain a converted checkpoint as a whole, and write a checkpoint or
 an adapter."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from ladderize.adapt.lora.write import check_adapter_target
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.engine import Engine
-from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters
+from ladderize.adapt.retrain.hf_engine import HFEngine
+from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.outcome import write_outcome
 from ladderize.adapt.retrain.schedule import Budget
@@ -168,39 +170,11 @@ def make_trainer(
 ) -> Trainer:
     """Build the models, and go on from a state if there is one."""
     options, training = task.options, task.training
-    setup = ModelSetup(
-        ranks.device,
-        task.compute,
-        attention=options.attention,
-        gradient_checkpointing=options.gradient_checkpointing,
-        mesh=ranks.mesh() if task.sharded else None,
-        reshard=accelerate_settings().reshard,
-    )
-    with console.stage("loading the models" if task.teacher is not None else "loading the model"):
-        student = build_student(
-            task.checkpoint,
-            task.layout,
-            setup,
-            trained=task.trained,
-            lora=task.lora,
-            seed=training.seed,
-            temperature=training.objective.temperature,
-        )
-        teacher = build_teacher(task.teacher, setup, student) if task.teacher is not None else None
-    parameters = dict(trained_parameters(student))
-    engine = Engine(
-        student,
-        list(parameters.values()),
-        ranks,
-        compute=task.compute,
-        sharded=task.sharded,
-        weight_decay=training.weight_decay,
-        teacher=teacher,
-    )
-    trainer = Trainer(engine, parameters, stream, heldout, training, work, console, trackers.log)
+    engine = make_engine(task, ranks, console)
+    trainer = Trainer(engine, stream, heldout, training, work, console, trackers.log)
     # the main process chooses: another machine may see the folder as it was
     latest = work.latest() if ranks.is_main else None
-    step = int(engine.sum(torch.tensor(int(latest.name[-8:]) if latest is not None else 0, device=ranks.device)))
+    step: int = ranks.broadcast(int(latest.name[-8:]) if latest is not None else 0)
     if not step:
         if ranks.is_main:
             check_disk(task, work.folder)
@@ -224,11 +198,43 @@ def make_trainer(
     return trainer
 
 
+def make_engine(task: Task, ranks: Ranks, console: Console) -> Engine:
+    """The models and the optimizer."""
+    options, training = task.options, task.training
+    setup = ModelSetup(
+        ranks.device,
+        task.compute,
+        attention=options.attention,
+        gradient_checkpointing=options.gradient_checkpointing,
+        mesh=ranks.mesh() if task.sharded else None,
+        reshard=accelerate_settings().reshard,
+    )
+    with console.stage("loading the models" if task.teacher is not None else "loading the model"):
+        student = build_student(
+            task.checkpoint,
+            task.layout,
+            setup,
+            trained=task.trained,
+            lora=task.lora,
+            seed=training.seed,
+            temperature=training.objective.temperature,
+        )
+        teacher = build_teacher(task.teacher, setup, student) if task.teacher is not None else None
+    return HFEngine(
+        student,
+        ranks,
+        compute=task.compute,
+        sharded=task.sharded,
+        weight_decay=training.weight_decay,
+        teacher=teacher,
+    )
+
+
 def announce_training(trainer: Trainer, task: Task, console: Console) -> None:
     """What is trained, and how long it will take: measured with two micro-batches of held-out rows, if there are
     any."""
     training, ranks = task.training, trainer.engine.ranks
-    numbers = sum(parameter.numel() for parameter in trainer.parameters.values())
+    numbers = sum(math.prod(shape) for shape in trainer.engine.shapes.values())
     text = (
         f"trainable parameters: {human_count(numbers)} ({task.options.method}, layers"
         f" {format_ranges(task.layers)}"

@@ -51,7 +51,7 @@ class Budget(Record):
 
 
 @dataclass(frozen=True)
-class Schedule(Record):
+class RateSchedule(Record):
     """Linear warm-up over ``warmup_steps``, then ``kind`` down to ``floor`` times the peak.
 
     cosine: half a wave over the whole budget. wsd (warm-up, stable, decay; Hu et al., arXiv 2404.06395): constant, and

@@ -1,7 +1,8 @@
 """What training needs to go on exactly where it was: a folder per saved step, of safetensors and JSON; nothing is ever
 unpickled.
 
-Everything is stored whole under its own name, so a run may go on with another number of ranks, sharded or not.
+Everything is stored whole under its own name, so a run may go on with another number of ranks, however they share the
+model.
 """
 
 import shutil
@@ -11,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ladderize.adapt.data.place import StreamPlace
 from ladderize.adapt.retrain.adaptation import Settings
-from ladderize.adapt.retrain.engine import Engine
+from ladderize.adapt.retrain.engine import MOMENTS, WEIGHT, Engine
 from ladderize.adapt.retrain.metrics import METRICS
-from ladderize.adapt.retrain.sharding import assign, whole
 from ladderize.checkpoint.reading import TensorInfo, read_header
-from ladderize.checkpoint.tensors import TensorReader, infos_of, write_tensors
+from ladderize.checkpoint.tensors import TensorReader, write_tensors
 from ladderize.console import sentence, to_json
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
@@ -28,7 +28,6 @@ from ladderize.files.records import Record
 from ladderize.files.work import WorkFolder
 
 STATE_WEIGHTS, STATE_OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHT_BYTES, STATE_BYTES = 4, 12  # per trained number, of a state's weights and of all of it
 STEP = "step-" + 8 * "[0-9]"
 
@@ -95,15 +94,7 @@ class TrainingFolder(WorkFolder):
     def state_path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def save(
-        self,
-        progress: Progress,
-        engine: Engine,
-        parameters: Mapping[str, nn.Parameter],
-        keep: int,
-        *,
-        weights_only: bool = False,
-    ) -> None:
+    def save(self, progress: Progress, engine: Engine, keep: int, *, weights_only: bool = False) -> None:
         """Write this step's state; of the others the last ``keep`` and the best one's weights stay. All ranks call it.
 
         weights_only: nobody is to go on from it.
@@ -115,7 +106,7 @@ class TrainingFolder(WorkFolder):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
         try:
-            self._write(part, progress, engine, parameters, weights_only)
+            self._write(part, progress, engine, weights_only)
         except BaseException:
             if main:
                 shutil.rmtree(part, ignore_errors=True)
@@ -127,19 +118,13 @@ class TrainingFolder(WorkFolder):
             self._prune(progress, keep)
         engine.ranks.barrier()
 
-    def _write(
-        self, part: Path, progress: Progress, engine: Engine, parameters: Mapping[str, nn.Parameter], weights_only: bool
-    ) -> None:
+    def _write(self, part: Path, progress: Progress, engine: Engine, weights_only: bool) -> None:
         main = engine.ranks.is_main
-        _write(part / STATE_WEIGHTS, parameters, main)
-        moments = {
-            f"{moment}/{name}": engine.optimizer.state[parameter][moment]
-            for moment in MOMENTS
-            for name, parameter in parameters.items()
-            if parameter in engine.optimizer.state
-        }
+        _write(part / STATE_WEIGHTS, engine, {name: (name, WEIGHT) for name in engine.shapes})
+        updated = [name for name in engine.shapes if engine.has_moments(name)]
         if not weights_only:
-            _write(part / STATE_OPTIMIZER, moments, main)
+            moments = {_moment_name(moment, name): (name, moment) for moment in MOMENTS for name in updated}
+            _write(part / STATE_OPTIMIZER, engine, moments)
         if main:
             if self.metrics.is_file():
                 fsync(
@@ -157,26 +142,20 @@ class TrainingFolder(WorkFolder):
             elif step not in kept:
                 shutil.rmtree(path)
 
-    def load(self, path: Path, engine: Engine, parameters: Mapping[str, nn.Parameter]) -> Progress:
+    def load(self, path: Path, engine: Engine) -> Progress:
         """Put a state back into the model and the optimizer."""
         try:
             progress = Progress.from_dict(read_json(path / STATE), STATE)
             if progress.stream is None or progress.settings is None or path != self.state_path(progress.step):
                 raise UserError(f"{STATE} does not belong to this step")
-            load_trained(path, parameters)
+            load_trained(path, engine)
             infos = read_header(path, STATE_OPTIMIZER)
             with TensorReader(path) as reader:
-                for name, parameter in parameters.items():
-                    if f"{MOMENTS[0]}/{name}" not in infos:
-                        continue
-                    device = parameter.device if engine.optimizer.defaults["fused"] else "cpu"
-                    moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-                    engine.optimizer.state[parameter] = {
-                        "step": torch.tensor(float(progress.step), device=device),
-                        **moments,
-                    }
-                    for moment, tensor in moments.items():
-                        _restore(tensor, infos[f"{moment}/{name}"], reader)
+                for name, shape in engine.shapes.items():
+                    if _moment_name(MOMENTS[0], name) in infos:
+                        found = {moment: infos[_moment_name(moment, name)] for moment in MOMENTS}
+                        moments = {moment: _read(reader, info, shape) for moment, info in found.items()}
+                        engine.assign_moments(name, progress.step, moments)
         except (OSError, ValueError, KeyError, UserError) as error:
             raise UserError(
                 f"{path} is damaged ({sentence(error)}); delete it to resume from the state before it"
@@ -190,24 +169,32 @@ class TrainingFolder(WorkFolder):
         return self.state_path(step) / STATE_WEIGHTS
 
 
-def load_trained(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
-    """The trained parameters of a state, one at a time."""
+def load_trained(path: Path, engine: Engine) -> None:
+    """The trained tensors of a state, one at a time."""
     infos = read_header(path, STATE_WEIGHTS)
     with TensorReader(path) as reader:
-        for name, parameter in parameters.items():
-            _restore(parameter, infos[name], reader)
+        for name, shape in engine.shapes.items():
+            engine.assign(name, _read(reader, infos[name], shape))
 
 
-def _restore(tensor: Tensor, info: TensorInfo, reader: TensorReader) -> None:
-    if info.shape != tuple(tensor.shape):
-        raise UserError(f"{info.file}: {info.name} has shape {list(info.shape)} instead of {list(tensor.shape)}")
-    assign(tensor, reader.read(info))
+def _moment_name(moment: str, name: str) -> str:
+    return f"{moment}/{name}"
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], main: bool) -> None:
-    """One tensor after the other, gathered from the ranks; the others only take part in that."""
-    if main:
-        write_tensors(path, infos_of(tensors), lambda name: whole(tensors[name]))
+def _read(reader: TensorReader, info: TensorInfo, shape: tuple[int, ...]) -> Tensor:
+    if info.shape != shape:
+        raise UserError(f"{info.file}: {info.name} has shape {list(info.shape)} instead of {list(shape)}")
+    return reader.read(info)
+
+
+def _write(path: Path, engine: Engine, tensors: Mapping[str, tuple[str, str]]) -> None:
+    """One tensor after the other, gathered from the ranks; those other than the main one only take part in that.
+
+    tensors: by the name in the file, what the engine is asked for.
+    """
+    infos = {stored: (torch.float32, engine.shapes[name]) for stored, (name, _) in tensors.items()}
+    if engine.ranks.is_main:
+        write_tensors(path, infos, lambda stored: engine.gather(*tensors[stored]))
     else:
-        for tensor in tensors.values():
-            whole(tensor)
+        for name, kept in tensors.values():
+            engine.gather(name, kept)

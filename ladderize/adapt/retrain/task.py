@@ -14,7 +14,7 @@ from ladderize.adapt.data.stream import Stream
 from ladderize.adapt.lora.config import LoraOptions, lora_config
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.pair import check_pair
-from ladderize.adapt.retrain.engine import check_attention
+from ladderize.adapt.retrain.hf_engine import check_attention
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.adapt.retrain.models import EMBEDDING, HEAD, trained_tensors
 from ladderize.adapt.retrain.options import RetrainOptions

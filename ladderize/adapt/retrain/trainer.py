@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ladderize.adapt.data.packing import IGNORED_TARGET, PackedRow, collate
 from ladderize.adapt.data.place import StreamPlace
 from ladderize.adapt.data.stream import Stream, rank_rows
 from ladderize.adapt.retrain.engine import Engine
-from ladderize.adapt.retrain.losses import Objective, token_losses
+from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.metrics import cut_metrics
-from ladderize.adapt.retrain.schedule import Budget, Schedule
+from ladderize.adapt.retrain.schedule import Budget, RateSchedule
 from ladderize.adapt.retrain.signals import stop_signals
 from ladderize.adapt.retrain.state import Progress, TrainingFolder
 from ladderize.console import Console, human_bytes
@@ -39,7 +38,7 @@ class TrainOptions:
     device. keep: states on disk."""
 
     budget: Budget
-    schedule: Schedule
+    schedule: RateSchedule
     objective: Objective
     seq_len: int
     batch_size: int
@@ -76,7 +75,6 @@ class Trainer:
     def __init__(
         self,
         engine: Engine,
-        parameters: Mapping[str, nn.Parameter],
         stream: Stream,
         heldout: Sequence[PackedRow],
         options: TrainOptions,
@@ -84,12 +82,12 @@ class Trainer:
         console: Console,
         log: Callable[[Mapping[str, float], int], None] = lambda values, step: None,
     ) -> None:
-        self.engine, self.parameters, self.stream, self.heldout = engine, dict(parameters), stream, list(heldout)
+        self.engine, self.stream, self.heldout = engine, stream, list(heldout)
         self.options, self.folder, self.console, self.log = options, folder, console, log
         self.progress = Progress()
 
     def resume(self, path: Path) -> None:
-        self.progress = self.folder.load(path, self.engine, self.parameters)
+        self.progress = self.folder.load(path, self.engine)
         assert self.progress.stream is not None
         self.stream.go_to(self.progress.stream)
         if self.engine.ranks.is_main:
@@ -159,16 +157,16 @@ class Trainer:
             raise
         scored = sum(int((row.targets != IGNORED_TARGET).sum()) for row in rows)
         # ranks draw different numbers, the same ones when a step is made again
-        torch.manual_seed((options.seed * 1_000_003 + progress.step) * 4096 + engine.ranks.rank)
+        torch.manual_seed((options.seed * 1_000_003 + progress.step) * 4096 + engine.data.rank)
         sums = torch.zeros(3, device=engine.ranks.device, dtype=torch.float64)
         sums[2] = stopped()
-        micros = rank_rows(rows, engine.ranks.rank, engine.ranks.size, options.micro_batch_size)
+        micros = rank_rows(rows, engine.data.rank, engine.data.size, options.micro_batch_size)
         for number, micro in enumerate(micros):
             batch = engine.to_device(collate(micro))
             with engine.accumulating(last=number == len(micros) - 1):
                 losses = engine.losses(batch)
                 # ranks' gradients are averaged, and the mean over the step's tokens is meant
-                (options.objective.total(losses[0], losses[1]) * (engine.ranks.size / scored)).backward()
+                (options.objective.total(losses[0], losses[1]) * (engine.data.size / scored)).backward()
             sums[:2] += losses.detach()
         norm = float(engine.clip(options.max_gradient))
         entropy, divergence, stop = engine.sum(sums).tolist()
@@ -245,11 +243,11 @@ class Trainer:
             "heldout_perplexity": scores.perplexity,
             "heldout_cross_entropy": scores.cross_entropy,
         }
-        if self.engine.teacher is not None:
+        if self.engine.has_teacher:
             values["heldout_divergence"] = scores.divergence
         if first:
             progress.before_perplexity = scores.perplexity
-            if self.engine.teacher is not None:
+            if self.engine.has_teacher:
                 dense = score_teacher(self.engine, self.heldout, self.options.micro_batch_size)
                 progress.dense_perplexity = values["dense_heldout_perplexity"] = dense.perplexity
         self.write(values)
@@ -267,7 +265,7 @@ class Trainer:
         if self.progress.step == 0:
             return  # nothing was trained
         self.progress.stream = place
-        self.folder.save(self.progress, self.engine, self.parameters, self.options.keep, weights_only=weights_only)
+        self.folder.save(self.progress, self.engine, self.options.keep, weights_only=weights_only)
 
     def write(self, values: Mapping[str, float]) -> None:
         if self.engine.ranks.is_main:
@@ -286,38 +284,33 @@ def explosion_bound(recent: Sequence[float]) -> float:
     return median + max(2 * median, 4.0)
 
 
-@torch.no_grad()
 def score(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> Scores:
     """Losses of rows under the model as it is; every rank takes its part and gets the whole result."""
     sums = torch.zeros(3, device=engine.ranks.device, dtype=torch.float64)
-    engine.student.eval()
-    for own in shares(engine, rows, micro_batch_size):
-        batch = collate(own)
-        sums[:2] += engine.losses(engine.to_device(batch))
-        sums[2] += (batch["targets"] != IGNORED_TARGET).sum()
-    engine.student.train()
+    with engine.evaluating():
+        for own in shares(engine, rows, micro_batch_size):
+            batch = collate(own)
+            sums[:2] += engine.losses(engine.to_device(batch))
+            sums[2] += (batch["targets"] != IGNORED_TARGET).sum()
     entropy, divergence, tokens = engine.sum(sums).tolist()
-    return Scores(entropy / tokens, divergence / tokens, int(tokens))
+    return Scores(entropy / tokens, divergence / tokens, round(tokens))
 
 
-@torch.no_grad()
 def score_teacher(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> Scores:
     """Cross-entropy of rows under the dense teacher; every rank takes its part and gets the whole result."""
-    assert engine.teacher is not None
     sums = torch.zeros(2, device=engine.ranks.device, dtype=torch.float64)
     for own in shares(engine, rows, micro_batch_size):
         batch = engine.to_device(collate(own))
-        targets = batch["targets"][batch["targets"] != IGNORED_TARGET]
-        sums[0] += token_losses(engine.teacher(**batch), targets, None, 1.0)[0]
-        sums[1] += len(targets)
+        sums[0] += engine.teacher_entropy(batch)
+        sums[1] += (batch["targets"] != IGNORED_TARGET).sum()
     entropy, tokens = engine.sum(sums).tolist()
-    return Scores(entropy / tokens, 0.0, int(tokens))
+    return Scores(entropy / tokens, 0.0, round(tokens))
 
 
 def shares(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> Iterator[list[PackedRow]]:
     """A rank's part of rows in micro-batches, as many on every rank: FSDP gathers parameters in every forward, so a
     rank that has no rows left takes part with an empty one."""
-    ranks = engine.ranks
+    ranks = engine.data
     for start in range(0, len(rows), micro_batch_size * ranks.size):
         yield list(rows[start + ranks.rank * micro_batch_size : start + (ranks.rank + 1) * micro_batch_size])
 

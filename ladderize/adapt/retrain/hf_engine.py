@@ -1,0 +1,155 @@
+"""Forward, backward and update on any number of ranks: plain, DDP, or FSDP2, all of them PyTorch's own.
+
+``accelerate launch --use_fsdp --fsdp_version 2`` asks for FSDP2. The sharding itself is done in ``models``, layer by
+layer while a model is read, since Accelerate's needs the whole model in every process's memory first, and has no FSDP
+on CPUs.
+"""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ladderize.adapt.data.packing import IGNORED_TARGET
+from ladderize.adapt.retrain.engine import BETAS, EPSILON, MOMENTS, WEIGHT, Engine
+from ladderize.adapt.retrain.losses import ScoredLogits, TrainedModel, token_losses
+from ladderize.adapt.retrain.models import trained_parameters
+from ladderize.adapt.retrain.sharding import assign, whole
+from ladderize.errors import UserError
+from ladderize.ranks.group import Ranks
+
+FLASH, FLEX = "flash_attention_2", "flex_attention"
+
+
+def check_attention(name: str, device: str, compute: torch.dtype) -> None:
+    """Raise UserError where this attention cannot run."""
+    if name == FLASH and importlib.util.find_spec("flash_attn") is None:
+        raise UserError(
+            f"--attention {FLASH} needs the package flash-attn, which is not installed; take sdpa, or install it"
+        )
+    if name == FLASH and compute == torch.float32:
+        raise UserError(f"--attention {FLASH} computes in bfloat16 only; pass --dtype bfloat16, or take sdpa")
+    if name in (FLASH, FLEX) and device != "cuda":
+        raise UserError(f"--attention {name} needs a GPU; take sdpa")
+
+
+class HFEngine(Engine):
+    """Wraps a student and its optimizer."""
+
+    def __init__(
+        self,
+        student: TrainedModel,
+        ranks: Ranks,
+        *,
+        compute: torch.dtype,
+        sharded: bool,
+        weight_decay: float,
+        teacher: ScoredLogits | None = None,
+    ) -> None:
+        self.student, self.teacher, self.ranks, self.data = student, teacher, ranks, ranks
+        self.compute, self.sharded, self.has_teacher = compute, sharded, teacher is not None
+        self.parameters = dict(trained_parameters(student))
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        decayed = [parameter for parameter in self.parameters.values() if parameter.ndim > 1]
+        others = [parameter for parameter in self.parameters.values() if parameter.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        fused = ranks.device.type == "cuda" or not sharded
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused
+        )
+        self.parallel: DistributedDataParallel | None = None
+        if ranks.size > 1 and not sharded:
+            # without the views it would hold a second copy of all gradients
+            own = [ranks.device] if ranks.device.type == "cuda" else None
+            self.parallel = DistributedDataParallel(student, device_ids=own, gradient_as_bucket_view=True)
+
+    def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """[rows, tokens] each. FlashAttention keeps packed texts apart in a single row only, so there all rows become
+        one."""
+        if self.student.model.config._attn_implementation == FLASH:
+            batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
+        return {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """[2]: summed cross-entropy and divergence of one micro-batch (on the device)."""
+        scores = None
+        with self._narrow():
+            if self.teacher is not None:
+                with torch.no_grad():
+                    scores = self.teacher(**batch)
+            forward = self.student if self.parallel is None else self.parallel
+            sums: Tensor = forward(**batch, teacher_logits=scores)
+        return sums
+
+    @contextlib.contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch; ranks average their gradients in the ``last`` of a step only.
+
+        Sharded they do so in each: gradients of which nobody has a part yet would be whole ones, on every rank.
+        """
+        with contextlib.nullcontext() if last or self.parallel is None else self.parallel.no_sync():
+            yield
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to ``max_norm``; returns their norm before, over all ranks."""
+        return whole(nn.utils.clip_grad_norm_(self.parameters.values(), max_norm))
+
+    def step(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        if self.ranks.size > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.student.eval()
+        with torch.no_grad():
+            yield
+        self.student.train()
+
+    def teacher_entropy(self, batch: Mapping[str, Tensor]) -> Tensor:
+        assert self.teacher is not None
+        targets = batch["targets"][batch["targets"] != IGNORED_TARGET]
+        with torch.no_grad():
+            return token_losses(self.teacher(**batch), targets, None, 1.0)[0]
+
+    def _narrow(self) -> torch.autocast:
+        """Products in the dtype that is computed in, unless FSDP2 sees to that."""
+        narrow = self.compute != torch.float32 and not self.sharded
+        return torch.autocast(self.ranks.device.type, self.compute, enabled=narrow)
+
+    def gather(self, name: str, kept: str) -> Tensor:
+        """All ranks get it."""
+        parameter = self.parameters[name]
+        return whole(parameter if kept == WEIGHT else self.optimizer.state[parameter][kept])
+
+    def has_moments(self, name: str) -> bool:
+        return self.parameters[name] in self.optimizer.state
+
+    def assign(self, name: str, value: Tensor) -> None:
+        assign(self.parameters[name], value)
+
+    def assign_moments(self, name: str, step: int, moments: Mapping[str, Tensor]) -> None:
+        parameter = self.parameters[name]
+        device = parameter.device if self.optimizer.defaults["fused"] else "cpu"
+        state = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+        for moment, tensor in state.items():
+            assign(tensor, moments[moment])
+        self.optimizer.state[parameter] = {"step": torch.tensor(float(step), device=device), **state}
+
+    @torch.no_grad()
+    def round_weights(self, dtype: torch.dtype) -> None:
+        for parameter in self.parameters.values():
+            parameter.copy_(parameter.to(dtype))
