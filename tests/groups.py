@@ -9,7 +9,9 @@ import torch
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
+from ladderize.runtime.collectives.gloo import Gloo
 from ladderize.runtime.collectives.observed import Traced
+from ladderize.runtime.collectives.shm import SharedMemory
 from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 
@@ -212,3 +214,49 @@ def report_and_die(group):
 def report_once(group):
     group.report("alone")
     return 7
+
+
+def split_sums(group, backend, seed):
+    """Four ranks as two rows of two: sums, gathers and words stay in their row or column. Returns what each rank
+    saw."""
+    data, tensor = group.split(2)
+    row, column = divmod(group.rank, 2)
+    assert (tensor.rank, tensor.size, data.rank, data.size) == (column, 2, row, 2)
+    assert tensor.local_size == data.local_size == tensor.others == data.others == 2
+    assert (tensor.is_main, data.is_main) == (column == 0, row == 0)
+    assert tensor.broadcast(group.rank) == 2 * row
+    assert data.broadcast(group.rank) == column
+    assert data.mesh().size() == 2
+    in_row = Gloo(tensor) if backend == "gloo" else SharedMemory(tensor, max_bytes=1 << 12)
+    in_column = Gloo(data) if backend == "gloo" else SharedMemory(data, max_bytes=1 << 12)
+    numbers = torch.Generator().manual_seed(seed)
+    for _ in range(20):
+        inputs = torch.randn(4, int(torch.randint(1, 99, (), generator=numbers)), generator=numbers)
+        handles = [in_row.all_reduce_async(inputs[rank].clone()) for rank in (group.rank, 3 - group.rank)]
+        across = in_column.all_reduce_async(inputs[group.rank].clone())
+        whole = group.sum(inputs[group.rank].clone())
+        assert torch.allclose(handles[0].wait(), inputs[2 * row : 2 * row + 2].sum(0))
+        assert torch.allclose(handles[1].wait(), inputs[2 - 2 * row : 4 - 2 * row].sum(0))
+        assert torch.allclose(across.wait(), inputs[column::2].sum(0))
+        assert torch.allclose(whole, inputs.sum(0), atol=1e-5)
+        assert torch.equal(in_row.all_gather(torch.tensor([group.rank])), torch.tensor([2 * row, 2 * row + 1]))
+    in_row.close()
+    in_column.close()
+    return group.gather((tensor.gather(group.rank), data.gather(group.rank)))
+
+
+def split_badly(group, tp_size):
+    group.split(tp_size)
+
+
+def many_in_flight(group, slots, messages):
+    """``messages`` sums under way at once, several times over, where rank 1 is always late."""
+    collectives = SharedMemory(group, max_bytes=64, slots=slots)
+    wrong = 0
+    for round_ in range(5):
+        if group.rank == 1:
+            time.sleep(0.01)
+        handles = [collectives.all_reduce_async(torch.full((4,), float(n + round_))) for n in range(messages)]
+        wrong += sum(int((handle.wait() != 2.0 * (n + round_)).sum()) for n, handle in enumerate(handles))
+    collectives.close()
+    return sum(group.gather(wrong))

@@ -16,7 +16,18 @@ from ladderize.runtime import launch as distributed
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.shm import SharedMemory
-from tests.groups import die, fail, reduce_long, reduce_randomly, too_large, values, wait_twice
+from tests.groups import (
+    die,
+    fail,
+    many_in_flight,
+    reduce_long,
+    reduce_randomly,
+    split_badly,
+    split_sums,
+    too_large,
+    values,
+    wait_twice,
+)
 from tests.helpers import invoke
 
 
@@ -98,11 +109,39 @@ def test_a_message_over_the_announced_size_is_an_error():
         distributed.run(too_large, tp_size=2, device="cpu")
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_four_ranks_as_two_by_two(backend):
+    seed = int(torch.randint(1 << 30, ()))
+    seen = distributed.run(split_sums, backend, seed, tp_size=4, device="cpu", threads=1)
+    assert seen == [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+    assert not segments()
+
+
+def test_a_split_that_leaves_ranks_over():
+    with pytest.raises(UserError, match="--tp-size 2 does not divide the 3 processes"):
+        distributed.run(split_badly, 2, tp_size=3, device="cpu", threads=1)
+
+
+def test_a_split_into_one_row_or_one_column():
+    pair = Ranks(1, 2, torch.device("cpu"), local_size=2)
+    data, tensor = pair.split(1)
+    assert (data, tensor.rank, tensor.size, tensor.local_size, tensor.others) == (pair, 0, 1, 1, 1)
+    data, tensor = pair.split(2)
+    assert (data.rank, data.size, data.local_size, tensor) == (0, 1, 1, pair)
+
+
+def test_as_many_messages_in_flight_as_there_are_slots():
+    assert distributed.run(many_in_flight, 6, 6, tp_size=2, device="cpu") == 0
+    with pytest.raises(UserError, match="more than 6 messages are in flight"):
+        distributed.run(many_in_flight, 6, 7, tp_size=2, device="cpu")
+
+
 def test_where_shared_memory_cannot_serve(monkeypatch):
     problem = SharedMemory.problem
     assert problem(hosts=["a", "a"], cores=2, max_bytes=100) is None
     assert "several hosts" in problem(hosts=["a", "b"], cores=2, max_bytes=100)
     assert "3 ranks would busy-wait on 2 cores" in problem(hosts=["a"] * 3, cores=2, max_bytes=100)
+    assert "4 ranks would busy-wait on 2 cores" in problem(hosts=["a"] * 2, cores=2, max_bytes=100, others=2)
     assert "are free" in problem(hosts=["a", "a"], cores=2, max_bytes=1 << 50)
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert "memory ordering" in problem(hosts=["a", "a"], cores=2, max_bytes=100)

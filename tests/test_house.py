@@ -30,11 +30,19 @@ LEAVES = {
     "memory",
     "predictions",
 }
+# of the runtime: what computes a model on several ranks, and starts them; not its commands
+ENGINE = {
+    f"runtime.{name}"
+    for name in (
+        *("collectives", "training", "model", "layers", "parts", "schedule", "shards", "loader", "kv_cache"),
+        *("decode", "launch", "spec"),
+    )
+}
 MAY_IMPORT = {
     "convert": LEAVES | {"convert"},
     "runtime": LEAVES | {"convert", "runtime"},
     "eval": LEAVES | {"convert", "runtime", "eval"},
-    "adapt": LEAVES | {"convert", "adapt", "eval.perplexity", "eval.results"},
+    "adapt": LEAVES | ENGINE | {"convert", "adapt", "eval.perplexity", "eval.results"},
     "workflows": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows"},
     "tradeoff": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "tradeoff"},
     "demo": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "tradeoff", "demo"},

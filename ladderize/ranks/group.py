@@ -4,13 +4,14 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ladderize.console import silenced
 from ladderize.errors import UserError
@@ -37,6 +38,8 @@ class Ranks:
 
     All ranks call the same methods in the same order. Messages between them go over the CPU.
     ``report(value)`` gives a value to whoever started the ranks, while they go on; only what rank 0 reports is heard.
+    ``split`` makes subgroups. ``group``: torch's process group of these ranks; None: the default one, of all ranks that
+    were started, or a rank alone. ``others``: ranks of this machine that were started with these and are not of them.
     """
 
     rank: int
@@ -44,9 +47,13 @@ class Ranks:
     device: torch.device
     local_size: int = 1
     report: Callable[[Any], None] = _unheard
+    group: Any = None
+    others: int = 0
 
     @property
     def is_main(self) -> bool:
+        """Whether this is the first of these ranks. Every subgroup has a first rank of its own: who writes files or
+        prints for all asks the Ranks of all."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
@@ -54,7 +61,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast(self, value: Any) -> Any:
@@ -62,7 +69,7 @@ class Ranks:
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(values, group=self.group, group_src=0, device=torch.device("cpu"))
         return values[0]
 
     def barrier(self) -> None:
@@ -78,9 +85,50 @@ class Ranks:
         if self.is_main:  # not after an error: then the launcher ends the others
             self.barrier()
 
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` summed over the ranks, in place, wherever the tensor is."""
+        if self.size > 1:
+            dist.all_reduce(values, group=self.group)
+        return values
+
     def mesh(self) -> Any:
-        """All ranks in a row, for FSDP2."""
-        return dist.init_device_mesh(self.device.type, (self.size,))
+        """These ranks in a row, as a device mesh, for FSDP2."""
+        if self.group is None:
+            return dist.init_device_mesh(self.device.type, (self.size,))
+        return DeviceMesh.from_group(self.group, self.device.type)
+
+    def split(self, tp_size: int, *, timeout: timedelta = TRAINING_TIMEOUT) -> tuple["Ranks", "Ranks"]:
+        """These ranks as a table of ``size / tp_size`` rows and ``tp_size`` columns; returns (data, tensor).
+
+        tensor: this rank's row, ``tp_size`` neighbours that share one model. data: its column, the ranks that hold the
+        same part of the model and read different data. All ranks call it. timeout: of the new groups' operations.
+        Raises UserError where ``tp_size`` does not divide the ranks.
+        """
+        if self.size % tp_size:
+            raise UserError(
+                f"--tp-size {tp_size} does not divide the {self.size} processes that the launcher started; start a"
+                " multiple of it"
+            )
+        alone = replace(self, rank=0, size=1, local_size=1, group=None, others=self.others + self.local_size - 1)
+        if tp_size == 1:
+            return self, alone
+        if tp_size == self.size:
+            return alone, self
+        table = torch.arange(self.size).view(-1, tp_size)
+        hosts = self.gather(host_id())
+
+        def subgroup(lines: list[list[int]]) -> Ranks:
+            groups = [dist.new_group([_global(self.group, rank) for rank in line], timeout=timeout) for line in lines]
+            own, line = next((group, line) for group, line in zip(groups, lines, strict=True) if self.rank in line)
+            here = sum(hosts[rank] == hosts[self.rank] for rank in line)
+            others = self.others + self.local_size - here
+            return replace(self, rank=line.index(self.rank), size=len(line), local_size=here, group=own, others=others)
+
+        return subgroup(table.t().tolist()), subgroup(table.tolist())
+
+
+def _global(group: Any, rank: int) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def launched() -> Place:

@@ -29,12 +29,12 @@ def check_backend(backend: str, ranks: int, device: str) -> None:
         )
 
 
-def choose(backend: str, group: Ranks, *, max_bytes: int) -> tuple[Collectives, str]:
+def choose(backend: str, group: Ranks, *, max_bytes: int, in_flight: int = 1) -> tuple[Collectives, str]:
     """The collectives of a group, and one sentence on the choice. Raises UserError where ``backend`` cannot work.
 
-    max_bytes: the largest message that will be sent.
+    max_bytes: the largest message that will be sent. in_flight: how many at most are started before one is waited for.
     """
-    from ladderize.runtime.collectives.shm import SharedMemory
+    from ladderize.runtime.collectives.shm import LEAST_SLOTS, SharedMemory
 
     check_backend(backend, group.size, group.device.type)
     if group.size == 1:
@@ -43,16 +43,21 @@ def choose(backend: str, group: Ranks, *, max_bytes: int) -> tuple[Collectives, 
         return NoCommunication(group.size), "none, as asked for: for timing only, results are wrong"
     if group.device.type == "cuda":
         return _on_gpu(backend, group)
+    slots = max(LEAST_SLOTS, in_flight)
     found = SharedMemory.problem(
-        hosts=group.gather(host_id()), cores=len(set().union(*group.gather(cores()))), max_bytes=max_bytes
+        hosts=group.gather(host_id()),
+        cores=len(set().union(*group.gather(cores()))),
+        max_bytes=max_bytes,
+        slots=slots,
+        others=max(group.gather(group.others)),
     )
     problem = next(filter(None, group.gather(found)), None)  # one answer for all ranks
     if backend == "shm" or (backend == "auto" and problem is None):
         if problem is not None:
             raise UserError(f"--backend shm cannot be used: {problem}; --backend gloo can")
         why = "as asked for" if backend == "shm" else "all ranks are on this host"
-        return SharedMemory(group, max_bytes=max_bytes), f"shm: {why}"
-    return Gloo(group.size), f"gloo: {'as asked for' if backend == 'gloo' else problem}"
+        return SharedMemory(group, max_bytes=max_bytes, slots=slots), f"shm: {why}"
+    return Gloo(group), f"gloo: {'as asked for' if backend == 'gloo' else problem}"
 
 
 def _on_gpu(backend: str, group: Ranks) -> tuple[Collectives, str]:
@@ -64,20 +69,22 @@ def _on_gpu(backend: str, group: Ranks) -> tuple[Collectives, str]:
     if backend == "symm_mem" and problem:
         raise UserError(f"--backend symm_mem cannot be used: {problem}; --backend nccl can")
     if backend == "nccl" or problem:
-        return Nccl(group.size, group.device), f"nccl: {problem or 'as asked for'}"
+        return Nccl(group), f"nccl: {problem or 'as asked for'}"
     try:
-        chosen, failure = SymmetricMemory(group.size, group.device), None
+        chosen, failure = SymmetricMemory(group), None
     except RuntimeError as error:  # a container may not let processes share memory handles
         chosen, failure = None, sentence(error)
     failures = [failure for failure in group.gather(failure) if failure]
     if failures and backend == "symm_mem":
         raise UserError(f"--backend symm_mem cannot be used: {failures[0]}; --backend nccl can")
     if chosen is None or failures:
-        return Nccl(group.size, group.device), f"nccl: symmetric memory is not available ({failures[0]})"
+        return Nccl(group), f"nccl: symmetric memory is not available ({failures[0]})"
     kernel = "multicast" if chosen.multicast else "one-shot"
     return chosen, f"symm_mem: {kernel} up to {ONE_SHOT_BYTES // 1024} KiB, nccl above"
 
 
 def _peers_reachable(group: Ranks) -> bool:
-    own, count = group.device.index, torch.cuda.device_count()
-    return all(torch.cuda.can_device_access_peer(own, peer) for peer in range(min(count, group.size)) if peer != own)
+    """Of those that this process sees."""
+    own, seen = group.device.index, range(torch.cuda.device_count())
+    peers = set(group.gather(own)) - {own}
+    return all(torch.cuda.can_device_access_peer(own, peer) for peer in peers if peer in seen)

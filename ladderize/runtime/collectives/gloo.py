@@ -7,24 +7,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
 
 
 class Gloo(Collectives):
     """torch.distributed's CPU backend. Two ranks swap whole messages, which is one step where an all-reduce takes
-    two."""
+    two. Only one object for a group may have messages under way: both would number them alike."""
 
     name = "gloo"
 
-    def __init__(self, ranks: int) -> None:
-        super().__init__(ranks)
+    def __init__(self, group: Ranks) -> None:
+        super().__init__(group.size)
+        self.group, self.peer = group.group, 1 - group.rank
         self.free: dict[tuple[torch.Size, torch.dtype], deque[_Swap]] = {}
         self.swaps = 0
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         if self.ranks == 2:
             return self._swap(x)
-        work: Any = dist.all_reduce(x, async_op=True)
+        work: Any = dist.all_reduce(x, group=self.group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
@@ -36,9 +38,9 @@ class Gloo(Collectives):
         free = self.free.setdefault((x.shape, x.dtype), deque())
         while len(free) < 2:  # so that the one to be used next has been listening for a while
             self.swaps += 1  # ranks swap in the same order, so they count alike
-            free.append(_Swap(1 - dist.get_rank(), self.swaps, torch.empty_like(x)))
+            free.append(_Swap(self.group, self.peer, self.swaps, torch.empty_like(x)))
         swap = free.popleft()
-        sending: Any = dist.isend(x, swap.peer, tag=swap.tag)
+        sending: Any = swap.send(x)
 
         def finish() -> Tensor:
             theirs = swap.received()
@@ -52,13 +54,13 @@ class Gloo(Collectives):
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
-        dist.all_gather(parts, x.contiguous())
+        dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, -1)
 
     def settle(self) -> None:
         """Answer what still listens; both ranks come here. The next messages listen anew."""
         for swap in [swap for free in self.free.values() for swap in free]:
-            sending: Any = dist.isend(torch.zeros_like(swap.buffer), swap.peer, tag=swap.tag)
+            sending: Any = swap.send(torch.zeros_like(swap.buffer))
             swap.received()
             sending.wait()
         self.free.clear()
@@ -72,12 +74,15 @@ class _Swap:
     is sent to at once.
     """
 
-    def __init__(self, peer: int, tag: int, buffer: Tensor) -> None:
-        self.peer, self.tag, self.buffer = peer, tag, buffer
+    def __init__(self, group: Any, peer: int, tag: int, buffer: Tensor) -> None:
+        self.group, self.peer, self.tag, self.buffer = group, peer, tag, buffer
         self.listen()
 
     def listen(self) -> None:
-        self.receiving: Any = dist.irecv(self.buffer, self.peer, tag=self.tag)
+        self.receiving: Any = dist.irecv(self.buffer, group=self.group, group_src=self.peer, tag=self.tag)
+
+    def send(self, x: Tensor) -> Any:
+        return dist.isend(x, group=self.group, group_dst=self.peer, tag=self.tag)
 
     def received(self) -> Tensor:
         self.receiving.wait()

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
 
 # Up to here one kernel in which every rank reads all peers beats NCCL's ring (vLLM's and TensorRT-LLM's custom
@@ -16,13 +17,14 @@ class Nccl(Collectives):
 
     name = "nccl"
 
-    def __init__(self, ranks: int, device: torch.device) -> None:
-        super().__init__(ranks)
-        self.stream = torch.cuda.Stream(device)
+    def __init__(self, group: Ranks) -> None:
+        super().__init__(group.size)
+        self.group = group.group
+        self.stream = torch.cuda.Stream(group.device)
 
     def reduce(self, x: Tensor) -> Tensor:
         """Sum on the current stream."""
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=self.group)
         return x
 
     def all_reduce_async(self, x: Tensor) -> Handle:
@@ -42,7 +44,7 @@ class Nccl(Collectives):
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = torch.empty(self.ranks, *x.shape, dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(parts, x.contiguous())
+        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
         return torch.cat(parts.unbind(0), -1)
 
 
@@ -52,14 +54,14 @@ class SymmetricMemory(Nccl):
 
     name = "symm_mem"
 
-    def __init__(self, ranks: int, device: torch.device) -> None:
-        super().__init__(ranks, device)
+    def __init__(self, group: Ranks) -> None:
+        super().__init__(group)
         import torch.distributed._symmetric_memory as symm_mem
 
-        world = dist.group.WORLD
-        assert world is not None
-        self.group_name = world.group_name
-        self.buffer = symm_mem.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
+        own = group.group if group.group is not None else dist.group.WORLD
+        assert own is not None
+        self.group_name = own.group_name
+        self.buffer = symm_mem.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=group.device)
         handle = symm_mem.rendezvous(self.buffer, self.group_name)
         self.multicast = bool(getattr(handle, "multicast_ptr", 0))
 

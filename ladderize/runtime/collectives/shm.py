@@ -29,47 +29,54 @@ from ladderize.runtime.collectives.base import Collectives, Handle
 
 FOLDER = Path("/dev/shm")  # noqa: S108 - a memory file system is the point
 ORDERED = ("x86_64", "AMD64")
-SLOTS = 4  # messages that may be in flight; the oldest slot is free again when every rank has read it
+# Messages that may be in flight, at least: the oldest slot is free again when every rank has read it, so a few more
+# than are waited for let an early rank go on.
+LEAST_SLOTS = 4
 LINE = 128  # bytes between counters: two cache lines, which adjacent-line prefetch pairs
 SPINS, YIELD_SECONDS = 2000, 1.0
 
 
 class SharedMemory(Collectives):
-    """See the module. ``max_bytes``: the largest message."""
+    """See the module. ``max_bytes``: the largest message. ``slots``: how many may be in flight; one more is an error,
+    since every rank would wait for the others to read."""
 
     name = "shm"
 
-    def __init__(self, group: Ranks, *, max_bytes: int) -> None:
+    def __init__(self, group: Ranks, *, max_bytes: int, slots: int = LEAST_SLOTS) -> None:
         super().__init__(group.size)
+        self.slots = slots
         self.rank = group.rank
         self.slot_bytes = _round_up(max_bytes)
         self.sent, self.received = 0, 0
         self.pids = group.gather(os.getpid())
         header = _round_up(2 * group.size * LINE)
-        size = header + SLOTS * group.size * self.slot_bytes
+        size = header + slots * group.size * self.slot_bytes
         memory = self._attach(group, size)
         counters = memoryview(memory).cast("q")
         words = LINE // 8
         # written[r]: messages that rank r has put into its slots; read[r]: messages that it is done with
         self.written = [counters[r * words : r * words + 1] for r in range(group.size)]
         self.read = [counters[(group.size + r) * words : (group.size + r) * words + 1] for r in range(group.size)]
-        self.slots = torch.frombuffer(memory, dtype=torch.uint8)[header:].view(SLOTS, group.size, self.slot_bytes)
+        self.messages = torch.frombuffer(memory, dtype=torch.uint8)[header:].view(slots, group.size, self.slot_bytes)
         self.peers = [r for r in range(group.size) if r != group.rank]
         # views of each slot for each shape of message, made once: a view costs as much as copying a small message
         self.views: dict[tuple[torch.Size, torch.dtype], list[list[Tensor]]] = {}
 
     @staticmethod
-    def problem(*, hosts: list[str], cores: int, max_bytes: int) -> str | None:
-        """Why shared memory cannot serve this group, or None."""
+    def problem(
+        *, hosts: list[str], cores: int, max_bytes: int, slots: int = LEAST_SLOTS, others: int = 0
+    ) -> str | None:
+        """Why shared memory cannot serve this group, or None. others: ranks of other groups that compute on the
+        host."""
         if len(set(hosts)) > 1:
             return "the ranks are on several hosts"
         if platform.machine() not in ORDERED:
             return f"it relies on the memory ordering of x86, and this is {platform.machine()}"
-        if len(hosts) > cores:
-            return f"{len(hosts)} ranks would busy-wait on {cores} cores"
+        if (busy := len(hosts) + others) > cores:
+            return f"{busy} ranks would busy-wait on {cores} cores"
         if not FOLDER.is_dir():
             return f"there is no {FOLDER}"
-        need, free = SLOTS * len(hosts) * _round_up(max_bytes) + mmap.PAGESIZE, shutil.disk_usage(FOLDER).free
+        need, free = slots * len(hosts) * _round_up(max_bytes) + mmap.PAGESIZE, shutil.disk_usage(FOLDER).free
         if need > free:
             return f"it needs {human_bytes(need)} in {FOLDER}, where {human_bytes(free)} are free"
         return None
@@ -106,8 +113,8 @@ class SharedMemory(Collectives):
         if size > self.slot_bytes:
             raise RuntimeError(f"a message of {size} bytes is over the {self.slot_bytes} that were announced")
         return [
-            [self.slots[slot, rank, :size].view(x.dtype).view(x.shape) for rank in range(self.ranks)]
-            for slot in range(SLOTS)
+            [self.messages[slot, rank, :size].view(x.dtype).view(x.shape) for rank in range(self.ranks)]
+            for slot in range(self.slots)
         ]
 
     def _post(self, x: Tensor) -> tuple[list[Tensor], int]:
@@ -116,12 +123,14 @@ class SharedMemory(Collectives):
         views = self.views.get(key)
         if views is None:
             views = self.views[key] = self._views(x)
-        number = self.sent + 1
-        if number > SLOTS:
+        number, slots = self.sent + 1, self.slots
+        if number > slots:
+            if self.received < number - slots:
+                raise RuntimeError(f"more than {slots} messages are in flight")
             for peer in self.peers:
-                if self.read[peer][0] < number - SLOTS:
-                    self._await(self.read, peer, number - SLOTS)
-        messages = views[number % SLOTS]
+                if self.read[peer][0] < number - slots:
+                    self._await(self.read, peer, number - slots)
+        messages = views[number % slots]
         messages[self.rank].copy_(x)
         self.written[self.rank][0] = self.sent = number
         return messages, number
