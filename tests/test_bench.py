@@ -309,8 +309,10 @@ def a_window_on_the_kv_cache(monkeypatch):
 
 
 def a_rank_of_dropped_points_left_out(monkeypatch):
-    right = spd_model.mlp
-    monkeypatch.setattr(spd_model, "mlp", lambda layer, x, carry: right(layer, x, carry and [carry[0]] * len(carry)))
+    right = spd_model.mlp_inner
+    monkeypatch.setattr(
+        spd_model, "mlp_inner", lambda weights, x, carry: right(weights, x, carry and [carry[0]] * len(carry))
+    )
 
 
 def one_weight_is_off(monkeypatch):
@@ -318,8 +320,8 @@ def one_weight_is_off(monkeypatch):
 
     def off(*arguments, **more):
         weights = load(*arguments, **more)
-        weights.layers[1].input_norm.weight[3] += 0.5
-        weights.layers[1].input_norm.doubled[3] += 0.5
+        weights.attention(1).norm.weight[3] += 0.5
+        weights.attention(1).norm.doubled[3] += 0.5
         return weights
 
     monkeypatch.setattr(spec, "load_weights", off)

@@ -72,6 +72,14 @@ class KVCache:
         """The first ``length`` columns of keys and values."""
         return self.keys[layer, :, :, :length], self.values[layer, :, :, :length]
 
+    def batch_rows(self, begin: int, end: int) -> "KVCache":
+        """Rows ``begin`` to ``end`` of the batch: the same memory."""
+        return KVCache(self.keys[:, begin:end], self.values[:, begin:end])
+
+    def for_parts(self) -> "KVCache":
+        """Where the parts of one row, read one after the other, find what the earlier ones wrote."""
+        return self
+
 
 class CacheRows(KVCache):
     """Some rows of a cache: those numbered ``rows`` [batch], in this order."""
@@ -90,6 +98,9 @@ class CacheRows(KVCache):
     def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         return self.keys[layer][self.rows, :, :length], self.values[layer][self.rows, :, :length]
 
+    def batch_rows(self, begin: int, end: int) -> KVCache:
+        return CacheRows(KVCache(self.keys, self.values), self.rows[begin:end])
+
 
 class NoCache(KVCache):
     """Keeps nothing: for texts that are read in one pass."""
@@ -100,6 +111,35 @@ class NoCache(KVCache):
 
     def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
         """Forget them."""
+
+    def batch_rows(self, begin: int, end: int) -> KVCache:
+        return self
+
+    def for_parts(self) -> KVCache:
+        return PartsCache(self.keys.dtype, self.keys.device)
+
+
+class PartsCache(NoCache):
+    """Keeps the keys and values of the parts of one row as they are: they may have gradients, and nothing is copied
+    before it is read.
+
+    A part that is computed once more (activation checkpointing) writes the same into the same place.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self.parts: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+
+    def write(self, layer: int, columns: int | Tensor, keys: Tensor, values: Tensor) -> None:
+        if not isinstance(columns, int):
+            raise NotImplementedError("a part of a row is written from one column on")
+        dtype = self.keys.dtype
+        self.parts.setdefault(layer, {})[columns] = (keys.to(dtype), values.to(dtype))
+
+    def read(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        own = [part for first, part in sorted(self.parts[layer].items(), key=lambda item: item[0]) if first < length]
+        keys, values = zip(*own, strict=True)
+        return torch.cat(keys, 2), torch.cat(values, 2)
 
 
 def _size(shape: Shape, batch: int, columns: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ where there are more ranks than KV heads (DESIGN section 2; Megatron-LM, arXiv 1
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,16 @@ class Linear:
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
+
+    def products(self, x: Tensor, columns: int) -> Iterator[Tensor]:
+        """The product in ``columns`` parts of its output, one after the other."""
+        if columns == 1:
+            yield self(x)
+            return
+        if self.packed:
+            raise ValueError("a packed weight cannot be cut: load it with as many columns as it is used with")
+        for weight in self.weight.chunk(columns):
+            yield F.linear(x, weight)
 
     @property
     def nbytes(self) -> int:
@@ -75,17 +86,35 @@ def _packable() -> tuple[torch.dtype, ...]:
 
 
 @dataclass
-class LayerWeights:
-    """One rank's part of a layer. ``o`` and ``gate_up`` have one entry for each virtual rank that is computed apart."""
+class AttentionWeights:
+    """One rank's part of a layer's attention. ``o`` has one entry for each virtual rank that is computed apart."""
 
-    input_norm: RMSNorm
+    norm: RMSNorm
     qkv: Linear
     o: list[Linear]
     o_bias: Tensor | None
-    post_norm: RMSNorm
+
+    @property
+    def nbytes(self) -> int:
+        return _bytes(self.norm, [self.qkv, *self.o], self.o_bias)
+
+
+@dataclass
+class MlpWeights:
+    """One rank's part of a layer's MLP. ``gate_up`` has one entry for each virtual rank that is computed apart."""
+
+    norm: RMSNorm
     gate_up: list[Linear]
     down: Linear
     down_bias: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return _bytes(self.norm, [*self.gate_up, self.down], self.down_bias)
+
+
+def _bytes(norm: RMSNorm, linears: list[Linear], bias: Tensor | None) -> int:
+    return norm.weight.nbytes + sum(linear.nbytes for linear in linears) + (0 if bias is None else bias.nbytes)
 
 
 @dataclass
@@ -93,9 +122,15 @@ class Weights:
     """One rank's part of a Llama. embed: [own_vocab, hidden]; head: [own_vocab, hidden] as a Linear."""
 
     embed: Tensor
-    layers: list[LayerWeights]
+    layers: list[tuple[AttentionWeights, MlpWeights]]
     norm: RMSNorm
     head: Linear
+
+    def attention(self, layer: int) -> AttentionWeights:
+        return self.layers[layer][0]
+
+    def mlp(self, layer: int) -> MlpWeights:
+        return self.layers[layer][1]
 
     @property
     def resident_bytes(self) -> int:
@@ -107,11 +142,5 @@ class Weights:
     def nbytes(self) -> int:
         """Bytes of distinct tensors that decoding one token reads (of the embedding: its rows only, so not counted
         unless tied)."""
-        total = self.norm.weight.nbytes + self.head.nbytes
-        for layer in self.layers:
-            total += (
-                layer.input_norm.weight.nbytes + layer.post_norm.weight.nbytes + layer.qkv.nbytes + layer.down.nbytes
-            )
-            total += sum(linear.nbytes for linear in (*layer.o, *layer.gate_up))
-            total += sum(bias.nbytes for bias in (layer.o_bias, layer.down_bias) if bias is not None)
-        return total
+        layers = sum(sub_module.nbytes for layer in self.layers for sub_module in layer)
+        return self.norm.weight.nbytes + self.head.nbytes + layers

@@ -13,7 +13,7 @@ from torch import Tensor
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import TensorReader
 from ladderize.layout import Layout
-from ladderize.runtime.layers import LayerWeights, Linear, RMSNorm, Weights
+from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm, Weights
 from ladderize.runtime.shards import Shape, Slice, virtual_ranks
 
 
@@ -61,9 +61,16 @@ class RandomSource:
 
 
 def load_weights(
-    source: Source, shape: Shape, layout: Layout, *, pack: bool, advance: Callable[[int], None] = lambda count: None
+    source: Source,
+    shape: Shape,
+    layout: Layout,
+    *,
+    pack: bool,
+    columns: int = 1,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> Weights:
-    """One rank's weights for ``layout``. pack: see Linear. ``advance(1)`` is called after each layer."""
+    """One rank's weights for ``layout``. pack: see Linear. columns: parts of the products that are sent (see Schedule).
+    ``advance(1)`` is called after each layer."""
 
     def read(name: str, dim: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
         return source.read(Slice(name, dim, start, stop))
@@ -71,13 +78,18 @@ def load_weights(
     embed = source.read(shape.vocab_slice("model.embed_tokens.weight"))
     layers = []
     for index in range(shape.layers):
-        layers.append(_layer(read, f"model.layers.{index}.", shape, virtual_ranks(layout, index, shape.tp_size), pack))
+        virtual = virtual_ranks(layout, index, shape.tp_size)
+        layers.append(_layer(read, f"model.layers.{index}.", shape, virtual, pack, pack_sent=pack and columns == 1))
         advance(1)
     head = embed if shape.tied else source.read(shape.vocab_slice("lm_head.weight"))
     return Weights(embed, layers, RMSNorm(read("model.norm.weight"), shape.eps), Linear(head, pack=pack))
 
 
-def _layer(read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: int, pack: bool) -> LayerWeights:
+def _layer(
+    read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: int, pack: bool, *, pack_sent: bool
+) -> tuple[AttentionWeights, MlpWeights]:
+    """pack_sent: the same as ``pack``, for the products that are sent."""
+
     def rows(name: str, bounds: tuple[int, int], biased: bool) -> tuple[Tensor, Tensor | None]:
         weight = read(f"{prefix}{name}.weight", 0, *bounds)
         return weight, read(f"{prefix}{name}.bias", 0, *bounds) if biased else None
@@ -92,7 +104,9 @@ def _layer(read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: int,
         return [(bounds[0] + k * width, bounds[0] + (k + 1) * width) for k in range(virtual)]
 
     def turning(part: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-        return _pair_up(part[0], shape.head_dim), None if part[1] is None else _pair_up(part[1], shape.head_dim)
+        return pair_rope_rows(part[0], shape.head_dim), None if part[1] is None else pair_rope_rows(
+            part[1], shape.head_dim
+        )
 
     biased = shape.attention_bias
     qkv = fused(
@@ -103,26 +117,30 @@ def _layer(read: Callable[..., Tensor], prefix: str, shape: Shape, virtual: int,
         ]
     )
     o = [
-        Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *bounds), pack=pack) for bounds in split(shape.query_rows())
+        Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *bounds), pack=pack_sent)
+        for bounds in split(shape.query_rows())
     ]
     gate_up = [
         fused([rows("mlp.gate_proj", bounds, shape.mlp_bias), rows("mlp.up_proj", bounds, shape.mlp_bias)])
         for bounds in split(shape.inner_rows())
     ]
-    down = Linear(read(f"{prefix}mlp.down_proj.weight", 1, *shape.inner_rows()), pack=pack)
-    return LayerWeights(
-        input_norm=RMSNorm(read(f"{prefix}input_layernorm.weight"), shape.eps),
+    down = Linear(read(f"{prefix}mlp.down_proj.weight", 1, *shape.inner_rows()), pack=pack_sent)
+    attention = AttentionWeights(
+        norm=RMSNorm(read(f"{prefix}input_layernorm.weight"), shape.eps),
         qkv=qkv,
         o=o,
         o_bias=read(f"{prefix}self_attn.o_proj.bias") if biased else None,
-        post_norm=RMSNorm(read(f"{prefix}post_attention_layernorm.weight"), shape.eps),
+    )
+    mlp = MlpWeights(
+        norm=RMSNorm(read(f"{prefix}post_attention_layernorm.weight"), shape.eps),
         gate_up=gate_up,
         down=down,
         down_bias=read(f"{prefix}mlp.down_proj.bias") if shape.mlp_bias else None,
     )
+    return attention, mlp
 
 
-def _pair_up(rows: Tensor, head_dim: int) -> Tensor:
+def pair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder each head's rows so that the two that rope turns together are neighbours: a complex product then turns
     them.
 

@@ -6,105 +6,160 @@ next sub-module (overlapped, Ladder Residual, arXiv 2501.06589) or left out unti
 arXiv 2502.20727).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ladderize.layout import BLOCKING, DROPPED, Layout
-from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.layers import LayerWeights, Weights
+from ladderize.runtime.layers import AttentionWeights, MlpWeights
+from ladderize.runtime.parts import Step, join_parts, split_parts
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
 from ladderize.runtime.shards import Shape
 
 
-@dataclass(frozen=True)
-class Step:
-    """Where the tokens of one forward pass stand.
+class OwnWeights(Protocol):
+    """What the model asks of one rank's weights; see ``layers.Weights``. It takes a sub-module's weights before it
+    waits for the sum that the sub-module reads."""
 
-    rope_factors: complex [batch or 1, tokens, 1, head_dim / 2]. columns: the first cache column of the tokens, or a
-    tensor of their columns: [tokens], or [batch, tokens] where rows differ. length: the columns of the cache that
-    attention sees; 0: a prompt, which sees itself alone. mask: bool [batch or 1, 1, tokens, columns in view], True
-    where a token may look; None: everything, or with ``causal`` everything up to itself.
-    """
-
-    rope_factors: Tensor
-    columns: int | Tensor
-    length: int
-    mask: Tensor | None = None
-    causal: bool = False
+    @property
+    def embed(self) -> Tensor: ...
+    @property
+    def norm(self) -> Callable[[Tensor], Tensor]: ...
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def resident_bytes(self) -> int: ...
+    def attention(self, layer: int) -> AttentionWeights: ...
+    def mlp(self, layer: int) -> MlpWeights: ...
 
 
 class TPLlama:
-    """One rank of a Llama with a layout. Inference only; the sums go through ``collectives``.
+    """One rank of a Llama with a layout, for inference and for training; the sums go through ``collectives``.
 
     compile: run the sub-modules between the collectives through torch.compile.
     """
 
     def __init__(
-        self, shape: Shape, layout: Layout, weights: Weights, collectives: Collectives, *, compile: bool = False
+        self, shape: Shape, layout: Layout, weights: OwnWeights, collectives: Collectives, *, compile: bool = False
     ) -> None:
         self.shape, self.layout, self.weights, self.collectives = shape, layout, weights, collectives
         self.project: Callable[..., Any] = compiled(project) if compile else project
-        self.mlp: Callable[..., Any] = compiled(mlp) if compile else mlp
+        self.mlp_inner: Callable[..., Any] = compiled(mlp_inner) if compile else mlp_inner
 
-    def forward(self, ids: Tensor, step: Step, cache: KVCache) -> Tensor:
+    def forward(self, ids: Tensor, step: Step, cache: KVCache, schedule: Schedule = SEQUENTIAL) -> Tensor:
         """ids: [batch, tokens]. Returns the normed end of the residual stream [batch, tokens, hidden], equal on all
         ranks."""
-        residual = self.embed(ids)
-        pending: Handle | None = None
-        pending_bias: Tensor | None = None
-        for index, layer in enumerate(self.weights.layers):
-            attention_sync, mlp_sync = self.layout.attention_sync[index], self.layout.mlp_sync[index]
+        parts = split_parts(ids, step, cache, schedule)
+        walks = [self.walk(part.ids, part.step, part.cache, schedule.columns) for part in parts]
+        return join_parts(run_walks(walks), ids.shape[0])
 
-            partials = self.attention(index, layer, residual, step, cache)
-            if pending is not None:  # after the compute: that is the overlap
-                residual = add_bias(residual + pending.wait(), pending_bias)
-                pending = None
+    def walk(self, ids: Tensor, step: Step, cache: KVCache, columns: int = 1) -> Generator[None, None, Tensor]:
+        """The one forward: it yields after each sum that it has sent, so that others may compute meanwhile, and returns
+        what ``forward`` does. columns: parts in which sums are sent.
+
+        A sub-module's weights are taken before the sum that it reads is waited for. In training that puts the products
+        of its weights' gradients behind the start of its input's gradient (see training/linear.py).
+        """
+        collectives, layout, weights = self.collectives, self.layout, self.weights
+        sent: PendingSum | None = self.embed(ids)
+        attention, mlp = self.upcoming(0)
+        yield
+        assert sent is not None
+        residual, x = sent.wait()
+        sent = None
+        for index in range(self.shape.layers):
+            products = self.attention_products(index, attention, x, step, cache, columns)
+            if sent is not None:
+                products = iter(list(products))  # first compute: that is the overlap
+                residual, x = sent.wait()
+                sent = None
             carry = None
-            if attention_sync == DROPPED:
-                carry, residual = partials, add_bias(residual, layer.o_bias)
-            elif attention_sync == BLOCKING:
-                residual = add_bias(residual + self.collectives.all_reduce(partials[0]), layer.o_bias)
+            if layout.attention_sync[index] == DROPPED:
+                carry = list(products)
+                residual, x = self.add_bias(residual, x, attention.o_bias)
             else:
-                pending, pending_bias = self.collectives.all_reduce_async(partials[0]), layer.o_bias
+                sent = PendingSum(collectives, residual, attention.o_bias, products)
+                mlp = weights.mlp(index)
+                yield
+                if layout.attention_sync[index] == BLOCKING:
+                    residual, x = sent.wait()
+                    sent = None
+            assert mlp is not None
+            products = self.mlp_products(mlp, x, carry, columns)
+            if sent is not None:
+                products = iter(list(products))
+                residual, x = sent.wait()
+            sent = PendingSum(collectives, residual, mlp.down_bias, products)
+            if index + 1 < self.shape.layers:
+                attention, mlp = self.upcoming(index + 1)
+            yield
+            if layout.mlp_sync[index] == BLOCKING:
+                residual, x = sent.wait()
+                sent = None
+        return weights.norm(x)  # the last MLP sync is blocking: nothing is on its way
 
-            partial = self.mlp(layer, residual, carry)
-            if pending is not None:
-                residual = add_bias(residual + pending.wait(), pending_bias)
-                pending = None
-            if mlp_sync == BLOCKING:
-                residual = add_bias(residual + self.collectives.all_reduce(partial), layer.down_bias)
-            else:
-                pending, pending_bias = self.collectives.all_reduce_async(partial), layer.down_bias
-        return self.weights.norm(residual)  # the last MLP sync is blocking: nothing is pending
+    def upcoming(self, index: int) -> tuple[AttentionWeights, MlpWeights | None]:
+        """The weights up to the next sum: those of attention, and where its sum is dropped also those of the MLP."""
+        dropped = self.layout.attention_sync[index] == DROPPED
+        return self.weights.attention(index), self.weights.mlp(index) if dropped else None
 
-    def attention(self, index: int, layer: LayerWeights, x: Tensor, step: Step, cache: KVCache) -> list[Tensor]:
-        """The partial sums of attention, without o_proj's bias: one, or one for each virtual rank that is computed
-        apart."""
-        query, key, value = self.project(layer, x, step.rope_factors, self.shape)
+    def add_bias(self, residual: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The bias of a dropped sum. All ranks add it to the stream alike, so there its gradient counts once."""
+        if bias is None:
+            return residual, x
+        if residual is x:
+            return (residual + bias,) * 2
+        return residual + ShareOfGradient.apply(bias, 1 / self.collectives.ranks), x + bias
+
+    def attention_products(
+        self, index: int, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, columns: int
+    ) -> Iterator[Tensor]:
+        """This rank's part of attention's sum, without o_proj's bias: in ``columns`` parts, or, where the sum is
+        dropped, whole for each virtual rank."""
+        query, key, value = self.project(weights, x, step.rope_factors, self.shape)
         cache.write(index, step.columns, key, value)
         if step.length:
             key, value = cache.read(index, step.length)
         else:
             key, value = key.to(x.dtype), value.to(x.dtype)
         heads = attend(query.to(key.dtype), key, value, step.mask, step.causal).to(x.dtype)
-        if len(layer.o) == 1:
-            return [layer.o[0](heads)]
-        return [o(part) for o, part in zip(layer.o, heads.chunk(len(layer.o), -1), strict=True)]
+        if self.layout.attention_sync[index] != DROPPED:
+            yield from weights.o[0].products(heads, columns)
+        else:
+            for o, part in zip(weights.o, heads.chunk(len(weights.o), -1), strict=True):
+                yield o(part)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """[batch, tokens] -> [batch, tokens, hidden]; each rank looks up its own part of the vocabulary."""
+    def mlp_products(
+        self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None, columns: int
+    ) -> Iterator[Tensor]:
+        """This rank's part of the MLP's sum, without down_proj's bias, plus what this rank carries (SPD section 4.1:
+        X' = X + AR(Z + P)), in ``columns`` parts.
+
+        Each virtual rank k of this process reads x + carry[k]; the one product with down_proj adds them all up.
+        """
+        inner = self.mlp_inner(weights, x, carry)
+        for number, product in enumerate(weights.down.products(inner, columns)):
+            for own in carry or ():
+                product = product + own.chunk(columns, -1)[number]
+            yield product
+
+    def embed(self, ids: Tensor) -> PendingSum:
+        """[batch, tokens] -> the sum [batch, tokens, hidden]; each rank looks up its own part of the vocabulary."""
         table = self.weights.embed
         if self.shape.replicate_vocab:
-            return F.embedding(ids, table)
+            return PendingSum(Collectives(), None, None, [F.embedding(ids, table)])
         own = ids - self.shape.vocab_start
         inside = (own >= 0) & (own < self.shape.own_vocab)
         rows = F.embedding(own.clamp(0, self.shape.own_vocab - 1), table)
-        return self.collectives.all_reduce(rows * inside.unsqueeze(-1))
+        return PendingSum(self.collectives, None, None, [rows * inside.unsqueeze(-1)])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab], equal on all ranks."""
@@ -122,14 +177,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias
-
-
-def project(layer: LayerWeights, x: Tensor, rope_factors: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+def project(weights: AttentionWeights, x: Tensor, rope_factors: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [batch, own heads, tokens, head_dim], float32, of the residual stream [batch, tokens,
     hidden]."""
-    fused = layer.qkv(layer.input_norm(x)).float().unflatten(-1, (-1, shape.head_dim))
+    fused = weights.qkv(weights.norm(x)).float().unflatten(-1, (-1, shape.head_dim))
     query_key, value = fused.split((shape.own_heads + shape.own_kv_heads, shape.own_kv_heads), 2)
     query, key = rotate(query_key, rope_factors).split((shape.own_heads, shape.own_kv_heads), 2)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -161,19 +212,12 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cau
     return output.transpose(1, 2).reshape(batch, tokens, -1)
 
 
-def mlp(layer: LayerWeights, residual: Tensor, carry: list[Tensor] | None) -> Tensor:
-    """The partial sum of the MLP, without down_proj's bias, plus what this rank carries (SPD section 4.1: X' = X + AR(Z
-    + P)).
-
-    Each virtual rank k of this process reads residual + carry[k]; the one product with down_proj adds them all up.
-    """
+def mlp_inner(weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Tensor:
+    """What down_proj reads: [batch, tokens, own inner], of the virtual ranks side by side."""
     if carry is None:
-        return layer.down(gated(layer.gate_up[0](layer.post_norm(residual))))
-    inner = [gated(gate_up(layer.post_norm(residual + own))) for gate_up, own in zip(layer.gate_up, carry, strict=True)]
-    partial = layer.down(inner[0] if len(inner) == 1 else torch.cat(inner, -1))
-    for own in carry:
-        partial = partial + own
-    return partial
+        return gated(weights.gate_up[0](weights.norm(x)))
+    inner = [gated(gate_up(weights.norm(x + own))) for gate_up, own in zip(weights.gate_up, carry, strict=True)]
+    return inner[0] if len(inner) == 1 else torch.cat(inner, -1)
 
 
 def gated(gate_up: Tensor) -> Tensor:

@@ -127,8 +127,9 @@ class WeightCache:
     """Weights of one rank, loaded once for all models that share them: the same files (or random numbers), slices and
     dtype."""
 
-    def __init__(self, device: torch.device, *, pack: bool, replicate_vocab: bool = False) -> None:
-        self.device, self.pack, self.replicate_vocab = device, pack, replicate_vocab
+    def __init__(self, device: torch.device, *, pack: bool, replicate_vocab: bool = False, columns: int = 1) -> None:
+        """columns: see ``load_weights``."""
+        self.device, self.pack, self.replicate_vocab, self.columns = device, pack, replicate_vocab, columns
         self.loaded: dict[Any, Weights] = {}
 
     def get(
@@ -136,7 +137,9 @@ class WeightCache:
     ) -> tuple[Shape, Weights]:
         shape = Shape.from_config(spec.config, tp_size=tp_size, rank=rank, replicate_vocab=self.replicate_vocab)
         apart = tuple(virtual_ranks(spec.layout, layer, tp_size) for layer in range(shape.layers))
-        load = functools.partial(load_weights, shape=shape, layout=spec.layout, pack=self.pack, advance=advance)
+        load = functools.partial(
+            load_weights, shape=shape, layout=spec.layout, pack=self.pack, columns=self.columns, advance=advance
+        )
         if spec.folder is None:
             key: Any = (shape, apart, spec.dtype)
             if key not in self.loaded:

@@ -1,9 +1,12 @@
 """Models that are timed beside the layouts and never generate text: what else could be done about the all-reduces."""
 
+from collections.abc import Generator
+
 from torch import Tensor
 
+from ladderize.runtime.collectives.differentiable import PendingSum
 from ladderize.runtime.kv_cache import KVCache
-from ladderize.runtime.model import Step, TPLlama, add_bias
+from ladderize.runtime.model import Step, TPLlama
 
 
 class ParallelLlama(TPLlama):
@@ -13,12 +16,17 @@ class ParallelLlama(TPLlama):
     With a Llama's weights its output means nothing: it was trained for something else. For timing only.
     """
 
-    def forward(self, ids: Tensor, step: Step, cache: KVCache) -> Tensor:
-        residual = self.embed(ids)
-        for index, layer in enumerate(self.weights.layers):
-            (partial,) = self.attention(index, layer, residual, step, cache)
-            partial = partial + self.mlp(layer, residual, None)
-            residual = add_bias(
-                add_bias(residual + self.collectives.all_reduce(partial), layer.o_bias), layer.down_bias
-            )
-        return self.weights.norm(residual)
+    def walk(self, ids: Tensor, step: Step, cache: KVCache, columns: int = 1) -> Generator[None, None, Tensor]:
+        pending = self.embed(ids)
+        yield
+        residual, x = pending.wait()
+        for index in range(self.shape.layers):
+            attention, mlp = self.weights.attention(index), self.weights.mlp(index)
+            (partial,) = self.attention_products(index, attention, x, step, cache, 1)
+            (partial_mlp,) = self.mlp_products(mlp, x, None, 1)
+            for bias in (attention.o_bias, mlp.down_bias):
+                residual = residual if bias is None else residual + bias
+            pending = PendingSum(self.collectives, residual, None, [partial + partial_mlp])
+            yield
+            residual, x = pending.wait()
+        return self.weights.norm(x)

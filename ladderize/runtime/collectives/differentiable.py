@@ -1,0 +1,167 @@
+"""A sub-module's sum on its way into the residual stream, forward and backward.
+
+Forward, *start* sends the partial sums and *wait* adds their sum to the stream. Backward it is the other way round:
+wait's backward starts the all-reduce of the gradient of x, which each rank knows its part of, and start's backward
+waits for it. Autograd runs the nodes in the reverse of the order in which forward made them. So whatever forward does
+between a start and its wait has its backward between the backward's start and wait: what hides a message on the way
+there hides the message on the way back.
+
+x is the residual stream as a sub-module reads it; that it is a tensor of its own keeps the part of the gradient that
+needs a sum (through the sub-module) apart from the part that all ranks have alike (through the stream). The sum is
+taken before the sub-module's norm, whose backward is linear in the gradient: a sub-module's whole backward sends one
+message.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ladderize.runtime.collectives.base import Collectives, Handle
+
+
+class PendingSum:
+    """The sum over the ranks of partial products [batch, tokens, columns], side by side as wide as the stream.
+
+    Each product is sent as soon as it is there. residual: what the sum is to be added to; None: nothing. bias: is added
+    once. The messages belong to this object, and with gradients to the nodes of the graph; nothing else knows them.
+    """
+
+    __slots__ = ("bias", "handles", "link", "residual", "sent")
+
+    def __init__(
+        self, collectives: Collectives, residual: Tensor | None, bias: Tensor | None, products: Iterable[Tensor]
+    ) -> None:
+        self.residual, self.bias = residual, bias
+        self.link: _Link | None = None
+        self.handles: list[Handle] = []
+        self.sent: list[Tensor] = []
+        if not torch.is_grad_enabled():
+            for product in products:
+                self.handles.append(collectives.all_reduce_async(product))
+            return
+        self.link = _Link(collectives)
+        if residual is not None:  # made first, so that its backward comes last
+            self.residual = _Hold.apply(self.link, residual, bias)
+        for number, product in enumerate(products):
+            self.sent.append(_Start.apply(self.link, number, product))
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """The residual stream with the sum and the bias, [batch, tokens, hidden], and the same as x."""
+        if self.link is not None:
+            after, x = _Wait.apply(self.link, self.bias, self.residual, *self.sent)
+            self.sent, self.residual = [], None
+            return after, x
+        after = _added([handle.wait() for handle in self.handles], self.residual, self.bias)
+        return after, after
+
+
+class _Link:
+    """What the nodes of one sum know in common: its messages, first those of forward, then those of backward."""
+
+    __slots__ = ("__weakref__", "collectives", "direct", "handles", "held", "totals")
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+        self.held = False  # whether a gradient of the stream before the sum is wanted
+        self.handles: dict[int, Handle] = {}
+        self.direct: dict[int, Tensor] = {}
+        self.totals: dict[int, Tensor] = {}
+
+    def total(self, number: int) -> Tensor | None:
+        """The gradient of product ``number``: of the stream, and with what the ranks sent, for which it waits."""
+        handle, direct = self.handles.pop(number, None), self.direct.pop(number, None)
+        if handle is None:
+            return direct
+        summed = handle.wait()
+        return summed if direct is None else summed + direct
+
+
+class _Hold(Function):
+    """The stream before a sum. Its backward runs after those of all starts, and so knows the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, link: _Link, residual: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.link = link
+        link.held = bool(ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
+        return residual.view_as(residual)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        link: _Link = ctx.link
+        parts = [link.totals.pop(number) for number in sorted(link.totals)]
+        if not parts:
+            return None, None, None
+        total = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        bias = total.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return None, total if ctx.needs_input_grad[1] else None, bias
+
+
+class _Start(Function):
+    """Sends a product; what it returns stands for the sum and must not be looked at."""
+
+    @staticmethod
+    def forward(ctx: Any, link: _Link, number: int, product: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.link, ctx.number = link, number
+        link.handles[number] = link.collectives.all_reduce_async(product.detach())
+        return product.view_as(product)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        link: _Link = ctx.link
+        total = link.total(ctx.number)
+        if link.held and total is not None:
+            link.totals[ctx.number] = total
+        return None, None, total
+
+
+class _Wait(Function):
+    """The sum, added to the stream: twice, as the stream and as x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, link: _Link, bias: Tensor | None, residual: Tensor | None, *sent: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.link = link
+        ctx.products = len(sent)
+        sums = [link.handles.pop(number).wait() for number in range(len(sent))]
+        after = _added(sums, residual, bias)
+        return after, after.view_as(after)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        link, (direct, own) = ctx.link, gradients
+        if direct is not None:
+            link.direct = dict(enumerate(direct.chunk(ctx.products, -1)))
+        if own is not None:
+            # the last product's backward comes first: ranks wait in the order in which they send
+            for number, part in reversed(list(enumerate(own.chunk(ctx.products, -1)))):
+                link.handles[number] = link.collectives.all_reduce_async(part.contiguous())
+        # what the nodes before this one need they find in the link: autograd never touches a message on its way
+        return (None,) * (3 + ctx.products)
+
+
+def _added(sums: list[Tensor], residual: Tensor | None, bias: Tensor | None) -> Tensor:
+    total = sums[0] if len(sums) == 1 else torch.cat(sums, -1)
+    if residual is not None:
+        total = residual + total
+    return total if bias is None else total + bias
+
+
+class ShareOfGradient(Function):
+    """The same value; of its gradient only ``share``: for what all ranks add alike, where gradients are summed over
+    them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.share, None
