@@ -126,6 +126,10 @@ class Weights:
     norm: RMSNorm
     head: Linear
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the embedding: [...] -> [..., hidden]."""
+        return F.embedding(ids, self.embed)
+
     def attention(self, layer: int) -> AttentionWeights:
         return self.layers[layer][0]
 

@@ -149,6 +149,11 @@ def pair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
     return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(rows.shape)
 
 
+def unpair_rope_rows(rows: Tensor, head_dim: int) -> Tensor:
+    """The reverse: rows as a checkpoint orders them."""
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(rows.shape)
+
+
 def files_identity(checkpoint: Checkpoint) -> tuple[tuple[int, int], ...]:
     """The same for two checkpoints exactly if their weights are the same files (``convert`` hard-links them)."""
     stats = [os.stat(Path(checkpoint.folder) / name) for name in checkpoint.weight_files]

@@ -28,8 +28,6 @@ class OwnWeights(Protocol):
     waits for the sum that the sub-module reads."""
 
     @property
-    def embed(self) -> Tensor: ...
-    @property
     def norm(self) -> Callable[[Tensor], Tensor]: ...
     @property
     def head(self) -> Callable[[Tensor], Tensor]: ...
@@ -37,6 +35,7 @@ class OwnWeights(Protocol):
     def nbytes(self) -> int: ...
     @property
     def resident_bytes(self) -> int: ...
+    def rows(self, ids: Tensor) -> Tensor: ...
     def attention(self, layer: int) -> AttentionWeights: ...
     def mlp(self, layer: int) -> MlpWeights: ...
 
@@ -153,12 +152,11 @@ class TPLlama:
 
     def embed(self, ids: Tensor) -> PendingSum:
         """[batch, tokens] -> the sum [batch, tokens, hidden]; each rank looks up its own part of the vocabulary."""
-        table = self.weights.embed
         if self.shape.replicate_vocab:
-            return PendingSum(Collectives(), None, None, [F.embedding(ids, table)])
+            return PendingSum(Collectives(), None, None, [self.weights.rows(ids)])
         own = ids - self.shape.vocab_start
         inside = (own >= 0) & (own < self.shape.own_vocab)
-        rows = F.embedding(own.clamp(0, self.shape.own_vocab - 1), table)
+        rows = self.weights.rows(own.clamp(0, self.shape.own_vocab - 1))
         return PendingSum(self.collectives, None, None, [rows * inside.unsqueeze(-1)])
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -77,6 +77,11 @@ class Shape:
         return max(1, self.kv_heads // self.tp_size)
 
     @property
+    def kv_copies(self) -> int:
+        """How many neighbouring ranks hold the same KV head."""
+        return max(1, self.tp_size // self.kv_heads)
+
+    @property
     def own_inner(self) -> int:
         return self.inner // self.tp_size
 

@@ -31,9 +31,9 @@ def check_messages(name: str, generator: Generator, prompts: Sequence[Sequence[i
     eager = Generator(model, generator.rope, generator.cache)
     model.collectives = recording = Recording(plain, time.perf_counter)
     expected = expected_all_reduces(model)
-    width = model.shape.hidden * generator.model.weights.embed.element_size()
     try:
-        tokens = eager.prefill(prompts).argmax(-1)
+        logits = eager.prefill(prompts)
+        tokens, width = logits.argmax(-1), model.shape.hidden * logits.element_size()
         _compare(f"{name}: a prefill", recording, expected, len(prompts) * len(prompts[0]) * width)
         recording.all_reduces.clear()
         eager.decode_one_token(tokens)

@@ -1,0 +1,116 @@
+"""A Llama in training on the runtime's one forward: packed texts, losses over a vocabulary that the ranks share."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ladderize.layout import Layout
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.decode import rope_table
+from ladderize.runtime.kv_cache import KVCache, NoCache
+from ladderize.runtime.layers import AttentionWeights, MlpWeights
+from ladderize.runtime.model import TPLlama
+from ladderize.runtime.parts import Step
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
+from ladderize.runtime.training.weights import TrainedWeights, UsedWeights
+
+
+class TPTraining(nn.Module):
+    """One rank of a model in training (or of a frozen teacher).
+
+    config: of the checkpoint. schedule: when the parts of a micro-batch run. temperature: of the divergence.
+    gradient_checkpointing: sub-modules are computed again in the backward pass instead of kept; no message is sent
+    again.
+    """
+
+    def __init__(
+        self,
+        weights: TrainedWeights,
+        config: Mapping[str, Any],
+        layout: Layout,
+        collectives: Collectives,
+        *,
+        schedule: Schedule = SEQUENTIAL,
+        temperature: float = 1.0,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weights, self.layout, self.collectives = weights, layout, collectives
+        self.schedule, self.temperature, self.recompute = schedule, temperature, gradient_checkpointing
+        self.shape = weights.shape
+        positions = int(config.get("max_position_embeddings") or 2048)
+        self.rope = rope_table(dict(config), positions, weights.norm.device)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, teacher_logits: Tensor | None = None
+    ) -> Tensor:
+        """[rows, tokens] each; a negative target does not count. teacher_logits: [tokens that count, own vocab].
+
+        Returns the sums of cross-entropy and divergence: [2], fp32, equal on all ranks.
+        """
+        logits = self.scored_logits(input_ids, position_ids, targets)
+        shape = self.shape
+        sums = vocab_parallel_losses(
+            logits,
+            targets[targets >= 0],
+            teacher_logits,
+            self.temperature,
+            self.collectives,
+            shape.vocab_start,
+            shape.vocab,
+        )
+        return torch.stack(sums)
+
+    def scored_logits(self, input_ids: Tensor, position_ids: Tensor, targets: Tensor) -> Tensor:
+        """This rank's columns of the logits where a target counts: [tokens that count, own vocab]."""
+        used = UsedWeights(self.weights)
+        model = _TrainedLlama(self.shape, self.layout, used, self.collectives, recompute=self.recompute)
+        mask = packed_mask(position_ids)
+        step = Step(self.rope[position_ids].unsqueeze(2), 0, 0, mask, causal=mask is None)
+        cache = NoCache(self.weights.compute, input_ids.device)
+        hidden = model.forward(input_ids, step, cache, self.schedule)
+        return used.head(hidden[targets >= 0])
+
+
+class _TrainedLlama(TPLlama):
+    def __init__(self, *arguments: Any, recompute: bool) -> None:
+        super().__init__(*arguments)
+        self.recompute = recompute
+
+    def attention_products(
+        self, index: int, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, columns: int
+    ) -> Iterator[Tensor]:
+        compute = super().attention_products
+        if not self.recompute:
+            return compute(index, weights, x, step, cache, columns)
+        return iter(_recomputed(lambda x: tuple(compute(index, weights, x, step, cache, columns)), x))
+
+    def mlp_products(
+        self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None, columns: int
+    ) -> Iterator[Tensor]:
+        compute = super().mlp_products
+        if not self.recompute:
+            return compute(weights, x, carry, columns)
+        return iter(
+            _recomputed(lambda x, *own: tuple(compute(weights, x, list(own) or None, columns)), x, *carry or ())
+        )
+
+
+def _recomputed(function: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    products: tuple[Tensor, ...] = checkpoint(function, *inputs, use_reentrant=False)
+    return products
+
+
+def packed_mask(position_ids: Tensor) -> Tensor | None:
+    """[rows, tokens], each text's positions beginning at 0 -> bool [rows, 1, tokens, tokens]: a token sees its own text
+    up to itself. None where every row is one text."""
+    tokens = position_ids.shape[1]
+    text = (position_ids == 0).cumsum(-1)
+    if bool((text[:, -1] == 1).all()):
+        return None
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=position_ids.device).tril()
+    return ((text[:, :, None] == text[:, None, :]) & causal)[:, None]

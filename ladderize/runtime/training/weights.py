@@ -1,0 +1,332 @@
+"""One rank's part of a Llama as parameters: fp32 where they are trained, else in the dtype that is computed in.
+
+They lie as the runtime computes with them (loader.py); ``pieces`` says where a checkpoint's tensors are among them.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ladderize.checkpoint.llama import expected_tensors
+from ladderize.layout import DROPPED, Layout
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm, Weights
+from ladderize.runtime.loader import Source, load_weights
+from ladderize.runtime.shards import Shape, Slice
+from ladderize.runtime.training.linear import LaterLinear
+from ladderize.runtime.training.pieces import Piece
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class TrainedLinear(nn.Module):
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = _parameter(linear.weight), _parameter(linear.bias)
+
+
+class TrainedAttention(nn.Module):
+    def __init__(self, weights: AttentionWeights) -> None:
+        super().__init__()
+        self.norm, self.o_bias = _parameter(weights.norm.weight), _parameter(weights.o_bias)
+        self.qkv = TrainedLinear(weights.qkv)
+        self.o = nn.ModuleList(map(TrainedLinear, weights.o))
+
+
+class TrainedMlp(nn.Module):
+    def __init__(self, weights: MlpWeights) -> None:
+        super().__init__()
+        self.norm, self.down_bias = _parameter(weights.norm.weight), _parameter(weights.down_bias)
+        self.gate_up = nn.ModuleList(map(TrainedLinear, weights.gate_up))
+        self.down = TrainedLinear(weights.down)
+
+
+class TrainedWeights(nn.Module):
+    """See ``build_weights``. ``head`` is the embedding where the two are tied.
+
+    pad_id: of the token that only fills rows up: its row of the embedding has no gradient, as in transformers.
+    """
+
+    norm: Tensor
+    embed: Tensor
+    head: Tensor
+
+    def __init__(
+        self, weights: Weights, shape: Shape, layout: Layout, compute: torch.dtype, pad_id: int | None
+    ) -> None:
+        super().__init__()
+        self.shape, self.layout, self.compute = shape, layout, compute
+        pad = None if pad_id is None else pad_id - shape.vocab_start
+        self.own_pad = pad if pad is not None and 0 <= pad < shape.own_vocab else None
+        self.embed = _parameter(weights.embed)
+        self.attentions = nn.ModuleList(TrainedAttention(attention) for attention, _ in weights.layers)
+        self.mlps = nn.ModuleList(TrainedMlp(mlp) for _, mlp in weights.layers)
+        self.norm = _parameter(weights.norm.weight)
+        self.head = self.embed if shape.tied else _parameter(weights.head.weight)
+        self.lora: Any = None
+
+    def pieces(self) -> dict[str, Piece]:
+        """Where each tensor is that is trained, by its name in a checkpoint or, of an adapter, in its file."""
+        own = {
+            name: piece
+            for name, piece in self._all_pieces()
+            if all(parameter.requires_grad for parameter in piece.parameters)
+        }
+        return own | (self.lora.pieces() if self.lora is not None else {})
+
+    def _all_pieces(self) -> Iterator[tuple[str, Piece]]:
+        shape = self.shape
+        vocabulary = (shape.vocab, shape.hidden)
+        rows = functools.partial(Piece, dim=0, start=shape.vocab_start)
+        yield EMBEDDING, rows(vocabulary, ((self.embed, slice(None)),))
+        for index, (attention, mlp) in enumerate(self._layers()):
+            prefix = f"model.layers.{index}."
+            yield f"{prefix}input_layernorm.weight", _replicated(attention.norm)
+            yield f"{prefix}post_attention_layernorm.weight", _replicated(mlp.norm)
+            yield from self._attention_pieces(f"{prefix}self_attn.", attention)
+            yield from self._mlp_pieces(f"{prefix}mlp.", mlp)
+        yield "model.norm.weight", _replicated(self.norm)
+        if not shape.tied:
+            yield HEAD, rows(vocabulary, ((self.head, slice(None)),))
+
+    def _layers(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self.attentions, self.mlps, strict=True)
+
+    def _attention_pieces(self, prefix: str, attention: Any) -> Iterator[tuple[str, Piece]]:
+        shape = self.shape
+        query, kv = shape.own_heads * shape.head_dim, shape.own_kv_heads * shape.head_dim
+        for name, begin, size, start, heads in (
+            ("q", 0, query, shape.query_rows()[0], shape.heads),
+            ("k", query, kv, shape.kv_rows()[0], shape.kv_heads),
+            ("v", query + kv, kv, shape.kv_rows()[0], shape.kv_heads),
+        ):
+            whole, head_dim = heads * shape.head_dim, 0 if name == "v" else shape.head_dim
+            copies = 1 if name == "q" else shape.kv_copies
+            for kind, parameter, sizes in (
+                ("weight", attention.qkv.weight, (whole, shape.hidden)),
+                ("bias", attention.qkv.bias, (whole,)),
+            ):
+                if parameter is not None:
+                    part = ((parameter, slice(begin, begin + size)),)
+                    yield f"{prefix}{name}_proj.{kind}", Piece(sizes, part, 0, start, copies, head_dim)
+        yield (
+            f"{prefix}o_proj.weight",
+            self._row_parallel(attention.o, shape.heads * shape.head_dim, shape.query_rows()),
+        )
+        if attention.o_bias is not None:
+            yield f"{prefix}o_proj.bias", _replicated(attention.o_bias)
+
+    def _mlp_pieces(self, prefix: str, mlp: Any) -> Iterator[tuple[str, Piece]]:
+        shape = self.shape
+        width = shape.own_inner // len(mlp.gate_up)
+        for name, rows in (("gate", slice(0, width)), ("up", slice(width, 2 * width))):
+            for kind, sizes in (("weight", (shape.inner, shape.hidden)), ("bias", (shape.inner,))):
+                parameters = [getattr(linear, kind) for linear in mlp.gate_up]
+                if parameters[0] is not None:
+                    parts = tuple((parameter, rows) for parameter in parameters)
+                    yield f"{prefix}{name}_proj.{kind}", Piece(sizes, parts, 0, shape.inner_rows()[0])
+        yield f"{prefix}down_proj.weight", self._row_parallel([mlp.down], shape.inner, shape.inner_rows())
+        if mlp.down_bias is not None:
+            yield f"{prefix}down_proj.bias", _replicated(mlp.down_bias)
+
+    def _row_parallel(self, linears: Any, size: int, own: tuple[int, int]) -> Piece:
+        parts = tuple((linear.weight, slice(None)) for linear in linears)
+        return Piece((self.shape.hidden, size), parts, 1, own[0])
+
+    # ---- gradients that the ranks know parts of ----
+
+    def partial_parameters(self) -> list[Tensor]:
+        """Held by every rank, with a gradient that is the sum of the ranks': what lies between a sum over the ranks and
+        the products that are split among them."""
+        found: list[Tensor] = [self.norm]
+        for index, (attention, mlp) in enumerate(self._layers()):
+            found += [attention.norm, mlp.norm]
+            if attention.o_bias is not None and self.layout.attention_sync[index] == DROPPED:
+                found.append(attention.o_bias)
+        if self.lora is not None:
+            found += self.lora.partial_parameters()
+        return [parameter for parameter in found if parameter.requires_grad]
+
+    def copied_rows(self) -> list[tuple[Tensor, slice, int]]:
+        """(parameter, rows, copies): of KV heads that ``copies`` neighbouring ranks hold; their gradient is the sum of
+        these ranks'."""
+        shape = self.shape
+        if shape.kv_copies == 1:
+            return []
+        begin = shape.own_heads * shape.head_dim
+        found = [
+            (linear, slice(begin, None)) for attention, _ in self._layers() for linear in attention.qkv.parameters()
+        ]
+        if self.lora is not None:
+            found += self.lora.copied_rows()
+        return [(parameter, rows, shape.kv_copies) for parameter, rows in found if parameter.requires_grad]
+
+    @torch.no_grad()
+    def sum_partial_gradients(self, tensor: Ranks) -> None:
+        """Once all backward passes of a step are done: one message. All ranks of ``tensor`` call it."""
+        if tensor.size == 1:
+            return
+        partial = [parameter.grad for parameter in self.partial_parameters() if parameter.grad is not None]
+        copied = [
+            (parameter.grad[rows], copies)
+            for parameter, rows, copies in self.copied_rows()
+            if parameter.grad is not None
+        ]
+        # each rank has a place in the message for the heads that it holds, the same as the other ranks that hold them
+        places = [gradient.new_zeros(tensor.size // copies, *gradient.shape) for gradient, copies in copied]
+        for place, (gradient, copies) in zip(places, copied, strict=True):
+            place[tensor.rank // copies] = gradient
+        if not partial and not copied:
+            return
+        message = torch.cat([gradient.flatten() for gradient in (*partial, *places)])
+        tensor.sum(message)
+        sizes = [gradient.numel() for gradient in (*partial, *places)]
+        sums = list(message.split(sizes))
+        for gradient, total in zip(partial, sums, strict=False):
+            gradient.copy_(total.view_as(gradient))
+        for (gradient, copies), place, total in zip(copied, places, sums[len(partial) :], strict=True):
+            gradient.copy_(total.view_as(place)[tensor.rank // copies])
+
+    def counted_gradients(self, tensor: Ranks) -> Iterator[Tensor]:
+        """Parts of this rank's gradients such that, over all ranks of ``tensor``, each number is there once."""
+        shared = {
+            id(parameter) for piece in self.pieces().values() if piece.dim is None for parameter in piece.parameters
+        }
+        copied = {id(parameter): (rows, copies) for parameter, rows, copies in self.copied_rows()}
+        for parameter in self.parameters():
+            if parameter.grad is None or (id(parameter) in shared and tensor.rank):
+                continue
+            if id(parameter) in copied:
+                rows, copies = copied[id(parameter)]
+                yield parameter.grad[: rows.start] if tensor.rank % copies else parameter.grad
+            else:
+                yield parameter.grad
+
+
+class UsedWeights:
+    """The weights of one pass, as ``TPLlama`` asks for them: in the dtype that is computed in, each converted once."""
+
+    def __init__(self, weights: TrainedWeights) -> None:
+        self.weights = weights
+        self._values: dict[int, Tensor] = {}
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Of the embedding; repeated ids add up in the parameter's own dtype."""
+        return F.embedding(ids, self.weights.embed, padding_idx=self.weights.own_pad).to(self.weights.compute)
+
+    @property
+    def norm(self) -> RMSNorm:
+        return self._norm(self.weights.norm)
+
+    @property
+    def head(self) -> LaterLinear:
+        return LaterLinear(self.weights.head, self._value(self.weights.head), None)
+
+    def attention(self, layer: int) -> AttentionWeights:
+        own: Any = self.weights.attentions[layer]
+        made = AttentionWeights(
+            self._norm(own.norm), self._linear(own.qkv), [self._linear(o) for o in own.o], self._small(own.o_bias)
+        )
+        return made if self.weights.lora is None else self.weights.lora.attention(layer, made, self.weights.compute)
+
+    def mlp(self, layer: int) -> MlpWeights:
+        own: Any = self.weights.mlps[layer]
+        made = MlpWeights(
+            self._norm(own.norm),
+            [self._linear(gate_up) for gate_up in own.gate_up],
+            self._linear(own.down),
+            self._small(own.down_bias),
+        )
+        return made if self.weights.lora is None else self.weights.lora.mlp(layer, made, self.weights.compute)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.weights.parameters())
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.nbytes
+
+    def _linear(self, linear: Any) -> LaterLinear:
+        return LaterLinear(linear.weight, self._value(linear.weight), self._small(linear.bias))
+
+    def _norm(self, weight: Tensor) -> RMSNorm:
+        return RMSNorm(weight.to(self.weights.compute), self.weights.shape.eps)
+
+    def _small(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias.to(self.weights.compute)
+
+    def _value(self, parameter: Tensor) -> Tensor:
+        if parameter.dtype == self.weights.compute:
+            return parameter
+        key = id(parameter)
+        if key not in self._values:
+            self._values[key] = parameter.detach().to(self.weights.compute)
+        return self._values[key]
+
+
+class _Reading:
+    """A source of slices that reads what is trained as fp32."""
+
+    def __init__(self, wide: Source, narrow: Source, trained: frozenset[str]) -> None:
+        self.wide, self.narrow, self.trained = wide, narrow, trained
+
+    def read(self, part: Slice) -> Tensor:
+        return (self.wide if part.name in self.trained else self.narrow).read(part)
+
+
+def build_weights(
+    source: Callable[[torch.dtype], Source],
+    config: Mapping[str, Any],
+    shape: Shape,
+    layout: Layout,
+    *,
+    trained: frozenset[str],
+    compute: torch.dtype,
+    lora: Any = None,
+    shared: TrainedWeights | None = None,
+) -> TrainedWeights:
+    """Read this rank's part. source: opens the tensors as a dtype. trained: names of the tensors that change; of a
+    layer all or none. lora: adapters. shared: weights whose frozen parameters are used
+    again where they are the same (a teacher and its student)."""
+    weights = TrainedWeights(
+        load_weights(_Reading(source(torch.float32), source(compute), trained), shape, layout, pack=False),
+        shape,
+        layout,
+        compute,
+        config.get("pad_token_id"),
+    )
+    unknown = trained - expected_tensors(dict(config)).keys()
+    if unknown:
+        raise ValueError(f"the model has no {sorted(unknown)[0]}")
+    for name, piece in weights._all_pieces():
+        for parameter in piece.parameters:
+            parameter.requires_grad_(name in trained)
+    weights.lora = lora
+    if shared is not None:
+        _share_frozen(weights, shared)
+    return weights
+
+
+def _share_frozen(weights: TrainedWeights, other: TrainedWeights) -> None:
+    """Let parameters of ``weights`` be those of ``other`` that are frozen and equal."""
+    theirs = {name: parameter for name, parameter in other.named_parameters() if not parameter.requires_grad}
+    for name, parameter in list(weights.named_parameters()):
+        same = theirs.get(name)
+        if same is not None and same.shape == parameter.shape and torch.equal(same, parameter):
+            owner, _, leaf = name.rpartition(".")
+            setattr(weights.get_submodule(owner), leaf, same)
+    if weights.shape.tied:
+        weights.head = weights.embed
+
+
+def _parameter(tensor: Tensor | None) -> Any:
+    return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+
+
+def _replicated(parameter: Tensor) -> Piece:
+    return Piece(tuple(parameter.shape), ((parameter, slice(None)),))
