@@ -22,6 +22,7 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "proportional": (),
 }
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # buffers that Llama 1 checkpoints carry and nobody reads
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 

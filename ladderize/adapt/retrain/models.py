@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ladderize.adapt.retrain.losses import ScoredLogits, TrainedModel
 from ladderize.adapt.retrain.sharding import shard
 from ladderize.blocks import Blocks
+from ladderize.checkpoint.llama import HEAD
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.layout import Layout
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LORA_A, LORA_B = ".lora_A.default.", ".lora_B.default."
 
 

@@ -20,12 +20,12 @@ from ladderize.adapt.retrain.adaptation import (
     ModelFingerprints,
 )
 from ladderize.adapt.retrain.metrics import METRICS, read_metrics
-from ladderize.adapt.retrain.models import EMBEDDING, HEAD
 from ladderize.adapt.retrain.state import load_trained
 from ladderize.adapt.retrain.task import Task, result_digest
 from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.blocks import open_checkpoint, stored_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.llama import EMBEDDING, HEAD
 from ladderize.checkpoint.tensors import locate_tensors
 from ladderize.console import Console, to_json
 from ladderize.convert.changes import Changes

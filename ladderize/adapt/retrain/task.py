@@ -16,13 +16,13 @@ from ladderize.adapt.methods import LORA
 from ladderize.adapt.pair import check_pair
 from ladderize.adapt.retrain.hf_engine import check_attention
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
-from ladderize.adapt.retrain.models import EMBEDDING, HEAD, trained_tensors
+from ladderize.adapt.retrain.models import trained_tensors
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
 from ladderize.adapt.retrain.trainer import TrainOptions
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
-from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.llama import EMBEDDING, HEAD, expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UserError

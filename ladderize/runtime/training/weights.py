@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.llama import EMBEDDING, HEAD, expected_tensors
 from ladderize.layout import DROPPED, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm, Weights
@@ -19,8 +19,6 @@ from ladderize.runtime.loader import Source, load_weights
 from ladderize.runtime.shards import Shape, Slice
 from ladderize.runtime.training.linear import LaterLinear
 from ladderize.runtime.training.pieces import Piece
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class TrainedLinear(nn.Module):
