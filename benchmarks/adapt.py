@@ -92,7 +92,7 @@ class Ours:
             batch_size=rows,
             micro_batch_size=micro,
             lr=LR,
-            schedule="constant",
+            lr_schedule="constant",
             warmup_steps=0,
             dtype=args.dtype,
             device=args.device,

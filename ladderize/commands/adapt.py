@@ -28,7 +28,7 @@ from ladderize.commands.options import (
     options_from,
     said,
 )
-from ladderize.commands.retraining import check_effect, preset_filled_in, retrain_options
+from ladderize.commands.retraining import check_effect, preset_filled_in, retrain_options, schedule_name
 from ladderize.commands.training import ComputeDtype, TrainingSeed, WorkDir, memory_limit, start_training_on
 from ladderize.console import Console
 from ladderize.errors import UsageError
@@ -202,7 +202,7 @@ def adapt(
             rich_help_panel=OPTIMISATION,
         ),
     ] = None,
-    schedule: Annotated[
+    lr_schedule: Annotated[
         ScheduleKind | None,
         typer.Option(
             help="Learning-rate schedule. wsd: constant, then linear to the end over the last fifth.",
@@ -345,6 +345,51 @@ def adapt(
             "--gradient-checkpointing", help="Recompute activations instead of keeping them.", rich_help_panel=MEMORY
         ),
     ] = False,
+    tp_size: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help=(
+                "full, lora: processes that share one copy of the model (tensor parallelism). Started here, or by a"
+                " launcher that starts N, or a multiple for data parallelism."
+            ),
+            rich_help_panel=MEMORY,
+        ),
+    ] = 1,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            parser=schedule_name,
+            help=(
+                "When sub-modules run, with --tp-size: sequential, or domino, which cuts a micro-batch into parts and"
+                " runs one's all-reduces under the others' compute. The result is the same."
+            ),
+            show_default="sequential",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
+    domino_chunks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=2,
+            help="domino: parts of a micro-batch: of its rows, or of the tokens of its one row.",
+            show_default="2",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
+    domino_columns: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="domino: parts of each sub-module's output, every one with an all-reduce of its own.",
+            show_default="1",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
     attention: Annotated[
         Attention | None,
         typer.Option(

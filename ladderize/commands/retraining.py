@@ -1,21 +1,25 @@
 """What ``adapt`` is asked to do: which options go together, and the dataclass of retraining made of them."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
+
+from typer import BadParameter
 
 from ladderize.adapt.methods import BLOCKS, LORA
+from ladderize.adapt.retrain.schedule import ScheduleKind
 from ladderize.commands.options import names_of, options_from
 from ladderize.commands.training import start_training_on
 from ladderize.errors import UsageError
+from ladderize.runtime.schedule import ScheduleName
 
 if TYPE_CHECKING:
     from ladderize.adapt.retrain.options import RetrainOptions
 
 # options of retraining that no field of its dataclasses is called after
-ONLY_RETRAINING = {"preset", "no_packing", "show_data", "show_data_rows"}
+ONLY_RETRAINING = {"preset", "no_packing", "show_data", "show_data_rows", "domino_chunks", "domino_columns"}
 PRESETS: dict[str, dict[str, Any]] = {
     # Ladder Residual, arXiv 2501.06589, section 4: supervised fine-tuning of Llama-3.1-8B-Instruct
-    "ladder-paper": {"lr": 5e-6, "warmup_steps": 200, "schedule": "cosine", "max_tokens": "3B"},
+    "ladder-paper": {"lr": 5e-6, "warmup_steps": 200, "lr_schedule": "cosine", "max_tokens": "3B"},
 }
 
 
@@ -29,7 +33,7 @@ def check_effect(method: str, given: Sequence[str]) -> None:
 
     lora = names_of(LoraOptions, "lora_")
     retraining = names_of(RetrainOptions) | names_of(Objective) | names_of(Budget, "max_") | ONLY_RETRAINING
-    blocks = names_of(BlockwiseOptions) | names_of(DistillOptions) | {"train", "method", "distill_from"}
+    blocks = names_of(BlockwiseOptions) | names_of(DistillOptions) | {"train", "method", "distill_from", "threads"}
     for name in given:
         elsewhere = (name in lora and method != LORA) or (
             name in retraining - blocks if method == BLOCKS else name in blocks - retraining
@@ -38,6 +42,15 @@ def check_effect(method: str, given: Sequence[str]) -> None:
             raise UsageError(f"--{name.replace('_', '-')} has no effect with --method {method}")
     if method == LORA and "no_verify" in given:
         raise UsageError("--no-verify has no effect with --method lora: an adapter cannot be loaded alone")
+
+
+def schedule_name(text: str) -> str:
+    """The value of --schedule; raises typer's BadParameter. The learning rate's schedule was called so before."""
+    if text in get_args(ScheduleKind):
+        raise BadParameter(f"{text!r} is a schedule of the learning rate; write --lr-schedule {text}")
+    if text not in get_args(ScheduleName):
+        raise BadParameter(f"{text!r} is not one of {', '.join(map(repr, get_args(ScheduleName)))}.")
+    return text
 
 
 def preset_filled_in(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +68,7 @@ def retrain_options(params: Mapping[str, Any]) -> "RetrainOptions":
     from ladderize.adapt.retrain.losses import Objective
     from ladderize.adapt.retrain.options import RetrainOptions
     from ladderize.adapt.retrain.schedule import Budget, parse_count
+    from ladderize.runtime.schedule import Schedule
 
     # an option that may be repeated and was not given is an empty list or tuple, by the version of typer
     given = {name: value for name, value in params.items() if value not in (None, [], ())}
@@ -82,6 +96,7 @@ def retrain_options(params: Mapping[str, Any]) -> "RetrainOptions":
         resume=given.get("resume") != "no",
         device=device,
         log_with=trackers,
+        schedule=options_from(Schedule, params, prefix="domino_", name=given.get("schedule", "sequential")),
     )
     options.check()
     return options
@@ -89,6 +104,9 @@ def retrain_options(params: Mapping[str, Any]) -> "RetrainOptions":
 
 def check_retraining(given: Mapping[str, Any]) -> None:
     """Raise UsageError for options that were given and take no effect together, whatever their values."""
+    for name in ("domino_chunks", "domino_columns"):
+        if name in given and given.get("schedule") != "domino":
+            raise UsageError(f"--{name.replace('_', '-')} has no effect without --schedule domino")
     for name in ("distill_weight", "temperature"):
         if name in given and "distill_from" not in given:
             raise UsageError(f"--{name.replace('_', '-')} has no effect without --distill-from")

@@ -4,9 +4,12 @@ Imports no torch.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ladderize.ranks.environment import LOCAL_RANK, LOCAL_WORLD_SIZE, RANK, WORLD_SIZE, launch_variables
+
+_PARALLEL = ("dp_replicate", "dp_shard", "tp", "cp", "sp")  # what accelerate's parallelism config sizes
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ def started_rank_variables(place: Place) -> dict[str, str]:
 class AccelerateSettings:
     """What ``accelerate launch`` was told, as its variables hold it; empty or False where it was not.
 
-    reshard: of --fsdp_reshard_after_forward; None where nothing was said.
+    reshard: of --fsdp_reshard_after_forward; None where nothing was said. parallelism: the sizes of
+    --use_parallelism_config, such as ``tp`` and ``dp_shard``; empty without it.
     """
 
     mixed_precision: str
@@ -62,6 +66,7 @@ class AccelerateSettings:
     offload: bool
     activation_checkpointing: bool
     reshard: bool | None
+    parallelism: Mapping[str, str]
 
 
 def accelerate_settings() -> AccelerateSettings:
@@ -78,4 +83,7 @@ def accelerate_settings() -> AccelerateSettings:
         offload=said("FSDP_OFFLOAD_PARAMS") == "true",
         activation_checkpointing=said("FSDP_ACTIVATION_CHECKPOINTING") == "true",
         reshard=False if reshard == "false" else None,
+        parallelism={name: said(f"PARALLELISM_CONFIG_{name}_SIZE".upper()) or "1" for name in _PARALLEL}
+        if said("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
+        else {},
     )

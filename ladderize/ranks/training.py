@@ -1,5 +1,8 @@
 """What a launcher asks of a training: sharding and the dtype to compute in. One policy for all methods of ``adapt``."""
 
+import re
+from collections.abc import Mapping
+
 import torch
 
 from ladderize.errors import UserError
@@ -40,15 +43,23 @@ def check_launch_of_blocks() -> None:
         )
 
 
-def wants_fsdp(ranks: int) -> bool:
-    """Whether the launcher asked for FSDP2; raises UserError for what it may ask for that is not here."""
+def wants_fsdp(ranks: int, tp_size: int = 1) -> bool:
+    """Whether the launcher asked for FSDP2; raises UserError for what it may ask for that is not here.
+
+    ranks: all processes, of which ``tp_size`` share each model.
+    """
     _refuse_common()
     settings = accelerate_settings()
+    if settings.parallelism:
+        _check_parallelism(settings.parallelism, ranks, tp_size)
     if not settings.fsdp:
         return False
-    if ranks == 1:
+    if ranks == tp_size:
         raise UserError(
             "accelerate launch asks for FSDP with one process, which shards nothing; start several, or leave it out"
+            if tp_size == 1
+            else f"accelerate launch asks for FSDP, but --tp-size {tp_size} takes all processes for one copy of the"
+            f" model, so there is nothing left to shard; start a multiple of {tp_size}, or leave FSDP out"
         )
     if settings.fsdp_version != "2":
         raise UserError("accelerate launch asks for FSDP 1; adapt supports FSDP 2: add --fsdp_version 2")
@@ -74,4 +85,31 @@ def _refuse_common() -> None:
         raise UserError(
             "accelerate's --gradient_accumulation_steps has no effect on adapt; it follows from --batch-size and"
             " --micro-batch-size"
+        )
+
+
+def _check_parallelism(sizes: Mapping[str, str], ranks: int, tp_size: int) -> None:
+    """Raise UserError unless accelerate's parallelism config says what --tp-size and the processes say."""
+    option = "--parallelism_config_{}_size".format
+    for name, text in sizes.items():
+        if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+            raise UserError(f"accelerate's {option(name)} is {text!r}, but must be a whole number of at least 1")
+    size = {name: int(text) for name, text in sizes.items()}
+    for name in ("cp", "sp"):
+        if size[name] > 1:
+            raise UserError(f"accelerate's {option(name)} {size[name]} has no effect on adapt; leave it out")
+    if size["tp"] != tp_size:
+        raise UserError(
+            f"accelerate launch asks for {option('tp')} {size['tp']}, and adapt for --tp-size {tp_size}; make them"
+            " equal"
+        )
+    if size["dp_replicate"] > 1:
+        raise UserError(
+            f"accelerate's {option('dp_replicate')} {size['dp_replicate']} is not supported: adapt shards over all"
+            f" processes that read different data; leave it out, and raise {option('dp_shard')}"
+        )
+    if size["dp_shard"] * tp_size != ranks:
+        raise UserError(
+            f"{option('dp_shard')} {size['dp_shard']} times --tp-size {tp_size} is {size['dp_shard'] * tp_size}, but"
+            f" accelerate launch started {ranks} processes; make them equal"
         )

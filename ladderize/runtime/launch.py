@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ import torch
 import torch.distributed as dist
 
 from ladderize.console import DEBUG, sentence
-from ladderize.errors import UserError
+from ladderize.errors import LadderizeError, UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched, rank_device
 from ladderize.ranks.launcher import ALONE, Place, started_rank_variables
 from ladderize.ranks.threads import set_threads
 from ladderize.runtime.collectives.shm import remove_segments
+from ladderize.runtime.signals import handing_on_signals
 
 # A rank that fails because another one did reports it too: wait so long for the one that failed first.
 CAUSE_SECONDS = 1.0
@@ -61,6 +63,8 @@ def run(
     device: str,
     threads: int | None = None,
     report: Report | None = None,
+    timeout: timedelta = INFERENCE_TIMEOUT,
+    stoppable: bool = False,
 ) -> Any:
     """Call ``function(ranks, *args)`` on every rank of a group and return what rank 0 returned.
 
@@ -68,27 +72,37 @@ def run(
     ``function`` and ``args`` are pickled by reference. Raises UserError with the cause if any rank fails; by then all
     ranks are gone. threads: of each rank; None shares this host's cores out. report: is called here, in this process,
     with each value that rank 0 gives to ``ranks.report``, so that results are safe before something else fails.
+    timeout: of the group's operations. stoppable: a signal that stops this process is given to the ranks that it has
+    started, which save what they have (signals.py).
     """
     report = report or (lambda value: None)
     check_group_size(tp_size, device)
     place = launched()
     if place != ALONE:
-        with joined(place, device, threads, None, report) as ranks:
+        with joined(place, device, threads, None, report, timeout) as ranks:
             return function(ranks, *args)
     if tp_size == 1:
         try:
-            with joined(ALONE, device, threads, None, report) as ranks:
+            with joined(ALONE, device, threads, None, report, timeout) as ranks:
                 return function(ranks, *args)
         except (RuntimeError, MemoryError) as error:
             raise _out_of_memory(error) or error from None
     with temporary_folder("group") as folder:
-        with started(function, [args] * tp_size, device, threads, folder / "store", report) as group:
-            group.watch()
+        with started(function, [args] * tp_size, device, threads, folder / "store", report, timeout) as group:
+            with handing_on_signals(group.processes) if stoppable else contextlib.nullcontext():
+                group.watch()
             return group.value
 
 
 @contextlib.contextmanager
-def joined(place: Place, device: str, threads: int | None, init_method: str | None, report: Report) -> Iterator[Ranks]:
+def joined(
+    place: Place,
+    device: str,
+    threads: int | None,
+    init_method: str | None,
+    report: Report,
+    timeout: timedelta = INFERENCE_TIMEOUT,
+) -> Iterator[Ranks]:
     """This process as one of the ranks that ``place`` speaks of, until the end of the block. A group that it has joined
     before, for several models in turn, is used and stays."""
     set_threads(threads, place.local_size)
@@ -97,7 +111,7 @@ def joined(place: Place, device: str, threads: int | None, init_method: str | No
         yield dataclasses.replace(ranks, report=report) if ranks.is_main else ranks
         gc.collect()  # what the block has captured of the group
         return
-    ranks = join_group(place, device, timeout=INFERENCE_TIMEOUT, init_method=init_method)
+    ranks = join_group(place, device, timeout=timeout, init_method=init_method)
     yield dataclasses.replace(ranks, report=report) if ranks.is_main else ranks
     if place.size > 1:
         gc.collect()  # NCCL waits for every CUDA graph that has captured it
@@ -116,6 +130,7 @@ def started(
     threads: int | None,
     store: Path,
     report: Report,
+    timeout: timedelta = INFERENCE_TIMEOUT,
 ) -> Iterator["StartedRanks"]:
     """Processes of this host that call ``function(ranks, *args[rank])``; they are stopped at the end.
 
@@ -128,7 +143,7 @@ def started(
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             place = Place(rank, size, rank, size)
-            arguments = (function, args[rank], place, device, threads, f"file://{store}", theirs, streams)
+            arguments = (function, args[rank], place, device, threads, f"file://{store}", timeout, theirs, streams)
             # a daemon: whoever leaves without a word does not wait for ranks that wait for him
             process = context.Process(
                 target=_work, args=(*arguments, dict(os.environ)), name=f"rank {rank}", daemon=True
@@ -245,6 +260,7 @@ def _work(
     device: str,
     threads: int | None,
     store: str,
+    timeout: timedelta,
     pipe: Connection,
     streams: list[Connection],
     environment: Mapping[str, str],
@@ -257,7 +273,7 @@ def _work(
     os.environ.update(started_rank_variables(place))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
     try:
-        with joined(place, device, threads, store, lambda value: pipe.send(("report", value))) as ranks:
+        with joined(place, device, threads, store, lambda value: pipe.send(("report", value)), timeout) as ranks:
             value = function(ranks, *args)
             pipe.send(("value", value if ranks.is_main else None))
     except BaseException as error:
@@ -266,7 +282,7 @@ def _work(
             import traceback
 
             traceback.print_exc()
-        if not isinstance(error, UserError | BrokenPipeError):  # the latter: whoever read our stdout went away
+        if not isinstance(error, LadderizeError | BrokenPipeError):  # the latter: whoever read our stdout went away
             error = _out_of_memory(error) or UserError(
                 f"rank {place.rank} failed: {type(error).__name__}: {sentence(error)}"
             )

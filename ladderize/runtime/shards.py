@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ladderize.checkpoint.llama import head_dim, kv_head_count
-from ladderize.layout import DROPPED, Layout, LayoutError, check_split
+from ladderize.layout import DROPPED, Layout, LayoutError, check_split, fitting_ranks
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,11 @@ def check_runnable(config: Mapping[str, Any], layout: Layout, tp_size: int, *, n
             f"{name} {tp_size} does not divide the {layout.sync_tp_size} virtual ranks (sync_tp_size) that this"
             f" layout's dropped sync points were made for; this model runs on {', '.join(map(str, fitting))}"
         )
+
+
+def runnable_sizes(config: Mapping[str, Any], layout: Layout) -> list[int]:
+    """Every number of processes that can run this model with this layout, ascending; 1 is always among them."""
+    return [ranks for ranks in fitting_ranks(config) if (layout.sync_tp_size or 0) % ranks == 0]
 
 
 def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> int:

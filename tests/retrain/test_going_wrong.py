@@ -109,7 +109,7 @@ def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
         (["--method", "blocks"], 2, "--max-steps has no effect with --method blocks"),
         (["--temperature", "2"], 2, "--temperature has no effect without --distill-from"),
         (["--max-tokens", "9"], 2, "give one of them"),
-        (["--schedule", "linear"], 2, "'linear' is not one of 'cosine', 'wsd', 'constant'"),
+        (["--lr-schedule", "linear"], 2, "'linear' is not one of 'cosine', 'wsd', 'constant'"),
         (["--preset", "best"], 2, "'best' is not one of 'ladder-paper'"),
         (["--heldout", "3"], 2, "--heldout has no effect with --eval-data"),
         (["--lr", "0"], 2, "--lr must be above 0"),
@@ -130,7 +130,7 @@ def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
             "--log-dir has no effect without --log-with tensorboard or wandb",
         ),
         (["--log-with", ","], 2, "--log-with names no tracker"),
-        (["--min-lr", "0.1", "--schedule", "constant"], 2, "--min-lr has no effect with --schedule constant"),
+        (["--min-lr", "0.1", "--lr-schedule", "constant"], 2, "--min-lr has no effect with --lr-schedule constant"),
     ],
 )
 def test_bad_arguments(place, tmp_path, more, code, expected):

@@ -34,7 +34,7 @@ def test_training_is_a_plain_loop(place, tmp_path):
         weight,
         "--lr",
         rate,
-        "--schedule",
+        "--lr-schedule",
         "constant",
         "--warmup-steps",
         0,

@@ -1,6 +1,6 @@
 """How much memory a training run takes on each device, counted before anything is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,8 @@ OTHER_BYTES = 500_000_000  # of the interpreter and the libraries, roughly
 @dataclass(frozen=True)
 class Demand:
     """What decides the memory. trained: numbers that change. adapters: which come on top of the model's own. compute:
-    bytes of what is computed in. shards: ranks that share the parameters (FSDP2), else 1. rows, seq_len: of a
-    micro-batch."""
+    bytes of what is computed in. shards: ranks that share the parameters (FSDP2), else 1. tp_size: ranks that share the
+    model and its compute. rows, seq_len: of a micro-batch."""
 
     config: Mapping[str, Any]
     layout: Layout
@@ -30,19 +30,21 @@ class Demand:
     shared_teacher: bool = False  # frozen parameters that student and teacher have in common are held once
     gradient_checkpointing: bool = False
     shards: int = 1
+    tp_size: int = 1
 
     def parts(self) -> dict[str, int]:
         """Bytes on one device, by what takes them."""
         parameters = parameter_count(self.config)
         frozen = parameters if self.adapters else parameters - self.trained
         own_teacher = parameters - (frozen if self.shared_teacher and self.shards == 1 else 0)
+        held = self.shards * self.tp_size  # norms, and KV heads beyond their number, are on every rank: left out
         return {
-            "parameters": (self.trained * FP32 + frozen * self.compute) // self.shards,
-            "gradients": self.trained * FP32 // self.shards,
-            # autocast keeps bf16 copies of fp32 weights during a pass
-            "bf16 copies": self.trained * self.compute if self.compute < FP32 and self.shards == 1 else 0,
-            "optimizer": self.trained * MOMENT_BYTES // self.shards,
-            "teacher": own_teacher * self.compute // self.shards if self.teacher else 0,
+            "parameters": (self.trained * FP32 + frozen * self.compute) // held,
+            "gradients": self.trained * FP32 // held,
+            # bf16 copies of fp32 weights last during a pass
+            "bf16 copies": self.trained * self.compute // held if self.compute < FP32 and self.shards == 1 else 0,
+            "optimizer": self.trained * MOMENT_BYTES // held,
+            "teacher": own_teacher * self.compute // held if self.teacher else 0,
             "activations": self.activations(),
             "logits": self.logits(),
             "other": OTHER_BYTES,
@@ -69,21 +71,27 @@ class Demand:
     def _layer_numbers(self, layer: int) -> int:
         """Numbers kept per token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's width."""
         hidden, heads = int(self.config["hidden_size"]), int(self.config["num_attention_heads"])
-        ranks = (self.layout.sync_tp_size or 1) if self.layout.attention_sync[layer] == DROPPED else 1
-        attention = (3 * heads + 4 * kv_head_count(self.config)) * head_dim(self.config)
+        ranks = (self.layout.sync_tp_size or 1) // self.tp_size if self.layout.attention_sync[layer] == DROPPED else 1
+        own_kv_heads = max(1, kv_head_count(self.config) // self.tp_size)
+        attention = (3 * heads // self.tp_size + 4 * own_kv_heads) * head_dim(self.config)
         # a dropped layer has a partial stream, and its norm, for each virtual rank
-        return 3 * hidden + attention + 4 * hidden * ranks + 4 * int(self.config["intermediate_size"])
+        return 3 * hidden + attention + 4 * hidden * ranks + 4 * int(self.config["intermediate_size"]) // self.tp_size
 
     def logits(self) -> int:
         """Logits, their gradient, the teacher's, and fp32 copies of a part of them."""
-        numbers = self.rows * self.seq_len * int(self.config["vocab_size"])
+        numbers = self.rows * self.seq_len * -(-int(self.config["vocab_size"]) // self.tp_size)
         return numbers * self.compute * (3 if self.teacher else 2) + min(numbers, LOGITS_AT_ONCE) * FP32 * (
             5 if self.teacher else 3
         )
 
 
-def what_would_fit(demand: Demand, available: int, *, lora_trained: int | None, on_gpu: bool) -> str:
-    """Advice for a demand that does not fit: the first of the usual remedies, or of them together, that does."""
+def what_would_fit(
+    demand: Demand, available: int, *, lora_trained: int | None, on_gpu: bool, tp_sizes: Sequence[int] = ()
+) -> str:
+    """Advice for a demand that does not fit: the first of the usual remedies, or of them together, that does.
+
+    tp_sizes: into how many ranks the model may be split.
+    """
     one_row = replace(demand, rows=1)
     checkpointed = replace(one_row, gradient_checkpointing=True)
     remedies: list[tuple[str, Demand]] = []
@@ -101,7 +109,14 @@ def what_would_fit(demand: Demand, available: int, *, lora_trained: int | None, 
             )
         )
     for ranks in (2, 4, 8, 16, 32, 64) if on_gpu else ():  # processes on a CPU share its memory
-        if ranks > demand.shards:
+        if ranks > demand.tp_size and ranks in tp_sizes:
+            remedies.append(
+                (
+                    f"--tp-size {ranks}, on as many GPUs, with --gradient-checkpointing and --micro-batch-size 1",
+                    replace(checkpointed, tp_size=ranks),
+                )
+            )
+        if ranks > demand.shards and demand.tp_size == 1:
             said = f"{ranks} GPUs (accelerate launch --use_fsdp --fsdp_version 2 --num_processes {ranks})"
             remedies.append(
                 (f"{said} with --gradient-checkpointing and --micro-batch-size 1", replace(checkpointed, shards=ranks))

@@ -16,6 +16,7 @@ from ladderize.adapt.retrain.trainer import TrainOptions
 from ladderize.choices import Dtype, check_at_least, check_choices
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.device import default_device
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
@@ -28,7 +29,11 @@ MICRO_BATCH_TOKENS = 8192
 
 @dataclass(frozen=True)
 class RetrainOptions:
-    """See ``ladderize adapt --help``. None: the default that ``resolve`` works out for the model."""
+    """See ``ladderize adapt --help``. None: the default that ``resolve`` works out for the model.
+
+    schedule: of the sub-modules of a model that ``tp_size`` ranks share. threads: of each process; None: the cores
+    shared out among the ranks that are started here, and torch's own number in this process.
+    """
 
     data: tuple[SourceSpec, ...]
     method: Method = FULL
@@ -45,13 +50,15 @@ class RetrainOptions:
     batch_size: int | None = None
     micro_batch_size: int | None = None
     lr: float | None = None
-    schedule: ScheduleKind = "cosine"
+    lr_schedule: ScheduleKind = "cosine"
     warmup_steps: int | None = None
     min_lr: float = 0.0
     weight_decay: float = 0.0
     max_gradient: float = 1.0
     gradient_checkpointing: bool = False
     attention: Attention = "sdpa"
+    tp_size: int = 1
+    schedule: Schedule = SEQUENTIAL
     eval_every: int | None = None
     save_every: int | None = None
     keep: int = 2
@@ -60,6 +67,7 @@ class RetrainOptions:
     seed: int = 0
     dtype: Dtype = "auto"
     device: str = field(default_factory=default_device)
+    threads: int | None = None
     work_dir: Path | None = None
     log_with: tuple[str, ...] = ()
     log_dir: Path | None = None
@@ -78,7 +86,8 @@ class RetrainOptions:
         if self.method == BLOCKS:
             raise UsageError("--method blocks has options of its own: BlockwiseOptions, for adapt_blocks")
         check_at_least(self, 0, "heldout", "warmup_steps")
-        check_at_least(self, 1, "batch_size", "micro_batch_size", "eval_every", "save_every", "keep")
+        check_at_least(self, 1, "batch_size", "micro_batch_size", "eval_every", "save_every", "keep", "tp_size")
+        check_at_least(self, 1, "threads")
         check_at_least(self, 2, "seq_len")
         check_training(self.dtype, self.lr)
         for name, value, most in (
@@ -96,14 +105,23 @@ class RetrainOptions:
             raise UsageError("--distill-weight 0 makes --distill-from useless; leave both out")
         if self.heldout is not None and self.eval_data:
             raise UsageError("--heldout has no effect with --eval-data")
-        if self.min_lr and self.schedule == "constant":
-            raise UsageError("--min-lr has no effect with --schedule constant")
+        if self.min_lr and self.lr_schedule == "constant":
+            raise UsageError("--min-lr has no effect with --lr-schedule constant")
+        if self.schedule.is_domino and self.tp_size == 1:
+            raise UsageError(
+                "--schedule domino has no effect without a --tp-size above 1: one process has no all-reduces to hide"
+            )
+        if self.attention != "sdpa" and self.tp_size > 1:
+            raise UsageError(
+                f"--attention {self.attention} has no effect with --tp-size {self.tp_size}, which computes with sdpa;"
+                " leave it out"
+            )
         if self.log_dir is not None and not {"tensorboard", "wandb"} & set(self.log_with):
             raise UsageError("--log-dir has no effect without --log-with tensorboard or wandb")
 
     def resolve(self, config: Mapping[str, Any], ranks: int) -> TrainOptions:
-        """Every default worked out for a model and a number of processes; raises UserError for what does not go
-        together."""
+        """Every default worked out for a model and a number of ranks that read different data (all processes /
+        ``tp_size``); raises UserError for what does not go together."""
         positions = int(config.get("max_position_embeddings") or 2048)
         seq_len = self.seq_len or min(2048, positions)
         if seq_len > positions:
@@ -113,9 +131,10 @@ class RetrainOptions:
         )
         batch_size = self.batch_size or -(-max(1, per_step // seq_len) // ranks) * ranks
         if batch_size % ranks:
+            which = f"{ranks * self.tp_size} processes / --tp-size {self.tp_size} = " if self.tp_size > 1 else ""
             raise UserError(
-                f"--batch-size {batch_size} (rows of a step, over all processes) must be divisible by the {ranks}"
-                " processes"
+                f"--batch-size {batch_size} (rows of a step, over all processes) must be divisible by the"
+                f" {which}{ranks} {'data-parallel ranks' if which else 'processes'}"
             )
         own = batch_size // ranks
         micro = self.micro_batch_size or next(
@@ -125,6 +144,9 @@ class RetrainOptions:
             raise UserError(
                 f"--micro-batch-size {micro} does not divide the {own} rows of a step that are each process's"
             )
+        self.schedule.check(
+            micro, seq_len, config["hidden_size"], rows_name="--micro-batch-size", tokens_name="--seq-len"
+        )
         steps = self.budget.about_steps(batch_size * seq_len)
         often = max(1, min(500, steps // 10))
         peak = (LORA_LR if self.method == LORA else FULL_LR) * WIDTH / config["hidden_size"]
@@ -135,7 +157,7 @@ class RetrainOptions:
             seq_len=seq_len,
             batch_size=batch_size,
             micro_batch_size=micro,
-            schedule=RateSchedule(self.schedule, self.lr if self.lr is not None else peak, warmup, self.min_lr),
+            schedule=RateSchedule(self.lr_schedule, self.lr if self.lr is not None else peak, warmup, self.min_lr),
             weight_decay=self.weight_decay,
             max_gradient=self.max_gradient,
             seed=self.seed,

@@ -3,7 +3,7 @@ an adapter."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,10 @@ from ladderize.files.work import work_folder
 from ladderize.layout import format_ranges
 from ladderize.memory import tcmalloc_advice
 from ladderize.modeling import load_tokenizer
-from ladderize.ranks.group import Ranks, join_ranks
+from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, already_started, join_ranks
 from ladderize.ranks.launcher import accelerate_settings
+from ladderize.ranks.threads import set_threads
+from ladderize.runtime.launch import check_group_size, run
 
 
 def open_data(
@@ -81,16 +83,55 @@ def adapt_checkpoint(
     """Retrain ``model`` as a whole and write ``out``: a checkpoint, or with method ``lora`` an adapter; returns the
     document of adaptation.json, on other ranks than 0 None.
 
-    model: a folder or a hub id. One process, or those of accelerate launch or torchrun. A killed run goes on where its
-    last state was saved. Raises UserError, UsageError for options that cannot be meant.
+    model: a folder or a hub id. One process, or those of accelerate launch or torchrun; without such a launcher, an
+    ``options.tp_size`` above 1 starts that many processes on this host, which end with this one, and SIGTERM and Ctrl-C
+    let them save first. A killed run goes on where its last state was saved. Raises UserError, UsageError for options
+    that cannot be meant.
     """
     model, out = str(model), str(out)
     options.check()
     options.budget.check()
     check_trackers(options.log_with)
     options.check_data()
+    job = Job(model, out, options, overwrite, verify, revision)
+    if options.tp_size > 1 and not already_started():
+        check_group_size(options.tp_size, options.device)
+        # what is wrong with the task is said before ranks are started
+        open_task(model, options, Ranks(0, options.tp_size, torch.device(options.device)), revision)
+        console.note(f"starting {options.tp_size} ranks")
+        document: Adaptation | None = run(
+            retrain,
+            job,
+            console,
+            tp_size=options.tp_size,
+            device=options.device,
+            threads=options.threads,
+            timeout=TRAINING_TIMEOUT,
+            stoppable=True,
+        )
+        return document
     ranks = join_ranks(options.device)
-    task = open_task(model, options, ranks, revision)
+    if options.threads is not None:
+        set_threads(options.threads, ranks.local_size)
+    return retrain(ranks, job, console)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank is to do. Its fields are the arguments of ``adapt_checkpoint``."""
+
+    model: str
+    out: str
+    options: RetrainOptions
+    overwrite: bool
+    verify: bool
+    revision: str | None
+
+
+def retrain(ranks: Ranks, job: Job, console: Console) -> Adaptation | None:
+    """One rank's part; returns the document on the main rank, None on the others."""
+    out, options, overwrite = job.out, job.options, job.overwrite
+    task = open_task(job.model, options, ranks, job.revision)
     folder = work_folder(out, options.work_dir, *(source.folder for source in task.sources))
     earlier = EarlierRun(resolved(out), ADAPTATION, folder, overwrite=overwrite)
     done, document = written_before(task, ranks, earlier, console)
@@ -129,12 +170,19 @@ def adapt_checkpoint(
             except torch.OutOfMemoryError:
                 raise UserError(
                     "out of GPU memory: run the same command again to resume, with a smaller --micro-batch-size or"
-                    " --gradient-checkpointing, or sharded over several GPUs"
+                    " --gradient-checkpointing, or shared by several GPUs (--tp-size)"
                 ) from None
             finally:
                 trackers.close()
             document = write_outcome(
-                trainer, task, out, identity, console=console, overwrite=overwrite, verify=verify, revision=revision
+                trainer,
+                task,
+                out,
+                identity,
+                console=console,
+                overwrite=overwrite,
+                verify=job.verify,
+                revision=job.revision,
             )
             if ranks.is_main:
                 work.remove()
@@ -235,18 +283,21 @@ def announce_training(trainer: Trainer, task: Task, console: Console) -> None:
     any."""
     training, ranks = task.training, trainer.engine.ranks
     numbers = sum(math.prod(shape) for shape in trainer.engine.shapes.values())
+    shared = ""
+    if task.tp_size > 1:
+        shared = f", {task.tp_size} for each copy of the model, schedule {task.schedule.name}"
     text = (
         f"trainable parameters: {human_count(numbers)} ({task.options.method}, layers"
         f" {format_ranges(task.layers)}"
         f"{', embedding and head' if task.everything and task.options.method != LORA else ''})"
-        f" on {ranks.size} process{'es' if ranks.size > 1 else ''};"
+        f" on {ranks.size} process{'es' if ranks.size > 1 else ''}{shared};"
         f" {'about ' if training.budget.tokens else ''}{training.about_steps:,} steps of {training.batch_size} rows"
         f" of {training.seq_len} tokens, peak learning rate {training.schedule.peak:g}"
     )
     if rows := trainer.heldout[: training.micro_batch_size]:
         per_token = probe_seconds(trainer.engine, rows, training) / sum(len(row) for row in rows)
         left = 1 - training.budget.share(trainer.progress.step, trainer.progress.tokens)
-        seconds = left * training.about_steps * training.batch_size * training.seq_len * per_token / ranks.size
+        seconds = left * training.about_steps * training.batch_size * training.seq_len * per_token / task.data_ranks
         text += f", about {human_seconds(seconds)} on {ranks.device.type}"
     console.note(text)
     if ranks.device.type == "cpu" and (advice := tcmalloc_advice()):

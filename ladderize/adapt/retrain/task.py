@@ -32,6 +32,8 @@ from ladderize.layout import Layout, parse_ranges
 from ladderize.memory import available_bytes
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import compute_dtype, wants_fsdp
+from ladderize.runtime.schedule import Schedule
+from ladderize.runtime.shards import check_runnable, runnable_sizes
 
 METRICS_BYTES = 250  # of a step's line in metrics.jsonl
 
@@ -39,7 +41,7 @@ METRICS_BYTES = 250  # of a step's line in metrics.jsonl
 @dataclass(frozen=True)
 class Task:
     """What is retrained and how, opened and checked; nothing is loaded yet. everything: embedding, norm and LM head
-    too."""
+    too. sharded: over the ``data_ranks``, which read different data, by FSDP2."""
 
     model: str
     checkpoint: Checkpoint
@@ -51,6 +53,17 @@ class Task:
     training: TrainOptions
     compute: torch.dtype
     sharded: bool
+    data_ranks: int
+
+    @property
+    def tp_size(self) -> int:
+        """Processes that share one copy of the model."""
+        return self.options.tp_size
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of the sub-modules."""
+        return self.options.schedule
 
     @property
     def tied(self) -> bool:
@@ -73,7 +86,8 @@ class Task:
             lora_config(self.checkpoint.config, self.layers, self.options.lora) if self.options.method == LORA else None
         )
 
-    def demand(self, ranks: int) -> Demand:
+    def demand(self) -> Demand:
+        """Of one process."""
         if self.options.method == LORA:
             count = lora_numbers(self.checkpoint.config, self.layers, self.options.lora)
         else:
@@ -89,12 +103,14 @@ class Task:
             teacher=self.teacher is not None,
             shared_teacher=not self.sharded,
             gradient_checkpointing=self.options.gradient_checkpointing,
-            shards=ranks if self.sharded else 1,
+            shards=self.data_ranks if self.sharded else 1,
+            tp_size=self.tp_size,
         )
 
 
 def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str | None) -> Task:
-    """Check models and options against each other; raises UserError or LayoutError."""
+    """Check models and options against each other; raises UserError or LayoutError. The ranks say nothing to each
+    other."""
     checkpoint = open_checkpoint(model, revision)
     layout = Layout.from_config(checkpoint.config)
     if layout.is_dense:
@@ -106,6 +122,13 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
     if (teacher is None) != (options.objective.distill_weight == 0):
         raise UserError("distill_from (the teacher) and distill_weight must be given together")
     check_tied(checkpoint, model)
+    check_runnable(checkpoint.config, layout, options.tp_size)
+    if ranks.size % options.tp_size:
+        raise UserError(
+            f"--tp-size {options.tp_size} does not divide the {ranks.size} processes that the launcher started; start a"
+            " multiple of it"
+        )
+    data_ranks = ranks.size // options.tp_size
     compute = compute_dtype(options.dtype, stored_dtype(checkpoint))
     check_attention(options.attention, ranks.device.type, compute)
     return Task(
@@ -116,9 +139,10 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
         layers=layers_to_train(layout, options.train),
         options=options,
         everything=options.train == "all",
-        training=options.resolve(checkpoint.config, ranks.size),
+        training=options.resolve(checkpoint.config, data_ranks),
         compute=compute,
-        sharded=wants_fsdp(ranks.size),
+        sharded=wants_fsdp(ranks.size, options.tp_size),
+        data_ranks=data_ranks,
     )
 
 
@@ -156,7 +180,7 @@ def lora_numbers(config: Mapping[str, Any], layers: Sequence[int], options: Lora
 
 def check_disk(task: Task, folder: Path) -> None:
     """Refuse to begin what cannot be saved: ``keep`` states and the one being written, and the best one's weights."""
-    trained = task.demand(1).trained
+    trained = task.demand().trained
     needed = trained * (STATE_BYTES * (task.training.keep + 1) + WEIGHT_BYTES)
     free = shutil.disk_usage(output.existing_parent(folder)).free
     if needed > free:
@@ -179,7 +203,7 @@ def check_length(task: Task, folder: Path) -> None:
 
 def check_memory(task: Task, ranks: Ranks, console: Console) -> None:
     """Say what it takes, and refuse what cannot fit."""
-    demand, available = task.demand(ranks.size), available_bytes(ranks.device)
+    demand, available = task.demand(), available_bytes(ranks.device)
     parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in demand.parts().items() if value)
     console.note(f"memory of each process: about {human_bytes(demand.total)} ({parts})")
     if ranks.device.type == "cpu" and available is not None:
@@ -190,9 +214,16 @@ def check_memory(task: Task, ranks: Ranks, console: Console) -> None:
             if task.options.method != LORA
             else None
         )
+        advice = what_would_fit(
+            demand,
+            available,
+            lora_trained=lora,
+            on_gpu=ranks.device.type == "cuda",
+            tp_sizes=runnable_sizes(task.checkpoint.config, task.layout),
+        )
         raise UserError(
-            f"this needs about {human_bytes(demand.total)} for each process, and {human_bytes(available)} are free: "
-            f"{what_would_fit(demand, available, lora_trained=lora, on_gpu=ranks.device.type == 'cuda')}"
+            f"this needs about {human_bytes(demand.total)} for each process, and {human_bytes(available)} are free:"
+            f" {advice}"
         )
 
 

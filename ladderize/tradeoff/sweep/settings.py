@@ -34,8 +34,9 @@ BENCH_KEYS = (
     "dtype",
 )
 _NESTED = {"objective", "lora", "budget", "packing", "method", "distill_from"}
+_OF_RANKS = {"tp_size", "schedule", "threads"}  # a sweep trains in one process
 RETRAIN_KEYS = (
-    *(field.name for field in fields(RetrainOptions) if field.name not in OF_THE_SWEEP | _NESTED),
+    *(field.name for field in fields(RetrainOptions) if field.name not in OF_THE_SWEEP | _NESTED | _OF_RANKS),
     *(field.name for field in fields(Objective)),
     "max_tokens",
     "max_steps",

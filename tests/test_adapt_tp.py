@@ -1,0 +1,284 @@
+"""``adapt --tp-size``: what it refuses, how ranks are started and stopped."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ladderize.adapt.data.sources import data_sources
+from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
+from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.retrain.run import adapt_checkpoint
+from ladderize.adapt.retrain.schedule import Budget
+from ladderize.adapt.retrain.task import open_task
+from ladderize.checkpoint.reading import read_config
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.recipe import Recipe
+from ladderize.errors import UsageError, UserError
+from ladderize.layout import Layout, LayoutError
+from ladderize.ranks.group import Ranks
+from ladderize.ranks.training import wants_fsdp
+from ladderize.runtime.schedule import Schedule
+from ladderize.runtime.signals import handing_on_signals
+from tests import warm
+from tests.helpers import SHAPE, invoke, listing, one_sentence, save_llama
+
+LENGTH, ROWS = 16, 32
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A dense model, the same with every layer ladder and dropped for two ranks, and data."""
+    folder = tmp_path_factory.mktemp("tp")
+    save_llama(folder / "dense")
+    convert_checkpoint(
+        str(folder / "dense"), folder / "both", Recipe(ladder="all", spd="all", sync_tp_size=2), verify=False
+    )
+    convert_checkpoint(str(folder / "dense"), folder / "ladder", Recipe(ladder="all"), verify=False)
+    ids = np.random.default_rng(int(torch.randint(1 << 30, ()))).integers(3, SHAPE["vocab_size"], (ROWS, LENGTH))
+    np.save(folder / "ids.npy", ids)
+    np.save(folder / "eval.npy", ids[:3])
+    return folder
+
+
+def arguments(place, out, *more, model="both", steps=2):
+    files = ["--data", place / "ids.npy", "--eval-data", place / "eval.npy"]
+    budget = ["--max-steps", steps, "--batch-size", 4, "--seq-len", 2 * LENGTH, "--lr", "3e-3", "--threads", 1]
+    return ["adapt", place / model, out, *files, *budget, "--device", "cpu", "--write", "last", *more]
+
+
+# ---- bad input ----
+
+DOMINO = ["--tp-size", 2, "--schedule", "domino"]
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "expected"),
+    [
+        (["--schedule", "domino"], 2, "--schedule domino has no effect without a --tp-size above 1"),
+        (["--schedule", "cosine"], 2, "'cosine' is a schedule of the learning rate; write --lr-schedule cosine"),
+        (["--schedule", "magic"], 2, "'magic' is not one of 'sequential', 'domino'"),
+        (["--tp-size", 2, "--domino-chunks", 2], 2, "--domino-chunks has no effect without --schedule domino"),
+        (["--tp-size", 2, "--domino-columns", 1], 2, "--domino-columns has no effect without --schedule domino"),
+        ([*DOMINO, "--domino-chunks", 1], 2, "'--domino-chunks': Input should be greater than or equal to 2"),
+        ([*DOMINO, "--domino-columns", 0], 2, "greater than or equal to 1"),
+        ([*DOMINO, "--domino-chunks", 5], 1, "--domino-chunks 5 is more than there is to cut: 4 rows (--micro-batch-"),
+        ([*DOMINO, "--domino-chunks", 33, "--micro-batch-size", 1], 1, "one row of 32 tokens (--seq-len)"),
+        ([*DOMINO, "--domino-columns", 7], 1, "--domino-columns 7 does not divide the hidden size"),
+        (["--tp-size", 0], 2, "greater than or equal to 1"),
+        (["--tp-size", 3], 1, "--tp-size 3 does not divide the"),
+        (["--tp-size", 4], 1, "--tp-size 4 does not divide the 2 virtual ranks (sync_tp_size)"),
+        (["--tp-size", 2, "--method", "blocks"], 2, "--tp-size has no effect with --method blocks"),
+        (["--schedule", "domino", "--method", "blocks"], 2, "--schedule has no effect with --method blocks"),
+        (["--tp-size", 2, "--attention", "eager"], 2, "--attention eager has no effect with --tp-size 2"),
+        (["--tp-size", 2, "--attention", "flex_attention"], 2, "--attention flex_attention has no effect"),
+        (["--tp-size", 2, "--batch-size", 99], 1, "fewer than --batch-size 99"),
+        (["--tp-size", 2, "--method", "lora", "--lora-targets", "z_proj"], 2, "z_proj"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(place, tmp_path, more, code, expected):
+    given = arguments(place, tmp_path / "out", *more)
+    if "blocks" in more:
+        given = ["adapt", place / "both", tmp_path / "out", "--data", place / "ids.npy", *more]
+    outcome = invoke(*given)
+    assert outcome.code == code, outcome
+    assert expected in one_sentence(outcome)
+    assert listing(tmp_path) == []
+
+
+def options(place, **given):
+    same = {"data": data_sources(str(place / "ids.npy")), "budget": Budget(steps=1), "device": "cpu", "seq_len": LENGTH}
+    return RetrainOptions(**{**same, **given})
+
+
+def world(size):
+    return Ranks(0, size, torch.device("cpu"), size)
+
+
+def test_python_gets_the_same_sentences(place, tmp_path):
+    with pytest.raises(UsageError, match="--schedule domino has no effect without a --tp-size above 1"):
+        adapt_checkpoint(place / "both", tmp_path / "out", options(place, schedule=Schedule("domino")))
+    with pytest.raises(UsageError, match="--tp-size must be an integer of at least 1, not 0"):
+        adapt_checkpoint(place / "both", tmp_path / "out", options(place, tp_size=0))
+    with pytest.raises(LayoutError, match="--tp-size 4 does not divide the 2 virtual ranks"):
+        adapt_checkpoint(place / "both", tmp_path / "out", options(place, tp_size=4))
+    assert listing(tmp_path) == []
+
+
+def test_more_ranks_than_gpus(place, tmp_path, monkeypatch):
+    monkeypatch.setattr("ladderize.ranks.device.default_device", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="--tp-size 2 needs as many GPUs; this host has 1"):
+        adapt_checkpoint(place / "both", tmp_path / "out", options(place, tp_size=2, device="cuda"))
+
+
+def test_rows_are_shared_out_by_the_data_ranks(place):
+    given = options(place, tp_size=2, batch_size=6)
+    task = open_task(str(place / "both"), given, world(4), None)
+    assert (task.data_ranks, task.tp_size, task.training.micro_batch_size) == (2, 2, 3)
+    with pytest.raises(UserError, match="divisible by the 8 processes / --tp-size 2 = 4 data-parallel ranks"):
+        open_task(str(place / "both"), given, world(8), None)
+    with pytest.raises(UserError, match="--tp-size 2 does not divide the 3 processes that the launcher started"):
+        open_task(str(place / "both"), given, world(3), None)
+    assert options(place, tp_size=4).resolve(read_config(place / "both"), 1).batch_size == 1024
+
+
+def test_what_is_computed_does_not_depend_on_it(place):
+    """A run goes on with another number of ranks, or another schedule."""
+    plain, split = options(place), options(place, tp_size=2, schedule=Schedule("domino", chunks=3))
+    config = read_config(place / "both")
+    assert plain.deciding(plain.resolve(config, 1)) == split.deciding(split.resolve(config, 1))
+
+
+def launched_by_accelerate(monkeypatch, **sizes):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    if sizes:
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    for name, size in sizes.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", str(size))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp_size", "sizes", "expected"),
+    [
+        (4, 2, {}, None),
+        (2, 2, {}, "--tp-size 2 takes all processes for one copy of the model"),
+        (4, 2, {"tp": 2, "dp_shard": 2}, None),
+        (4, 1, {"dp_shard": 4}, None),
+        (4, 2, {"dp_shard": 2}, "asks for --parallelism_config_tp_size 1, and adapt for --tp-size 2"),
+        (8, 2, {"tp": 2, "dp_shard": 2}, "_dp_shard_size 2 times --tp-size 2 is 4, but accelerate launch started 8"),
+        (4, 2, {"tp": 2, "dp_replicate": 2}, "--parallelism_config_dp_replicate_size 2 is not supported"),
+        (4, 2, {"tp": 2, "dp_shard": 2, "cp": 2}, "--parallelism_config_cp_size 2 has no effect on adapt"),
+        (4, 2, {"tp": "two"}, "--parallelism_config_tp_size is 'two', but must be a whole number"),
+    ],
+)  # fmt: skip
+def test_fsdp_beside_tensor_parallelism(monkeypatch, ranks, tp_size, sizes, expected):
+    launched_by_accelerate(monkeypatch, **sizes)
+    if expected is None:
+        assert wants_fsdp(ranks, tp_size)
+        return
+    with pytest.raises(UserError) as refused:
+        wants_fsdp(ranks, tp_size)
+    assert expected in str(refused.value)
+
+
+def test_memory_is_shared_by_the_ranks(place):
+    config = read_config(place / "ladder")
+    one = Demand(config, Layout.from_config(config), trained=10**9, compute=2, rows=4, seq_len=512, teacher=True)
+    two = Demand(**{**vars(one), "tp_size": 2})
+    for name in ("parameters", "gradients", "optimizer", "teacher", "bf16 copies"):
+        assert abs(two.parts()[name] - one.parts()[name] / 2) <= 1, name
+    for name in ("activations", "logits"):
+        assert one.parts()[name] / 2 <= two.parts()[name] < one.parts()[name], name
+    said = what_would_fit(one, 10 * 10**9, lora_trained=None, on_gpu=True, tp_sizes=[1, 2, 4])
+    assert said == "--tp-size 2, on as many GPUs, with --gradient-checkpointing and --micro-batch-size 1 would fit"
+
+
+# ---- starting and stopping ranks ----
+
+
+def work(group, folder, save_seconds):
+    """What a training does with signals: a note of each rank that began, and a last step after SIGTERM."""
+    from ladderize.adapt.retrain.signals import stop_signals
+
+    with stop_signals(announce=group.is_main) as stopped:
+        (folder / f"{group.rank}.pid").write_text(str(os.getpid()))
+        while not stopped():
+            time.sleep(0.01)
+        time.sleep(save_seconds)
+        (folder / f"{group.rank}.saved").touch()
+        raise UserError("stopped by a signal after step 7")
+
+
+LEADER = """
+import sys
+from pathlib import Path
+from ladderize.runtime.launch import run
+from tests.test_adapt_tp import work
+for number, seconds in enumerate(sys.argv[2:]):
+    folder = Path(sys.argv[1]) / str(number)
+    try:
+        run(work, folder, float(seconds), tp_size=2, device="cpu", threads=1, stoppable=True)
+    except BaseException as error:
+        (folder / "outcome.new").write_text(f"{type(error).__name__}: {error}")
+        (folder / "outcome.new").rename(folder / "outcome")
+"""
+
+
+def pids(folder, count=2):
+    """Of the ranks, once all have begun."""
+    deadline = time.monotonic() + 60
+    while len(files := sorted(folder.glob("*.pid"))) < count or not all(file.read_text() for file in files):
+        assert time.monotonic() < deadline, "the ranks have not begun"
+        time.sleep(0.01)
+    return [int(file.read_text()) for file in files]
+
+
+def gone(numbers, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    left = list(numbers)
+    while left and time.monotonic() < deadline:
+        left = [number for number in left if Path(f"/proc/{number}").exists()]
+        time.sleep(0.02)
+    return not left
+
+
+def outcome_of(folder):
+    deadline = time.monotonic() + 30
+    while not (folder / "outcome").exists():
+        assert time.monotonic() < deadline, "the ranks have not ended"
+        time.sleep(0.01)
+    return (folder / "outcome").read_text()
+
+
+def test_signals_and_deaths(tmp_path):
+    """One process starts groups of ranks, one after the other; each is ended in another way."""
+    scenarios = [
+        # (signals, to whom, seconds that saving takes, what is raised, whether the ranks have saved)
+        ([signal.SIGTERM], "leader", 0.2, "UserError: stopped by a signal after step 7", True),
+        ([signal.SIGINT], "leader", 0.2, "UserError: stopped by a signal after step 7", True),
+        ([signal.SIGTERM, signal.SIGTERM], "leader", 60, "UserError: stopped by SIGTERM; run the same", False),
+        ([signal.SIGTERM, signal.SIGINT], "leader", 60, "KeyboardInterrupt", False),
+        ([signal.SIGKILL], "rank", 60, "UserError: rank 1 was killed by SIGKILL", False),
+        ([signal.SIGKILL], "leader", 60, None, False),
+    ]
+    for number in range(len(scenarios)):
+        (tmp_path / str(number)).mkdir()
+    seconds = [scenario[2] for scenario in scenarios]
+    leader = warm.WarmProcess([sys.executable, "-c", LEADER, tmp_path, *seconds])
+    for number, (signals, whom, _, raised, saved) in enumerate(scenarios):
+        folder = tmp_path / str(number)
+        ranks = pids(folder)
+        begin = time.monotonic()
+        for signal_number in signals:
+            os.kill(leader.pid if whom == "leader" else ranks[1], signal_number)
+            time.sleep(0.3)
+        if raised is not None:
+            assert raised in outcome_of(folder)
+        assert gone(ranks), number
+        assert time.monotonic() - begin < 15, number  # not the minute that saving takes
+        assert len(list(folder.glob("*.saved"))) == (2 if saved else 0), number
+    assert "stopping after the step under way" in leader.communicate()[1]
+
+
+def test_a_signal_before_the_ranks_can_save():
+    """Then there is nothing to wait for."""
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    process.start()
+
+    def lead():
+        with handing_on_signals([process]):
+            os.kill(os.getpid(), signal.SIGTERM)
+            process.join(10)
+            raise UserError("rank 0 was killed by SIGTERM; the whole group was stopped")
+
+    with pytest.raises(UserError, match="stopped by SIGTERM"):
+        lead()
+    assert process.exitcode == -signal.SIGTERM
