@@ -1,0 +1,177 @@
+"""The parameters of LoRA, shared out over the ranks like the projections they belong to (see adapters.py)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ladderize.layout import Layout
+from ladderize.runtime.layers import AttentionWeights, MlpWeights
+from ladderize.runtime.shards import Shape, virtual_ranks
+from ladderize.runtime.training.adapters import WithLora, FusedLowRanks, InputDropout, LowRank, Product
+from ladderize.runtime.training.pieces import Piece
+
+ATTENTION, MLP = "self_attn", "mlp"
+# projection -> its sub-module, whether it is split by outputs (else by inputs), whether rope turns its rows
+PROJECTIONS = {
+    "q_proj": (ATTENTION, True, True), "k_proj": (ATTENTION, True, True), "v_proj": (ATTENTION, True, False),
+    "o_proj": (ATTENTION, False, False),
+    "gate_proj": (MLP, True, False), "up_proj": (MLP, True, False), "down_proj": (MLP, False, False),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """LoRA on ``targets`` (names of projections) of ``layers``. scaling: what B A x is multiplied by. dropout: of what
+    enters A, in training."""
+
+    rank: int
+    scaling: float
+    targets: Sequence[str]
+    layers: Sequence[int]
+    dropout: float = 0.0
+
+
+class ProjectionLora(nn.Module):
+    """This rank's A [rank, in] and B [out, rank] of one projection, in float32.
+
+    pieces: by the names that an adapter's file has, A's first.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        projection: str,
+        plan: LoraPlan,
+        shape: Shape,
+        values: Callable[[str, tuple[int, int]], Tensor],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        module, self.by_outputs, turned = PROJECTIONS[projection]
+        start, stop, width = _bounds(projection, shape)
+        self.scaling, self.probability = plan.scaling, plan.dropout
+        self.inputs = (0, shape.hidden, shape.hidden) if self.by_outputs else (start, stop, width)
+        own = stop - start
+        copies = shape.kv_copies if projection in ("k_proj", "v_proj") else 1
+        a = (plan.rank, shape.hidden if self.by_outputs else own)
+        b = (own if self.by_outputs else shape.hidden, plan.rank)
+        self.a, self.b = (nn.Parameter(torch.empty(size, device=device, dtype=torch.float32)) for size in (a, b))
+        whole_a, whole_b = (plan.rank, self.inputs[2]), (width if self.by_outputs else shape.hidden, plan.rank)
+        parts_a, parts_b = ((self.a, slice(None)),), ((self.b, slice(None)),)
+        if self.by_outputs:
+            head_dim = shape.head_dim if turned else 0
+            first = Piece(whole_a, parts_a)
+            second = Piece(whole_b, parts_b, dim=0, start=start, copies=copies, head_dim=head_dim)
+        else:
+            first, second = Piece(whole_a, parts_a, dim=1, start=start), Piece(whole_b, parts_b)
+        name = f"base_model.model.model.layers.{layer}.{module}.{projection}.lora_"
+        self.pieces = {f"{name}A.weight": first, f"{name}B.weight": second}
+        for name, piece in self.pieces.items():
+            rows, columns = piece.shape
+            piece.assign(lambda parameter: parameter, values(name, (rows, columns)))
+
+    def taken(self, compute: torch.dtype, virtual: int = 1) -> list[LowRank]:
+        """What it adds to the product of each of ``virtual`` virtual ranks, computed in ``compute``."""
+        a, b = self.a.to(compute), self.b.to(compute)
+        start, stop, width = self.inputs
+        dropout = InputDropout(self.probability, width, start, stop) if self.training and self.probability else None
+        if self.by_outputs:
+            return [LowRank(a, own, self.scaling, dropout) for own in b.chunk(virtual)]
+        parts = a.chunk(virtual, 1)
+        return [LowRank(own, b, self.scaling, dropout, k * own.shape[1]) for k, own in enumerate(parts)]
+
+
+class TrainedLora(nn.Module):
+    """LoRA of one rank's part of a model.
+
+    values: the whole matrix that an adapter's file has, or would have, under a name: rows x columns. It is asked for
+    every matrix on every rank.
+    """
+
+    def __init__(
+        self,
+        plan: LoraPlan,
+        shape: Shape,
+        layout: Layout,
+        values: Callable[[str, tuple[int, int]], Tensor],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.virtual = [virtual_ranks(layout, layer, shape.tp_size) for layer in range(shape.layers)]
+        self.projections = {
+            (layer, name): ProjectionLora(layer, name, plan, shape, values, device)
+            for layer in plan.layers
+            for name in PROJECTIONS
+            if name in plan.targets
+        }
+        self.registered = nn.ModuleList(self.projections.values())
+
+    def pieces(self) -> dict[str, Piece]:
+        """Every matrix by the name that an adapter's file gives it."""
+        return {name: piece for projection in self.projections.values() for name, piece in projection.pieces.items()}
+
+    def partial_parameters(self) -> list[Tensor]:
+        """Held by every rank, with a gradient that is the sum of the ranks'."""
+        return [projection.a if projection.by_outputs else projection.b for projection in self.projections.values()]
+
+    def copied_rows(self) -> list[tuple[Tensor, slice]]:
+        """The parameters, and which rows of them, that belong to KV heads that several ranks hold."""
+        if self.shape.kv_copies == 1:
+            return []
+        return [
+            (projection.b, slice(0, None))
+            for (_, name), projection in self.projections.items()
+            if name in ("k_proj", "v_proj")
+        ]
+
+    def attention(self, layer: int, weights: AttentionWeights, compute: torch.dtype) -> AttentionWeights:
+        """The weights of a layer's attention with what LoRA adds to them."""
+        queries, keys = (rows[1] - rows[0] for rows in (self.shape.query_rows(), self.shape.kv_rows()))
+        fused = self._fused(layer, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, compute)
+        o = self._taken(layer, "o_proj", compute, self.virtual[layer])
+        return replace(weights, qkv=_adapted([weights.qkv], fused)[0], o=_adapted(weights.o, o))
+
+    def mlp(self, layer: int, weights: MlpWeights, compute: torch.dtype) -> MlpWeights:
+        """The weights of a layer's MLP with what LoRA adds to them."""
+        virtual = self.virtual[layer]
+        width = self.shape.own_inner // virtual
+        fused = self._fused(layer, {"gate_proj": width, "up_proj": width}, compute, virtual)
+        down = self._taken(layer, "down_proj", compute)
+        return replace(weights, gate_up=_adapted(weights.gate_up, fused), down=_adapted([weights.down], down)[0])
+
+    def _taken(self, layer: int, name: str, compute: torch.dtype, virtual: int = 1) -> list[LowRank] | None:
+        projection = self.projections.get((layer, name))
+        return None if projection is None else projection.taken(compute, virtual)
+
+    def _fused(
+        self, layer: int, widths: dict[str, int], compute: torch.dtype, virtual: int = 1
+    ) -> list[FusedLowRanks] | None:
+        """widths: of each projection, the outputs of one virtual rank."""
+        taken = {name: self._taken(layer, name, compute, virtual) for name in widths}
+        if not any(taken.values()):
+            return None
+
+        def of(name: str, k: int) -> LowRank | None:
+            own = taken[name]
+            return None if own is None else own[k]
+
+        return [FusedLowRanks([(of(name, k), width) for name, width in widths.items()]) for k in range(virtual)]
+
+
+def _adapted(linears: Sequence[Product], added: Sequence[LowRank | FusedLowRanks] | None) -> list[Any]:
+    if added is None:
+        return list(linears)
+    return [WithLora(linear, more) for linear, more in zip(linears, added, strict=True)]
+
+
+def _bounds(projection: str, shape: Shape) -> tuple[int, int, int]:
+    """Of the side that is split: this rank's part, from and to, and the whole."""
+    if projection in ("k_proj", "v_proj"):
+        return (*shape.kv_rows(), shape.kv_heads * shape.head_dim)
+    if projection in ("q_proj", "o_proj"):
+        return (*shape.query_rows(), shape.heads * shape.head_dim)
+    return (*shape.inner_rows(), shape.inner)
