@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ladderize.layout import Layout
 from ladderize.runtime.layers import AttentionWeights, MlpWeights
 from ladderize.runtime.shards import Shape, virtual_ranks
-from ladderize.runtime.training.adapters import WithLora, FusedLowRanks, InputDropout, LowRank, Product
+from ladderize.runtime.training.adapters import FusedLowRanks, InputDropout, LowRank, Product, WithLora
 from ladderize.runtime.training.pieces import Piece
 
 ATTENTION, MLP = "self_attn", "mlp"
