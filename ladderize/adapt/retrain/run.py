@@ -93,7 +93,7 @@ def adapt_checkpoint(
     options.budget.check()
     check_trackers(options.log_with)
     options.check_data()
-    job = Job(model, out, options, overwrite, verify, revision)
+    job = RetrainJob(model, out, options, overwrite, verify, revision)
     if options.tp_size > 1 and not already_started():
         check_group_size(options.tp_size, options.device)
         # what is wrong with the task is said before ranks are started
@@ -117,7 +117,7 @@ def adapt_checkpoint(
 
 
 @dataclass(frozen=True)
-class Job:
+class RetrainJob:
     """What every rank is to do. Its fields are the arguments of ``adapt_checkpoint``."""
 
     model: str
@@ -128,7 +128,7 @@ class Job:
     revision: str | None
 
 
-def retrain(ranks: Ranks, job: Job, console: Console) -> Adaptation | None:
+def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | None:
     """One rank's part; returns the document on the main rank, None on the others."""
     out, options, overwrite = job.out, job.options, job.overwrite
     task = open_task(job.model, options, ranks, job.revision)
