@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from ladderize.runtime.bench.document import BenchDocument
     from ladderize.runtime.bench.options import BenchOptions, ModelChoice
     from ladderize.runtime.bench.run import bench
+    from ladderize.runtime.bench.training.document import TrainingBenchDocument
+    from ladderize.runtime.bench.training.options import TrainingBenchOptions
+    from ladderize.runtime.bench.training.run import bench_training
     from ladderize.runtime.sampling import Sampling
     from ladderize.runtime.texts.corpus import CorpusDocument, sample_corpus
     from ladderize.runtime.texts.options import GenerateOptions
@@ -85,12 +88,15 @@ __all__ = [
     "SpdDocument",
     "SpdOptions",
     "SweepDocument",
+    "TrainingBenchDocument",
+    "TrainingBenchOptions",
     "UsageError",
     "UserError",
     "__version__",
     "adapt_blocks",
     "adapt_checkpoint",
     "bench",
+    "bench_training",
     "compare",
     "convert_checkpoint",
     "data_sources",
@@ -141,6 +147,9 @@ _HOMES = {
     "runtime.bench.document": ("BenchDocument",),
     "runtime.bench.options": ("BenchOptions", "ModelChoice"),
     "runtime.bench.run": ("bench",),
+    "runtime.bench.training.document": ("TrainingBenchDocument",),
+    "runtime.bench.training.options": ("TrainingBenchOptions",),
+    "runtime.bench.training.run": ("bench_training",),
     "runtime.sampling": ("Sampling",),
     "runtime.texts.corpus": ("CorpusDocument", "sample_corpus"),
     "runtime.texts.options": ("GenerateOptions",),

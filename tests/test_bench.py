@@ -23,7 +23,7 @@ from ladderize.runtime.bench.cost_model import Operation, predict
 from ladderize.runtime.bench.document import BenchDocument, PhaseCommunication
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, parse_batch_sizes
 from ladderize.runtime.bench.plan import named_layout, plan_bench
-from ladderize.runtime.bench.trace import cpu_overlap, gpu_overlap
+from ladderize.runtime.bench.trace import Overlap, cpu_flights, gpu_flights
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated, sleep_until
 from ladderize.runtime.collectives.links import Link, known_links, parse_link
@@ -139,7 +139,7 @@ def span(name, ts, dur, **extra):
 def test_cpu_overlap_of_a_hand_made_trace():
     events = [span("all-reduce: start", 0, 1000), span("all-reduce: wait", 5000, 2000), span("aten::mm", 1000, 4000),
               span("all-reduce: start", 8000, 500), span("all-reduce: wait", 8500, 500)]  # fmt: skip
-    overlap = cpu_overlap(events, [6500, 1200])
+    overlap = Overlap.of_flights(cpu_flights(events, [6500, 1200]))
     assert overlap.in_flight_ms == pytest.approx(7.7)
     # the first blocked 3 ms of its 6.5 at start and wait; the second had no compute to run under
     assert overlap.under_compute_ms == pytest.approx(3.5)
@@ -154,7 +154,7 @@ def test_gpu_overlap_of_a_hand_made_trace():
         span("at::cuda::spin_kernel", 9000, 1000, **kernel),
     ]
     events += [span("cpu thing", 0, 9999)]
-    overlap = gpu_overlap(events)
+    overlap = Overlap.of_flights(gpu_flights(events))
     assert overlap.in_flight_ms == pytest.approx(4)
     assert overlap.under_compute_ms == pytest.approx(1.1)
 
@@ -384,11 +384,11 @@ def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch, layout):
         def all_gather(self, x):
             return self.inner.all_gather(x)
 
-    def mutated(self, ids, step, cache):
+    def mutated(self, ids, step, cache, schedule):
         whole = self.collectives
         self.collectives = LeavesOut(whole)
         try:
-            return forward(self, ids, step, cache)
+            return forward(self, ids, step, cache, schedule)
         finally:
             self.collectives = whole
 
@@ -396,8 +396,8 @@ def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch, layout):
     arguments = ["--random-weights", shape, "--layout", layout, "--emulate-tp", 2, "--link", "1,1", *QUICK]
     message = one_sentence(invoke("bench", *arguments))
     reduces = {"dense": 9, "ladder": 9, "spd+ladder": 5}[layout]
-    assert f"{layout}: a prefill completed {reduces - 1} all-reduces" in message
-    assert f"its layout asks for {reduces} of 512 bytes" in message
+    assert f"{layout}: a prefill completed {reduces - 1} all-reduces ({reduces - 1} of 512 bytes)" in message
+    assert f"its layout asks for {reduces} all-reduces ({reduces} of 512 bytes)" in message
 
 
 def test_without_the_check_results_say_so(checked_model, monkeypatch):

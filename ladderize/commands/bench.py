@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+import ladderize
 from ladderize.choices import Dtype
+from ladderize.commands.benchmarking import bench_options, check_way, start_bench, training_bench_options
 from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.options import (
     MAX_SEED,
@@ -22,8 +24,8 @@ from ladderize.commands.options import (
     Revision,
     Threads,
     TpSize,
-    _runtime_options,
     options_from,
+    said,
 )
 from ladderize.console import Console
 from ladderize.runtime.bench.options import (
@@ -31,9 +33,9 @@ from ladderize.runtime.bench.options import (
     BenchOptions,
     ModelChoice,
     check_bench_usage,
-    parse_baselines,
-    parse_batch_sizes,
 )
+from ladderize.runtime.bench.training.options import TrainingBenchOptions, check_training_usage
+from ladderize.runtime.schedule import Schedule, ScheduleName
 
 
 def bench(
@@ -83,7 +85,10 @@ def bench(
         str,
         typer.Option(
             metavar="A,B",
-            help="Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none).",
+            help=(
+                "Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none), sequential"
+                " (with --schedule domino)."
+            ),
             rich_help_panel=MODELS,
         ),
     ] = ",".join(BenchOptions.baselines),
@@ -109,9 +114,65 @@ def bench(
             rich_help_panel=MEMORY,
         ),
     ] = None,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Time training steps (forward and backward, no optimizer) instead of inference.",
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = False,
+    schedules: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="With --train: schedules to time, of sequential and domino.",
+            show_default="both",
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None,
+    schedule: Annotated[
+        ScheduleName,
+        typer.Option(
+            metavar="NAME",
+            help="Of prefill: sequential, or domino, which computes one part of the batch while another's sum is sent.",
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = BenchOptions.schedule,
+    domino_chunks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=2,
+            help="Domino: parts that the batch is cut into. One row is cut along its tokens.",
+            show_default=str(Schedule.chunks),
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None,
+    domino_columns: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Domino: parts in which a sub-module's sum is computed and sent.",
+            show_default=str(Schedule.columns),
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None,
     batch_size: Annotated[
-        str, typer.Option(metavar="A,B", help="Batch sizes.", rich_help_panel=MEASUREMENT)
-    ] = ",".join(map(str, BenchOptions.batch_sizes)),
+        str | None,
+        typer.Option(metavar="A,B", help="Batch sizes.", show_default="1; 2 with --train", rich_help_panel=MEASUREMENT),
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=2,
+            help="With --train: tokens per row.",
+            show_default=str(TrainingBenchOptions.seq_len),
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None,
     prompt_len: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens per prompt.", rich_help_panel=MEASUREMENT)
     ] = BenchOptions.prompt_len,
@@ -144,7 +205,10 @@ def bench(
         bool,
         typer.Option(
             "--no-check",
-            help="Skip comparing checkpoints with transformers in float32 before timing.",
+            help=(
+                "Skip comparing checkpoints with transformers in float32 before timing; with --train, the schedules'"
+                " gradients with each other."
+            ),
             rich_help_panel=MEASUREMENT,
         ),
     ] = False,
@@ -180,21 +244,20 @@ def bench(
     config: Config = None,
     print_config: PrintConfig = False,
 ) -> None:
-    """Time layouts against each other on ladderize's tensor-parallel runtime, and show what they wait for."""
+    """Time layouts and schedules against each other on ladderize's tensor-parallel runtime, and show what they wait
+    for."""
+    check_way(said(ctx), train=train)
     choice = options_from(ModelChoice, ctx.params, models=tuple(models or ()))
-    options = options_from(
-        BenchOptions,
-        ctx.params,
-        batch_sizes=parse_batch_sizes(batch_size),
-        baselines=parse_baselines(baselines),
-        check=not no_check,
-        compile=compile_,
-        device=device or "cpu",  # which GPUs there are, torch says below
-    )
-    check_bench_usage(choice, options, link)  # before seconds of imports
     console = Console(as_json)
-    with console.stage("loading torch"):
-        import ladderize.runtime.bench.run
-
-        device = _runtime_options(device, backend, threads, options.ranks)
-    ladderize.bench(choice, dataclasses.replace(options, device=device), link, console=console, out=out, plot=plot)
+    if train:
+        steps = training_bench_options(ctx.params)
+        check_training_usage(choice, steps, link)
+        device = start_bench("ladderize.runtime.bench.training.run", steps, console, device)
+        steps = dataclasses.replace(steps, device=device)
+        ladderize.bench_training(choice, steps, link, console=console, out=out)
+    else:
+        options = bench_options(ctx.params)
+        check_bench_usage(choice, options, link)  # before seconds of imports
+        device = start_bench("ladderize.runtime.bench.run", options, console, device)
+        options = dataclasses.replace(options, device=device)
+        ladderize.bench(choice, options, link, console=console, out=out, plot=plot)

@@ -14,6 +14,7 @@ from ladderize.errors import UserError
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import Step, TPLlama
 from ladderize.runtime.sampling import Sampling
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 
 # A CUDA graph of a decode step has a fixed number of cache columns in view: one graph for each multiple of this.
 BUCKET = 256
@@ -81,6 +82,7 @@ class Generator:
     graphs: bool = False  # decode through CUDA graphs
     position: int = 0  # columns written so far, in every row
     padding: Tensor | None = None  # [batch] columns of padding on the left, None where there are none
+    schedule: Schedule = SEQUENTIAL  # of reading prompts; a decode step is always one part
     _captured: "dict[int, CapturedStep]" = field(default_factory=dict)
     _pool: Any = None
 
@@ -117,7 +119,7 @@ class Generator:
             )
             mask, positions = mask[:, None], (columns[None] - padding[:, None]).clamp(min=0)
         step = Step(_rope_factors(self.rope, positions), 0, 0, mask, causal=mask is None)
-        return self.model.forward(ids, step, self.cache)
+        return self.model.forward(ids, step, self.cache, self.schedule)
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
         """Append one token to each row: [batch] -> logits [batch, vocab] of the next."""

@@ -1,8 +1,8 @@
 """What a layout's communication must cost, given how long its compute and its all-reduces take apart.
 
 An overlapped all-reduce hides as much as its own time or the compute until it is waited for, whichever is less; a
-blocking one hides nothing. One rule, sub-module by sub-module; layouts differ only in which operations have compute to
-hide under.
+blocking one hides nothing. One rule, sub-module by sub-module; layouts and schedules differ only in which operations
+have compute to hide under. Where several messages are in flight, one is on the link at a time.
 """
 
 import statistics
@@ -41,6 +41,30 @@ class Prediction:
     @property
     def total(self) -> float:
         return self.compute + self.exposed
+
+
+def covers(times: Sequence[tuple[float, float]], alone: Sequence[float]) -> list[float]:
+    """The compute that each message can run under, in seconds: less than it takes alone by how long it is waited for.
+
+    times: of each message, when its start was over and when it was waited for, in a run in which messages took no time.
+    alone: seconds of each. The run is lived through again with a link that carries one message after the other.
+    """
+    moments = sorted(
+        [(started, 0, number) for number, (started, _) in enumerate(times)]
+        + [(wait, 1, number) for number, (_, wait) in enumerate(times)]
+    )
+    late = 0.0  # how far all waiting so far has put off what follows
+    free_at = moments[0][0] if moments else 0.0
+    through = [0.0] * len(times)
+    found = [wait - started for started, wait in times]
+    for moment, is_wait, number in moments:
+        now = moment + late
+        if not is_wait:
+            free_at = through[number] = max(now, free_at) + alone[number]
+        elif through[number] > now:
+            found[number] = alone[number] - (through[number] - now)
+            late += through[number] - now
+    return found
 
 
 def predict(compute: float, operations: Sequence[Operation], unhideable: float = 0.0) -> Prediction:

@@ -10,9 +10,10 @@ from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.reference_check import ReferenceAgreement
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.runtime.collectives.links import Link
+from ladderize.runtime.schedule import ScheduleName
 
 MODEL_ROW, BASELINE_ROW = "model", "baseline, for timing only"
-PARALLEL, NO_COMM = "parallel baseline", "no-comm baseline"  # their rows
+PARALLEL, NO_COMM, UNSCHEDULED = "parallel baseline", "no-comm baseline", "sequential baseline"  # their rows
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class PhaseCommunication(Record):
 class BenchRow(Record):
     """One variant at one batch size. By phase: ``prefill`` and ``decode``; samples are of every counted round.
 
-    A speed-up is over the first model; its interval is a 95 % interval of it.
+    A speed-up is over the first model; its interval is a 95 % interval of it. schedule: of the prefill.
 
     communication and its samples are None in the row of the first model without communication, overlap without
     --profile.
@@ -80,6 +81,7 @@ class BenchRow(Record):
     communication: dict[str, PhaseCommunication] | None = None
     no_communication_samples_ms: dict[str, list[float]] | None = None
     overlap: Overlap | None = None
+    schedule: ScheduleName = "sequential"
 
     @property
     def is_model(self) -> bool:
@@ -102,10 +104,10 @@ class BenchRow(Record):
     def speedup_interval(self, phase: str) -> list[float]:
         return self.speedup_prefill_interval if phase == "prefill" else self.speedup_decode_interval
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether its layout lets a sum run under compute."""
-        return self.is_model and OVERLAPPED in (*self.attention_sync, *self.mlp_sync)
+    def overlaps(self, phase: str) -> bool:
+        """Whether its layout lets a sum run under compute, or its schedule does, which is that of prefill alone."""
+        overlapped = OVERLAPPED in (*self.attention_sync, *self.mlp_sync)
+        return self.is_model and (overlapped or (phase == "prefill" and self.schedule == "domino"))
 
 
 @dataclass(frozen=True)
@@ -128,5 +130,5 @@ class BenchDocument(Record):
 
     @property
     def disproved(self) -> list[str]:
-        """Models whose layout overlaps, and in whose trace nothing did."""
+        """Models whose layout or schedule overlaps, and in whose trace nothing did."""
         return [row.model for row in self.rows if row.overlap is not None and row.overlap.proven is False]

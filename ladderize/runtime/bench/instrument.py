@@ -1,13 +1,13 @@
 """What a model's forward sends, and under how much of its compute that could run."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ladderize.runtime.bench.alone_times import AloneTimes, synchronize
-from ladderize.runtime.bench.cost_model import Operation
+from ladderize.runtime.bench.cost_model import Operation, covers
 from ladderize.runtime.collectives.observed import ObservedAllReduce, Recording
 from ladderize.runtime.decode import Generator
 
@@ -28,14 +28,9 @@ def instrument_model(
     generator: Generator, prompts: Sequence[Sequence[int]], alone: AloneTimes, device: torch.device
 ) -> dict[str, PhaseOperations]:
     """Run a model that does not communicate a few times and note its all-reduces, by phase; all ranks call it."""
-
-    def clock() -> float:
-        synchronize(device)
-        return time.perf_counter()
-
     model, plain = generator.model, generator.model.collectives
-    recording = Recording(plain, clock)
-    eager = Generator(model, generator.rope, generator.cache)
+    recording = Recording(plain, device_clock(device))
+    eager = Generator(model, generator.rope, generator.cache, schedule=generator.schedule)
     found = {}
     model.collectives = recording
     try:
@@ -52,23 +47,34 @@ def instrument_model(
                     eager.position = after_prompt
                     eager.decode_one_token(tokens)
                 runs.append(list(recording.all_reduces))
-            found[phase] = _operations(runs, recording.gathered, alone, own_embedding=model.shape.replicate_vocab)
+            parts = eager.schedule.parts(len(prompts), len(prompts[0])) if phase == "prefill" else 1
+            # the first belong to the embedding, and are the same for every layout
+            found[phase] = phase_operations(
+                runs, recording.gathered, alone, embeddings=0 if model.shape.replicate_vocab else parts
+            )
     finally:
         model.collectives = plain
     return found
 
 
-def _operations(
-    runs: list[list[ObservedAllReduce]], gathered: list[int], alone: AloneTimes, *, own_embedding: bool
+def device_clock(device: torch.device) -> Callable[[], float]:
+    """Seconds, at a moment when the device has done all that it was told to."""
+
+    def clock() -> float:
+        synchronize(device)
+        return time.perf_counter()
+
+    return clock
+
+
+def phase_operations(
+    runs: list[list[ObservedAllReduce]], gathered: list[int], alone: AloneTimes, *, embeddings: int
 ) -> PhaseOperations:
-    """runs: the same all-reduces each time, and the first run is not warm. gathered: bytes of the all-gathers."""
-    covers = [tuple(seen.wait - seen.started for seen in same) for same in zip(*runs[1:], strict=True)]
+    """runs: the same all-reduces each time, and the first run is not warm. gathered: bytes of the all-gathers.
+    embeddings: how many of the all-reduces, the first ones, are the vocabulary's."""
     sizes = [seen.bytes for seen in runs[0]]
-    vocabulary = sum(alone.seconds("all_gather", size) for size in gathered)
-    if not own_embedding:  # then the first belongs to the embedding, the same for every layout
-        vocabulary += alone.seconds("all_reduce", sizes[0])
-        sizes, covers = sizes[1:], covers[1:]
-    return PhaseOperations(
-        [Operation(size, alone.seconds("all_reduce", size), cover) for size, cover in zip(sizes, covers, strict=True)],
-        vocabulary,
-    )
+    seconds = [alone.seconds("all_reduce", size) for size in sizes]
+    hiding = [covers([(seen.started, seen.wait) for seen in run], seconds) for run in runs[1:]]
+    vocabulary = sum(alone.seconds("all_gather", size) for size in gathered) + sum(seconds[:embeddings])
+    operations = map(Operation, sizes, seconds, zip(*hiding, strict=True))
+    return PhaseOperations(list(operations)[embeddings:], vocabulary)

@@ -18,7 +18,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench import reference_check
 from ladderize.runtime.bench.alone_times import AloneTimes, synchronize
 from ladderize.runtime.bench.baselines import ParallelLlama
-from ladderize.runtime.bench.document import PARALLEL, BenchDocument, BenchRow
+from ladderize.runtime.bench.document import PARALLEL, UNSCHEDULED, BenchDocument, BenchRow
 from ladderize.runtime.bench.environment import environment
 from ladderize.runtime.bench.instrument import PHASES, instrument_model
 from ladderize.runtime.bench.memory_need import check_bench_memory
@@ -34,6 +34,7 @@ from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.decode import Generator, Sampling, sample
 from ladderize.runtime.model import TPLlama
+from ladderize.runtime.schedule import SEQUENTIAL
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
 
 TRACED_STEPS = 4
@@ -50,7 +51,12 @@ def measure_plan(group: Ranks, plan: BenchPlan, console: Console) -> BenchDocume
     if options.compile:
         torch._dynamo.reset()
     collectives, backend = _collectives(group, plan)
-    weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
+    weights = WeightCache(
+        group.device,
+        pack=not options.compile,
+        replicate_vocab=options.replicate_vocab,
+        columns=options.prefill_schedule.columns,
+    )
     checks = _check(group, plan, collectives, weights, console) if options.check else {}
     alone = AloneTimes(group, collectives, plan.link, plan.specs[0].torch_dtype)
     rows: list[BenchRow] = []
@@ -127,7 +133,7 @@ def _collectives(group: Ranks, plan: BenchPlan) -> tuple[Collectives, str]:
     longest = max(hidden * batch * options.prompt_len, vocab * batch)
     if _checkpoints(plan):
         longest = max(longest, reference_check.longest_message(plan.specs, options))
-    return choose(options.backend, group, max_bytes=4 * longest)
+    return choose(options.backend, group, max_bytes=4 * longest, in_flight=options.prefill_schedule.in_flight)
 
 
 def _checkpoints(plan: BenchPlan) -> list[ModelSpec]:
@@ -149,15 +155,22 @@ def _check(
     with console.stage("computing the reference with transformers in float32"):
         expected = group.broadcast(reference_check.references(specs, options) if group.is_main else None)
     if options.emulate_tp is not None:
-        collectives, weights = Collectives(), WeightCache(group.device, pack=not options.compile)
-    results = {}
+        collectives = Collectives()
+        weights = WeightCache(group.device, pack=not options.compile, columns=options.prefill_schedule.columns)
+    results: dict[str, ReferenceAgreement] = {}
     with torch.inference_mode():
         for spec in specs:
             with console.stage(f"checking {spec.name} against transformers"):
                 reference = expected[spec.name]
-                rows, columns = len(reference.ids), len(reference.ids[0])
-                generator = open_generator(spec, collectives, weights, group, rows, columns, compile=options.compile)
-                results[spec.name] = reference_check.check_against_reference(generator, reference, spec)
+                columns = len(reference.ids[0])
+                # one row by itself: domino cuts it along its tokens
+                for rows in (len(reference.ids), *([1] if options.prefill_schedule.is_domino else [])):
+                    generator = open_generator(
+                        spec, collectives, weights, group, rows, columns, compile=options.compile
+                    )
+                    generator.schedule = options.prefill_schedule
+                    found = reference_check.check_against_reference(generator, reference.first(rows), spec)
+                    results[spec.name] = found if rows > 1 else results[spec.name].with_row(found)
     return results
 
 
@@ -170,6 +183,8 @@ def _open_models(
     planned: list[tuple[str, ModelSpec, type[TPLlama]]] = [(spec.name, spec, TPLlama) for spec in plan.specs]
     if "parallel" in options.baselines:
         planned.append((PARALLEL, plan.specs[0], ParallelLlama))
+    if "sequential" in options.baselines:
+        planned.append((UNSCHEDULED, plan.specs[0], TPLlama))
     models = []
     cache = None
     for name, spec, model_class in planned:
@@ -186,10 +201,11 @@ def _open_models(
                 model_class=model_class,
                 cache=cache,
             )
+            generator.schedule = SEQUENTIAL if name == UNSCHEDULED else options.prefill_schedule
             ways.append(TimedGenerator(generator))
             cache = generator.cache
         communicating, silent = ways
-        models.append(TimedModel(name, spec, communicating, silent, is_baseline=model_class is not TPLlama))
+        models.append(TimedModel(name, spec, communicating, silent, is_baseline=name in (PARALLEL, UNSCHEDULED)))
     return models
 
 
@@ -265,7 +281,7 @@ def _trace_models(
         generator = timed.communicating.generator
         model = generator.model
         model.collectives = traced = Traced(collectives)
-        eager = Generator(model, generator.rope, generator.cache)
+        eager = Generator(model, generator.rope, generator.cache, schedule=generator.schedule)
         prompts = _prompts(generator, options, batch)
 
         def steps(eager: Generator = eager, prompts: list[list[int]] = prompts) -> None:

@@ -3,6 +3,7 @@
 No torch here: the command line takes its defaults from these classes, and ``--help`` is instant.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from ladderize.choices import BackendName, Dtype, check_choices
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule, ScheduleName
 
 LAYOUT_NAMES = {"dense": (), "ladder": ("ladder",), "spd": ("spd",), "spd+ladder": ("spd", "ladder")}
-BASELINES = ("parallel", "no-comm")
+BASELINES = ("parallel", "no-comm", "sequential")
 
 
 @dataclass(frozen=True)
@@ -33,28 +35,25 @@ class ModelChoice:
 
 
 @dataclass(frozen=True)
-class BenchOptions(Record):
-    """How to time it: ``options`` of bench.json. See ``ladderize bench --help``.
+class GroupOptions(Record):
+    """What both ways of ``ladderize bench`` share: over which ranks, and how often.
 
-    emulate_tp: ranks of a group that is not there.
+    emulate_tp: ranks of a group that is not there. domino_chunks, domino_columns: see ``Schedule``; None was not said.
     """
 
     tp_size: int = 1
     batch_sizes: tuple[int, ...] = (1,)
-    prompt_len: int = 128
-    output_len: int = 33
     backend: BackendName = "auto"
     warmup: int = 2
     repeat: int = 7
-    baselines: tuple[str, ...] = ()
     emulate_tp: int | None = None
-    replicate_vocab: bool = False
-    compile: bool = False
     check: bool = True
     profile: Path | None = None
     device: str = field(default_factory=default_device)
     threads: int | None = None
     seed: int = 0
+    domino_chunks: int | None = None
+    domino_columns: int | None = None
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -69,10 +68,34 @@ class BenchOptions(Record):
         """The option that said how many."""
         return "--tp-size" if self.emulate_tp is None else "--emulate-tp"
 
+    def scheduled(self, name: str) -> Schedule:
+        """The schedule of this name, domino with the chunks and columns that were asked for."""
+        if name != "domino":
+            return SEQUENTIAL
+        given = {"chunks": self.domino_chunks, "columns": self.domino_columns}
+        return Schedule("domino", **{key: value for key, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class BenchOptions(GroupOptions):
+    """How to time inference: ``options`` of bench.json. See ``ladderize bench --help``."""
+
+    prompt_len: int = 128
+    output_len: int = 33
+    baselines: tuple[str, ...] = ()
+    replicate_vocab: bool = False
+    compile: bool = False
+    schedule: ScheduleName = "sequential"
+
     @property
     def decode_steps(self) -> int:
         """Tokens after the first, which belongs to the prefill."""
         return self.output_len - 1
+
+    @property
+    def prefill_schedule(self) -> Schedule:
+        """When the parts of a prefill run; a decode step is always one part."""
+        return self.scheduled(self.schedule)
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:
@@ -91,20 +114,32 @@ def parse_baselines(text: str) -> tuple[str, ...]:
 
 def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | None) -> None:
     """Raise UsageError for arguments that do not go together or take no effect. link: of ``--link``."""
-    _check_choice(choice)
-    _check_numbers(options)
-    if (options.emulate_tp is None) != (link is None):
-        raise UsageError("--emulate-tp and --link must be given together")
-    if options.emulate_tp is not None and options.tp_size != 1:
-        raise UsageError("--emulate-tp runs one process in place of a group; leave --tp-size out")
-    if options.emulate_tp is not None and options.backend != "auto":
-        raise UsageError("--backend has no effect with --emulate-tp")
+    check_model_choice(choice)
+    check_numbers(options, {"prompt_len": 1, "output_len": 2})
+    check_group_usage(options, link)
+    check_domino_usage(options, (options.schedule,), "--schedule")
+    if unknown := [name for name in options.baselines if name not in BASELINES]:
+        raise UsageError(f"--baselines {unknown[0]} is not one of {', '.join(BASELINES)}")
+    if "parallel" in options.baselines and options.schedule != "sequential":
+        raise UsageError(f"--baselines parallel runs sequentially; leave it out, or --schedule {options.schedule}")
+    if "sequential" in options.baselines and options.schedule == "sequential":
+        raise UsageError("--baselines sequential has no effect without --schedule domino: every model is timed so")
     if options.replicate_vocab and options.ranks == 1:
         raise UsageError("--replicate-vocab has no effect with one rank")
     if not options.check and choice.random_weights is not None:
         raise UsageError("--no-check has no effect with --random-weights: there is nothing to check")
     if options.backend == "none" and not options.check:
         raise UsageError("--no-check has no effect with --backend none, which sums nothing and is never checked")
+
+
+def check_group_usage(options: GroupOptions, link: str | None) -> None:
+    """The same of what both ways of benchmarking share."""
+    if (options.emulate_tp is None) != (link is None):
+        raise UsageError("--emulate-tp and --link must be given together")
+    if options.emulate_tp is not None and options.tp_size != 1:
+        raise UsageError("--emulate-tp runs one process in place of a group; leave --tp-size out")
+    if options.emulate_tp is not None and options.backend != "auto":
+        raise UsageError("--backend has no effect with --emulate-tp")
     if options.profile is not None and options.backend == "none":
         raise UsageError(
             "--profile measures overlap of communication with compute; --backend none has no communication"
@@ -113,9 +148,21 @@ def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | No
         raise UsageError("--profile measures overlap of communication with compute; one rank has no communication")
 
 
-def _check_numbers(options: BenchOptions) -> None:
-    """The command line checks most of them by itself; from Python anything can come."""
-    least = {"tp_size": 1, "prompt_len": 1, "output_len": 2, "warmup": 1, "repeat": 1, "seed": 0}
+def check_domino_usage(options: GroupOptions, schedules: tuple[str, ...], option: str) -> None:
+    """The same of domino. option: that named the schedules."""
+    if "domino" in schedules:
+        if options.ranks == 1:
+            raise UsageError(f"{option} domino hides communication, and one rank has none; raise --tp-size")
+        options.scheduled("domino")  # checks its numbers
+        return
+    for name in ("domino_chunks", "domino_columns"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} has no effect without {option} domino")
+
+
+def check_numbers(options: GroupOptions, more: Mapping[str, int]) -> None:
+    """The command line checks most of them by itself; from Python anything can come. more: name -> least value."""
+    least = {"tp_size": 1, "warmup": 1, "repeat": 1, "seed": 0, **more}
     for name, value in least.items():
         if getattr(options, name) < value:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {value}, not {getattr(options, name)}")
@@ -125,11 +172,10 @@ def _check_numbers(options: BenchOptions) -> None:
         raise UsageError(f"--emulate-tp must be at least 2, not {options.emulate_tp}")
     if options.backend != "auto" and options.ranks == 1:
         raise UsageError(f"--backend {options.backend} has no effect with one rank; leave it out or raise --tp-size")
-    if unknown := [name for name in options.baselines if name not in BASELINES]:
-        raise UsageError(f"--baselines {unknown[0]} is not one of {', '.join(BASELINES)}")
 
 
-def _check_choice(choice: ModelChoice) -> None:
+def check_model_choice(choice: ModelChoice) -> None:
+    """Raise UsageError for models that do not go together."""
     if bool(choice.models) == (choice.random_weights is not None):
         raise UsageError("name checkpoints, or a shape with --random-weights, and not both")
     for option, value in (

@@ -2,11 +2,12 @@
 starts."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ladderize.checkpoint.llama import check_config
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import Layout, LayoutError, parse_ranges
-from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, ModelChoice, check_bench_usage
+from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, GroupOptions, ModelChoice, check_bench_usage
 from ladderize.runtime.collectives.links import Link, parse_link
 from ladderize.runtime.launch import check_group_size
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec, read_shape, shape_spec
@@ -27,18 +28,36 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
     parsed = parse_link(link, options.ranks) if link is not None else None
     if options.emulate_tp is None:
         check_group_size(options.tp_size, options.device)
-    specs = _checkpoints(choice, options) if choice.random_weights is None else _random(choice, options)
+    specs = chosen_models(choice, options)
     for spec in specs:
         _check_positions(spec, options)
+        for batch in options.batch_sizes:
+            options.prefill_schedule.check(
+                batch,
+                options.prompt_len,
+                spec.config["hidden_size"],
+                rows_name="--batch-size",
+                tokens_name="--prompt-len",
+            )
         if parsed is not None:
             _check_messages(spec, options, parsed)
     if "parallel" in options.baselines and not specs[0].layout.is_dense:
         raise UserError(f"--baselines parallel needs a dense model as the first one, and {specs[0].name} is not dense")
-    if options.profile is not None:
-        if options.profile.exists() and not options.profile.is_dir():
-            raise UserError(f"--profile {options.profile} is not a folder")
-        options.profile.mkdir(parents=True, exist_ok=True)
+    make_profile_folder(options.profile)
     return BenchPlan(specs, options, parsed)
+
+
+def make_profile_folder(folder: Path | None) -> None:
+    """Where ``--profile`` writes to, if it was given; raises UserError for what is no folder."""
+    if folder is not None:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--profile {folder} is not a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def chosen_models(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]:
+    """The checked models that ``choice`` names, split over the ranks of ``options``."""
+    return _checkpoints(choice, options) if choice.random_weights is None else _random(choice, options)
 
 
 def _check_positions(spec: ModelSpec, options: BenchOptions) -> None:
@@ -58,7 +77,7 @@ def _check_messages(spec: ModelSpec, options: BenchOptions, link: Link) -> None:
         link.seconds(width * spec.config["vocab_size"] * batch)
 
 
-def _checkpoints(choice: ModelChoice, options: BenchOptions) -> list[ModelSpec]:
+def _checkpoints(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]:
     return [
         checkpoint_spec(
             model, tp_size=options.ranks, dtype=choice.dtype, revision=choice.revision, option=options.ranks_option
@@ -67,7 +86,7 @@ def _checkpoints(choice: ModelChoice, options: BenchOptions) -> list[ModelSpec]:
     ]
 
 
-def _random(choice: ModelChoice, options: BenchOptions) -> list[ModelSpec]:
+def _random(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]:
     assert choice.random_weights is not None
     config = dict(read_shape(choice.random_weights))
     check_config(config)

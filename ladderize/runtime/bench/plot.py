@@ -66,7 +66,7 @@ def _draw_bar(panel: Any, row: BenchRow, phase: str, position: float) -> float:
     compute = communication.no_communication_ms
     panel.barh(position, compute, color=COMPUTE, height=HEIGHT)
     # where noise makes the whole shorter than its compute, no more than all communication is hidden
-    hidden = min(communication.hidden_ms, communication.alone_ms) if row.overlaps else 0.0
+    hidden = min(communication.hidden_ms, communication.alone_ms) if row.overlaps(phase) else 0.0
     if hidden > 0:
         place = {"left": compute - hidden, "height": HEIGHT}
         panel.barh(position, hidden, color=HIDDEN, hatch="////", edgecolor=COMPUTE, lw=0, **place)

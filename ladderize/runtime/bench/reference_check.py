@@ -5,6 +5,7 @@ Hugging Face model: of two texts that are read at once, and of the same texts de
 equal and of different length. The texts are as long as the prompts that are timed, up to a limit.
 """
 
+import dataclasses
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,10 @@ class Reference:
     positions: list[int]
     logits: np.ndarray[Any, Any]
 
+    def first(self, texts: int) -> "Reference":
+        """The same of the first texts alone."""
+        return dataclasses.replace(self, ids=self.ids[:texts], logits=self.logits[:texts])
+
 
 @dataclass(frozen=True)
 class ReferenceAgreement(Record):
@@ -61,6 +66,15 @@ class ReferenceAgreement(Record):
     greedy_tokens: int
     prompt_tokens: list[int]
     decode_steps: int
+
+    def with_row(self, other: "ReferenceAgreement") -> "ReferenceAgreement":
+        """Together with what was found of one text by itself."""
+        return dataclasses.replace(
+            self,
+            logit_difference=max(self.logit_difference, other.logit_difference),
+            equal_greedy_tokens=self.equal_greedy_tokens + other.equal_greedy_tokens,
+            greedy_tokens=self.greedy_tokens + other.greedy_tokens,
+        )
 
 
 def text_lengths(positions: int, prompt_len: int) -> tuple[int, int, int]:
@@ -170,15 +184,16 @@ def check_against_reference(generator: Generator, reference: Reference, spec: Mo
     ids = torch.tensor(reference.ids, device=generator.device)
     hidden = generator.read(ids)[:, reference.positions]
     read = torch.cat([generator.model.logits(piece).float().cpu() for piece in hidden.split(PIECE, 1)], 1)
-    for text in range(TEXTS):
+    texts = len(reference.ids)
+    for text in range(texts):
         comparison.logits(f"reading {ids.shape[1]} tokens", text, reference.positions, read[text])
     longer, shorter = reference.prompts
-    for what, prompts in (("decoding", (longer, longer)), ("decoding with padding", (longer, shorter))):
-        logits = generator.prefill([text[:prompt] for text, prompt in zip(reference.ids, prompts, strict=True)])
+    for what, prompts in (("decoding", (longer, longer)), ("decoding with padding", (longer, shorter)))[:texts]:
+        logits = generator.prefill([text[:prompt] for text, prompt in zip(reference.ids, prompts, strict=False)])
         for step in range(ids.shape[1] - longer):
-            positions = [prompt + step for prompt in prompts]
+            positions = [prompt + step for prompt in prompts[:texts]]
             comparison.chosen(f"{what}, step {step}", [position - 1 for position in positions], logits)
-            logits = generator.decode_one_token(ids[range(TEXTS), positions])
+            logits = generator.decode_one_token(ids[range(texts), positions])
         comparison.chosen(f"{what}, last step", positions, logits)
     return ReferenceAgreement(
         comparison.difference,

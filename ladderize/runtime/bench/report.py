@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from ladderize.console import Console, human_bytes
 from ladderize.runtime.bench.document import BenchDocument, BenchRow, PhaseCommunication
 from ladderize.runtime.bench.instrument import PHASES
 from ladderize.runtime.bench.spread import LEAST_ROUNDS
+from ladderize.runtime.schedule import Schedule
 
 
 def show_bench(document: BenchDocument, console: Console) -> None:
@@ -27,7 +29,23 @@ def show_bench(document: BenchDocument, console: Console) -> None:
         console.warn(warning)
 
 
-def row_labels(rows: Sequence[BenchRow]) -> list[str]:
+class OfModel(Protocol):
+    """A row of a benchmark."""
+
+    @property
+    def model(self) -> str: ...
+
+
+class Waited(Protocol):
+    """What was waited for in milliseconds, and its 95 % interval."""
+
+    @property
+    def exposed_ms(self) -> float: ...
+    @property
+    def exposed_interval_ms(self) -> list[float]: ...
+
+
+def row_labels(rows: Sequence[OfModel]) -> list[str]:
     """The last part of each model's name, or all of it where that would not tell models apart."""
     short = {row.model: Path(row.model).name for row in rows}
     unique = len(set(short.values())) == len(short)
@@ -42,7 +60,15 @@ def group_text(document: BenchDocument) -> str:
     return f"{ranks} rank{'s' * (ranks > 1)}, {document.backend}"
 
 
-def waited_text(communication: PhaseCommunication) -> str:
+def schedule_text(schedule: Schedule) -> str:
+    """``domino (2 chunks)``, ``domino (4 chunks, 2 columns)`` or ``sequential``."""
+    if not schedule.is_domino:
+        return schedule.name
+    columns = f", {schedule.columns} columns" if schedule.columns > 1 else ""
+    return f"{schedule.name} ({schedule.chunks} chunks{columns})"
+
+
+def waited_text(communication: Waited) -> str:
     """ms waited for; a bound where the rounds do not tell it from nothing, ``?`` where they say less than nothing.
 
     The difference of two medians can come out negative, which no waiting time is.
@@ -50,7 +76,7 @@ def waited_text(communication: PhaseCommunication) -> str:
     low, high = communication.exposed_interval_ms
     if high <= 0:
         return "?"
-    return f"<{_short(high)}" if low <= 0 else _short(communication.exposed_ms)
+    return f"<{short_ms(high)}" if low <= 0 else short_ms(communication.exposed_ms)
 
 
 def hidden_text(communication: PhaseCommunication) -> str:
@@ -58,13 +84,13 @@ def hidden_text(communication: PhaseCommunication) -> str:
     low, high = communication.exposed_interval_ms
     if low <= 0:
         least = communication.alone_ms - high
-        return f">{_short(least)}" if 0 < least < communication.alone_ms else "?"
+        return f">{short_ms(least)}" if 0 < least < communication.alone_ms else "?"
     if communication.hidden_ms <= 0:  # it waited longer than the collectives take alone
         return "none"
-    return _short(communication.hidden_ms)
+    return short_ms(communication.hidden_ms)
 
 
-def _short(milliseconds: float) -> str:
+def short_ms(milliseconds: float) -> str:
     """Four digits: as many as a measurement has at best."""
     digits = 3 if milliseconds < 10 else 2 if milliseconds < 100 else 1 if milliseconds < 1000 else 0
     return f"{milliseconds:.{digits}f}"
@@ -73,15 +99,16 @@ def _short(milliseconds: float) -> str:
 def _heading(document: BenchDocument) -> str:
     options = document.options
     unfinished = "" if document.complete else "; UNFINISHED, these are the rows measured so far"
+    schedule = f", prefill by {schedule_text(options.prefill_schedule)}" if options.schedule != "sequential" else ""
     return (
-        f"{group_text(document)}; prompt {options.prompt_len}, output {options.output_len},"
+        f"{group_text(document)}; prompt {options.prompt_len}, output {options.output_len}{schedule},"
         f" {f'medians of {options.repeat} interleaved rounds' if options.repeat > 1 else 'one round'}{unfinished}"
     )
 
 
 def _line(row: BenchRow, label: str, phase: str, document: BenchDocument) -> dict[str, str]:
     low, high = row.speedup_interval(phase)
-    line = {"model": label, "batch": str(row.batch_size), "ms": _short(row.total_ms(phase))}
+    line = {"model": label, "batch": str(row.batch_size), "ms": short_ms(row.total_ms(phase))}
     if phase == "decode":
         line["tokens/s"] = f"{row.output_tokens_per_s:.1f}"
     line |= {
@@ -93,8 +120,8 @@ def _line(row: BenchRow, label: str, phase: str, document: BenchDocument) -> dic
     }
     if row.communication is not None and (communication := row.communication[phase]).alone_ms:
         line["waited ms"] = waited_text(communication)
-        line["comm. alone ms"] = _short(communication.alone_ms)
-        if row.overlaps:
+        line["comm. alone ms"] = short_ms(communication.alone_ms)
+        if row.overlaps(phase):
             line["hidden ms"] = hidden_text(communication)
     return line
 
@@ -107,7 +134,7 @@ def _explanations(document: BenchDocument) -> list[str]:
     lines = [
         "speed-up: over the first model; its 95 % interval says how far the rounds disagree.",
         "waited ms: longer than the same model without communication.",
-        "hidden ms: comm. alone ms (the communication by itself) minus waited ms; for layouts that overlap.",
+        "hidden ms: comm. alone ms (the communication by itself) minus waited ms; for what overlaps.",
         *_per_model(document),
     ]
     if any(c.exposed_interval_ms[0] <= 0 < c.alone_ms for row in document.rows for c in _communications(row)):

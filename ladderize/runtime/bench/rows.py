@@ -51,10 +51,10 @@ class TimedModel:
     peak_memory_bytes: int | None = None
     overlap: Overlap | None = None
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether the layout says so; a baseline has none."""
-        return not self.is_baseline and bool(self.spec.layout.count(OVERLAPPED))
+    def overlaps(self, phase: str) -> bool:
+        """Whether the layout says so, or the schedule of prefill; a baseline has none."""
+        domino = phase == "prefill" and self.communicating.generator.schedule.is_domino
+        return not self.is_baseline and (domino or bool(self.spec.layout.count(OVERLAPPED)))
 
 
 def rows_of(
@@ -118,14 +118,16 @@ def _row(
         kv_cache_bytes=generator.cache.nbytes,
         peak_memory_bytes=timed.peak_memory_bytes,
         samples_ms=way.samples_ms(),
+        schedule=way.generator.schedule.name,
     )
 
 
 def _judged(timed: TimedModel) -> Overlap | None:
-    """The overlap that a trace showed, and whether it is any where the layout promises some."""
+    """The overlap that a trace showed, and whether it is any where the layout or the schedule promises some."""
     overlap = timed.overlap
     # ranks copy messages of shared memory themselves: there is nothing in flight to be covered
-    if overlap is None or not timed.overlaps or timed.communicating.generator.model.collectives.name == "shm":
+    shared = timed.communicating.generator.model.collectives.name == "shm"
+    if overlap is None or shared or not any(map(timed.overlaps, PHASES)):
         return overlap
     return dataclasses.replace(overlap, proven=overlap.under_compute_ms > MIN_OVERLAP * overlap.in_flight_ms)
 
@@ -151,6 +153,6 @@ def _communication(timed: TimedModel, phase: str) -> PhaseCommunication:
         ],
         hidden_ms=alone - exposed,
         hideable_ms=None if graphed else hideable,
-        hidden_share=(alone - exposed) / hideable if timed.overlaps and hideable and not graphed else None,
+        hidden_share=(alone - exposed) / hideable if timed.overlaps(phase) and hideable and not graphed else None,
         predicted_ms=None if graphed else prediction.total * 1e3,
     )

@@ -60,10 +60,10 @@ def bench(
         kept.write(document)
     kept.show()
     if document.disproved:
-        raise UserError(
-            f"nothing overlapped in the trace of {' and '.join(document.disproved)}, although the layout overlaps: its"
-            " row is not valid"
-        )
+        nothing = f"nothing overlapped in the trace of {' and '.join(document.disproved)}"
+        if options.schedule == "sequential":
+            raise UserError(f"{nothing}, although the layout overlaps: its row is not valid")
+        raise UserError(f"{nothing}, although --schedule {options.schedule} overlaps: its row is not valid")
     return document
 
 

@@ -1,14 +1,15 @@
-"""Proof of overlap: a Chrome trace of one prefill and a few decode steps, and the share of communication that ran under
-compute.
+"""Proof of overlap: a Chrome trace of a run, and the share of its communication that ran under compute.
 
 CPU: of the time that an all-reduce takes alone, what its start and its wait did not block, at most the compute between
 the two. GPU: the time in which a communication kernel and another stream's kernel ran at once.
 """
 
+import bisect
+import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ COMMUNICATION_KERNELS = re.compile(r"nccl|spin_kernel|one_shot|two_shot|multimem
 class Overlap(Record):
     """Milliseconds in flight, and of these under compute, in one traced run.
 
-    proven: whether that is any overlap at all; None where the layout promises none.
+    proven: whether that is any overlap at all; None where nothing promises any.
     """
 
     LEFT_OUT: ClassVar = ("proven",)
@@ -39,8 +40,19 @@ class Overlap(Record):
     proven: bool | None = None
 
     @classmethod
-    def of_microseconds(cls, in_flight: float, under_compute: float) -> "Overlap":
-        return cls(in_flight / 1e3, under_compute / 1e3, under_compute / in_flight if in_flight else 0.0)
+    def of_flights(cls, flights: "Iterable[Flight]") -> "Overlap":
+        flights = list(flights)
+        in_flight, covered = (sum(values) for values in ([f.in_flight for f in flights], [f.covered for f in flights]))
+        return cls(in_flight / 1e3, covered / 1e3, covered / in_flight if in_flight else 0.0)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One message: when it was started, how long it was in flight, and of that under compute, in microseconds."""
+
+    start: float
+    in_flight: float
+    covered: float
 
 
 def trace(
@@ -50,6 +62,32 @@ def trace(
 
     traced: the collectives of the model in it. alone: seconds of an all-reduce of so many bytes with nothing beside it.
     """
+    return Overlap.of_flights(_traced_flights(run, path, device, traced, alone)[0])
+
+
+def trace_passes(
+    run: Callable[[], None],
+    passes: Sequence[str],
+    path: Path,
+    device: torch.device,
+    traced: Traced,
+    alone: Callable[[int], float],
+) -> dict[str, Overlap]:
+    """The same, with the overlap of each of the ``passes``: spans that ``run()`` marks with ``record_function``, and at
+    whose ends the device has done all that it was told to."""
+    flights, events = _traced_flights(run, path, device, traced, alone)
+    found = {}
+    for name in passes:
+        spans = [event for event in events if event.get("name") == name and event.get("cat") == "user_annotation"]
+        inside = [f for f in flights if any(e["ts"] <= f.start < e["ts"] + e["dur"] for e in spans)]
+        found[name] = Overlap.of_flights(inside)
+    return found
+
+
+def _traced_flights(
+    run: Callable[[], None], path: Path, device: torch.device, traced: Traced, alone: Callable[[int], float]
+) -> tuple[list[Flight], list[dict[str, Any]]]:
+    """The messages of a run, and the events of its trace, which is in ``path``."""
     on_gpu = device.type == "cuda"
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks
     run()  # warm-up, not traced
@@ -67,25 +105,33 @@ def trace(
     except RuntimeError as error:
         raise UserError(f"--profile: {path} cannot be written: {error}") from None
     document = json.loads(path.read_text(encoding="utf-8"))
+    events = document["traceEvents"]
     if on_gpu:
-        return gpu_overlap(document["traceEvents"])
-    overlap = cpu_overlap(document["traceEvents"], [alone(size) * 1e6 for size in traced.sizes])
-    path.write_text(json.dumps(document), encoding="utf-8")  # with the row of communication that cpu_overlap has added
-    return overlap
+        return gpu_flights(events), events
+    flights = cpu_flights(events, [alone(size) * 1e6 for size in traced.sizes])
+    path.write_text(json.dumps(document), encoding="utf-8")  # with the row of communication that cpu_flights has added
+    return flights, events
 
 
-def cpu_overlap(events: list[dict[str, Any]], alone: Sequence[float]) -> Overlap:
+def cpu_flights(events: list[dict[str, Any]], alone: Sequence[float]) -> list[Flight]:
     """Pair the k-th start with the k-th wait and with ``alone[k]`` microseconds; adds each all-reduce as a span on a
-    row of its own."""
+    row of its own.
+
+    What lies between a start and its wait is compute, but for the starts and waits of other messages.
+    """
     spans = {
         name: sorted((e for e in events if e.get("name") == name and e.get("ph") == "X"), key=lambda e: e["ts"])
         for name in (TRACED_START, TRACED_WAIT)
     }
-    flight = covered = 0.0
+    talk = sorted((e["ts"], e["dur"]) for found in spans.values() for e in found)
+    begins = [begin for begin, _ in talk]
+    before = [0.0, *itertools.accumulate(duration for _, duration in talk)]  # sum of the first k
+    flights = []
     for start, wait, time in zip(spans[TRACED_START], spans[TRACED_WAIT], alone, strict=True):
-        compute = wait["ts"] - start["ts"] - start["dur"]
-        flight += time
-        covered += max(0.0, min(compute, time - start["dur"] - wait["dur"]))
+        stop = start["ts"] + start["dur"]
+        others = before[bisect.bisect_left(begins, wait["ts"])] - before[bisect.bisect_left(begins, stop)]
+        compute = wait["ts"] - stop - others
+        flights.append(Flight(start["ts"], time, max(0.0, min(compute, time - start["dur"] - wait["dur"]))))
         events.append(
             {
                 "ph": "X",
@@ -97,26 +143,26 @@ def cpu_overlap(events: list[dict[str, Any]], alone: Sequence[float]) -> Overlap
                 "dur": wait["ts"] + wait["dur"] - start["ts"],
             }
         )
-    return Overlap.of_microseconds(flight, covered)
+    return flights
 
 
-def gpu_overlap(events: list[dict[str, Any]]) -> Overlap:
+def gpu_flights(events: list[dict[str, Any]]) -> list[Flight]:
     """Intersect communication kernels with all other kernels."""
     kernels = [event for event in events if event.get("cat") == "kernel" and event.get("ph") == "X"]
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in kernels:
         spans[bool(COMMUNICATION_KERNELS.search(event["name"]))].append((event["ts"], event["ts"] + event["dur"]))
     compute = _union(spans[False])
-    flight = sum(stop - start for start, stop in spans[True])
-    covered, first = 0.0, 0
+    flights, first = [], 0
     for start, stop in sorted(spans[True]):
         while first < len(compute) and compute[first][1] <= start:
             first += 1
-        index = first
+        index, covered = first, 0.0
         while index < len(compute) and compute[index][0] < stop:
             covered += max(0.0, min(stop, compute[index][1]) - max(start, compute[index][0]))
             index += 1
-    return Overlap.of_microseconds(flight, covered)
+        flights.append(Flight(start, stop - start, covered))
+    return flights
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -295,12 +295,12 @@ def _timing(row: BenchRow, document: BenchDocument, number: int) -> Timing:
         decode_ms_per_token=row.decode_ms_per_token,
         output_tokens_per_s=row.output_tokens_per_s,
         peak_memory_bytes=row.peak_memory_bytes,
-        spent={phase: _spent(part, row) for phase, part in (row.communication or {}).items()},
+        spent={phase: _spent(part, row.overlaps(phase)) for phase, part in (row.communication or {}).items()},
     )
 
 
-def _spent(part: PhaseCommunication, row: BenchRow) -> Spent:
+def _spent(part: PhaseCommunication, overlaps: bool) -> Spent:
     low, high = part.exposed_interval_ms if len(part.exposed_interval_ms) == 2 else (None, None)
     # a difference of two medians may come out below 0, and what is hidden above all that there is; neither can be
-    hidden = min(max(0.0, part.hidden_ms), part.alone_ms, part.no_communication_ms) if row.overlaps else None
+    hidden = min(max(0.0, part.hidden_ms), part.alone_ms, part.no_communication_ms) if overlaps else None
     return Spent(part.no_communication_ms, WithInterval(part.exposed_ms, low, high), hidden)

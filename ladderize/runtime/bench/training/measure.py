@@ -1,0 +1,230 @@
+"""The benchmark of training steps: models and schedules against each other in one run, interleaved.
+
+A step is a forward and a backward pass over a batch of random tokens: cross-entropy on random targets, gradients of
+all parameters in float32. The optimizer is no part of it: it does not communicate. Every variant also runs without
+communication; the difference is what it waits for.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.profiler import record_function
+
+from ladderize.console import Console
+from ladderize.memory import PeakMemory
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.alone_times import AloneTimes, synchronize
+from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.bench.instrument import PhaseOperations, device_clock, phase_operations
+from ladderize.runtime.bench.trace import Overlap, trace_passes
+from ladderize.runtime.bench.training.check import check_sent, check_step, reference_outcome, step_name
+from ladderize.runtime.bench.training.document import GradientAgreement, TrainingBenchDocument, TrainingBenchRow
+from ladderize.runtime.bench.training.memory_need import check_training_memory
+from ladderize.runtime.bench.training.model_steps import step_opener
+from ladderize.runtime.bench.training.options import TrainingBenchOptions
+from ladderize.runtime.bench.training.plan import TrainingBenchPlan
+from ladderize.runtime.bench.training.rows import TimedStep, TimedVariant, training_rows
+from ladderize.runtime.bench.training.steps import STEP_PASSES, Batch, OpenStep, TrainingStep
+from ladderize.runtime.collectives.base import Collectives, NoCommunication
+from ladderize.runtime.collectives.choose import choose
+from ladderize.runtime.collectives.emulated import emulate
+from ladderize.runtime.collectives.observed import ObservedAllReduce, Recording, Traced
+
+INSTRUMENTED_STEPS = 4
+
+
+def measure_training(group: Ranks, plan: TrainingBenchPlan, console: Console) -> TrainingBenchDocument:
+    """One rank's part: check and time the variants of ``plan``; reports the document as often as there is more of it.
+
+    Raises UserError if a schedule computes something else than the sequential one.
+    """
+    options = plan.options
+    check_training_memory(plan, group)
+    surroundings = environment(group)
+    open_step = step_opener(group, options.ranks)
+    collectives, backend = _collectives(group, plan)
+    alone = AloneTimes(group, collectives, plan.link, plan.specs[0].torch_dtype)
+    checks: list[GradientAgreement] = []
+    rows: list[TrainingBenchRow] = []
+
+    def document(*, complete: bool) -> TrainingBenchDocument:
+        return TrainingBenchDocument(
+            complete=complete,
+            emulated=options.emulate_tp is not None,
+            checked=options.check,
+            options=options,
+            link=plan.link,
+            message_bytes_outside_link_range=alone.sizes_outside_range(),
+            backend=backend,
+            environment=surroundings,
+            checks=checks,
+            alone_ms=alone.milliseconds(),
+            rows=rows,
+        )
+
+    for batch_size in options.batch_sizes:
+        if options.check:
+            with console.stage(f"checking the schedules' gradients, batch {batch_size}"):
+                checks += _check(group, plan, open_step, collectives, batch_size)
+        done = len(rows)
+        for measured in _measure_batch(group, plan, open_step, collectives, alone, batch_size, console):
+            rows[done:] = measured
+            group.report(document(complete=False))
+    collectives.close()
+    return document(complete=True)
+
+
+def _collectives(group: Ranks, plan: TrainingBenchPlan) -> tuple[Collectives, str]:
+    """The means of communication, and one sentence on them."""
+    options, link = plan.options, plan.link
+    if options.emulate_tp is not None:
+        assert link is not None
+        means = emulate(options.emulate_tp, link, group.device)
+        return means, f"emulated: {options.emulate_tp} ranks over {link.name}"
+    return choose(options.backend, group, max_bytes=plan.longest_message, in_flight=options.in_flight)
+
+
+def _check(
+    group: Ranks, plan: TrainingBenchPlan, open_step: OpenStep, collectives: Collectives, rows: int
+) -> list[GradientAgreement]:
+    """Every variant against the sequential schedule of its model whose sums block."""
+    found = []
+    for spec in plan.specs:
+        batch = _batch(group, plan, spec.config["vocab_size"], rows)
+        reference = reference_outcome(open_step, spec, collectives, batch, group)
+        for schedule in plan.options.timed_schedules:
+            step = open_step(spec, schedule, collectives, batch)
+            found.append(check_step(step, reference, spec, schedule, rows, group))
+            recording = Recording(collectives, time.perf_counter)
+            check_sent(open_step(spec, schedule, recording, batch), recording, step_name(spec, schedule))
+    return found
+
+
+def _batch(group: Ranks, plan: TrainingBenchPlan, vocab: int, rows: int) -> Batch:
+    return Batch.random(vocab, rows, plan.options.seq_len, plan.options.seed, group.device)
+
+
+def _measure_batch(
+    group: Ranks,
+    plan: TrainingBenchPlan,
+    open_step: OpenStep,
+    collectives: Collectives,
+    alone: AloneTimes,
+    rows: int,
+    console: Console,
+) -> Iterator[list[TrainingBenchRow]]:
+    """Yield the rows of one batch size as soon as they are timed, and again with what traces show."""
+    options = plan.options
+    silence = NoCommunication(collectives.ranks)
+    batches = {spec.name: _batch(group, plan, spec.config["vocab_size"], rows) for spec in plan.specs}
+
+    def opened(timed: TimedVariant, means: Collectives) -> TrainingStep:
+        return open_step(timed.spec, timed.schedule, means, batches[timed.spec.name])
+
+    variants = []
+    for spec, schedule in plan.variants:
+        communicating = TimedStep(open_step(spec, schedule, collectives, batches[spec.name]))
+        silent = TimedStep(open_step(spec, schedule, silence, batches[spec.name]))
+        variants.append(TimedVariant(spec, schedule, communicating, silent))
+    _time_variants(group, variants, options, rows, console)
+    with console.stage("timing the communication alone"):
+        for timed in variants:
+            recording = Recording(silence, device_clock(group.device))
+            timed.operations = _instrument(opened(timed, recording), recording, alone)
+
+    def measured() -> list[TrainingBenchRow]:
+        shared = collectives.name == "shm"
+        return training_rows(variants, options, rows, checked=options.check, shared_memory=shared)
+
+    yield measured()
+    if options.profile is not None:
+        with console.stage(f"profiling, traces in {options.profile}"):
+            for number, timed in enumerate(variants):
+                traced = Traced(collectives)
+                path = options.profile / _trace_name(number, timed, rows, group.rank)
+                group.barrier()
+                timed.overlap = _trace(opened(timed, traced), traced, path, group, alone)
+        yield measured()
+
+
+def _time_variants(
+    group: Ranks, variants: list[TimedVariant], options: TrainingBenchOptions, rows: int, console: Console
+) -> None:
+    """Rounds over all variants, each with and without communication, in an order drawn anew for each round."""
+    order = [(timed, way) for timed in variants for way in (timed.communicating, timed.silent)]
+    shuffle = random.Random(options.seed)  # the same on every rank
+    rounds = options.warmup + options.repeat
+    # nothing moves on the terminal while a step is timed: the bar is drawn between rounds
+    with console.progress(f"timing, batch {rows}", rounds, animated=False) as advance:
+        for round_ in range(rounds):
+            counted = round_ - options.warmup
+            of = f"warm-up {round_ + 1} of {options.warmup}"
+            advance(0, of if counted < 0 else f"round {counted + 1} of {options.repeat}")
+            shuffle.shuffle(order)
+            for timed, way in order:
+                _time_round(group, timed, way, counted=counted >= 0)
+            advance(1)
+
+
+def _time_round(group: Ranks, timed: TimedVariant, way: TimedStep, *, counted: bool) -> None:
+    with PeakMemory(group.device) as memory:
+        passes = time_step(way.step, group)
+    if counted:
+        # the group is done when its last rank is
+        way.add([max(seconds) for seconds in zip(*group.gather(passes), strict=True)])
+    elif way is timed.communicating and memory.rise is not None:
+        timed.peak_memory_bytes = max(timed.peak_memory_bytes or 0, way.step.own_bytes + memory.rise)
+
+
+def time_step(step: TrainingStep, group: Ranks) -> tuple[float, float]:
+    """Seconds of a forward and of a backward pass. All ranks call it."""
+    group.barrier()
+    synchronize(group.device)
+    begin = time.perf_counter()
+    loss = step.forward()
+    synchronize(group.device)
+    middle = time.perf_counter()
+    step.backward(loss)
+    synchronize(group.device)
+    end = time.perf_counter()
+    step.clear()
+    return middle - begin, end - middle
+
+
+def _instrument(step: TrainingStep, recording: Recording, alone: AloneTimes) -> dict[str, PhaseOperations]:
+    """What each pass of a step that does not communicate would send, and under how much of its compute."""
+    runs: dict[str, list[list[ObservedAllReduce]]] = {name: [] for name in STEP_PASSES}
+    gathered: dict[str, list[int]] = {}
+
+    def note(name: str) -> None:
+        runs[name].append(recording.all_reduces)
+        gathered[name] = recording.gathered
+        recording.all_reduces, recording.gathered = [], []
+
+    for _ in range(INSTRUMENTED_STEPS):
+        loss = step.forward()
+        note("forward")
+        step.backward(loss)
+        note("backward")
+        step.clear()
+    return {name: phase_operations(runs[name], gathered[name], alone, embeddings=0) for name in STEP_PASSES}
+
+
+def _trace(step: TrainingStep, traced: Traced, path: Path, group: Ranks, alone: AloneTimes) -> dict[str, Overlap]:
+    def run() -> None:
+        with record_function("forward"):
+            loss = step.forward()
+            synchronize(group.device)
+        with record_function("backward"):
+            step.backward(loss)
+            synchronize(group.device)
+        step.clear()
+
+    return trace_passes(run, STEP_PASSES, path, group.device, traced, lambda size: alone.seconds("all_reduce", size))
+
+
+def _trace_name(number: int, timed: TimedVariant, rows: int, rank: int) -> str:
+    name = "".join(c if c.isalnum() or c in "+-." else "_" for c in Path(timed.spec.name).name)
+    return f"{number}-{name}-{timed.schedule.name}-batch{rows}-rank{rank}.json"

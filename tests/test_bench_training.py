@@ -1,0 +1,402 @@
+"""``bench --train``: what it refuses, that a wrong gradient or a missing message stops it, and what it reports."""
+
+import dataclasses
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from ladderize.checkpoint.llama import expected_tensors
+from ladderize.errors import UsageError, UserError
+from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.instrument import PhaseOperations
+from ladderize.runtime.bench.message_check import read_sums, sent_sums
+from ladderize.runtime.bench.options import ModelChoice
+from ladderize.runtime.bench.trace import Overlap
+from ladderize.runtime.bench.training import check, measure, model_steps
+from ladderize.runtime.bench.training.document import TrainingBenchDocument
+from ladderize.runtime.bench.training.memory_need import training_bytes, weights_key
+from ladderize.runtime.bench.training.options import TrainingBenchOptions, check_training_usage, parse_schedules
+from ladderize.runtime.bench.training.plan import plan_training_bench
+from ladderize.runtime.bench.training.rows import TimedStep, TimedVariant, training_rows
+from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from ladderize.runtime.shards import Shape
+from ladderize.runtime.spec import ModelSpec
+from ladderize.runtime.training import linear
+from tests.helpers import SHAPE, invoke, listing, make_model, one_sentence
+
+QUICK = ["--train", "--seq-len", 6, "--repeat", 2, "--warmup", 1, "--threads", 1, "--dtype", "float32"]
+EMULATED = ["--emulate-tp", 2, "--link", "50,1"]
+
+
+@pytest.fixture
+def shape(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SHAPE, "model_type": "llama"}))
+    return path
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+SPEC = ModelSpec("m", None, dict(SHAPE), Layout.dense(4), "float32")
+
+
+class FakeStep:
+    """A loss and gradients that are given; sends nothing."""
+
+    def __init__(self, loss=1.0, **gradients):
+        self.loss, self.given, self.found = loss, gradients, {}
+
+    def forward(self):
+        return torch.tensor(self.loss)
+
+    def backward(self, loss):
+        self.found = {name: torch.tensor(value) for name, value in self.given.items()}
+
+    def gradients(self):
+        return self.found
+
+    def clear(self):
+        self.found = {}
+
+    def messages(self):
+        return {"forward": Counter(), "backward": Counter()}
+
+    own_bytes = 7
+
+
+# ---- the check ----
+
+
+def checked(found, wanted=None, schedule=None, dtype="float32"):
+    reference = check.outcome_of(wanted or FakeStep(a=[3.0, 4.0], b=[0.001]), ALONE)
+    spec = dataclasses.replace(SPEC, dtype=dtype)
+    return check.check_step(found, reference, spec, schedule or Schedule("domino"), 2, ALONE)
+
+
+def test_equal_gradients_pass():
+    agreement = checked(FakeStep(a=[3.0, 4.0], b=[0.001]))
+    assert agreement.gradient_difference == agreement.loss_difference == 0
+    assert agreement.gradient_norm == pytest.approx(5.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (FakeStep(a=[3.0, 4.001], b=[0.001]), "the gradient of a is 0.0002 off"),
+        (FakeStep(a=[3.0, 4.0], b=[0.0012]), "the gradient of b"),  # small, and still compared
+        (FakeStep(a=[3.0, float("nan")], b=[0.001]), "the gradient of a is inf off"),
+        (FakeStep(a=[3.0, 4.0]), "the gradient of b is inf off"),
+        (FakeStep(1.01, a=[3.0, 4.0], b=[0.001]), "the loss is 1.01, where the sequential schedule gives 1"),
+        (FakeStep(float("nan"), a=[3.0, 4.0], b=[0.001]), "the loss is nan"),
+    ],
+)
+def test_other_gradients_do_not_pass(step, message):
+    with pytest.raises(UserError, match="m by the schedule domino in float32, 2 rows: ") as caught:
+        checked(step, FakeStep(a=[3.0, 4.0], b=[0.001]))
+    assert message in str(caught.value)
+    assert "nothing was timed" in str(caught.value)
+
+
+def test_bfloat16_may_be_further_off():
+    step = FakeStep(a=[3.0, 4.01], b=[0.001])
+    assert checked(step, dtype="bfloat16").gradient_difference == pytest.approx(0.002, rel=0.1)
+    with pytest.raises(UserError):
+        checked(step)
+
+
+def test_sums_whose_gradient_comes_back():
+    """The rule of message_check, against a walk that notes who reads what."""
+    for _ in range(30):
+        layers = int(torch.randint(1, 5, ()))
+        attention = [("blocking", "overlapped", "dropped")[i] for i in torch.randint(3, (layers,)).tolist()]
+        mlp = [("blocking", "overlapped")[i] for i in torch.randint(2, (layers,)).tolist()]
+        layout = Layout(tuple(attention), (*mlp[:-1], "blocking"), 2 if "dropped" in attention else None)
+        modes = [mode for pair in zip(layout.attention_sync, layout.mlp_sync, strict=True) for mode in pair]
+        x, pending, read = "embedding", None, set()
+        for number, mode in enumerate(modes):
+            read.add(x)
+            if pending is not None:
+                x, pending = pending, None
+            if mode == "blocking":
+                x = number
+            elif mode == "overlapped":
+                pending = number
+        read.add(x)
+        assert read_sums(layout) == len(read - {"embedding"})
+        assert sent_sums(layout) == sum(mode != "dropped" for mode in modes)
+
+
+# ---- rows ----
+
+
+def timed(schedule, seconds, silent, layout=SPEC.layout):
+    ways = []
+    for passes in (seconds, silent):
+        way = TimedStep(FakeStep())
+        for forward, backward in passes:
+            way.add((forward, backward))
+        ways.append(way)
+    operations = {name: PhaseOperations([], 0.0) for name in ("forward", "backward")}
+    return TimedVariant(dataclasses.replace(SPEC, layout=layout), schedule, *ways, operations=operations)
+
+
+def test_figures_of_a_row():
+    options = TrainingBenchOptions(tp_size=2, seq_len=10, repeat=3)
+    plain = timed(SEQUENTIAL, [(2, 4), (2, 5), (2, 6)], [(1, 2), (1, 2), (1, 3)])
+    domino = timed(Schedule("domino"), [(1.5, 2.5)] * 3, [(1.25, 2.25)] * 3)
+    first, second = training_rows([plain, domino], options, 4, checked=True, shared_memory=False)
+    assert (first.step_ms, first.forward_ms, first.backward_ms) == (7000, 2000, 5000)
+    assert (second.step_ms, second.speedup, second.speedup_forward) == (4000, 1.75, pytest.approx(4 / 3))
+    assert second.speedup_interval == pytest.approx([1.5, 2.0])
+    assert second.tokens_per_s == 10
+    # the bound of a model is its fastest step without communication, whatever the schedule
+    assert (first.bound_ms, second.bound_ms, second.no_communication_ms) == (3000, 3000, 3500)
+    assert second.bound_share == 0.75
+    assert first.communication["forward"].exposed_ms == 1000
+    assert first.communication["backward"].exposed_ms == 3000
+    assert second.communication["backward"].exposed_ms == 250
+    assert second.samples_ms == {"step": [4000.0] * 3, "forward": [1500.0] * 3, "backward": [2500.0] * 3}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout", "forward"),
+    [
+        (SEQUENTIAL, Layout.dense(4), None),
+        (SEQUENTIAL, Layout.from_layers(4, ladder=range(4)), False),
+        (Schedule("domino"), Layout.dense(4), False),
+    ],
+)
+def test_what_a_trace_must_show(schedule, layout, forward):
+    variant = timed(schedule, [(1, 1)], [(1, 1)], layout)
+    variant.overlap = {"forward": Overlap(10.0, 0.0, 0.0), "backward": Overlap(10.0, 5.0, 0.5)}
+    options = TrainingBenchOptions(tp_size=2)
+    (row,) = training_rows([variant], options, 2, checked=True, shared_memory=False)
+    assert {name: overlap.proven for name, overlap in row.overlap.items()} == {"forward": forward, "backward": True}
+    (row,) = training_rows([variant], options, 2, checked=True, shared_memory=True)
+    assert {overlap.proven for overlap in row.overlap.values()} == {None}
+
+
+# ---- whole runs ----
+
+
+def assert_there_and_back(document):
+    rest = {key: value for key, value in document.items() if key not in ("schema_version", "ladderize_version")}
+    assert TrainingBenchDocument.from_dict(document, "bench.json").to_dict() == rest
+
+
+def test_two_real_ranks(shape, tmp_path):
+    out = tmp_path / "bench.json"
+    layouts = ["--layout", "dense,spd+ladder", "--batch-size", "2,1", "--domino-columns", 2]
+    outcome = invoke("bench", "--random-weights", shape, *QUICK, "--tp-size", 2, *layouts, "--out", out)
+    assert outcome.code == 0, outcome.stderr
+    document = json.loads(out.read_text())
+    assert_there_and_back(document)
+    assert document["complete"] is document["checked"] is True
+    assert document["backend"].startswith("shm")
+    assert len(document["checks"]) == len(document["rows"]) == 8
+    assert all(check["gradient_difference"] < check["tolerance"] for check in document["checks"])
+    assert document["checks"][0]["gradient_norm"] == pytest.approx(document["checks"][1]["gradient_norm"], rel=1e-4)
+    rows = document["rows"]
+    assert [(row["model"], row["schedule"]["name"], row["batch_size"]) for row in rows[:5]] == [
+        ("dense", "sequential", 2), ("dense", "domino", 2), ("spd+ladder", "sequential", 2),
+        ("spd+ladder", "domino", 2), ("dense", "sequential", 1),
+    ]  # fmt: skip
+    hidden, layers = SHAPE["hidden_size"], SHAPE["num_hidden_layers"]
+    for row in rows:
+        assert row["step_ms"] > row["forward_ms"] > 0
+        assert {name: len(samples) for name, samples in row["samples_ms"].items()} == dict.fromkeys(
+            ("step", "forward", "backward"), 2
+        )
+        sums = layers if row["model"] == "spd+ladder" else 2 * layers
+        tokens = 6 * row["batch_size"]
+        assert row["communication"]["forward"]["bytes"] == 4 * tokens * hidden * (sums + 1)
+    sequential, domino = (row["communication"]["backward"]["all_reduces"] for row in rows[:2])
+    # the embedding's and the layers', and the norms' gradients once
+    assert (sequential, domino) == (2 * layers + 2, 2 * (2 * 2 * layers + 1) + 1)
+    for words in ("Training step", "Its two passes", "of no-comm", "Checked before timing", "Weights are random"):
+        assert words in outcome.stdout
+
+
+def test_a_checkpoint_emulated_with_traces(tmp_path):
+    folder = tmp_path / "m"
+    make_model("same layer with biases").save_pretrained(folder)
+    outcome = invoke(
+        "bench", folder, *QUICK, "--emulate-tp", 2, "--link", "2000,1", "--profile", tmp_path / "t", "--json"
+    )
+    assert outcome.code == 0, outcome.stderr
+    document = json.loads(outcome.stdout)
+    assert_there_and_back(document)
+    plain, domino = document["rows"]
+    assert plain["weights"] == str(folder)
+    assert domino["overlap"]["forward"]["proven"] is domino["overlap"]["backward"]["proven"] is True
+    assert plain["overlap"]["backward"]["proven"] is True
+    assert listing(tmp_path / "t") == ["0-m-sequential-batch2-rank0.json", "1-m-domino-batch2-rank0.json"]
+    events = json.loads((tmp_path / "t" / "1-m-domino-batch2-rank0.json").read_text())["traceEvents"]
+    spans = {event["name"]: event for event in events if event.get("cat") == "user_annotation"}
+    assert spans["forward"]["ts"] + spans["forward"]["dur"] <= spans["backward"]["ts"]
+
+
+def test_backend_none_sends_nothing(shape):
+    arguments = ["--tp-size", 2, "--backend", "none", "--layout", "dense", "--batch-size", 2, "--json"]
+    outcome = invoke("bench", "--random-weights", shape, *QUICK, *arguments)
+    assert outcome.code == 0, outcome.stderr
+    document = json.loads(outcome.stdout)
+    assert document["alone_ms"] == pytest.approx(dict.fromkeys(document["alone_ms"], 0.0))
+    assert document["backend"].startswith("none")
+
+
+# ---- what must not be timed ----
+
+
+def test_a_gradient_that_misses_a_part(shape, monkeypatch):
+    """Only one of the two column parts of a weight's gradient."""
+    monkeypatch.setattr(
+        linear.torch,
+        "cat",
+        lambda blocks, dim=0, right=torch.cat: right([blocks[0], *[b * 0 for b in blocks[1:]]], dim),
+    )
+    arguments = ["--layout", "dense", "--domino-columns", 2]
+    message = one_sentence(invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, *arguments))
+    assert "by the schedule domino in float32, 2 rows" in message
+    assert "nothing was timed" in message
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_message_that_is_left_out(shape, monkeypatch, kind):
+    class LeavesOut(Collectives):
+        def __init__(self, inner):
+            super().__init__(inner.ranks)
+            self.inner, self.name, self.count = inner, inner.name, 0
+
+        def all_reduce_async(self, x):
+            self.count += 1
+            wanted = 3 if kind == "forward" else 12
+            return Handle(lambda: x) if self.count == wanted else self.inner.all_reduce_async(x)
+
+        def all_gather(self, x):
+            return self.inner.all_gather(x)
+
+    class Leaving(model_steps.TPTraining):
+        def __init__(self, weights, config, layout, collectives, **more):
+            super().__init__(weights, config, layout, LeavesOut(collectives), **more)
+
+    monkeypatch.setattr(model_steps, "TPTraining", Leaving)
+    message = one_sentence(invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, "--layout", "dense"))
+    assert f"dense by the schedule sequential: a {kind} pass completed" in message
+
+
+def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch):
+    def broken(*arguments):
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(measure, "trace_passes", broken)
+    out = tmp_path / "bench.json"
+    more = ["--layout", "dense", "--profile", tmp_path / "t", "--out", out]
+    outcome = invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, *more)
+    assert outcome.stderr.splitlines()[-1] == "Error: the disk is full"
+    document = json.loads(out.read_text())
+    assert_there_and_back(document)
+    assert document["complete"] is False
+    assert len(document["rows"]) == 2
+    assert "UNFINISHED" in outcome.stdout
+
+
+def test_no_overlap_in_the_trace_is_an_error(shape, tmp_path, monkeypatch):
+    flat = {name: Overlap(9.0, 0.0, 0.0) for name in ("forward", "backward")}
+    monkeypatch.setattr(measure, "trace_passes", lambda *arguments: flat)
+    more = ["--layout", "dense", "--profile", tmp_path / "t"]
+    outcome = invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, *more)
+    assert outcome.code == 1
+    assert (
+        "nothing overlapped in the trace of dense sequential (backward) and dense domino (forward) and dense"
+        in (outcome.stderr.splitlines()[-1])
+    )
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--prompt-len", 4], 2, "--prompt-len has no effect with --train; give --seq-len"),
+        (["--output-len", 4], 2, "--output-len has no effect with --train"),
+        (["--schedule", "domino"], 2, "--schedule has no effect with --train; give --schedules"),
+        (["--baselines", "no-comm"], 2, "--baselines has no effect with --train"),
+        (["--replicate-vocab"], 2, "--replicate-vocab has no effect with --train"),
+        (["--compile"], 2, "--compile has no effect with --train"),
+        (["--plot", "x"], 2, "--plot has no effect with --train"),
+        (["--schedules", "domino,magic"], 2, "--schedules 'domino,magic' is not a comma-separated list of"),
+        (["--schedules", ""], 2, "--schedules '' is not"),
+        (["--tp-size", 1], 2, "--schedules domino hides communication, and one rank has none"),
+        (["--schedules", "sequential", "--domino-chunks", 2], 2, "--domino-chunks has no effect without --schedules"),
+        (["--domino-chunks", 3], 1, "--domino-chunks 3 is more than there is to cut: 2 rows (--batch-size)"),
+        (["--batch-size", "2,1", "--domino-chunks", 7], 1, "more than there is to cut"),
+        (["--batch-size", 1, "--domino-chunks", 7], 1, "one row of 6 tokens (--seq-len)"),
+        (["--domino-columns", 3], 1, "--domino-columns 3 does not divide the hidden size 32"),
+        (["--dtype", "float16"], 2, "--dtype float16 has too small a range for training"),
+        (["--seq-len", 65], 1, "--seq-len 65 is over the model's 64 positions"),
+        (["--seq-len", 1], 2, "--seq-len"),
+        (["--tp-size", 3], 1, "--tp-size 3 does not divide"),
+        (["--link", "1,1"], 2, "--emulate-tp and --link must be given together"),
+        (["--backend", "none", "--profile", "x"], 2, "--backend none has no communication"),
+        (["--batch-size", 99999999999], 1, "are free; choose a smaller model or --batch-size"),
+        (["--out", "/nowhere/bench.json"], 1, "does not exist"),
+    ],
+)
+def test_bad_arguments(shape, arguments, code, message):
+    outcome = invoke("bench", "--random-weights", shape, *QUICK, "--tp-size", 2, *arguments)
+    assert message in one_sentence(outcome)
+    assert outcome.code == code
+
+
+def test_a_link_that_is_not_known_for_such_messages():
+    arguments = ["--emulate-tp", 16, "--link", "nccl_two_nodes_ib_ndr", "--num-layers", 1, "--layout", "dense"]
+    outcome = invoke("bench", "--random-weights", "70b", *QUICK, *arguments)
+    assert "was measured up to 512 bytes only" in one_sentence(outcome)
+
+
+def test_options_from_python():
+    choice = ModelChoice(models=("a",))
+    assert parse_schedules("domino, sequential") == ("sequential", "domino")
+    for options, message in (
+        (TrainingBenchOptions(tp_size=2, schedules=()), "must name sequential or domino"),
+        (TrainingBenchOptions(tp_size=2, schedules=("magic",)), "must name sequential or domino"),
+        (TrainingBenchOptions(tp_size=2, schedules=("domino", "domino")), "names one twice"),
+        (TrainingBenchOptions(), "one rank has none"),
+        (TrainingBenchOptions(tp_size=2, seq_len=1), "--seq-len must be at least 2"),
+        (TrainingBenchOptions(tp_size=2, batch_sizes=()), "--batch-size"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            check_training_usage(choice, options, None)
+    options = TrainingBenchOptions(tp_size=2, domino_chunks=3)
+    assert options.timed_schedules == [SEQUENTIAL, Schedule("domino", 3)]
+    assert TrainingBenchOptions.from_dict(options.to_dict(), "x") == options
+
+
+# ---- memory ----
+
+
+def test_memory_is_at_least_weights_and_gradients(shape):
+    choice = ModelChoice(random_weights=str(shape), layout="dense,ladder,spd", sync_tp_size=4, dtype="float32")
+    options = TrainingBenchOptions(emulate_tp=2, seq_len=6)
+    weights, work = training_bytes(plan_training_bench(choice, options, "1,1"))
+    whole = 4 * sum(torch.Size(size).numel() for size in expected_tensors(SHAPE).values())
+    # dense and ladder share theirs; spd's virtual ranks are pieces of their own
+    assert whole < weights < 1.2 * whole
+    assert whole / 2 < work < 2 * whole
+
+
+def test_who_shares_weights():
+    def key(layout, **more):
+        spec = dataclasses.replace(SPEC, layout=layout, config={**SPEC.config, **more})
+        return weights_key(spec, Shape.from_config(spec.config, tp_size=2, rank=0))
+
+    dense, ladder = Layout.dense(4), Layout.from_layers(4, ladder=range(4))
+    dropped = Layout.from_layers(4, spd=[1], sync_tp_size=2)
+    assert key(dense) == key(ladder) == key(dropped)
+    assert key(dense) != key(Layout.from_layers(4, spd=[1], sync_tp_size=4))
+    assert key(dense, attention_bias=True) != key(dropped, attention_bias=True)
