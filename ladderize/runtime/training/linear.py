@@ -6,7 +6,7 @@ Autograd runs nodes in the reverse of that order: first the gradients of the inp
 the gradients of the weights, and only then the wait (Domino, arXiv 2409.15241, section 3.3).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,15 +18,16 @@ from ladderize.runtime.layers import Linear
 
 
 class LaterLinear(Linear):
-    """y = x W^T + b with gradients; one object for each use. value: the parameter in the dtype that is computed in."""
+    """y = x W^T + b with gradients; one object for each use. value: the parameter in the dtype that is computed in.
+    gradient: of the parameter, to which all its uses add."""
 
     __slots__ = ("use",)
 
-    def __init__(self, parameter: Tensor, value: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, parameter: Tensor, value: Tensor, bias: Tensor | None, gradient: "WeightGradient") -> None:
         super().__init__(value, bias)
         self.use: WeightUse | None = None
         if torch.is_grad_enabled() and parameter.requires_grad:
-            self.use = WeightUse()
+            self.use = WeightUse(gradient)
             self.weight = _Enter.apply(self.use, parameter, value.detach())
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -41,25 +42,50 @@ class LaterLinear(Linear):
             if self.use is None:
                 yield F.linear(x, self.weight[rows], bias)
             else:
-                yield _Product.apply(self.use, x, self.weight[rows], bias, number)
+                yield _Product.apply(self.use, x, self.weight[rows], bias, rows)
+
+
+class WeightGradient:
+    """The gradient of a weight in one pass. Its uses add their products to it one after the other, in place: a part of
+    the batch costs no copy of the weight."""
+
+    __slots__ = ("total", "uses")
+
+    def __init__(self) -> None:
+        self.uses = 0
+        self.total: Tensor | None = None
+
+    def add(self, parts: Iterable[tuple[slice, Tensor, Tensor]], parameter: Tensor) -> Tensor | None:
+        """parts: rows of the weight, their output's gradient and their input. Returns the sum with the last use, before
+        that None."""
+        for rows, gradient, x in parts:
+            left, right = gradient.flatten(0, -2).t(), x.flatten(0, -2)
+            if self.total is None and left.shape[0] == parameter.shape[0]:
+                self.total = (left @ right).to(parameter.dtype)
+                continue
+            if self.total is None:
+                self.total = torch.zeros_like(parameter)
+            if left.dtype == parameter.dtype:
+                self.total[rows].addmm_(left, right)
+            else:
+                self.total[rows] += left @ right
+        self.uses -= 1
+        if self.uses:
+            return None
+        total, self.total = self.total, None
+        return total
 
 
 class WeightUse:
-    """What the gradient of one use of a weight is made of, until it is: for each part of the output's columns, the
-    output's gradient and the input."""
+    """What one use adds to a weight's gradient, until it does: for each part of the output's columns, the output's
+    gradient and the input."""
 
-    __slots__ = ("__weakref__", "parts")
+    __slots__ = ("__weakref__", "gradient", "parts")
 
-    def __init__(self) -> None:
-        self.parts: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def gradient(self) -> Tensor | None:
-        """[out, in]; None where no gradient came."""
-        parts, self.parts = self.parts, {}
-        blocks = [gradient.flatten(0, -2).t() @ x.flatten(0, -2) for _, (gradient, x) in sorted(parts.items())]
-        if not blocks:
-            return None
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+    def __init__(self, gradient: WeightGradient) -> None:
+        self.gradient = gradient
+        gradient.uses += 1
+        self.parts: list[tuple[slice, Tensor, Tensor]] = []
 
 
 class _Enter(Function):
@@ -68,19 +94,19 @@ class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, use: WeightUse, parameter: Tensor, value: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.use, ctx.dtype = use, parameter.dtype
+        ctx.use, ctx.like = use, parameter.detach()
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradient = ctx.use.gradient()
-        return None, None if gradient is None else gradient.to(ctx.dtype), None
+        parts, ctx.use.parts = ctx.use.parts, []
+        return None, ctx.use.gradient.add(parts, ctx.like), None
 
 
 class _Product(Function):
     @staticmethod
-    def forward(ctx: Any, use: WeightUse, x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
-        ctx.use, ctx.number = use, number
+    def forward(ctx: Any, use: WeightUse, x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
+        ctx.use, ctx.rows = use, rows
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -88,7 +114,7 @@ class _Product(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        ctx.use.parts[ctx.number] = (gradient, x)
+        ctx.use.parts.append((ctx.rows, gradient, x))
         own = gradient @ weight if ctx.needs_input_grad[1] else None
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
         # autograd is told of the weight's part of the graph, not of its gradient

@@ -17,7 +17,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm, Weights
 from ladderize.runtime.loader import Source, load_weights
 from ladderize.runtime.shards import Shape, Slice
-from ladderize.runtime.training.linear import LaterLinear
+from ladderize.runtime.training.linear import LaterLinear, WeightGradient
 from ladderize.runtime.training.pieces import Piece
 
 
@@ -211,6 +211,7 @@ class UsedWeights:
     def __init__(self, weights: TrainedWeights) -> None:
         self.weights = weights
         self._values: dict[int, Tensor] = {}
+        self._gradients: dict[int, WeightGradient] = {}
 
     def rows(self, ids: Tensor) -> Tensor:
         """Of the embedding; repeated ids add up in the parameter's own dtype."""
@@ -222,7 +223,7 @@ class UsedWeights:
 
     @property
     def head(self) -> LaterLinear:
-        return LaterLinear(self.weights.head, self._value(self.weights.head), None)
+        return self._later(self.weights.head, None)
 
     def attention(self, layer: int) -> AttentionWeights:
         own: Any = self.weights.attentions[layer]
@@ -250,7 +251,11 @@ class UsedWeights:
         return self.nbytes
 
     def _linear(self, linear: Any) -> LaterLinear:
-        return LaterLinear(linear.weight, self._value(linear.weight), self._small(linear.bias))
+        return self._later(linear.weight, self._small(linear.bias))
+
+    def _later(self, parameter: Tensor, bias: Tensor | None) -> LaterLinear:
+        gradient = self._gradients.setdefault(id(parameter), WeightGradient())
+        return LaterLinear(parameter, self._value(parameter), bias, gradient)
 
     def _norm(self, weight: Tensor) -> RMSNorm:
         return RMSNorm(weight.to(self.weights.compute), self.weights.shape.eps)
