@@ -1,97 +1,171 @@
-"""Draw docs/layouts.png and .svg: what each layout does with the two sync points of a layer, as a timeline of two
-ranks.
+"""Draw docs/layouts and docs/domino, each as .png and .svg: one rank's compute and its all-reduces as a timeline.
 
 python docs/draw_layouts.py        # needs matplotlib (pip install 'ladderize[plots]')
+
+layouts: what each layout does with the sync points of two layers. domino: what schedules make of that, forward and
+backward. What is drawn is a run of the runtime's own code (docs/timeline.py).
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Rectangle
+from timeline import FORWARD, INPUT, WEIGHT, Message, Span, Timeline, record
 
-COMPUTE, REDUCE, EXPOSED, TEXT = "#3b6ea5", "#e9a23b", "#c8443a", "#222222"
-ATTENTION, MLP, ALL_REDUCE = 1.0, 1.7, 1.3
+from ladderize.layout import Layout
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 
-
-def schedule(layers, *, ladder=False, spd=False):
-    """(compute boxes, all-reduces, total time): (start, length, label) and (start, end, from when the rank waits for
-    it)."""
-    compute, reduces = [], []
-    now, pending_end = 0.0, 0.0
-    for layer in range(layers):
-        for name, length in (("attention", ATTENTION), ("mlp", MLP)):
-            mode = "blocking"
-            last = layer == layers - 1 and name == "mlp"
-            if spd and name == "attention":
-                mode = "dropped"
-            elif ladder and not last:
-                mode = "overlapped"
-            compute.append((now, length, f"{'Attn' if name == 'attention' else 'MLP'} {layer}"))
-            now += length
-            if pending_end:  # what was in flight under this sub-module is waited for now
-                reduces.append((pending_end - ALL_REDUCE, pending_end, now))
-                now, pending_end = max(now, pending_end), 0.0
-            if mode == "blocking":
-                reduces.append((now, now + ALL_REDUCE, now))
-                now += ALL_REDUCE
-            elif mode == "overlapped":
-                pending_end = now + ALL_REDUCE
-    return compute, reduces, now
+REDUCE, EXPOSED, TEXT, FAINT = "#e9a23b", "#c8443a", "#222222", "#777777"
+COLOURS = {FORWARD: "#3b6ea5", INPUT: "#2c7f78", WEIGHT: "#7d6aa8"}
+LAYERS = 2
+GAP = 0.04  # of time, at both ends of a box: boxes that follow each other do not touch
+CHARACTER = 0.0105  # inches that a character is wide, for each point of its size
+MARGIN = 1.0  # inches left of the timelines
 
 
-def draw(axis, title, caption, boxes):
-    compute, reduces, total = boxes
-    for start, length, label in compute:
-        axis.add_patch(
-            FancyBboxPatch(
-                (start + 0.04, 1.0), length - 0.08, 0.8, boxstyle="round,pad=0,rounding_size=0.08", color=COMPUTE
-            )
-        )
-        axis.text(start + length / 2, 1.4, label, ha="center", va="center", color="white", fontsize=9)
-    for start, end, waited_from in reduces:
-        axis.add_patch(Rectangle((start + 0.04, 0.1), end - start - 0.08, 0.6, color=EXPOSED))
-        hidden = min(end, waited_from) - start - 0.08
-        if hidden > 0:
-            axis.add_patch(Rectangle((start + 0.04, 0.1), hidden, 0.6, color=REDUCE))
-        axis.text((start + end) / 2, 0.4, "AR", ha="center", va="center", color="white", fontsize=8)
-    axis.text(-0.2, 1.4, "compute", ha="right", va="center", fontsize=8, color=TEXT)
-    axis.text(-0.2, 0.4, "all-reduce", ha="right", va="center", fontsize=8, color=TEXT)
-    axis.plot([total, total], [-0.1, 2.0], color=TEXT, linewidth=1, linestyle=":")
-    axis.set_title(f"{title}", loc="left", fontsize=11, fontweight="bold", color=TEXT, pad=4)
-    axis.text(11.6, 2.2, caption, ha="right", va="bottom", fontsize=9, color=TEXT)
-    axis.set_xlim(-1.4, 11.6)
+@dataclass(frozen=True)
+class Row:
+    """A timeline of a picture, with what is to be seen in it."""
+
+    title: str
+    caption: str
+    layout: Layout
+    schedule: Schedule = SEQUENTIAL
+
+
+@dataclass(frozen=True)
+class Picture:
+    """backward: whether the backward pass is drawn, too. width: inches."""
+
+    name: str
+    rows: tuple[Row, ...]
+    backward: bool
+    width: float
+
+
+def layout(*, ladder: bool = False, spd: bool = False) -> Layout:
+    every = range(LAYERS)
+    return Layout.from_layers(
+        LAYERS, ladder=every if ladder else (), spd=every if spd else (), sync_tp_size=2 if spd else None
+    )
+
+
+def domino(columns: int = 1) -> Schedule:
+    return Schedule("domino", columns=columns)
+
+
+LAYOUTS = Picture(
+    "layouts",
+    (
+        Row("dense", "every all-reduce is waited for", layout()),
+        Row(
+            "ladder",
+            "each all-reduce runs under the next sub-module; what is longer than that, and the last, is waited for",
+            layout(ladder=True),
+        ),
+        Row("spd", "no all-reduce after attention; its partial travels with the MLP's", layout(spd=True)),
+        Row(
+            "spd + ladder",
+            "one all-reduce per layer, hidden under the next attention",
+            layout(ladder=True, spd=True),
+        ),
+    ),
+    backward=False,
+    width=10,
+)
+DOMINO = Picture(
+    "domino",
+    (
+        Row("sequential", "forward waits for every all-reduce; backward hides them under weight gradients", layout()),
+        Row("domino, 2 chunks", "the all-reduce of one half runs under the compute of the other", layout(), domino()),
+        Row(
+            "domino, 2 chunks, 2 columns",
+            "each all-reduce goes in two parts, the first while the product's second part is computed",
+            layout(),
+            domino(columns=2),
+        ),
+        Row("ladder + domino", "the next sub-module hides it, and the other half", layout(ladder=True), domino()),
+        Row("spd + domino", "half as many all-reduces, each with a layer to hide it", layout(spd=True), domino()),
+    ),
+    backward=True,
+    width=15,
+)
+
+
+def name(row: Row, event: Span | Message) -> str:
+    """What the SVG calls a box: a test compares the names with what the code does."""
+    what = f"{event.kind} {event.label}" if isinstance(event, Span) else "all-reduce"
+    return f"{row.title}|{what}|{event.start:.2f} {event.end:.2f}"
+
+
+def draw(axis: Axes, row: Row, timeline: Timeline, end: float, inches: float) -> None:
+    """end: of the axis, in the timeline's time. inches: of a unit of time."""
+
+    def write(start: float, stop: float, height: float, *choices: tuple[str, int]) -> None:
+        """The first text, with its size in points, that fits."""
+        for text, size in choices:
+            if len(text) * CHARACTER * size <= (stop - start) * inches - 0.05:
+                axis.text((start + stop) / 2, height, text, ha="center", va="center", color="white", fontsize=size)
+                return
+
+    for span in timeline.spans:
+        place, width = (span.start + GAP, 1.0), span.end - span.start - 2 * GAP
+        box = FancyBboxPatch(place, width, 0.8, boxstyle="round,pad=0,rounding_size=0.06")
+        box.set(color=COLOURS[span.kind], linewidth=0, gid=name(row, span))
+        axis.add_patch(box)
+        long = span.label.replace("A", "Attn ").replace("M", "MLP ")
+        write(span.start, span.end, 1.39, (long, 9), (long, 8), (span.label, 9), (span.label, 7), (span.label, 6))
+    for message in timeline.messages:
+        place, width = (message.start + GAP, 0.1), message.end - message.start - 2 * GAP
+        axis.add_patch(Rectangle(place, width, 0.6, color=REDUCE, linewidth=0, gid=name(row, message)))
+        for start, stop in timeline.waited(message):
+            start, stop = max(start, message.start + GAP), min(stop, message.end - GAP)
+            axis.add_patch(Rectangle((start, 0.1), stop - start, 0.6, color=EXPOSED, linewidth=0))
+        write(message.start, message.end, 0.4, ("AR", 8), ("AR", 6))
+    for height, text in ((1.4, "compute"), (0.4, "all-reduce")):
+        axis.text(-0.2, height, text, ha="right", va="center", fontsize=8, color=TEXT)
+    axis.plot([timeline.now] * 2, [-0.1, 2.0], color=TEXT, linewidth=1, linestyle=":")
+    if timeline.now > timeline.turned:
+        axis.plot([timeline.turned] * 2, [-0.1, 2.0], color=FAINT, linewidth=1)
+        for text, side in (("forward", "right"), ("backward", "left")):
+            place = timeline.turned + (0.1 if side == "left" else -0.1)
+            axis.text(place, -0.12, text, ha=side, va="center", fontsize=7, color=FAINT)
+    axis.set_title(row.title, loc="left", fontsize=11, fontweight="bold", color=TEXT, pad=4)
+    axis.text(end, 2.2, row.caption, ha="right", va="bottom", fontsize=9, color=TEXT)
+    axis.set_xlim(-MARGIN / inches, end)
     axis.set_ylim(-0.2, 2.1)
     axis.axis("off")
 
 
-def main():
-    figure, axes = plt.subplots(4, 1, figsize=(10, 6.6))
-    layers = 2
-    rows = [
-        ("dense", "every all-reduce is waited for", {}),
-        (
-            "ladder",
-            "each all-reduce runs under the next sub-module; what is longer than that, and the last, is waited for",
-            {"ladder": True},
-        ),
-        ("spd", "no all-reduce after attention; its partial travels with the MLP's", {"spd": True}),
-        ("spd + ladder", "one all-reduce per layer, hidden under the next attention", {"spd": True, "ladder": True}),
-    ]
-    for axis, (title, caption, options) in zip(axes, rows, strict=True):
-        draw(axis, title, caption, schedule(layers, **options))
-    handles = [Rectangle((0, 0), 1, 1, color=c) for c in (COMPUTE, EXPOSED, REDUCE)]
-    names = ["sub-module", "all-reduce, waited for", "all-reduce, hidden"]
-    figure.legend(handles, names, loc="lower center", ncol=3, frameon=False, fontsize=9)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+def paint(picture: Picture, timelines: list[Timeline], folder: Path) -> None:
+    figure, axes = plt.subplots(len(picture.rows), 1, figsize=(picture.width, 1.5 * len(picture.rows) + 0.6))
+    end = max(timeline.now for timeline in timelines) + 0.1
+    inches = (picture.width - MARGIN - 0.3) / end
+    for axis, row, timeline in zip(axes, picture.rows, timelines, strict=True):
+        draw(axis, row, timeline, end, inches)
+    colours = [COLOURS[FORWARD], *([COLOURS[INPUT], COLOURS[WEIGHT]] if picture.backward else []), EXPOSED, REDUCE]
+    words = ["sub-module", *(["its backward: activations", "its backward: weights"] if picture.backward else [])]
+    words += ["all-reduce, waited for", "all-reduce, hidden"]
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in colours]
+    figure.legend(handles, words, loc="lower center", ncol=len(words), frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
     for suffix in ("png", "svg"):
         # no date in the SVG, so that drawing again changes nothing
         metadata = {"Date": None} if suffix == "svg" else None
-        figure.savefig(Path(__file__).with_name(f"layouts.{suffix}"), dpi=130, metadata=metadata)
+        figure.savefig(folder / f"{picture.name}.{suffix}", dpi=130, metadata=metadata)
+
+
+def main() -> None:
+    mpl.rcParams["svg.hashsalt"] = "ladderize"
+    for picture in (LAYOUTS, DOMINO):
+        timelines = [record(row.layout, row.schedule, backward=picture.backward) for row in picture.rows]
+        paint(picture, timelines, Path(__file__).parent)
 
 
 if __name__ == "__main__":
-    mpl.rcParams["svg.hashsalt"] = "ladderize"
     main()
