@@ -42,6 +42,8 @@ LONG_FILES = [
     "test_house.py",
     "test_several_processes.py",
     "test_distill.py",
+    "test_adapt_tp.py",
+    "test_group_signals.py",
     "test_distributed.py",
     "test_paired.py",
     "test_compare.py",

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -161,3 +163,19 @@ def run_ranks(
         stdout, stderr = process.communicate(timeout=60)
         raise AssertionError(f"the ranks did not end within {timeout} s: {stderr[-2000:]}") from None
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def all_gone(numbers: Iterable[int], seconds: float = 10.0) -> bool:
+    """Whether these processes end within ``seconds``; one that nobody has waited for yet has ended too."""
+
+    def alive(number: int) -> bool:
+        try:
+            return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        except OSError:
+            return False
+
+    deadline = time.monotonic() + seconds
+    left = list(numbers)
+    while (left := list(filter(alive, left))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not left
