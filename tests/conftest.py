@@ -40,6 +40,7 @@ LONG_FILES = [
     "test_runtime_lm.py",
     "test_eval_runtime.py",
     "test_house.py",
+    "test_tensor_parallel.py",
     "test_several_processes.py",
     "test_distill.py",
     "test_adapt_tp.py",

@@ -98,3 +98,7 @@ class Engine(ABC):
     @abstractmethod
     def round_weights(self, dtype: torch.dtype) -> None:
         """Round what is trained to ``dtype``, as a file will hold it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish all communication: after the last use, by all ranks; not after an error, when others may be gone."""

@@ -153,3 +153,6 @@ class HFEngine(Engine):
     def round_weights(self, dtype: torch.dtype) -> None:
         for parameter in self.parameters.values():
             parameter.copy_(parameter.to(dtype))
+
+    def close(self) -> None:
+        """Nothing is open between two calls."""

@@ -33,6 +33,7 @@ from ladderize.adapt.retrain.task import (
     result_digest,
     run_identity,
 )
+from ladderize.adapt.retrain.tp_build import build_tp_engine
 from ladderize.adapt.retrain.trackers import Trackers, check_trackers
 from ladderize.adapt.retrain.trainer import Trainer, TrainOptions, probe_seconds
 from ladderize.blocks import open_checkpoint
@@ -248,6 +249,8 @@ def make_trainer(
 
 def make_engine(task: Task, ranks: Ranks, console: Console) -> Engine:
     """The models and the optimizer."""
+    if task.tp_size > 1:
+        return build_tp_engine(task, ranks, console)
     options, training = task.options, task.training
     setup = ModelSetup(
         ranks.device,

@@ -35,3 +35,29 @@ def assign(tensor: Tensor, value: Tensor) -> None:
 
         value = distribute_tensor(value, mesh, tensor.placements, src_data_rank=None)  # type: ignore[attr-defined]
     tensor.copy_(value)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    to_local = getattr(tensor, "to_local", None)
+    local: Tensor = tensor if to_local is None else to_local()
+    return local
+
+
+def shard_rows(values: Tensor, parameter: Tensor) -> Tensor:
+    """Of ``values`` [rows], known on every rank, those of the rows that this rank holds of a parameter."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return values
+    from torch.distributed.tensor import distribute_tensor
+
+    placements: Any = parameter.placements  # type: ignore[attr-defined]
+    return local_part(distribute_tensor(values, mesh, placements, src_data_rank=None))
+
+
+def own_rows(tensor: Tensor, rows: slice) -> Tensor:
+    """Of ``rows`` of a tensor that may be sharded those that this rank holds: a view, outside of autograd."""
+    begin, end, _ = rows.indices(len(tensor))
+    held = shard_rows(torch.arange(len(tensor), device=tensor.device), tensor)
+    first, last = (int((held < edge).sum()) for edge in (begin, end))
+    return local_part(tensor)[first:last]

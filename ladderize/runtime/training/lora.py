@@ -68,10 +68,17 @@ class ProjectionLora(nn.Module):
         else:
             first, second = Piece(whole_a, parts_a, dim=1, start=start), Piece(whole_b, parts_b)
         name = f"base_model.model.model.layers.{layer}.{module}.{projection}.lora_"
-        self.pieces = {f"{name}A.weight": first, f"{name}B.weight": second}
-        for name, piece in self.pieces.items():
+        self._pieces = {f"{name}A.weight": ("a", first), f"{name}B.weight": ("b", second)}
+        for name, piece in self.pieces().items():
             rows, columns = piece.shape
             piece.assign(lambda parameter: parameter, values(name, (rows, columns)))
+
+    def pieces(self) -> dict[str, Piece]:
+        """Of the parameters as they are now: FSDP2 puts others in their place."""
+        return {
+            name: replace(piece, parts=((getattr(self, own), slice(None)),))
+            for name, (own, piece) in self._pieces.items()
+        }
 
     def taken(self, compute: torch.dtype, virtual: int = 1) -> list[LowRank]:
         """What it adds to the product of each of ``virtual`` virtual ranks, computed in ``compute``."""
@@ -112,7 +119,7 @@ class TrainedLora(nn.Module):
 
     def pieces(self) -> dict[str, Piece]:
         """Every matrix by the name that an adapter's file gives it."""
-        return {name: piece for projection in self.projections.values() for name, piece in projection.pieces.items()}
+        return {name: piece for projection in self.projections.values() for name, piece in projection.pieces().items()}
 
     def partial_parameters(self) -> list[Tensor]:
         """Held by every rank, with a gradient that is the sum of the ranks'."""

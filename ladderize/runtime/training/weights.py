@@ -164,13 +164,20 @@ class TrainedWeights(nn.Module):
         return [(parameter, rows, shape.kv_copies) for parameter, rows in found if parameter.requires_grad]
 
     @torch.no_grad()
-    def sum_partial_gradients(self, tensor: Ranks) -> None:
-        """Once all backward passes of a step are done: one message. All ranks of ``tensor`` call it."""
+    def sum_partial_gradients(
+        self, tensor: Ranks, own: Callable[[Tensor, slice], Tensor] = lambda gradient, rows: gradient[rows]
+    ) -> None:
+        """Once all backward passes of a step are done: one message. All ranks of ``tensor`` call it.
+
+        own: a view of the rows of a gradient, or, where data ranks share it out, of those of them that this rank holds.
+        """
         if tensor.size == 1:
             return
-        partial = [parameter.grad for parameter in self.partial_parameters() if parameter.grad is not None]
+        partial = [
+            own(parameter.grad, slice(None)) for parameter in self.partial_parameters() if parameter.grad is not None
+        ]
         copied = [
-            (parameter.grad[rows], copies)
+            (own(parameter.grad, rows), copies)
             for parameter, rows, copies in self.copied_rows()
             if parameter.grad is not None
         ]

@@ -1,0 +1,220 @@
+"""Training on the runtime's tensor-parallel model: every rank holds its slices of the weights, their gradients and
+their optimizer state, and the ranks of one group work on the same rows.
+
+Beside it data parallel: DDP, or FSDP2 with all of a rank's slices as one unit, since the runtime's walk goes through
+parts of layers, in whatever order its schedule says, and not through modules that FSDP2 could gather one by one.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
+
+from ladderize.adapt.data.packing import IGNORED_TARGET
+from ladderize.adapt.retrain.engine import BETAS, EPSILON, MOMENTS, WEIGHT, Engine
+from ladderize.adapt.retrain.sharding import assign, local_part, own_rows, shard, shard_rows, whole
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.training.model import TPTraining
+from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
+from ladderize.runtime.training.weights import Piece
+
+
+@dataclass(frozen=True)
+class TPRanks:
+    """all: every rank. tensor: those that share a model. data: those that hold the same part of it, for other rows."""
+
+    all: Ranks
+    tensor: Ranks
+    data: Ranks
+
+    @classmethod
+    def of(cls, ranks: Ranks, tp_size: int) -> "TPRanks":
+        data, tensor = ranks.split(tp_size)
+        return cls(ranks, tensor, data)
+
+
+class TPEngine(Engine):
+    """Wraps one rank of a student and its optimizer.
+
+    mesh: FSDP2's, of the data ranks; None: each of them holds all of its slices. teacher: the dense model, shared out
+    over the same ranks.
+    """
+
+    def __init__(
+        self,
+        student: TPTraining,
+        places: TPRanks,
+        collectives: Collectives,
+        *,
+        compute: torch.dtype,
+        weight_decay: float,
+        mesh: Any = None,
+        teacher: TPTraining | None = None,
+    ) -> None:
+        self.student, self.teacher, self.has_teacher = student, teacher, teacher is not None
+        self.ranks, self.data, self.tensor, self.collectives = places.all, places.data, places.tensor, collectives
+        self.sharded = mesh is not None
+        if self.sharded:
+            shard(student, mesh, compute=compute, reshard=None)
+            if teacher is not None:
+                shard(teacher, mesh, compute=compute, reshard=None)
+                register_fsdp_forward_method(teacher, "scored_logits")  # what is called instead of forward
+        self.pieces: dict[str, Piece] = student.weights.pieces()
+        self.shapes = {name: tuple(piece.shape) for name, piece in self.pieces.items()}
+        parameters = [parameter for piece in self.pieces.values() for parameter in piece.parameters]
+        self.parameters = list(dict.fromkeys(parameters))  # q, k and v are pieces of one
+        self.shares = self._shares()
+        groups = [
+            {"params": [p for p in self.parameters if p.ndim > 1], "weight_decay": weight_decay},
+            {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        fused = places.all.device.type == "cuda" or not self.sharded
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused
+        )
+        self.parallel: DistributedDataParallel | None = None
+        if self.data.size > 1 and not self.sharded:
+            own = [self.ranks.device] if self.ranks.device.type == "cuda" else None
+            self.parallel = DistributedDataParallel(
+                student,
+                device_ids=own,
+                process_group=self.data.group,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,  # every rank reads the same files
+                init_sync=False,
+            )
+
+    def _shares(self) -> list[Tensor]:
+        """Of each parameter's rows, how much of their squares this rank counts, so that what several ranks of a group
+        hold counts once: [rows that it holds]."""
+        shares = {parameter: torch.ones(len(parameter)) for parameter in self.parameters}
+        for piece in self.pieces.values():
+            for parameter, rows in piece.parts:
+                shares[parameter][rows] /= self.tensor.size if piece.dim is None else piece.copies
+        return [shard_rows(share.to(self.ranks.device), parameter) for parameter, share in shares.items()]
+
+    # ---- a step ----
+
+    def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
+        scores = None
+        if self.teacher is not None:
+            with torch.no_grad():
+                scores = self.teacher.scored_logits(**batch)
+        forward: nn.Module = self.student if self.parallel is None else self.parallel
+        sums: Tensor = forward(**batch, teacher_logits=scores)
+        return sums
+
+    @contextlib.contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """Data ranks average their gradients in the last micro-batch only; where they share the parameters, in each:
+        gradients of which nobody has a part yet would be whole ones."""
+        with contextlib.nullcontext() if last or self.parallel is None else self.parallel.no_sync():
+            yield
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """First sums the gradients that each rank of a group knows a part of."""
+        self.student.weights.sum_partial_gradients(self.tensor, own_rows)
+        squares = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for parameter, share in zip(self.parameters, self.shares, strict=True):
+            if parameter.grad is not None:
+                rows = (
+                    local_part(parameter.grad).flatten(1) if parameter.ndim > 1 else local_part(parameter.grad)[:, None]
+                )
+                squares += (torch.linalg.vector_norm(rows, dim=1).square() * share).sum()
+        self.ranks.sum(squares)
+        if not self.sharded:
+            squares /= self.data.size  # they all have the same gradients
+        norm = squares.sqrt()
+        scale = float(max_norm / (norm + 1e-6))
+        if scale < 1:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    local_part(parameter.grad).mul_(scale)
+        return norm
+
+    def step(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.ranks.sum(values).div_(self.tensor.size)
+
+    # ---- scoring ----
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.student.eval()
+        with torch.no_grad():
+            yield
+        self.student.train()
+
+    @torch.no_grad()
+    def teacher_entropy(self, batch: Mapping[str, Tensor]) -> Tensor:
+        assert self.teacher is not None
+        shape, targets = self.teacher.shape, batch["targets"][batch["targets"] != IGNORED_TARGET]
+        logits = self.teacher.scored_logits(**batch)
+        return vocab_parallel_losses(logits, targets, None, 1.0, self.collectives, shape.vocab_start, shape.vocab)[0]
+
+    # ---- what is trained, whole and by name ----
+
+    def gather(self, name: str, kept: str) -> Tensor:
+        """All ranks get it."""
+        return self.pieces[name].whole(lambda parameter: whole(self._kept(parameter, kept)), self.tensor).detach()
+
+    def has_moments(self, name: str) -> bool:
+        return all(parameter in self.optimizer.state for parameter in self.pieces[name].parameters)
+
+    def assign(self, name: str, value: Tensor) -> None:
+        self._assign(self.pieces[name], lambda parameter: parameter, value)
+
+    def assign_moments(self, name: str, step: int, moments: Mapping[str, Tensor]) -> None:
+        piece = self.pieces[name]
+        for parameter in piece.parameters:
+            state = self.optimizer.state[parameter]
+            if not state:  # no other piece of this parameter came before
+                device = parameter.device if self.optimizer.defaults["fused"] else "cpu"
+                state["step"] = torch.tensor(float(step), device=device)
+                state.update({moment: torch.zeros_like(parameter) for moment in MOMENTS})
+        for moment in MOMENTS:
+            self._assign(piece, functools.partial(self._kept, kept=moment), moments[moment])
+
+    def _kept(self, parameter: Tensor, kept: str) -> Tensor:
+        tensor: Tensor = parameter if kept == WEIGHT else self.optimizer.state[parameter][kept]
+        return tensor
+
+    @torch.no_grad()
+    def _assign(self, piece: Piece, of: Callable[[Tensor], Tensor], value: Tensor) -> None:
+        """Put this rank's slice of a whole value into what ``of`` says of the piece's parameters."""
+        value = value.to(self.ranks.device, torch.float32)
+        if not self.sharded:
+            piece.assign(of, value)
+            return
+        own = {parameter: whole(of(parameter)).clone() for parameter in piece.parameters}
+        piece.assign(own.__getitem__, value)
+        for parameter, tensor in own.items():
+            assign(of(parameter), tensor)
+
+    @torch.no_grad()
+    def round_weights(self, dtype: torch.dtype) -> None:
+        for parameter in self.parameters:
+            parameter.copy_(parameter.to(dtype))
+
+    def close(self) -> None:
+        """Finish all communication; all ranks call it."""
+        self.collectives.close()

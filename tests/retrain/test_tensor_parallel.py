@@ -1,0 +1,179 @@
+"""Tensor-parallel retraining makes the steps of one process, whatever the schedule and however many ranks."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ladderize.adapt.data.sources import parse_specs
+from ladderize.adapt.lora.config import LoraOptions
+from ladderize.adapt.retrain.hf_engine import HFEngine
+from ladderize.adapt.retrain.losses import Objective
+from ladderize.adapt.retrain.metrics import read_metrics
+from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.retrain.run import adapt_checkpoint
+from ladderize.adapt.retrain.schedule import Budget
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.recipe import Recipe
+from ladderize.runtime import launch
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from tests.helpers import BIASES, save_llama
+from tests.retrain.commands import LENGTH, losses_of
+from tests.training_groups import Killed, failing, retrain_all
+
+STEPS, FEW = 50, 12
+DOMINO = Schedule("domino")
+
+
+def options(place, tp_size=1, schedule=SEQUENTIAL, **more):
+    return RetrainOptions(
+        **{
+            "data": parse_specs([str(place / "ids.npy")]),
+            "eval_data": parse_specs([str(place / "eval.npy")]),
+            "budget": Budget(steps=STEPS),
+            "batch_size": 4,
+            "micro_batch_size": 2,
+            "seq_len": 2 * LENGTH,
+            "lr": 1e-3,
+            "lr_schedule": "constant",  # shorter runs then make the first steps of longer ones
+            "warmup_steps": 2,
+            "eval_every": 25,
+            "write": "last",
+            "device": "cpu",
+            "tp_size": tp_size,
+            "schedule": schedule,
+            **more,
+        }
+    )
+
+
+def taught(place):
+    return {"distill_from": str(place / "dense"), "objective": Objective(0.7, 1.5)}
+
+
+def lora(dropout=0.0):
+    return {"method": "lora", "lora": LoraOptions(rank=3, dropout=dropout), "lr": 1e-2}
+
+
+# name -> how a run differs from the others
+RUNS = {
+    "full": lambda place: {"train": "all", "weight_decay": 0.1, "max_gradient": 0.5},
+    "taught": taught,
+    "lora": lambda place: {**taught(place), **lora()},
+    "little": lambda place: {**lora(), "budget": Budget(steps=FEW), "eval_every": 6},
+    "few": lambda place: {**taught(place), "train": "all", "budget": Budget(steps=FEW), "eval_every": 6},
+    "odd": lambda place: {"train": "all", "max_gradient": 0.5, "budget": Budget(steps=FEW), "eval_every": 6},
+}
+
+
+@pytest.fixture(scope="module")
+def models(place, tmp_path_factory):
+    """Folders of the models by the names of runs; of "odd" two ranks hold the same KV head, and it has biases and one
+    matrix as embedding and head."""
+    folder = tmp_path_factory.mktemp("odd")
+    save_llama(folder / "dense", num_key_value_heads=1, tie_word_embeddings=True, vocab_size=97, **BIASES)
+    recipe = Recipe(ladder="1:3", spd="1:4", sync_tp_size=2)
+    convert_checkpoint(str(folder / "dense"), folder / "odd", recipe, verify=False)
+    return {name: folder / "odd" if name == "odd" else place / "both" for name in RUNS}
+
+
+@pytest.fixture(scope="module")
+def alone(models, place, tmp_path_factory):
+    """The same runs by one process, on the Hugging Face model."""
+    folder = tmp_path_factory.mktemp("alone")
+    for name, more in RUNS.items():
+        adapt_checkpoint(str(models[name]), str(folder / name), options(place, **more(place)), verify=False)
+    return folder
+
+
+def same_run(ours, theirs, *, tolerance=2e-4):
+    """Losses of every step, scores, and what was written."""
+    assert len(losses_of(theirs)) in (FEW, STEPS)
+    assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=tolerance)
+    for key in ("heldout_perplexity", "heldout_divergence", "dense_heldout_perplexity", "gradient_norm"):
+        ours_key, theirs_key = (read_metrics(folder / "metrics.jsonl", key) for folder in (ours, theirs))
+        assert ours_key == pytest.approx(theirs_key, rel=20 * tolerance), key
+    (name,) = (path.name for path in theirs.glob("*.safetensors"))
+    written, expected = load_file(ours / name), load_file(theirs / name)
+    assert written.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(
+            written[key], value, rtol=2e-3, atol=5e-4, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+def run_on(ranks, *runs):
+    """``runs`` in a new group of ranks."""
+    return launch.run(retrain_all, runs, tp_size=ranks, device="cpu", threads=1)
+
+
+def nothing_left(results):
+    """Every rank came to its end, and every message was waited for."""
+    for by_rank in results:
+        for ended, in_flight in by_rank:
+            assert ended is None
+            assert in_flight == [0]
+
+
+def test_two_ranks_make_the_steps_of_one(place, models, alone, tmp_path):
+    kinds = [
+        ("full", "sequential"),
+        ("taught", "domino"),
+        ("lora", "sequential"),
+        ("lora", "domino"),
+        ("odd", "domino"),
+    ]
+    runs = [
+        (models[name], tmp_path / f"{name}-{kind}", options(place, 2, Schedule(kind), **RUNS[name](place)), {})
+        for name, kind in kinds
+    ]
+    nothing_left(run_on(2, *runs))
+    for name, kind in kinds:
+        same_run(tmp_path / f"{name}-{kind}", alone / name)
+
+
+def test_two_by_two_ranks_make_the_steps_of_one(place, alone, tmp_path):
+    """Data parallel beside tensor parallel."""
+    more = {**RUNS["few"](place), "micro_batch_size": 1}
+    nothing_left(run_on(4, (place / "both", tmp_path / "out", options(place, 2, **more), {})))
+    same_run(tmp_path / "out", alone / "few")
+
+
+def test_fsdp2_beside_tensor_parallel(place, models, alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    names = ("few", "odd", "little")
+    nothing_left(
+        run_on(
+            4, *((models[name], tmp_path / name, options(place, 2, DOMINO, **RUNS[name](place)), {}) for name in names)
+        )
+    )
+    for name in names:
+        same_run(tmp_path / name, alone / name)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(place, alone, tmp_path, monkeypatch):
+    """Killed after step 4 on one process and after step 8 on two ranks, ended by four: the uninterrupted run."""
+    model, out = place / "both", tmp_path / "few"
+    often = {**RUNS["few"](place), "save_every": 4}
+    with monkeypatch.context() as patch:
+        patch.setattr(HFEngine, "losses", failing(HFEngine, 0, out, kill_at=4))
+        with pytest.raises(Killed):
+            adapt_checkpoint(str(model), str(out), options(place, **often), verify=False)
+    (by_rank,) = run_on(2, (model, out, options(place, 2, **often), {"kill_at": 8}))
+    assert {ended for ended, _ in by_rank} == {"Killed: after step 8"}
+    nothing_left(run_on(4, (model, out, options(place, 4, DOMINO, **often), {})))
+    same_run(out, alone / "few")
+
+
+def test_nan_on_one_rank_stops_all_and_names_the_step(place, tmp_path):
+    out = tmp_path / "out"
+    asked = options(place, 2, save_every=1, **taught(place))
+    (by_rank,) = run_on(2, (place / "both", out, asked, {"nan_at": (1, 2)}))
+    for ended, in_flight in by_rank:
+        assert ended.startswith("UserError: the loss of step 3 is nan; step 3, of ")
+        assert "resume from step 2, which is saved" in ended
+        assert in_flight == [0]
+    assert not out.exists()
+    assert all(math.isfinite(loss) for loss in read_metrics(tmp_path / "out.ladderize-work" / "metrics.jsonl", "loss"))
