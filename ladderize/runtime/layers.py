@@ -136,6 +136,9 @@ class Weights:
     def mlp(self, layer: int) -> MlpWeights:
         return self.layers[layer][1]
 
+    def take_head(self) -> Linear:
+        return self.head
+
     @property
     def resident_bytes(self) -> int:
         """Bytes that this rank holds."""

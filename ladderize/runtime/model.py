@@ -30,11 +30,10 @@ class OwnWeights(Protocol):
     @property
     def norm(self) -> Callable[[Tensor], Tensor]: ...
     @property
-    def head(self) -> Callable[[Tensor], Tensor]: ...
-    @property
     def nbytes(self) -> int: ...
     @property
     def resident_bytes(self) -> int: ...
+    def take_head(self) -> Callable[[Tensor], Tensor]: ...
     def rows(self, ids: Tensor) -> Tensor: ...
     def attention(self, layer: int) -> AttentionWeights: ...
     def mlp(self, layer: int) -> MlpWeights: ...
@@ -50,6 +49,7 @@ class TPLlama:
         self, shape: Shape, layout: Layout, weights: OwnWeights, collectives: Collectives, *, compile: bool = False
     ) -> None:
         self.shape, self.layout, self.weights, self.collectives = shape, layout, weights, collectives
+        self.head = weights.take_head()
         self.project: Callable[..., Any] = compiled(project) if compile else project
         self.mlp_inner: Callable[..., Any] = compiled(mlp_inner) if compile else mlp_inner
 
@@ -99,6 +99,8 @@ class TPLlama:
             sent = PendingSum(collectives, residual, mlp.down_bias, products)
             if index + 1 < self.shape.layers:
                 attention, mlp = self.upcoming(index + 1)
+            else:
+                self.head = weights.take_head()  # like a sub-module's: before the last sum is waited for
             yield
             if layout.mlp_sync[index] == BLOCKING:
                 residual, x = sent.wait()
@@ -161,7 +163,7 @@ class TPLlama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab], equal on all ranks."""
-        own = self.weights.head(hidden)
+        own = self.head(hidden)
         if self.shape.replicate_vocab:
             return own
         return self.collectives.all_gather(own)[..., : self.shape.vocab]

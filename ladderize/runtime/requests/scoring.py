@@ -96,7 +96,7 @@ def logits_of(model: TPLlama, logits: Tensor, rows: Tensor, ids: Tensor) -> Tens
 
 def own_logits(model: TPLlama, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [n, hidden] -> this rank's logits [n, own vocabulary] in float32, and what ``summarised`` says of all."""
-    return summarised(model, model.weights.head(hidden).float())
+    return summarised(model, model.head(hidden).float())
 
 
 def summarised(model: TPLlama, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

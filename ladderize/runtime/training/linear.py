@@ -42,6 +42,7 @@ class LaterLinear(Linear):
             if self.use is None:
                 yield F.linear(x, self.weight[rows], bias)
             else:
+                self.use.count()
                 yield _Product.apply(self.use, x, self.weight[rows], bias, rows)
 
 
@@ -78,14 +79,19 @@ class WeightGradient:
 
 class WeightUse:
     """What one use adds to a weight's gradient, until it does: for each part of the output's columns, the output's
-    gradient and the input."""
+    gradient and the input. Who takes a weight and multiplies nothing with it does not use it."""
 
-    __slots__ = ("__weakref__", "gradient", "parts")
+    __slots__ = ("__weakref__", "counted", "gradient", "parts")
 
     def __init__(self, gradient: WeightGradient) -> None:
-        self.gradient = gradient
-        gradient.uses += 1
+        self.gradient, self.counted = gradient, False
         self.parts: list[tuple[slice, Tensor, Tensor]] = []
+
+    def count(self) -> None:
+        """Before each product; one that is computed once more (activation checkpointing) is the same use."""
+        if not self.counted:
+            self.counted = True
+            self.gradient.uses += 1
 
 
 class _Enter(Function):

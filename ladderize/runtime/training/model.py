@@ -73,7 +73,7 @@ class TPTraining(nn.Module):
         step = Step(self.rope[position_ids].unsqueeze(2), 0, 0, mask, causal=mask is None)
         cache = NoCache(self.weights.compute, input_ids.device)
         hidden = model.forward(input_ids, step, cache, self.schedule)
-        return used.head(hidden[targets >= 0])
+        return model.head(hidden[targets >= 0])
 
 
 class _TrainedLlama(TPLlama):

@@ -228,8 +228,7 @@ class UsedWeights:
     def norm(self) -> RMSNorm:
         return self._norm(self.weights.norm)
 
-    @property
-    def head(self) -> LaterLinear:
+    def take_head(self) -> LaterLinear:
         return self._later(self.weights.head, None)
 
     def attention(self, layer: int) -> AttentionWeights:
