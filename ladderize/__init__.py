@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ladderize.runtime.bench.training.options import TrainingBenchOptions
     from ladderize.runtime.bench.training.run import bench_training
     from ladderize.runtime.sampling import Sampling
+    from ladderize.runtime.schedule import Schedule
     from ladderize.runtime.texts.corpus import CorpusDocument, sample_corpus
     from ladderize.runtime.texts.options import GenerateOptions
     from ladderize.runtime.texts.prompts import GenerateDocument, generate
@@ -83,6 +84,7 @@ __all__ = [
     "ReportSummary",
     "RetrainOptions",
     "Sampling",
+    "Schedule",
     "SensitivityDocument",
     "SensitivityOptions",
     "SpdDocument",
@@ -151,6 +153,7 @@ _HOMES = {
     "runtime.bench.training.options": ("TrainingBenchOptions",),
     "runtime.bench.training.run": ("bench_training",),
     "runtime.sampling": ("Sampling",),
+    "runtime.schedule": ("Schedule",),
     "runtime.texts.corpus": ("CorpusDocument", "sample_corpus"),
     "runtime.texts.options": ("GenerateOptions",),
     "runtime.texts.prompts": ("GenerateDocument", "generate"),

@@ -1,11 +1,22 @@
 """``ladderize adapt --tp-size``: what it refuses, and whole runs of the command."""
 
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ladderize.adapt.data.sources import data_sources
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
+from ladderize.adapt.retrain.metrics import read_metrics
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.run import adapt_checkpoint
 from ladderize.adapt.retrain.schedule import Budget
@@ -18,7 +29,8 @@ from ladderize.layout import Layout, LayoutError
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import wants_fsdp
 from ladderize.runtime.schedule import Schedule
-from tests.helpers import SHAPE, invoke, listing, one_sentence, save_llama
+from tests import warm
+from tests.helpers import SHAPE, all_gone, invoke, listing, one_sentence, save_llama
 
 LENGTH, ROWS = 16, 32
 
@@ -170,3 +182,113 @@ def test_memory_is_shared_by_the_ranks(place):
         assert one.parts()[name] / 2 <= two.parts()[name] < one.parts()[name], name
     said = what_would_fit(one, 10 * 10**9, lora_trained=None, on_gpu=True, tp_sizes=[1, 2, 4])
     assert said == "--tp-size 2, on as many GPUs, with --gradient-checkpointing and --micro-batch-size 1 would fit"
+
+
+# ---- runs ----
+
+
+def descendants(number):
+    """The processes that process ``number`` has started, and theirs."""
+    children = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    found = [number]
+    for process in found:
+        found += children.get(process, [])
+    return found[1:]
+
+
+def steps_of(folder):
+    path = folder / "metrics.jsonl"
+    return read_metrics(path, "loss") if path.exists() else []
+
+
+def constant(place, out, *more, steps):
+    """Runs of which a shorter one makes the first steps of a longer one."""
+    same = ["--lr-schedule", "constant", "--warmup-steps", 2, "--eval-every", 1000, "--no-verify"]
+    return arguments(place, out, *same, *more, steps=steps)
+
+
+def same_weights(ours, theirs, name="model.safetensors"):
+    written, expected = load_file(ours / name), load_file(theirs / name)
+    assert written.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(written[key], value, rtol=1e-3, atol=1e-4, msg=key)
+
+
+def test_the_command_makes_the_steps_of_one_process(place, tmp_path):
+    """Started here, with --json, and as ranks of a launcher."""
+    more = ["--distill-from", place / "dense", "--train", "all"]
+    assert invoke(*arguments(place, tmp_path / "one", *more, steps=4)).code == 0
+    outcome = invoke(*arguments(place, tmp_path / "two", *more, *DOMINO, "--domino-columns", 2, "--json", steps=4))
+    assert outcome.code == 0, outcome.stderr
+    document = json.loads(outcome.stdout)
+    assert document.items() <= json.loads((tmp_path / "two" / "adaptation.json").read_text()).items()
+    assert document["options"] == json.loads((tmp_path / "one" / "adaptation.json").read_text())["options"]
+    assert "starting 2 ranks" in outcome.stderr
+    assert "2 for each copy of the model, schedule domino" in outcome.stderr
+    launched = warm.run_group(
+        [sys.executable, "-m", "ladderize", *arguments(place, tmp_path / "four", *more, "--tp-size", 2, steps=4)],
+        ranks=4,
+    )
+    assert launched.returncode == 0, launched.stderr[-2000:]
+    assert launched.stdout.count("wrote ") == 1
+    assert "on 4 processes, 2 for each copy of the model" in launched.stderr
+    for name in ("two", "four"):
+        assert steps_of(tmp_path / name) == pytest.approx(steps_of(tmp_path / "one"), rel=1e-4)
+        same_weights(tmp_path / name, tmp_path / "one")
+    assert listing(tmp_path) == ["four", "one", "two"]
+
+
+def test_lora_by_two_ranks(place, tmp_path):
+    more = ["--method", "lora", "--lora-rank", 3]
+    for name, ranks in (("one", []), ("two", ["--tp-size", 2])):
+        outcome = invoke(*arguments(place, tmp_path / name, *more, *ranks, steps=4))
+        assert outcome.code == 0, outcome.stderr
+    assert steps_of(tmp_path / "two") == pytest.approx(steps_of(tmp_path / "one"), rel=1e-4)
+    same_weights(tmp_path / "two", tmp_path / "one", "adapter_model.safetensors")
+
+
+def begin(place, out, *more):
+    """The command in a process of its own, once it has made some steps; with its ranks."""
+    process = warm.WarmProcess([sys.executable, "-m", "ladderize", *constant(place, out, *more, steps=100_000)])
+    deadline = time.monotonic() + 120
+    while len(steps_of(out.with_name(f"{out.name}.ladderize-work"))) < 4:
+        assert time.monotonic() < deadline and not process.has_ended(), process.communicate()[1]  # noqa: PT018
+        time.sleep(0.02)
+    return process, descendants(process.pid)
+
+
+def test_sigterm_saves_and_another_number_of_ranks_goes_on(place, tmp_path):
+    out = tmp_path / "out"
+    process, ranks = begin(place, out, *DOMINO)
+    assert len(ranks) >= 2
+    os.kill(process.pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    found = re.search(r"stopped by a signal after step (\d+), which is saved in ", stderr)
+    assert found, stderr
+    assert all_gone(ranks)
+    assert not out.exists()
+    steps = int(found[1]) + 3
+    went_on = invoke(*constant(place, out, steps=steps))
+    assert went_on.code == 0, went_on.stderr
+    assert f"resuming after step {found[1]}" in went_on.stderr
+    assert invoke(*constant(place, tmp_path / "one", steps=steps)).code == 0
+    assert steps_of(out) == pytest.approx(steps_of(tmp_path / "one"), rel=1e-3)
+
+
+def test_a_killed_rank_ends_the_command(place, tmp_path):
+    process, ranks = begin(place, tmp_path / "out", "--tp-size", 2, "--save-every", 1)
+    victim = max(ranks)
+    os.kill(victim, signal.SIGKILL)
+    begun = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - begun < 10
+    assert process.returncode == 1
+    assert re.search(r"rank [01] was killed by SIGKILL .*; the whole group was stopped", stderr), stderr
+    assert all_gone(ranks)
+    assert steps_of(tmp_path / "out.ladderize-work")  # from which the same command goes on
