@@ -54,9 +54,11 @@ class EmulatedOnGpu(Collectives):
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(int(self.link.seconds(x.nbytes) * self.cycles_per_second))
+            through = self.stream.record_event()
 
         def finish() -> Tensor:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            # for this message, and not for those that were sent after it
+            torch.cuda.current_stream().wait_event(through)
             return x
 
         return Handle(finish)

@@ -32,11 +32,12 @@ class Nccl(Collectives):
         self.stream.wait_stream(compute)
         with torch.cuda.stream(self.stream):
             total = self.reduce(x)
+            through = self.stream.record_event()
         x.record_stream(self.stream)
 
         def finish() -> Tensor:
             waiting = torch.cuda.current_stream()
-            waiting.wait_stream(self.stream)
+            waiting.wait_event(through)  # for this message, and not for those that were sent after it
             total.record_stream(waiting)
             return total
 

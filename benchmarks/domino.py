@@ -1,0 +1,269 @@
+"""Tensor-parallel training and prefill by schedule on this CPU. Run it on an idle machine.
+
+    python benchmarks/domino.py [--only ddp,bound,grid,prefill] [--out FILE] [--repeat N] [--quick]
+
+ddp      sequential TP2 over shared memory beside DDP on two processes: the same model, the same tokens per step, in one
+         run. DDP of the Hugging Face model, as ``adapt`` trains today, and of the runtime's model, so that what the
+         model takes and what sharing it takes are told apart.
+bound    one rank of an emulated TP8, with a link that is so slow that the sequential schedule waits for 30 % of its
+         step: which share of the no-communication bound domino reaches.
+grid     the same with 2, 3 and 4 chunks, and 1, 2 and 4 columns.
+prefill  prompts of several lengths and batches by domino and by the sequential schedule, over shared memory and over
+         an emulated link.
+
+Every ratio is of figures from one run, whose rounds are interleaved. JSON with raw samples goes to
+benchmarks/results/domino.json, after each part.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ladderize.console import Console
+from ladderize.files.documents import read_json
+from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice
+from ladderize.runtime.bench.run import bench
+from ladderize.runtime.bench.spread import speedup_interval
+from ladderize.runtime.bench.training.document import TrainingBenchDocument, TrainingBenchRow
+from ladderize.runtime.bench.training.model_steps import step_opener
+from ladderize.runtime.bench.training.options import TrainingBenchOptions
+from ladderize.runtime.bench.training.run import bench_training
+from ladderize.runtime.bench.training.steps import Batch
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.choose import choose
+from ladderize.runtime.launch import run
+from ladderize.runtime.schedule import SEQUENTIAL
+from ladderize.runtime.spec import shape_spec
+
+SHAPE = Path(__file__).parent / "shapes" / "200m.json"
+RESULTS = Path(__file__).parent / "results" / "domino.json"
+RANKS, SHARE, TARGET, SLOWER = 8, 0.30, 0.92, 1.15
+QUIET = Console(quiet=True)
+
+
+# ---- sequential TP2 beside DDP ----
+
+
+def measure_ddp(group: Ranks, layers: int, rows: int, tokens: int, dtype: str, rounds: int) -> dict[str, Any]:
+    """Seconds of a step over ``rows`` x ``tokens`` in each round, by way; every rank calls it."""
+    config = {**read_json(SHAPE), "num_hidden_layers": layers}
+    spec = shape_spec(config, Layout.dense(layers), name="dense", tp_size=group.size, dtype=dtype)
+    batch = Batch.random(config["vocab_size"], rows, tokens, 0, group.device)
+    longest = 4 * rows * tokens * int(config["hidden_size"])
+    collectives, backend = choose("auto", group, max_bytes=longest, in_flight=SEQUENTIAL.in_flight)
+    shared = step_opener(group, group.size)(spec, SEQUENTIAL, collectives, batch)
+
+    def tensor_parallel() -> None:
+        shared.backward(shared.forward())
+        shared.clear()
+
+    own = slice(group.rank * rows // group.size, (group.rank + 1) * rows // group.size)
+    half = Batch(batch.ids[own], batch.targets[own])
+    ways = {
+        f"TP{group.size}, {backend}": tensor_parallel,
+        "DDP, Hugging Face's model": hf_step(config, dtype, half),
+        "DDP, the runtime's model": runtime_step(group, spec, half),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    shuffle, order = random.Random(0), list(ways)
+    for round_ in range(rounds + 2):
+        shuffle.shuffle(order)
+        for name in order:
+            group.barrier()
+            begin = time.perf_counter()
+            ways[name]()
+            took = max(group.gather(time.perf_counter() - begin))
+            if round_ >= 2:
+                seconds[name].append(took)
+    collectives.close()
+    return {"rows": rows, "tokens": tokens, "layers": layers, "dtype": dtype, "rounds": rounds, "seconds": seconds}
+
+
+def hf_step(config: dict[str, Any], dtype: str, batch: Batch) -> Callable[[], None]:
+    """Forward and backward of the Hugging Face model under DDP: fp32 weights, autocast to ``dtype``."""
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(LlamaForCausalLM(LlamaConfig(**config)))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            logits = model(input_ids=batch.ids, use_cache=False).logits
+        cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten()).backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def runtime_step(group: Ranks, spec: Any, batch: Batch) -> Callable[[], None]:
+    """The same of the runtime's model, unshared."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    alone = Ranks(0, 1, group.device)
+    opened = step_opener(alone, 1)(spec, SEQUENTIAL, Collectives(), batch)
+    model = DistributedDataParallel(opened.model)
+
+    def step() -> None:
+        sums = model(batch.ids, opened.positions, batch.targets)
+        (sums[0] / batch.targets.numel()).backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def ddp(rounds: int, quick: bool) -> dict[str, Any]:
+    layers, rows, tokens = (2, 2, 64) if quick else (8, 4, 256)
+    found = {}
+    for dtype in ("bfloat16", "float32"):
+        part = run(measure_ddp, layers, rows, tokens, dtype, rounds, tp_size=2, device="cpu", threads=1)
+        tensor, *others = part["seconds"].items()
+        print(f"\n{dtype}, {layers} layers of hidden 1024, {rows} x {tokens} tokens, forward and backward")
+        for name, seconds in (tensor, *others):
+            ratio, (low, high) = median(tensor[1]) / median(seconds), speedup_interval(tensor[1], seconds)
+            note = "" if name == tensor[0] else f"   TP2 takes {ratio:.2f}x ({low:.2f}-{high:.2f}; target {SLOWER})"
+            print(f"  {name:36} {1e6 * median(seconds) / rows / tokens:8.1f} us/token{note}")
+        part["tp_over"] = {name: median(tensor[1]) / median(seconds) for name, seconds in others}
+        found[dtype] = part
+    return found
+
+
+# ---- an emulated TP8 ----
+
+
+def emulated(options: dict[str, Any], beta: float, layout: str = "dense") -> TrainingBenchDocument:
+    choice = ModelChoice(random_weights=str(SHAPE), num_layers=options.pop("layers"), layout=layout, dtype="bfloat16")
+    settings = TrainingBenchOptions(emulate_tp=RANKS, threads=1, **options)
+    return bench_training(choice, settings, f"5,{beta:.6f}", console=QUIET)
+
+
+def waited_share(row: TrainingBenchRow) -> float:
+    """What a variant waits for, of its step."""
+    return 1 - row.no_communication_ms / row.step_ms
+
+
+def fitting_beta(size: dict[str, Any], repeat: int) -> tuple[float, list[tuple[float, float]]]:
+    """GB/s of a link over which the sequential schedule waits for ``SHARE`` of its step, and what was tried."""
+    tried: list[tuple[float, float]] = []
+    beta = 1.0
+    for _ in range(6):
+        options = {**size, "schedules": ("sequential",), "repeat": repeat, "check": False}
+        share = waited_share(emulated(options, beta).rows[0])
+        tried.append((beta, share))
+        if abs(share - SHARE) < 0.01:
+            break
+        # the time waited is about in proportion to 1 / beta, and share / (1 - share) to the time waited
+        beta *= (share / (1 - share)) / (SHARE / (1 - SHARE)) if share > 0.02 else 0.2
+    return beta, tried
+
+
+def bound(rounds: int, quick: bool) -> dict[str, Any]:
+    size = {"layers": 2 if quick else 4, "batch_sizes": (4,), "seq_len": 64 if quick else 256}
+    beta, tried = fitting_beta(size, max(3, rounds // 3))
+    document = emulated({**size, "repeat": rounds}, beta, "dense,ladder,spd,spd+ladder")
+    print(f"\nemulated TP{RANKS}, bfloat16, 4 x {size['seq_len']} tokens, 5 us + bytes / {beta:.3f} GB/s")
+    show_rows(document.rows)
+    return {"beta_gb_s": beta, "tried": tried, "target": TARGET, "document": document.to_dict()}
+
+
+def show_rows(rows: list[TrainingBenchRow]) -> None:
+    print(f"  {'':24} {'step ms':>9} {'waited':>7} {'of no-comm':>11} {'speed-up':>9} {'forward':>8}")
+    for row in rows:
+        print(
+            f"  {row.model + ', ' + row.schedule.name:24} {row.step_ms:9.1f} {waited_share(row):7.1%}"
+            f" {row.bound_share:11.3f} {row.speedup:8.2f}x {row.speedup_forward:7.2f}x"
+        )
+
+
+def grid(rounds: int, quick: bool) -> dict[str, Any]:
+    size = {"layers": 2 if quick else 4, "batch_sizes": (12,), "seq_len": 32 if quick else 96}
+    beta, _ = fitting_beta(size, max(3, rounds // 3))
+    found = {}
+    print(f"\nchunks x columns: emulated TP{RANKS}, 12 x {size['seq_len']} tokens, 5 us + bytes / {beta:.3f} GB/s")
+    for chunks in (2, 3, 4):
+        for columns in (1, 2, 4):
+            more = {"domino_chunks": chunks, "domino_columns": columns, "repeat": rounds}
+            document = emulated({**size, **more}, beta)
+            plain, domino = document.rows
+            found[f"{chunks} chunks, {columns} columns"] = document.to_dict()
+            print(
+                f"  {chunks} chunks, {columns} columns: {domino.bound_share:.3f} of no communication (sequential"
+                f" {plain.bound_share:.3f}), {domino.speedup:.2f}x"
+            )
+    return {"beta_gb_s": beta, "documents": found}
+
+
+# ---- prefill ----
+
+
+def prefill(rounds: int, quick: bool) -> dict[str, Any]:
+    sizes: dict[int, tuple[int, ...]] = {128: (1, 4, 16), 512: (1, 4), 2000: (1,)}
+    if quick:
+        sizes = {64: (1, 2)}
+    choice = ModelChoice(random_weights=str(SHAPE), num_layers=2 if quick else 4, layout="dense", dtype="bfloat16")
+    ways: dict[str, dict[str, Any]] = {
+        "TP2 over shared memory": {"tp_size": 2, "backend": "shm"},
+        f"emulated TP{RANKS}, 20 us + bytes / 2 GB/s": {"emulate_tp": RANKS},
+    }
+    found = {}
+    for name, ranks in ways.items():
+        print(f"\nprefill, {name}: sequential over domino")
+        for length, batches in sizes.items():
+            options = BenchOptions(
+                **ranks,
+                prompt_len=length,
+                output_len=2,
+                batch_sizes=batches,
+                schedule="domino",
+                baselines=("sequential",),
+                repeat=rounds,
+                threads=1,
+            )
+            document = bench(choice, options, "20,2" if "emulate_tp" in ranks else None, console=QUIET)
+            found[f"{name}, {length} tokens"] = document.to_dict()
+            for domino, plain in zip(document.rows[::2], document.rows[1::2], strict=True):
+                low, high = speedup_interval(plain.samples_ms["prefill"], domino.samples_ms["prefill"])
+                took = f"{plain.prefill_ms:8.1f} ms / {domino.prefill_ms:8.1f} ms"
+                ratio = f"{plain.prefill_ms / domino.prefill_ms:.2f}x ({low:.2f}-{high:.2f})"
+                print(f"  {domino.batch_size:3} x {length:5} tokens: {took} = {ratio}")
+    return found
+
+
+def median(values: list[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="ddp,bound,grid,prefill")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--repeat", type=int, default=11)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does the script run?")
+    args = parser.parse_args()
+    record: dict[str, Any] = {"schema_version": 1, "torch": torch.__version__, "shape": SHAPE.name}
+    if args.out.is_file():  # parts that were measured before stay
+        record = {**json.loads(args.out.read_text()), **record}
+    for part in args.only.split(","):
+        if part == "ddp":
+            record[part] = ddp(args.repeat, args.quick)
+        elif part == "bound":
+            record[part] = bound(args.repeat, args.quick)
+        elif part == "grid":
+            record[part] = grid(args.repeat, args.quick)
+        else:
+            record[part] = prefill(args.repeat, args.quick)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
