@@ -22,6 +22,7 @@ SEED = "LADDERIZE_TEST_SEED"
 # --no-loadscope-reorder takes them in this order). Files that are not named here are short.
 LONG_FILES = [
     "test_demo.py",
+    "test_domino_gradients.py",
     "test_sweep_killed.py",
     "test_sweep.py",
     "test_sweep_keys.py",

@@ -1,0 +1,320 @@
+"""Gradients of tensor-parallel training against the single-process Hugging Face model: layouts, schedules, ranks."""
+
+import math
+
+import pytest
+import torch
+
+from ladderize.adapt.lora.config import LORA_TARGETS, LoraOptions, lora_config
+from ladderize.adapt.retrain.losses import Objective
+from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters, trained_tensors
+from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.layout import DROPPED, OVERLAPPED, Layout
+from ladderize.runtime import launch as distributed
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from ladderize.runtime.training.lora import PROJECTIONS, LoraPlan
+from tests.domino_ranks import CPU, Case, gradients
+from tests.helpers import LAYOUTS, SHAPE, make_layout, make_model
+
+TOLERANCE = 1e-5  # of the whole gradient; of one tensor three times that, for both sides round in float32
+GROUPS = [(1, "auto"), (2, "gloo"), (2, "shm"), (4, "gloo")]
+SCHEDULES = [SEQUENTIAL] + [
+    Schedule("domino", chunks, columns) for chunks, columns in ((2, 1), (3, 2), (2, 4), (3, 1), (2, 2))
+]
+IN_FLIGHT = 3 * 4 + 2
+LAYERS = SHAPE["num_hidden_layers"]
+SIZE = (5, 11)  # rows and tokens: neither 2 nor 3 parts are even
+ROW = (1, 13)  # is cut along its tokens
+TEACHER = Objective(0.3, 1.7)
+
+# What else differs from case to case: rows x tokens of each micro-batch, and
+#   packed, recompute, tied, teacher: whether; kv_heads: 2 are held by 2 of 4 ranks each; layers: that are trained, None
+#   for the whole model; lora: the targets of adapters on these layers.
+# 13 of them and 6 schedules: all pairs occur within 78 cases.
+VARIANTS = [
+    {},
+    {"packed": True, "recompute": True},
+    {"tied": True, "packed": True},
+    {"kv_heads": 2, "layers": (1, 2)},
+    {"sizes": (ROW,)},
+    {"sizes": (ROW,), "packed": True, "recompute": True, "kv_heads": 2},
+    {"lora": LORA_TARGETS, "layers": range(LAYERS)},
+    {"lora": ("q_proj", "k_proj", "up_proj", "down_proj"), "layers": (1, 3), "kv_heads": 2, "recompute": True},
+    {"teacher": True, "sizes": (SIZE, (3, 8))},
+    {"layers": (3,), "packed": True},
+    {"layers": (0,), "sizes": (ROW,), "teacher": True},
+    {"layers": (0, 3), "recompute": True, "sizes": (SIZE, SIZE), "tied": True},
+    {"lora": ("v_proj", "o_proj", "gate_proj"), "layers": (0, 1), "sizes": (ROW,), "teacher": True, "tied": True},
+]
+
+
+def text(rows, tokens, *, packed, scored):
+    """A micro-batch of random ids. packed: rows hold several texts. scored: the share of positions that count."""
+    positions = torch.arange(tokens).repeat(rows, 1)
+    if packed:
+        for row in positions:
+            for cut in sorted(torch.randint(1, tokens, (2,)).tolist()):
+                row[cut:] = torch.arange(tokens - cut)
+    # the id of padding, 0, is among them: transformers gives its row of the embedding no gradient from look-ups
+    ids, targets = torch.randint(SHAPE["vocab_size"], (2, rows, tokens))
+    targets.masked_fill_(torch.rand(rows, tokens) >= scored, -100)
+    return {"input_ids": ids, "position_ids": positions, "targets": targets}
+
+
+def make_case(
+    folder,
+    layout,
+    schedule,
+    *,
+    sizes=(SIZE,),
+    packed=False,
+    scored=0.8,
+    recompute=False,
+    tied=False,
+    teacher=False,
+    kv_heads=4,
+    layers=None,
+    lora=None,
+    dropout=0.0,
+    **more,
+):
+    """A case with a new model of the layout in ``folder``."""
+    extra = {"tie_word_embeddings": tied, "num_key_value_heads": kv_heads}
+    make_model(layout, **extra).save_pretrained(folder / "student")
+    if teacher:
+        make_model("dense", **extra).save_pretrained(folder / "teacher")
+    names = read_checkpoint(folder / "student").tensors
+    plan = adapters = None
+    trained = frozenset()
+    if lora is None:
+        trained = trained_tensors(names, layers or (), layers is None, tied=tied)
+    else:
+        plan, adapters = random_lora(names, lora, layers, dropout)
+    return Case(
+        folder / "student",
+        trained,
+        tuple(text(*size, packed=packed, scored=scored) for size in sizes),
+        schedule,
+        recompute,
+        folder / "teacher" if teacher else None,
+        TEACHER if teacher else Objective(),
+        plan,
+        adapters,
+        **more,
+    )
+
+
+def random_lora(tensors, targets, layers, dropout):
+    options = LoraOptions(rank=3, alpha=5.0, dropout=dropout, targets=tuple(targets))
+    matrices = {}
+    for layer in layers:
+        for projection in targets:
+            name = f"{PROJECTIONS[projection][0]}.{projection}"
+            out, width = tensors[f"model.layers.{layer}.{name}.weight"].shape
+            place = f"base_model.model.model.layers.{layer}.{name}.lora_"
+            matrices[f"{place}A.weight"] = torch.randn(options.rank, width) * 0.2
+            matrices[f"{place}B.weight"] = torch.randn(out, options.rank) * 0.1
+    return LoraPlan(options.rank, options.scale / options.rank, targets, tuple(layers), dropout), matrices
+
+
+def reference(case):
+    """Losses and gradients of one process, in float32: transformers and PEFT."""
+    checkpoint = read_checkpoint(case.folder)
+    setup = ModelSetup(CPU)
+    lora = None
+    if case.plan is not None:
+        plan = case.plan
+        options = LoraOptions(plan.rank, plan.scaling * plan.rank, plan.dropout, tuple(plan.targets))
+        lora = lora_config(checkpoint.config, plan.layers, options)
+    layout = Layout.from_config(checkpoint.config)
+    student = build_student(
+        checkpoint, layout, setup, trained=case.trained, lora=lora, temperature=case.objective.temperature
+    )
+    parameters = dict(trained_parameters(student))
+    if case.adapters is not None:
+        assert parameters.keys() == case.adapters.keys()
+        for name, matrix in case.adapters.items():
+            parameters[name].data.copy_(matrix)
+    teacher = None if case.teacher is None else build_teacher(read_checkpoint(case.teacher), setup, student)
+    losses = []
+    for micro in case.micros:
+        if case.seed is not None:
+            torch.manual_seed(case.seed)
+        scores = None
+        if teacher is not None:
+            with torch.no_grad():
+                scores = teacher(**micro)
+        sums = student(**micro, teacher_logits=scores)
+        case.objective.total(*sums).backward()
+        losses.append(sums.detach())
+    found = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in parameters.items()
+    }
+    return torch.stack(losses), found
+
+
+def check(expected, result, *, tolerance=TOLERANCE, losses=1e-5):
+    """Each tensor's error relative to its norm. A tensor whose gradient all but cancels (biases of k) is measured
+    against what it is made of: a thousandth of the largest tensor's gradient."""
+    sums, whole = expected
+    torch.testing.assert_close(result["losses"], sums, rtol=losses, atol=1e-4)
+    torch.testing.assert_close(result["validation"], result["losses"], rtol=1e-6, atol=1e-6)
+    assert result["gradients"].keys() == whole.keys()
+    errors = {name: float((result["gradients"][name] - gradient).norm()) for name, gradient in whole.items()}
+    norms = {name: float(gradient.norm()) for name, gradient in whole.items()}
+    assert math.hypot(*errors.values()) <= tolerance * math.hypot(*norms.values())
+    least = 1e-3 * max(norms.values())
+    wrong = {
+        name: errors[name] / norms[name] for name in whole if errors[name] > 3 * tolerance * max(least, norms[name])
+    }
+    assert not wrong, sorted(wrong.items(), key=lambda item: -item[1])[:20]
+    assert all(gradient.dtype == torch.float32 for gradient in result["gradients"].values())
+    assert result["norm"] == pytest.approx(math.hypot(*norms.values()), rel=tolerance)
+    check_nothing_is_left(result)
+
+
+def check_nothing_is_left(result):
+    assert result["open"] == 0  # every message was waited for
+    assert result["made"] > 0
+    assert result["alive"] == 0
+
+
+EVERYTHING = [  # every layout with every schedule: (layout, number of the schedule, number of the variant)
+    (layout, place, (index * len(SCHEDULES) + place) % len(VARIANTS))
+    for index, layout in enumerate(LAYOUTS)
+    for place in range(len(SCHEDULES))
+]
+ORDERED = [(layout, place) for layout in ("dense", "ladder all", "spd all 2", "same layer") for place in range(4)]
+DROPOUT = {"lora": LORA_TARGETS, "layers": range(LAYERS), "dropout": 0.3, "seed": 5}
+SPECIAL = {
+    "dropout": ("dense", SEQUENTIAL, DROPOUT),
+    "dropout in dropped layers": ("spd all 4", SEQUENTIAL, {**DROPOUT, "recompute": True}),
+    "dropout and overlap": ("same layer", SEQUENTIAL, DROPOUT),
+    "nothing counts": ("same layer", SCHEDULES[1], {"scored": 0.0}),
+    "nothing counts for LoRA": ("dense", SCHEDULES[1], {"scored": 0.0, "lora": LORA_TARGETS, "layers": (2,)}),
+    "bfloat16": ("mixed", SCHEDULES[2], {"compute": torch.bfloat16, "teacher": True}),
+    "bfloat16, LoRA": ("ladder all", SCHEDULES[3], {"compute": torch.bfloat16, "lora": LORA_TARGETS, "layers": (0, 2)}),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("domino")
+
+
+@pytest.fixture(scope="module")
+def cases(place):
+    """name -> case; every case has a model of its own."""
+    made = {}
+
+    def add(name, *arguments, **more):
+        made[name] = make_case(place / str(len(made)), *arguments, **more)
+
+    for layout, number, variant in EVERYTHING:
+        add((layout, number), layout, SCHEDULES[number], **VARIANTS[variant])
+    for layout, number in ORDERED:
+        add(("order", layout, number), layout, SCHEDULES[number])
+    for name, (layout, schedule, variant) in SPECIAL.items():
+        add(name, layout, schedule, **variant)
+    torch.save(made, place / "cases.pt")
+    return made
+
+
+def fits(layout, tp_size):
+    """Whether the virtual ranks of a layout can be shared out."""
+    return (LAYOUTS[layout][2] or tp_size) % tp_size == 0
+
+
+def run(folder, names, tp_size, backend):
+    distributed.run(gradients, folder, names, backend, IN_FLIGHT, tp_size=tp_size, device="cpu", threads=1)
+    return torch.load(folder / f"{tp_size}-{backend}.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def results(place, cases):
+    """For each group, the results of its cases."""
+    pairs = [name for name in cases if len(name) == 2]
+    chosen = {
+        (1, "auto"): pairs[::3] + list(SPECIAL),
+        (2, "gloo"): list(cases),
+        (2, "shm"): pairs[1::5],
+        (4, "gloo"): [*pairs, *list(SPECIAL)[:3]],
+    }
+    found = {}
+    for (tp_size, backend), names in chosen.items():
+        names = [name for name in names if len(name) != 2 or fits(name[0], tp_size)]
+        found[tp_size, backend] = run(place, names, tp_size, backend)
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(SCHEDULES)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_one_process(cases, results, layout, number):
+    check_groups(cases, results, (layout, number))
+
+
+def check_groups(cases, results, name, **more):
+    expected = reference(cases[name])
+    groups = [group for group, found in results.items() if name in found]
+    assert groups
+    for group in groups:
+        try:
+            check(expected, results[group][name], **more)
+        except AssertionError as error:
+            raise AssertionError(f"{name} on {group}: {error}") from None
+
+
+@pytest.mark.parametrize("name", [name for name in SPECIAL if "bfloat16" not in name])
+def test_special_cases(cases, results, name):
+    """Dropout: every rank draws what one process draws, and recomputed activations drop the same."""
+    check_groups(cases, results, name)
+
+
+@pytest.mark.parametrize("name", [name for name in SPECIAL if "bfloat16" in name])
+def test_bfloat16(cases, results, name):
+    """Rounded on the way, but accumulated and summed in float32."""
+    check_groups(cases, results, name, tolerance=0.1, losses=0.02)
+
+
+# ---- when messages are on their way ----
+
+
+@pytest.mark.parametrize(("layout", "number"), ORDERED)
+def test_messages_travel_under_compute(cases, results, layout, number):
+    """Forward and backward, every message but those at the ends has another part's products, or another sub-module's
+    (ladder), between its start and its wait; the backward ones also products of weights' gradients."""
+    schedule = SCHEDULES[number]
+    chunks, columns = (schedule.chunks, schedule.columns) if schedule.is_domino else (1, 1)
+    events = results[2, "gloo"]["order", layout, number]["events"]
+    turn, end = (next(i for i, event in enumerate(events) if event[0] == what) for what in ("backward", "validation"))
+    forward, backward = hidden_by(events[:turn]), hidden_by(events[turn:end])
+    sums = sum(mode != DROPPED for mode in (*make_layout(layout).attention_sync, *make_layout(layout).mlp_sync))
+    assert len(forward) == chunks * (1 + sums * columns)
+    # backward: the stream after the last attention is read by nobody where that attention's sum is overlapped
+    assert len(backward) == len(forward) - chunks * columns * (make_layout(layout).attention_sync[-1] == OVERLAPPED)
+    # forward: the embedding's sums come first, and under the last sum there is nothing left to compute
+    forward, first = forward[chunks:-columns], backward[columns:]
+    if schedule.is_domino:
+        assert all(other for other, _, _ in forward)
+        assert all(other for other, _, _ in first)
+    elif "ladder" in layout or "same" in layout:
+        assert all(own for _, own, _ in forward)
+        assert all(own > weights for _, own, weights in backward[1:-1])
+    else:
+        assert not any(own for _, own, _ in forward)  # blocking: what it is compared with
+    assert all(weights for _, _, weights in backward[chunks * columns :])
+
+
+def hidden_by(events):
+    """For each message: how many products of other parts of the batch, of its own part, and of weights' gradients are
+    between its start and its wait."""
+    counts = []
+    for begin, (what, part, message) in enumerate(events):
+        if what == "start":
+            between = events[begin : events.index(("wait", part, message))]
+            products = [event for event in between if event[0] in ("product", "weight")]
+            other = sum(event[1] != part for event in products)
+            weights = sum(event[:2] == ("weight", part) for event in products)
+            counts.append((other, len(products) - other, weights))
+    return counts
