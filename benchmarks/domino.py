@@ -151,24 +151,30 @@ def waited_share(row: TrainingBenchRow) -> float:
     return 1 - row.no_communication_ms / row.step_ms
 
 
-def fitting_beta(size: dict[str, Any], repeat: int) -> tuple[float, list[tuple[float, float]]]:
-    """GB/s of a link over which the sequential schedule waits for ``SHARE`` of its step, and what was tried."""
+def fitting_beta(waited: Callable[[float], float], wanted: float) -> tuple[float, list[tuple[float, float]]]:
+    """GB/s of a link over which a step waits for the share ``wanted`` of its time, and what was tried. waited: measures
+    that share over a link."""
     tried: list[tuple[float, float]] = []
     beta = 1.0
     for _ in range(6):
-        options = {**size, "schedules": ("sequential",), "repeat": repeat, "check": False}
-        share = waited_share(emulated(options, beta).rows[0])
+        share = waited(beta)
         tried.append((beta, share))
-        if abs(share - SHARE) < 0.01:
+        if abs(share - wanted) < 0.01:
             break
         # the time waited is about in proportion to 1 / beta, and share / (1 - share) to the time waited
-        beta *= (share / (1 - share)) / (SHARE / (1 - SHARE)) if share > 0.02 else 0.2
-    return beta, tried
+        beta *= (share / (1 - share)) / (wanted / (1 - wanted)) if share > 0.02 else 0.2
+    return min(tried, key=lambda one: abs(one[1] - wanted))[0], tried
+
+
+def sequential_beta(size: dict[str, Any], repeat: int) -> tuple[float, list[tuple[float, float]]]:
+    """The same of the sequential schedule and ``SHARE``."""
+    options = {**size, "schedules": ("sequential",), "repeat": repeat, "check": False}
+    return fitting_beta(lambda beta: waited_share(emulated(dict(options), beta).rows[0]), SHARE)
 
 
 def bound(rounds: int, quick: bool) -> dict[str, Any]:
     size = {"layers": 2 if quick else 4, "batch_sizes": (4,), "seq_len": 64 if quick else 256}
-    beta, tried = fitting_beta(size, max(3, rounds // 3))
+    beta, tried = sequential_beta(size, max(3, rounds // 3))
     document = emulated({**size, "repeat": rounds}, beta, "dense,ladder,spd,spd+ladder")
     print(f"\nemulated TP{RANKS}, bfloat16, 4 x {size['seq_len']} tokens, 5 us + bytes / {beta:.3f} GB/s")
     show_rows(document.rows)
@@ -186,7 +192,7 @@ def show_rows(rows: list[TrainingBenchRow]) -> None:
 
 def grid(rounds: int, quick: bool) -> dict[str, Any]:
     size = {"layers": 2 if quick else 4, "batch_sizes": (12,), "seq_len": 32 if quick else 96}
-    beta, _ = fitting_beta(size, max(3, rounds // 3))
+    beta, _ = sequential_beta(size, max(3, rounds // 3))
     found = {}
     print(f"\nchunks x columns: emulated TP{RANKS}, 12 x {size['seq_len']} tokens, 5 us + bytes / {beta:.3f} GB/s")
     for chunks in (2, 3, 4):

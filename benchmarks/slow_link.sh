@@ -2,6 +2,8 @@
 # Two ranks over a real slow link on one machine: network namespaces joined by a veth pair, shaped by tbf. Needs root and iproute2.
 #   benchmarks/slow_link.sh [RATE] [OUT.json] [ladderize bench options ...]
 # Measures prefill of 128 tokens, 8 layers of hidden size 1024, float32 messages over gloo (DESIGN section 8).
+#   benchmarks/slow_link.sh 200mbit benchmarks/results/slow_link_train.json --train
+# Measures training steps of 2 x 128 tokens of the same model: four layouts, each by the sequential schedule and by domino.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rate=${1:-200mbit}
@@ -29,8 +31,12 @@ for side in "$a va" "$b vb"; do
   ip -n "$namespace" link set "$device" up gso_max_size "${GSO:-16384}"
   ip netns exec "$namespace" tc qdisc add dev "$device" root tbf rate "$rate" burst 256kbit latency 50ms
 done
-arguments=(bench --random-weights benchmarks/shapes/slow_link.json --tp-size 2 --backend gloo --dtype float32 --prompt-len 128
-  --output-len 2 --replicate-vocab --repeat 9 --threads 1 "$@")
+arguments=(bench --random-weights benchmarks/shapes/slow_link.json --tp-size 2 --backend gloo --dtype float32 --repeat 9 --threads 1)
+case " $* " in
+  *" --train "*) arguments+=(--batch-size 2 --seq-len 128) ;;
+  *) arguments+=(--prompt-len 128 --output-len 2 --replicate-vocab) ;;
+esac
+arguments+=("$@")
 rank() { # namespace, device, rank
   ip netns exec "$1" env RANK="$3" WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=29511 \
     GLOO_SOCKET_IFNAME="$2" OMP_NUM_THREADS=1 "$python" -m ladderize "${arguments[@]}" --out "$out"

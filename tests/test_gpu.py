@@ -5,11 +5,16 @@ import torch
 
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.trace import trace
+from ladderize.runtime.bench.training.check import outcome_of
+from ladderize.runtime.bench.training.model_steps import step_opener
+from ladderize.runtime.bench.training.steps import Batch
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.decode import Generator, Sampling, generate_tokens
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from ladderize.runtime.spec import checkpoint_spec
 from tests.groups import make_generator
 from tests.helpers import LAYOUTS, make_model, random_ids
 from tests.oracle import Oracle
@@ -126,3 +131,38 @@ def test_an_emulated_all_reduce_takes_its_time_and_runs_under_compute(tmp_path):
     overlap = trace(run, tmp_path / "trace.json", group.device, traced, collectives.link.seconds)
     assert overlap.in_flight_ms > 3
     assert overlap.under_compute_ms > 0.01 * overlap.in_flight_ms
+
+
+# ---- training by schedule ----
+
+
+def training_outcome(folder, group, schedule):
+    spec = checkpoint_spec(str(folder), tp_size=2)
+    batch = Batch.random(spec.config["vocab_size"], 3, 9, 0, group.device)
+    collectives = emulate(2, Link("test", 100, 1.0), group.device)
+    return outcome_of(step_opener(group, 2)(spec, schedule, collectives, batch), group)
+
+
+@pytest.mark.parametrize("name", ["ladder all", "same layer with biases"])
+@pytest.mark.parametrize("schedule", [SEQUENTIAL, Schedule("domino"), Schedule("domino", 3, 2)])
+def test_gradients_are_those_of_the_cpu(tmp_path, name, schedule):
+    make_model(name).save_pretrained(tmp_path / "m")
+    expected = training_outcome(tmp_path / "m", Ranks(0, 1, torch.device("cpu")), SEQUENTIAL)
+    found = training_outcome(tmp_path / "m", gpu_group(), schedule)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-4)
+    for key, gradient in expected.gradients.items():
+        own = found.gradients[key].cpu()
+        assert (own - gradient).norm() <= 1e-3 * gradient.norm().clamp_min(1e-3 * expected.norm), key
+
+
+def test_a_wait_is_for_its_own_message():
+    """The compute that waits for the first of two messages goes on while the second is on its way."""
+    group = gpu_group()
+    collectives = emulate(2, Link("slow", 400_000, 1.0), group.device)
+    first, second = (collectives.all_reduce_async(torch.ones(8, device=group.device)) for _ in range(2))
+    first.wait()
+    torch.cuda.current_stream().record_event().synchronize()
+    assert not collectives.stream.query()
+    second.wait()
+    torch.cuda.current_stream().record_event().synchronize()
+    assert collectives.stream.query()
