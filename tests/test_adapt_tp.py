@@ -180,6 +180,10 @@ def test_memory_is_shared_by_the_ranks(place):
         assert abs(two.parts()[name] - one.parts()[name] / 2) <= 1, name
     for name in ("activations", "logits"):
         assert one.parts()[name] / 2 <= two.parts()[name] < one.parts()[name], name
+    both = Demand(**{**vars(two), "shards": 2}).parts()  # FSDP2 gathers a rank's whole part for a pass
+    assert both["optimizer"] == two.parts()["optimizer"] // 2
+    assert both["gathered"] > two.parts()["gradients"]
+    assert two.parts()["gathered"] == Demand(**{**vars(one), "shards": 2}).parts()["gathered"] == 0
     said = what_would_fit(one, 10 * 10**9, lora_trained=None, on_gpu=True, tp_sizes=[1, 2, 4])
     assert said == "--tp-size 2, on as many GPUs, with --gradient-checkpointing and --micro-batch-size 1 would fit"
 

@@ -45,6 +45,7 @@ class Demand:
             "bf16 copies": self.trained * self.compute // held if self.compute < FP32 and self.shards == 1 else 0,
             "optimizer": self.trained * MOMENT_BYTES // held,
             "teacher": own_teacher * self.compute // held if self.teacher else 0,
+            "gathered": self.gathered(parameters, own_teacher if self.teacher else 0),
             "activations": self.activations(),
             "logits": self.logits(),
             "other": OTHER_BYTES,
@@ -53,6 +54,15 @@ class Demand:
     @property
     def total(self) -> int:
         return sum(self.parts().values())
+
+    def gathered(self, parameters: int, teacher: int) -> int:
+        """What FSDP2 puts together for a pass beside ``tp_size``: all of a rank's slices at once, as they are computed
+        in, the gradients of the trained ones, and these once more in fp32 to be summed. Otherwise a layer at a time,
+        which is left out."""
+        if self.shards == 1 or self.tp_size == 1:
+            return 0
+        numbers = (parameters + teacher) * self.compute + self.trained * (self.compute + FP32)
+        return numbers // self.tp_size
 
     def activations(self) -> int:
         """What is kept for the backward pass: counted from the products of a layer, an estimate."""
