@@ -29,6 +29,8 @@ LONG_FILES = [
     "test_sweep_file.py",
     "test_eval.py",
     "test_bench.py",
+    "test_bench_training.py",
+    "test_bench_domino.py",
     "test_model.py",
     "test_runtime.py",
     "test_docs.py",

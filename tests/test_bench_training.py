@@ -264,6 +264,15 @@ def test_a_gradient_that_misses_a_part(shape, monkeypatch):
     assert "nothing was timed" in message
 
 
+def test_weights_that_are_not_numbers(tmp_path):
+    model = make_model("dense")
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "m")
+    message = one_sentence(invoke("bench", tmp_path / "m", *QUICK, *EMULATED))
+    assert "in float32: the loss is nan and the norm of its gradients nan, so nothing was timed" in message
+
+
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_a_message_that_is_left_out(shape, monkeypatch, kind):
     class LeavesOut(Collectives):

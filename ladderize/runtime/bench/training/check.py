@@ -4,6 +4,7 @@ A fast wrong step is worth nothing. The reference is the sequential schedule of 
 once. What that gives itself, the tests compare with transformers.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -62,8 +63,14 @@ def outcome_of(step: TrainingStep, group: Ranks) -> Outcome:
 def reference_outcome(
     open_step: OpenStep, spec: ModelSpec, collectives: Collectives, batch: Batch, group: Ranks
 ) -> Outcome:
-    """What the other schedules of this model must give."""
-    return outcome_of(open_step(spec, SEQUENTIAL, Blocking(collectives), batch), group)
+    """What the other schedules of this model must give. Raises UserError where that is not a number."""
+    found = outcome_of(open_step(spec, SEQUENTIAL, Blocking(collectives), batch), group)
+    if not math.isfinite(found.loss) or not math.isfinite(found.norm):
+        raise UserError(
+            f"{spec.name} in {spec.dtype}: the loss is {found.loss:.6g} and the norm of its gradients {found.norm:.6g},"
+            " so nothing was timed; check its weights, or compute in float32"
+        )
+    return found
 
 
 def check_sent(step: TrainingStep, recording: Recording, what: str) -> None:
