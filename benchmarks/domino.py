@@ -44,6 +44,8 @@ from ladderize.runtime.schedule import SEQUENTIAL
 from ladderize.runtime.spec import shape_spec
 
 SHAPE = Path(__file__).parent / "shapes" / "200m.json"
+# as many KV heads as heads, as the paper's models: ranks that hold the same KV heads would sum their weights' gradients
+EIGHT = Path(__file__).parent / "shapes" / "slow_link.json"
 RESULTS = Path(__file__).parent / "results" / "domino.json"
 RANKS, SHARE, TARGET, SLOWER = 8, 0.30, 0.92, 1.15
 QUIET = Console(quiet=True)
@@ -141,7 +143,7 @@ def ddp(rounds: int, quick: bool) -> dict[str, Any]:
 
 
 def emulated(options: dict[str, Any], beta: float, layout: str = "dense") -> TrainingBenchDocument:
-    choice = ModelChoice(random_weights=str(SHAPE), num_layers=options.pop("layers"), layout=layout, dtype="bfloat16")
+    choice = ModelChoice(random_weights=str(EIGHT), num_layers=options.pop("layers"), layout=layout, dtype="bfloat16")
     settings = TrainingBenchOptions(emulate_tp=RANKS, threads=1, **options)
     return bench_training(choice, settings, f"5,{beta:.6f}", console=QUIET)
 

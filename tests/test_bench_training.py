@@ -21,6 +21,7 @@ from ladderize.runtime.bench.training.memory_need import training_bytes, weights
 from ladderize.runtime.bench.training.options import TrainingBenchOptions, check_training_usage, parse_schedules
 from ladderize.runtime.bench.training.plan import plan_training_bench
 from ladderize.runtime.bench.training.rows import TimedStep, TimedVariant, training_rows
+from ladderize.runtime.bench.training.steps import Batch
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
@@ -409,3 +410,27 @@ def test_who_shares_weights():
     assert key(dense) == key(ladder) == key(dropped)
     assert key(dense) != key(Layout.from_layers(4, spd=[1], sync_tp_size=4))
     assert key(dense, attention_bias=True) != key(dropped, attention_bias=True)
+
+
+# ---- what stands for other ranks ----
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_the_emulated_message_is_as_long_as_the_real_one(biases):
+    """8 ranks of 4 KV heads, so that neighbours share some; with biases of dropped sums, where there are any."""
+    config = {**SHAPE, "num_key_value_heads": 4, "attention_bias": biases}
+    layout = Layout.from_layers(4, spd=[1, 2], sync_tp_size=8)
+    spec = ModelSpec("m", None, config, layout, "float32")
+    batch = Batch.random(97, 2, 6, 0, ALONE.device)
+    opened = model_steps.step_opener(ALONE, 8)(spec, SEQUENTIAL, Collectives(8), batch)
+    opened.backward(opened.forward())
+    sent = []
+
+    class Others:
+        rank, size = 0, 8
+
+        def sum(self, message):
+            sent.append(message.numel())
+
+    opened.weights.sum_partial_gradients(Others())
+    assert sent == [opened.partial]

@@ -38,7 +38,10 @@ class ModelStep:
         self.collectives = collectives
         self.model = TPTraining(weights, spec.config, spec.layout, collectives, schedule=schedule)
         self.positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
+        # numbers of the one message in which the ranks sum what they know parts of (weights.sum_partial_gradients)
         self.partial = sum(parameter.numel() for parameter in weights.partial_parameters())
+        for parameter, rows, copies in weights.copied_rows():
+            self.partial += parameter[rows].numel() * weights.shape.tp_size // copies
 
     @property
     def is_real(self) -> bool:

@@ -31,8 +31,8 @@ class TrainingBenchPlan:
 
     @property
     def longest_message(self) -> int:
-        """Bytes of it: the stream of all rows, a shard of weights' gradients that ranks hold in part, or what the
-        losses take."""
+        """Bytes of it: the stream of all rows, or what the losses take. (What sums the norms' gradients at the end of a
+        step goes another way.)"""
         rows = max(self.options.batch_sizes)
         return max(message_bytes(spec, rows * self.options.seq_len) for spec in self.specs)
 
