@@ -178,7 +178,6 @@ def step(case, group, collectives):
             del sums, scores
     alive = lives.alive()
     model.weights.sum_partial_gradients(group)
-    counted = sum(float(part.double().pow(2).sum()) for part in model.weights.counted_gradients(group))
 
     def gradient(parameter):
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -187,7 +186,6 @@ def step(case, group, collectives):
         "losses": torch.stack(losses),
         "validation": torch.stack(validation),
         "gradients": {name: piece.whole(gradient, group).clone() for name, piece in model.weights.pieces().items()},
-        "norm": sum(group.gather(counted)) ** 0.5,
         "made": len(lives.made),
         "alive": alive,
     }

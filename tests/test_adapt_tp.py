@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -30,7 +31,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import wants_fsdp
 from ladderize.runtime.schedule import Schedule
 from tests import warm
-from tests.helpers import SHAPE, all_gone, invoke, listing, one_sentence, save_llama
+from tests.helpers import SHAPE, all_gone, edit_json, invoke, listing, one_sentence, save_llama
 
 LENGTH, ROWS = 16, 32
 
@@ -98,6 +99,22 @@ def test_bad_arguments(place, tmp_path, more, code, expected):
 def options(place, **given):
     same = {"data": data_sources(str(place / "ids.npy")), "budget": Budget(steps=1), "device": "cpu", "seq_len": LENGTH}
     return RetrainOptions(**{**same, **given})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the runtime supports silu only"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, which training with --tp-size does not have"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type dynamic changes"),
+    ],
+)
+def test_models_that_would_be_trained_otherwise_are_refused(place, tmp_path, changes, expected):
+    shutil.copytree(place / "ladder", tmp_path / "model")
+    edit_json(tmp_path / "model" / "config.json", **changes)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        open_task(str(tmp_path / "model"), options(place, tp_size=2), world(2), None)
+    open_task(str(tmp_path / "model"), options(place), world(1), None)
 
 
 def world(size):

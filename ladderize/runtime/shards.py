@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ladderize.checkpoint.llama import head_dim, kv_head_count
+from ladderize.errors import UserError
 from ladderize.layout import DROPPED, Layout, LayoutError, check_split, fitting_ranks
+
+ACTIVATIONS = ("silu", "swish")
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,13 @@ class Shape:
     def vocab_slice(self, name: str) -> Slice:
         start = min(self.vocab_start, self.vocab)
         return Slice(name, 0, start, min(self.vocab_start + self.own_vocab, self.vocab), rows=self.own_vocab)
+
+
+def check_activation(config: Mapping[str, Any]) -> None:
+    """Raise UserError for an MLP that the runtime does not compute."""
+    activation = config.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise UserError(f"config.json: hidden_act is {activation!r}; the runtime supports silu only")
 
 
 def check_runnable(config: Mapping[str, Any], layout: Layout, tp_size: int, *, name: str = "--tp-size") -> None:

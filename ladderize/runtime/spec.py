@@ -22,11 +22,10 @@ from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import Weights
 from ladderize.runtime.loader import CheckpointSource, RandomSource, files_identity, load_weights
 from ladderize.runtime.model import TPLlama
-from ladderize.runtime.shards import Shape, check_runnable, virtual_ranks
+from ladderize.runtime.shards import Shape, check_activation, check_runnable, virtual_ranks
 
 SHAPES = Path(__file__).parent / "shapes.json"
 RUN_DTYPES = ("float32", "bfloat16", "float16")
-ACTIVATIONS = ("silu", "swish")
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,7 @@ def read_shape(name: str) -> dict[str, Any]:
 
 def _check(config: dict[str, Any], tp_size: int, option: str) -> Layout:
     check_config(config)
-    activation = config.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise UserError(f"config.json: hidden_act is {activation!r}; the runtime supports silu only")
+    check_activation(config)
     layout = Layout.from_config(config)
     layout.check_model(config)
     check_runnable(config, layout, tp_size, name=option)

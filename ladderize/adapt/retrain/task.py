@@ -34,6 +34,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import compute_dtype, wants_fsdp
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import check_runnable, runnable_sizes
+from ladderize.runtime.training.supported import check_trainable
 
 METRICS_BYTES = 250  # of a step's line in metrics.jsonl
 
@@ -123,6 +124,8 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
         raise UserError("distill_from (the teacher) and distill_weight must be given together")
     check_tied(checkpoint, model)
     check_runnable(checkpoint.config, layout, options.tp_size)
+    if options.tp_size > 1:
+        check_trainable(checkpoint.config)
     if ranks.size % options.tp_size:
         raise UserError(
             f"--tp-size {options.tp_size} does not divide the {ranks.size} processes that the launcher started; start a"

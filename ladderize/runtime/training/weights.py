@@ -196,21 +196,6 @@ class TrainedWeights(nn.Module):
         for (gradient, copies), place, total in zip(copied, places, sums[len(partial) :], strict=True):
             gradient.copy_(total.view_as(place)[tensor.rank // copies])
 
-    def counted_gradients(self, tensor: Ranks) -> Iterator[Tensor]:
-        """Parts of this rank's gradients such that, over all ranks of ``tensor``, each number is there once."""
-        shared = {
-            id(parameter) for piece in self.pieces().values() if piece.dim is None for parameter in piece.parameters
-        }
-        copied = {id(parameter): (rows, copies) for parameter, rows, copies in self.copied_rows()}
-        for parameter in self.parameters():
-            if parameter.grad is None or (id(parameter) in shared and tensor.rank):
-                continue
-            if id(parameter) in copied:
-                rows, copies = copied[id(parameter)]
-                yield parameter.grad[: rows.start] if tensor.rank % copies else parameter.grad
-            else:
-                yield parameter.grad
-
 
 class UsedWeights:
     """The weights of one pass, as ``TPLlama`` asks for them: in the dtype that is computed in, each converted once."""
