@@ -1,6 +1,7 @@
 """Tensor-parallel retraining makes the steps of one process, whatever the schedule and however many ranks."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -14,15 +15,21 @@ from ladderize.adapt.retrain.metrics import read_metrics
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.run import adapt_checkpoint
 from ladderize.adapt.retrain.schedule import Budget
+from ladderize.blocks import open_checkpoint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
+from ladderize.layout import Layout
 from ladderize.runtime import launch
+from ladderize.runtime.loader import CheckpointSource
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from ladderize.runtime.shards import Shape
+from ladderize.runtime.training.weights import build_weights
 from tests.helpers import BIASES, save_llama
 from tests.retrain.commands import LENGTH, losses_of
 from tests.training_groups import Killed, failing, retrain_all
 
-STEPS, FEW = 50, 12
+STEPS, FEW = 50, 8
+BRIEF = {"budget": Budget(steps=FEW), "eval_every": 4}
 DOMINO = Schedule("domino")
 
 
@@ -61,9 +68,16 @@ RUNS = {
     "full": lambda place: {"train": "all", "weight_decay": 0.1, "max_gradient": 0.5},
     "taught": taught,
     "lora": lambda place: {**taught(place), **lora()},
-    "little": lambda place: {**lora(), "budget": Budget(steps=FEW), "eval_every": 6},
-    "few": lambda place: {**taught(place), "train": "all", "budget": Budget(steps=FEW), "eval_every": 6},
-    "odd": lambda place: {"train": "all", "max_gradient": 0.5, "budget": Budget(steps=FEW), "eval_every": 6},
+    "dropout": lambda place: {
+        **lora(0.3),
+        "gradient_checkpointing": True,
+        "budget": Budget(steps=FEW),
+        "eval_every": 6,
+    },
+    "narrow": lambda place: {**RUNS["few"](place), "dtype": "bfloat16"},
+    "little": lambda place: {**lora(), **BRIEF},
+    "few": lambda place: {**taught(place), "train": "all", **BRIEF},
+    "odd": lambda place: {"train": "all", "max_gradient": 0.5, **BRIEF},
 }
 
 
@@ -72,7 +86,8 @@ def models(place, tmp_path_factory):
     """Folders of the models by the names of runs; of "odd" two ranks hold the same KV head, and it has biases and one
     matrix as embedding and head."""
     folder = tmp_path_factory.mktemp("odd")
-    save_llama(folder / "dense", num_key_value_heads=1, tie_word_embeddings=True, vocab_size=97, **BIASES)
+    seed = int(torch.randint(1 << 30, ()))
+    save_llama(folder / "dense", seed=seed, num_key_value_heads=1, tie_word_embeddings=True, vocab_size=97, **BIASES)
     recipe = Recipe(ladder="1:3", spd="1:4", sync_tp_size=2)
     convert_checkpoint(str(folder / "dense"), folder / "odd", recipe, verify=False)
     return {name: folder / "odd" if name == "odd" else place / "both" for name in RUNS}
@@ -87,7 +102,7 @@ def alone(models, place, tmp_path_factory):
     return folder
 
 
-def same_run(ours, theirs, *, tolerance=2e-4):
+def same_run(ours, theirs, *, tolerance=1e-5):
     """Losses of every step, scores, and what was written."""
     assert len(losses_of(theirs)) in (FEW, STEPS)
     assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=tolerance)
@@ -99,7 +114,7 @@ def same_run(ours, theirs, *, tolerance=2e-4):
     assert written.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(
-            written[key], value, rtol=2e-3, atol=5e-4, msg=lambda text, key=key: f"{key}: {text}"
+            written[key], value, rtol=1e-3, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
         )
 
 
@@ -133,6 +148,40 @@ def test_two_ranks_make_the_steps_of_one(place, models, alone, tmp_path):
         same_run(tmp_path / f"{name}-{kind}", alone / name)
 
 
+def test_dropout_recomputation_and_bfloat16(models, place, alone, tmp_path):
+    """Ranks draw alike what one process draws; what is computed again draws it again. bfloat16 rounds otherwise."""
+    tolerances = {"dropout": 1e-5, "narrow": 5e-3}
+    runs = [(models[name], tmp_path / name, options(place, 2, **RUNS[name](place)), {}) for name in tolerances]
+    nothing_left(run_on(2, *runs))
+    for name, tolerance in tolerances.items():
+        assert losses_of(tmp_path / name) == pytest.approx(losses_of(alone / name), rel=tolerance)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_teacher_takes_what_is_frozen_and_equal(tmp_path, tied):
+    """Also as its student changes one layer, and has layers of which two virtual ranks are computed apart."""
+    dense = open_checkpoint(str(save_llama(tmp_path / "dense", tie_word_embeddings=tied)))
+    shape = Shape.from_config(dense.config, tp_size=1, rank=0)
+
+    def build(layout, trained, shared=None):
+        def source(dtype):
+            return CheckpointSource(dense, dtype, torch.device("cpu"))
+
+        trained = frozenset(name for name in dense.tensors if name.startswith(trained))
+        return build_weights(
+            source, dense.config, shape, layout, trained=trained, compute=torch.bfloat16, shared=shared
+        )
+
+    student = build(Layout.from_layers(4, ladder=[2], spd=[0, 2], sync_tp_size=2), ("model.layers.2.",))
+    teacher = build(Layout.dense(4), (), student)
+    theirs = dict(student.named_parameters())
+    apart = {name for name, value in teacher.named_parameters() if theirs.get(name) is not value}
+    layer = r"(attentions|mlps)\.2\."
+    assert all(re.match(layer, name) or re.match(r"(attentions\.0\.o|mlps\.0\.gate_up)\.", name) for name in apart)
+    assert not any(re.match(layer, name) for name in theirs.keys() & dict(teacher.named_parameters()).keys() - apart)
+    assert all(not value.requires_grad for value in teacher.parameters())
+
+
 def test_two_by_two_ranks_make_the_steps_of_one(place, alone, tmp_path):
     """Data parallel beside tensor parallel."""
     more = {**RUNS["few"](place), "micro_batch_size": 1}
@@ -154,15 +203,15 @@ def test_fsdp2_beside_tensor_parallel(place, models, alone, tmp_path, monkeypatc
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(place, alone, tmp_path, monkeypatch):
-    """Killed after step 4 on one process and after step 8 on two ranks, ended by four: the uninterrupted run."""
+    """Killed after step 4 on one process and after step 6 on two ranks, ended by four: the uninterrupted run."""
     model, out = place / "both", tmp_path / "few"
-    often = {**RUNS["few"](place), "save_every": 4}
+    often = {**RUNS["few"](place), "save_every": 2}
     with monkeypatch.context() as patch:
         patch.setattr(HFEngine, "losses", failing(HFEngine, 0, out, kill_at=4))
         with pytest.raises(Killed):
             adapt_checkpoint(str(model), str(out), options(place, **often), verify=False)
-    (by_rank,) = run_on(2, (model, out, options(place, 2, **often), {"kill_at": 8}))
-    assert {ended for ended, _ in by_rank} == {"Killed: after step 8"}
+    (by_rank,) = run_on(2, (model, out, options(place, 2, **often), {"kill_at": 6}))
+    assert {ended for ended, _ in by_rank} == {"Killed: after step 6"}
     nothing_left(run_on(4, (model, out, options(place, 4, DOMINO, **often), {})))
     same_run(out, alone / "few")
 

@@ -19,6 +19,7 @@ from ladderize.runtime.loader import Source, load_weights
 from ladderize.runtime.shards import Shape, Slice
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
 from ladderize.runtime.training.pieces import Piece
+from ladderize.runtime.training.shared import share_frozen, share_layer
 
 
 class TrainedLinear(nn.Module):
@@ -287,8 +288,10 @@ def build_weights(
     """Read this rank's part. source: opens the tensors as a dtype. trained: names of the tensors that change; of a
     layer all or none. lora: adapters. shared: weights whose frozen parameters are used
     again where they are the same (a teacher and its student)."""
+    reading = _Reading(source(torch.float32), source(compute), trained)
+    made = functools.partial(share_layer, shared)
     weights = TrainedWeights(
-        load_weights(_Reading(source(torch.float32), source(compute), trained), shape, layout, pack=False),
+        load_weights(reading, shape, layout, pack=False, made=made),
         shape,
         layout,
         compute,
@@ -302,20 +305,8 @@ def build_weights(
             parameter.requires_grad_(name in trained)
     weights.lora = lora
     if shared is not None:
-        _share_frozen(weights, shared)
+        share_frozen(weights, shared)
     return weights
-
-
-def _share_frozen(weights: TrainedWeights, other: TrainedWeights) -> None:
-    """Let parameters of ``weights`` be those of ``other`` that are frozen and equal."""
-    theirs = {name: parameter for name, parameter in other.named_parameters() if not parameter.requires_grad}
-    for name, parameter in list(weights.named_parameters()):
-        same = theirs.get(name)
-        if same is not None and same.shape == parameter.shape and torch.equal(same, parameter):
-            owner, _, leaf = name.rpartition(".")
-            setattr(weights.get_submodule(owner), leaf, same)
-    if weights.shape.tied:
-        weights.head = weights.embed
 
 
 def _parameter(tensor: Tensor | None) -> Any:
