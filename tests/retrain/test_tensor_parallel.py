@@ -135,7 +135,6 @@ def test_two_ranks_make_the_steps_of_one(place, models, alone, tmp_path):
     kinds = [
         ("full", "sequential"),
         ("taught", "domino"),
-        ("lora", "sequential"),
         ("lora", "domino"),
         ("odd", "domino"),
     ]
