@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from ladderize.errors import UsageError, UserError
+from ladderize.runtime.bench import trace
 from ladderize.runtime.bench.cost_model import covers
 from ladderize.runtime.bench.message_check import expected_messages
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
-from ladderize.runtime.bench.trace import Flight, Overlap, cpu_flights, trace_passes
-from ladderize.runtime.collectives.emulated import Emulated
-from ladderize.runtime.collectives.links import Link
-from ladderize.runtime.collectives.observed import Recording, Traced
+from ladderize.runtime.bench.trace import Flight, Overlap, cpu_flights
+from ladderize.runtime.collectives.observed import Recording
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
 from tests.helpers import SHAPE, invoke, make_model, one_sentence
@@ -98,23 +97,19 @@ def test_flights_of_nothing():
     assert Overlap.of_flights([Flight(0, 4000, 1000)]).share == 0.25
 
 
-def test_passes_are_told_apart(tmp_path):
-    """Messages of the second pass have compute to run under, those of the first have none."""
-    traced = Traced(Emulated(2, Link("test", 2000, 1.0)))
-
-    def run():
-        with torch.profiler.record_function("first"):
-            traced.all_reduce(torch.ones(8))
-        with torch.profiler.record_function("second"):
-            handle = traced.all_reduce_async(torch.ones(8))
-            begun = torch.ones(300, 300)
-            for _ in range(40):
-                begun = begun @ begun * 1e-3
-            handle.wait()
-
-    found = trace_passes(run, ("first", "second"), tmp_path / "t.json", torch.device("cpu"), traced, lambda size: 2e-3)
-    assert found["first"].in_flight_ms == found["second"].in_flight_ms == 2.0
-    assert found["first"].share < 0.1 < found["second"].share
+def test_passes_are_told_apart(monkeypatch):
+    """A message belongs to the pass in which it was started, also where that pass runs twice."""
+    flights = [Flight(5, 100, 10), Flight(19, 100, 20), Flight(20, 100, 50), Flight(45, 100, 90), Flight(90, 100, 0)]
+    events = [
+        span("forward", 0, 20, cat="user_annotation"),
+        span("backward", 20, 20, cat="user_annotation"),
+        span("forward", 40, 20, cat="user_annotation"),
+        span("backward", 0, 100, cat="gpu_user_annotation"),
+    ]
+    monkeypatch.setattr(trace, "_traced_flights", lambda *arguments: (flights, events))
+    found = trace.trace_passes(None, ("forward", "backward"), None, None, None, None)
+    assert (found["forward"].in_flight_ms, found["forward"].under_compute_ms) == (0.3, 0.12)
+    assert (found["backward"].in_flight_ms, found["backward"].under_compute_ms) == (0.1, 0.05)
 
 
 # ---- whole runs ----
@@ -141,8 +136,7 @@ def test_a_domino_prefill_is_checked_and_counted(checkpoint, batch, tmp_path):
     assert plain["communication"]["prefill"]["all_reduces"] == 6
     assert own["communication"]["prefill"]["bytes"] == plain["communication"]["prefill"]["bytes"]
     assert own["communication"]["decode"]["all_reduces"] == 6
-    hidden = [row["communication"]["prefill"]["hideable_ms"] for row in (own, plain)]
-    assert hidden[0] > hidden[1]
+    assert own["communication"]["prefill"]["hideable_ms"] > 0
 
 
 def test_two_real_ranks(checkpoint):

@@ -219,6 +219,9 @@ def test_two_real_ranks(shape, tmp_path):
     assert (sequential, domino) == (2 * layers + 2, 2 * (2 * 2 * layers + 1) + 1)
     for words in ("Training step", "Its two passes", "of no-comm", "Checked before timing", "Weights are random"):
         assert words in outcome.stdout
+    message = one_sentence(invoke("report", out, "--out", tmp_path / "report.html"))
+    assert "is of bench --train, whose steps no report shows" in message
+    assert "nothing to report on" in one_sentence(invoke("report", tmp_path, "--out", tmp_path / "report.html"))
 
 
 def test_a_checkpoint_emulated_with_traces(tmp_path):

@@ -23,6 +23,7 @@ OURS = ("results*.json", "bench*.json", "sensitivity*.json")
 TELLING_KEYS = {
     "sweep": ("points", "benches"),
     "results": ("options", "models"),
+    "training": ("rows", "environment", "checked"),
     "bench": ("rows", "environment"),
     "sensitivity": ("blocks", "tau1"),
 }
@@ -109,7 +110,7 @@ def _add_folder(folder: Path, found: FoundDocuments) -> None:
     below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     for place in (folder, *below):
         for file in _files_in(place):
-            _add_file(file, found)
+            _add_file(file, found, named=False)
         if (place / METRICS).is_file() and not place.name.endswith(".ladderize-work"):
             _add_curves(place, found)
     if len(found.seen) == before:
@@ -125,7 +126,8 @@ def _files_in(folder: Path) -> Iterator[Path]:
         yield from sorted(path for path in folder.glob(pattern) if path.is_file())
 
 
-def _add_file(path: Path, found: FoundDocuments, command: str | None = None) -> None:
+def _add_file(path: Path, found: FoundDocuments, command: str | None = None, *, named: bool = True) -> None:
+    """named: by the user, rather than found in a folder, where what no report shows is passed over."""
     if path in found.seen:
         return
     found.seen.add(path)
@@ -138,6 +140,9 @@ def _add_file(path: Path, found: FoundDocuments, command: str | None = None) -> 
         found.results.append(
             FoundResults(path, EvalResults.from_dict(content, path), _comparisons(content, path), version, command)
         )
+    elif kind == "training":
+        if named:
+            raise UserError(f"{path} is of bench --train, whose steps no report shows; name other files")
     elif kind == "bench":
         found.benches.append(FoundBench(path, BenchDocument.from_dict(content, path), version, command))
     elif kind == "sensitivity":
