@@ -71,6 +71,16 @@ class RMSNorm:
         ]
 
 
+class WideRMSNorm(RMSNorm):
+    """The same for training in 16 bits. weight: float32. Torch's kernels for 16 bits sum the weight's gradient over the
+    tokens with an error of some percent; these sums are in float32."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
 def can_pack(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype in _packable()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ladderize.checkpoint.llama import EMBEDDING, HEAD, expected_tensors
 from ladderize.layout import DROPPED, Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm, Weights
+from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm
 from ladderize.runtime.loader import Source, load_weights
 from ladderize.runtime.shards import Shape, Slice
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
@@ -250,7 +250,8 @@ class UsedWeights:
         return LaterLinear(parameter, self._value(parameter), bias, gradient)
 
     def _norm(self, weight: Tensor) -> RMSNorm:
-        return RMSNorm(weight.to(self.weights.compute), self.weights.shape.eps)
+        kind = RMSNorm if self.weights.compute == torch.float32 else WideRMSNorm
+        return kind(weight.float(), self.weights.shape.eps)
 
     def _small(self, bias: Tensor | None) -> Tensor | None:
         return None if bias is None else bias.to(self.weights.compute)
