@@ -16,6 +16,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 SHORTENED = {
     "adapt.yaml": ["--max-tokens", "2048", "--write", "last", "--no-verify"],
     "adapt_blocks.yaml": ["--samples", "16", "--train", "0:2", "--no-verify"],
+    "adapt_tp.yaml": ["--max-tokens", "2048", "--write", "last", "--no-verify"],
     "adapt_lora.yaml": ["--max-tokens", "2048", "--write", "last"],
     "bench.yaml": ["--repeat", "1", "--warmup", "1", "--output-len", "4", "--no-check"],
     "bench_emulated.yaml": ["--num-layers", "1", "--repeat", "1", "--warmup", "1", "--output-len", "2"],
