@@ -12,6 +12,7 @@ import torch
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.layout import Layout
+from ladderize.runtime import kv_cache
 from ladderize.runtime.collectives import differentiable
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
@@ -158,7 +159,8 @@ def step(case, group, collectives):
     if case.teacher is not None:
         teacher = build(Case(case.teacher, frozenset(), (), case.schedule, compute=case.compute), group, collectives)
     losses, validation = [], []
-    with noted_products(collectives.events), Lives((differentiable, "_Link"), (linear, "WeightUse")) as lives:
+    lives = Lives((differentiable, "_Link"), (linear, "WeightUse"), (kv_cache, "PartsCache"))
+    with noted_products(collectives.events), lives:
         for micro in case.micros:
             if case.seed is not None:
                 torch.manual_seed(case.seed)
@@ -180,7 +182,8 @@ def step(case, group, collectives):
     model.weights.sum_partial_gradients(group)
 
     def gradient(parameter):
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert parameter.grad is not None  # zeros where nothing counts: DDP waits for every parameter
+        return parameter.grad
 
     return {
         "losses": torch.stack(losses),

@@ -48,7 +48,7 @@ VARIANTS = [
 ]
 
 
-def text(rows, tokens, *, packed, scored):
+def text(rows, tokens, vocab, *, packed, scored):
     """A micro-batch of random ids. packed: rows hold several texts. scored: the share of positions that count."""
     positions = torch.arange(tokens).repeat(rows, 1)
     if packed:
@@ -56,7 +56,7 @@ def text(rows, tokens, *, packed, scored):
             for cut in sorted(torch.randint(1, tokens, (2,)).tolist()):
                 row[cut:] = torch.arange(tokens - cut)
     # the id of padding, 0, is among them: transformers gives its row of the embedding no gradient from look-ups
-    ids, targets = torch.randint(SHAPE["vocab_size"], (2, rows, tokens))
+    ids, targets = torch.randint(vocab, (2, rows, tokens))
     targets.masked_fill_(torch.rand(rows, tokens) >= scored, -100)
     return {"input_ids": ids, "position_ids": positions, "targets": targets}
 
@@ -76,14 +76,16 @@ def make_case(
     layers=None,
     lora=None,
     dropout=0.0,
+    model=None,
     **more,
 ):
     """A case with a new model of the layout in ``folder``."""
-    extra = {"tie_word_embeddings": tied, "num_key_value_heads": kv_heads}
+    extra = {"tie_word_embeddings": tied, "num_key_value_heads": kv_heads, **(model or {})}
     make_model(layout, **extra).save_pretrained(folder / "student")
     if teacher:
         make_model("dense", **extra).save_pretrained(folder / "teacher")
-    names = read_checkpoint(folder / "student").tensors
+    checkpoint = read_checkpoint(folder / "student")
+    names, vocab = checkpoint.tensors, checkpoint.config["vocab_size"]
     plan = adapters = None
     trained = frozenset()
     if lora is None:
@@ -93,7 +95,7 @@ def make_case(
     return Case(
         folder / "student",
         trained,
-        tuple(text(*size, packed=packed, scored=scored) for size in sizes),
+        tuple(text(*size, vocab, packed=packed, scored=scored) for size in sizes),
         schedule,
         recompute,
         folder / "teacher" if teacher else None,
@@ -186,10 +188,20 @@ EVERYTHING = [  # every layout with every schedule: (layout, number of the sched
 ]
 ORDERED = [(layout, place) for layout in ("dense", "ladder all", "spd all 2", "same layer") for place in range(4)]
 DROPOUT = {"lora": LORA_TARGETS, "layers": range(LAYERS), "dropout": 0.3, "seed": 5}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 SPECIAL = {
     "dropout": ("dense", SEQUENTIAL, DROPOUT),
     "dropout in dropped layers": ("spd all 4", SEQUENTIAL, {**DROPOUT, "recompute": True}),
     "dropout and overlap": ("same layer", SEQUENTIAL, DROPOUT),
+    "a rank without a vocabulary": ("dense", SCHEDULES[1], {"model": {"vocab_size": 9}, "tied": True, "teacher": True}),
+    "one KV head": ("same layer", SCHEDULES[2], {"kv_heads": 1, "packed": True}),
+    "one KV head, LoRA": ("ladder all", SCHEDULES[1], {"kv_heads": 1, "lora": LORA_TARGETS, "layers": (1, 2)}),
+    "wide heads, yarn": (
+        "mixed",
+        SCHEDULES[3],
+        {"model": {"head_dim": 8, "rope_parameters": YARN}, "sizes": (ROW,), "recompute": True},
+    ),
+    "wide heads, LoRA": ("spd some", SCHEDULES[5], {"model": {"head_dim": 8}, "lora": LORA_TARGETS, "layers": (0, 1)}),
     "nothing counts": ("same layer", SCHEDULES[1], {"scored": 0.0}),
     "nothing counts for LoRA": ("dense", SCHEDULES[1], {"scored": 0.0, "lora": LORA_TARGETS, "layers": (2,)}),
     "bfloat16": ("mixed", SCHEDULES[2], {"compute": torch.bfloat16, "teacher": True}),
@@ -238,11 +250,11 @@ def results(place, cases):
         (1, "auto"): pairs[::3] + list(SPECIAL),
         (2, "gloo"): list(cases),
         (2, "shm"): pairs[1::5],
-        (4, "gloo"): [*pairs, *list(SPECIAL)[:3]],
+        (4, "gloo"): [*pairs, *(name for name in SPECIAL if "bfloat16" not in name)],
     }
     found = {}
     for (tp_size, backend), names in chosen.items():
-        names = [name for name in names if len(name) != 2 or fits(name[0], tp_size)]
+        names = [name for name in names if fits(SPECIAL[name][0] if name in SPECIAL else name[-2], tp_size)]
         found[tp_size, backend] = run(place, names, tp_size, backend)
     return found
 
