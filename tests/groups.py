@@ -9,9 +9,10 @@ import torch
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
+from ladderize.runtime.collectives.gloo import MOST_SIZES
 from ladderize.runtime.collectives.gloo import Gloo
 from ladderize.runtime.collectives.observed import Traced
-from ladderize.runtime.collectives.shm import SharedMemory
+from ladderize.runtime.collectives.shm import MOST_VIEWS, SharedMemory
 from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 
@@ -100,11 +101,14 @@ def sampled(group, folder, prompts, sampling, steps, backend="auto"):
 
 def reduce_randomly(group, backend, rounds, seed):
     """Sums of fresh random messages of changing shapes, several in flight; every rank knows all inputs, so each checks
-    itself."""
+    itself. Nothing grows with the number of shapes."""
     collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
     numbers = torch.Generator().manual_seed(seed)
     worst = 0.0
     for _ in range(rounds):
+        collectives.tidy()
+        kept, most = (collectives.free, MOST_SIZES) if backend == "gloo" else (collectives.views, MOST_VIEWS)
+        assert len(kept) <= most
         pending = []
         for _ in range(int(torch.randint(1, 4, (), generator=numbers))):
             shape = torch.randint(1, 9, (3,), generator=numbers).tolist()

@@ -57,6 +57,12 @@ class Collectives:
         """Every rank's ``x`` [..., n] side by side: [..., ranks * n]."""
         return x
 
+    def tidy(self) -> None:
+        """Give up what is kept ready for messages of sizes that came once, where these are many.
+
+        All ranks call it, with no handle left to wait for, before a pass whose sizes may be new.
+        """
+
     def settle(self) -> None:
         """Finish all communication of this backend, also receives that were posted ahead of their message.
 

@@ -10,6 +10,9 @@ from torch import Tensor
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
 
+# Sizes of messages that are listened for ahead. Packed rows make many sizes; each has buffers as large as its messages.
+MOST_SIZES = 8
+
 
 class Gloo(Collectives):
     """torch.distributed's CPU backend. Two ranks swap whole messages, which is one step where an all-reduce takes
@@ -56,6 +59,10 @@ class Gloo(Collectives):
         parts = [torch.empty_like(x) for _ in range(self.ranks)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, -1)
+
+    def tidy(self) -> None:
+        if len(self.free) > MOST_SIZES:
+            self.settle()
 
     def settle(self) -> None:
         """Answer what still listens; both ranks come here. The next messages listen anew."""

@@ -48,6 +48,9 @@ class Recording(Collectives):
         self.gathered.append(x.nbytes)
         return self.inner.all_gather(x)
 
+    def tidy(self) -> None:
+        self.inner.tidy()
+
     def settle(self) -> None:
         self.inner.settle()
 
@@ -81,6 +84,9 @@ class Traced(Collectives):
     def all_gather(self, x: Tensor) -> Tensor:
         with record_function("all-gather"):
             return self.inner.all_gather(x)
+
+    def tidy(self) -> None:
+        self.inner.tidy()
 
     def settle(self) -> None:
         self.inner.settle()

@@ -33,6 +33,7 @@ ORDERED = ("x86_64", "AMD64")
 # than are waited for let an early rank go on.
 LEAST_SLOTS = 4
 LINE = 128  # bytes between counters: two cache lines, which adjacent-line prefetch pairs
+MOST_VIEWS = 64  # of messages whose views are kept
 SPINS, YIELD_SECONDS = 2000, 1.0
 
 
@@ -145,6 +146,10 @@ class SharedMemory(Collectives):
 
     def _done(self, number: int) -> None:
         self.read[self.rank][0] = self.received = number
+
+    def tidy(self) -> None:
+        if len(self.views) > MOST_VIEWS:
+            self.views.clear()
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         messages, number = self._post(x)

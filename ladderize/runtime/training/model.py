@@ -67,6 +67,7 @@ class TPTraining(nn.Module):
 
     def scored_logits(self, input_ids: Tensor, position_ids: Tensor, targets: Tensor) -> Tensor:
         """This rank's columns of the logits where a target counts: [tokens that count, own vocab]."""
+        self.collectives.tidy()
         used = UsedWeights(self.weights)
         model = _TrainedLlama(self.shape, self.layout, used, self.collectives, recompute=self.recompute)
         mask = packed_mask(position_ids)
