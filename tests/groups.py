@@ -9,8 +9,7 @@ import torch
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.collectives.gloo import MOST_SIZES
-from ladderize.runtime.collectives.gloo import Gloo
+from ladderize.runtime.collectives.gloo import MOST_SIZES, Gloo
 from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.collectives.shm import MOST_VIEWS, SharedMemory
 from ladderize.runtime.decode import Generator, Sampling, generate_tokens
