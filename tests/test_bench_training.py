@@ -243,6 +243,14 @@ def test_a_checkpoint_emulated_with_traces(tmp_path):
     assert spans["forward"]["ts"] + spans["forward"]["dur"] <= spans["backward"]["ts"]
 
 
+def test_one_rank_sends_nothing(shape):
+    arguments = ["--schedules", "sequential", "--layout", "dense,ladder", "--json"]
+    outcome = invoke("bench", "--random-weights", shape, *QUICK, *arguments)
+    assert outcome.code == 0, outcome.stderr
+    rows = json.loads(outcome.stdout)["rows"]
+    assert [row["communication"]["backward"]["alone_ms"] for row in rows] == [0.0, 0.0]
+
+
 def test_backend_none_sends_nothing(shape):
     arguments = ["--tp-size", 2, "--backend", "none", "--layout", "dense", "--batch-size", 2, "--json"]
     outcome = invoke("bench", "--random-weights", shape, *QUICK, *arguments)

@@ -7,7 +7,8 @@ from unittest import mock
 import torch
 
 from ladderize.adapt.retrain import tp_build
-from ladderize.adapt.retrain.run import RetrainJob, retrain
+from ladderize.adapt.retrain.run import RetrainJob, make_engine, retrain
+from ladderize.adapt.retrain.task import open_task
 from ladderize.adapt.retrain.tp_engine import TPEngine
 from ladderize.console import SILENT
 from ladderize.errors import UserError
@@ -44,6 +45,24 @@ def retrain_all(group, runs):
             in_flight = [one.started - one.waited for one in counted]
         results.append(group.gather((ended, in_flight)))
     return results
+
+
+def losses_of_zeros(group, model, choices):
+    """For each of ``choices`` (options) the mean loss of some tokens before and after all that is trained became 0."""
+    found = []
+    for options in choices:
+        engine = make_engine(open_task(str(model), options, group, None), group, SILENT)
+        ids = torch.arange(1, 9)[None]
+        batch = engine.to_device({"input_ids": ids, "position_ids": ids - 1, "targets": ids})
+        losses = []
+        for _ in range(2):
+            with engine.evaluating():
+                losses.append(float(engine.losses(batch)[0]) / ids.numel())
+            for name, shape in engine.shapes.items():
+                engine.assign(name, torch.zeros(shape))
+        engine.close()
+        found.append(losses)
+    return found
 
 
 def _counting(counted):

@@ -26,7 +26,7 @@ from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.weights import build_weights
 from tests.helpers import BIASES, save_llama
 from tests.retrain.commands import LENGTH, losses_of
-from tests.training_groups import Killed, failing, retrain_all
+from tests.training_groups import Killed, failing, losses_of_zeros, retrain_all
 
 STEPS, FEW = 50, 8
 BRIEF = {"budget": Budget(steps=FEW), "eval_every": 4}
@@ -200,6 +200,18 @@ def test_fsdp2_beside_tensor_parallel(place, models, alone, tmp_path, monkeypatc
     )
     for name in names:
         same_run(tmp_path / name, alone / name)
+
+
+def test_fsdp2_scores_the_weights_that_were_put_in_last(place, monkeypatch):
+    """What is scored before it is written was put in after a validation, for which FSDP2 had gathered other weights."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    choices = [options(place, 2, DOMINO, train="all"), options(place, train="all", micro_batch_size=1)]
+    found = launch.run(losses_of_zeros, place / "both", choices, tp_size=4, device="cpu", threads=1)
+    vocab = open_checkpoint(str(place / "both")).config["vocab_size"]
+    for before, after in found:
+        assert before != pytest.approx(math.log(vocab), rel=1e-5)
+        assert after == pytest.approx(math.log(vocab), rel=1e-5)
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(place, alone, tmp_path, monkeypatch):

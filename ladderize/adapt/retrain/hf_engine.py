@@ -17,7 +17,7 @@ from ladderize.adapt.data.packing import IGNORED_TARGET
 from ladderize.adapt.retrain.engine import BETAS, EPSILON, MOMENTS, WEIGHT, Engine
 from ladderize.adapt.retrain.losses import ScoredLogits, TrainedModel, token_losses
 from ladderize.adapt.retrain.models import trained_parameters
-from ladderize.adapt.retrain.sharding import assign, whole
+from ladderize.adapt.retrain.sharding import assign, forget_gathered, whole
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 
@@ -117,6 +117,7 @@ class HFEngine(Engine):
         self.student.eval()
         with torch.no_grad():
             yield
+        forget_gathered(self.student)
         self.student.train()
 
     def teacher_entropy(self, batch: Mapping[str, Tensor]) -> Tensor:

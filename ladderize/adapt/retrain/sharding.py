@@ -19,6 +19,16 @@ def shard(module: nn.Module, mesh: Any, *, compute: torch.dtype, reshard: bool |
     fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
 
+def forget_gathered(module: nn.Module) -> None:
+    """Give up the parameters that FSDP2 has gathered for a forward pass and keeps for its backward pass: without one,
+    it would compute with them once more after they have changed."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A tensor that may be sharded, gathered on every rank; all ranks must ask for it."""
     full = getattr(tensor, "full_tensor", None)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ladderize.adapt.data.packing import IGNORED_TARGET
 from ladderize.adapt.retrain.engine import BETAS, EPSILON, MOMENTS, WEIGHT, Engine
-from ladderize.adapt.retrain.sharding import assign, local_part, own_rows, shard, shard_rows, whole
+from ladderize.adapt.retrain.sharding import assign, forget_gathered, local_part, own_rows, shard, shard_rows, whole
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training.model import TPTraining
@@ -162,6 +162,7 @@ class TPEngine(Engine):
         self.student.eval()
         with torch.no_grad():
             yield
+        forget_gathered(self.student)
         self.student.train()
 
     @torch.no_grad()

@@ -70,7 +70,8 @@ class ModelStep:
     def messages(self) -> dict[str, Counter[int]]:
         """The gradient of what a sub-module reads is as large as the sum that it reads."""
         forward, backward = (self._messages(sums) for sums in (sent_sums, read_sums))
-        once = Counter([] if self.is_real else [4 * self.partial])
+        emulated = self.collectives.ranks > 1 and not self.is_real
+        once = Counter([4 * self.partial] if emulated else [])
         return {"forward": forward, "backward": backward + once}
 
     def _messages(self, sums: Callable[[Layout], int]) -> Counter[int]:
