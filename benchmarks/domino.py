@@ -220,7 +220,7 @@ def prefill(rounds: int, quick: bool) -> dict[str, Any]:
     choice = ModelChoice(random_weights=str(SHAPE), num_layers=2 if quick else 4, layout="dense", dtype="bfloat16")
     ways: dict[str, dict[str, Any]] = {
         "TP2 over shared memory": {"tp_size": 2, "backend": "shm"},
-        f"emulated TP{RANKS}, 20 us + bytes / 2 GB/s": {"emulate_tp": RANKS},
+        f"emulated TP{RANKS}, 20 us + bytes / 0.3 GB/s": {"emulate_tp": RANKS},
     }
     found = {}
     for name, ranks in ways.items():
@@ -236,7 +236,7 @@ def prefill(rounds: int, quick: bool) -> dict[str, Any]:
                 repeat=rounds,
                 threads=1,
             )
-            document = bench(choice, options, "20,2" if "emulate_tp" in ranks else None, console=QUIET)
+            document = bench(choice, options, "20,0.3" if "emulate_tp" in ranks else None, console=QUIET)
             found[f"{name}, {length} tokens"] = document.to_dict()
             for domino, plain in zip(document.rows[::2], document.rows[1::2], strict=True):
                 low, high = speedup_interval(plain.samples_ms["prefill"], domino.samples_ms["prefill"])
