@@ -189,6 +189,13 @@ def test_fsdp_beside_tensor_parallelism(monkeypatch, ranks, tp_size, sizes, expe
     assert expected in str(refused.value)
 
 
+def test_shards_that_nobody_makes_are_refused(monkeypatch):
+    launched_by_accelerate(monkeypatch, tp=2, dp_shard=2)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    with pytest.raises(UserError, match="--parallelism_config_dp_shard_size has no effect without FSDP"):
+        wants_fsdp(4, 2)
+
+
 def test_memory_is_shared_by_the_ranks(place):
     config = read_config(place / "ladder")
     one = Demand(config, Layout.from_config(config), trained=10**9, compute=2, rows=4, seq_len=512, teacher=True)

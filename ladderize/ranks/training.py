@@ -53,6 +53,11 @@ def wants_fsdp(ranks: int, tp_size: int = 1) -> bool:
     if settings.parallelism:
         _check_parallelism(settings.parallelism, ranks, tp_size)
     if not settings.fsdp:
+        if int(settings.parallelism.get("dp_shard", "1")) > 1:
+            raise UserError(
+                "accelerate's --parallelism_config_dp_shard_size has no effect without FSDP; add --use_fsdp"
+                " --fsdp_version 2, or leave it out"
+            )
         return False
     if ranks == tp_size:
         raise UserError(

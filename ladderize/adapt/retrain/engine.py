@@ -4,13 +4,15 @@
 model, whose ranks share every layer. The loop, its states and its outputs know neither.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ladderize.adapt.retrain.sharding import forget_gathered
 from ladderize.ranks.group import Ranks
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8
@@ -22,9 +24,13 @@ class Engine(ABC):
 
     ranks: all of them. data: this rank among those that share the rows of a step: ranks that work on the same rows have
     the same number there. shapes: of every trained tensor, whole, by the name that a file gives it: a checkpoint's
-    tensor, or PEFT's for an adapter. has_teacher: whether ``losses`` compares with a dense model.
+    tensor, or PEFT's for an adapter. has_teacher: whether ``losses`` compares with a dense model. student: what is
+    trained, which ``parallel`` wraps where gradients are averaged by DDP.
     """
 
+    student: nn.Module
+    parallel: DistributedDataParallel | None
+    optimizer: torch.optim.AdamW
     ranks: Ranks
     data: Ranks
     shapes: Mapping[str, tuple[int, ...]]
@@ -41,23 +47,32 @@ class Engine(ABC):
         """[2]: summed cross-entropy and divergence of one micro-batch (on the device); equal on ranks of the same
         rows."""
 
-    @abstractmethod
-    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
         """Around forward and backward of one micro-batch. After the ``last`` of a step every gradient is the mean over
-        the data ranks."""
+        the data ranks.
+
+        Where FSDP2 shares the parameters out, ranks average in each: gradients of which nobody has a part yet would be
+        whole ones, on every rank.
+        """
+        with contextlib.nullcontext() if last or self.parallel is None else self.parallel.no_sync():
+            yield
 
     @abstractmethod
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``; returns their norm before, over all of the model: one number, equal
         on all ranks. Called once, after a step's last micro-batch."""
 
-    @abstractmethod
     def step(self, rate: float) -> None:
         """Update the weights with this learning rate, and forget the gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.zero_grad()
 
-    @abstractmethod
     def zero_grad(self) -> None:
         """Forget the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     @abstractmethod
     def sum(self, values: Tensor) -> Tensor:
@@ -66,9 +81,14 @@ class Engine(ABC):
 
     # ---- scoring ----
 
-    @abstractmethod
-    def evaluating(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
         """Around losses that nobody trains on: no dropout, no gradients."""
+        self.student.eval()
+        with torch.no_grad():
+            yield
+        forget_gathered(self.student)
+        self.student.train()
 
     @abstractmethod
     def teacher_entropy(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -102,3 +122,11 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish all communication: after the last use, by all ranks; not after an error, when others may be gone."""
+
+
+def adamw(parameters: Iterable[Tensor], weight_decay: float, *, fused: bool) -> torch.optim.AdamW:
+    """The optimizer of every engine. Norms and biases do not decay."""
+    own = list(parameters)
+    decayed, others = ([p for p in own if (p.ndim > 1) == wide] for wide in (True, False))
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused)

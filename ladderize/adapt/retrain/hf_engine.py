@@ -5,19 +5,18 @@ layer while a model is read, since Accelerate's needs the whole model in every p
 on CPUs.
 """
 
-import contextlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ladderize.adapt.data.packing import IGNORED_TARGET
-from ladderize.adapt.retrain.engine import BETAS, EPSILON, MOMENTS, WEIGHT, Engine
+from ladderize.adapt.retrain.engine import MOMENTS, WEIGHT, Engine, adamw
 from ladderize.adapt.retrain.losses import ScoredLogits, TrainedModel, token_losses
 from ladderize.adapt.retrain.models import trained_parameters
-from ladderize.adapt.retrain.sharding import assign, forget_gathered, whole
+from ladderize.adapt.retrain.sharding import assign, whole
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 
@@ -49,18 +48,14 @@ class HFEngine(Engine):
         weight_decay: float,
         teacher: ScoredLogits | None = None,
     ) -> None:
-        self.student, self.teacher, self.ranks, self.data = student, teacher, ranks, ranks
+        self.student: TrainedModel = student
+        self.teacher, self.ranks, self.data = teacher, ranks, ranks
         self.compute, self.sharded, self.has_teacher = compute, sharded, teacher is not None
         self.parameters = dict(trained_parameters(student))
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
-        decayed = [parameter for parameter in self.parameters.values() if parameter.ndim > 1]
-        others = [parameter for parameter in self.parameters.values() if parameter.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         fused = ranks.device.type == "cuda" or not sharded
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused
-        )
-        self.parallel: DistributedDataParallel | None = None
+        self.optimizer = adamw(self.parameters.values(), weight_decay, fused=fused)
+        self.parallel = None
         if ranks.size > 1 and not sharded:
             # without the views it would hold a second copy of all gradients
             own = [ranks.device] if ranks.device.type == "cuda" else None
@@ -84,41 +79,15 @@ class HFEngine(Engine):
             sums: Tensor = forward(**batch, teacher_logits=scores)
         return sums
 
-    @contextlib.contextmanager
-    def accumulating(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of one micro-batch; ranks average their gradients in the ``last`` of a step only.
-
-        Sharded they do so in each: gradients of which nobody has a part yet would be whole ones, on every rank.
-        """
-        with contextlib.nullcontext() if last or self.parallel is None else self.parallel.no_sync():
-            yield
-
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``; returns their norm before, over all ranks."""
         return whole(nn.utils.clip_grad_norm_(self.parameters.values(), max_norm))
-
-    def step(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.zero_grad()
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks."""
         if self.ranks.size > 1:
             torch.distributed.all_reduce(values)
         return values
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        self.student.eval()
-        with torch.no_grad():
-            yield
-        forget_gathered(self.student)
-        self.student.train()
 
     def teacher_entropy(self, batch: Mapping[str, Tensor]) -> Tensor:
         assert self.teacher is not None

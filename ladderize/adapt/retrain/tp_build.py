@@ -53,7 +53,7 @@ def open_collectives(task: Task, tensor: Ranks, console: Console) -> Collectives
     tokens = task.training.micro_batch_size * task.training.seq_len
     stream = tokens * int(task.checkpoint.config["hidden_size"]) * task.compute.itemsize
     most = max(stream, tokens * STATISTICS_BYTES)
-    collectives, chosen = choose("auto", tensor, max_bytes=most, in_flight=task.schedule.in_flight + 1)
+    collectives, chosen = choose("auto", tensor, max_bytes=most, in_flight=task.schedule.in_flight)
     console.note(f"sums over {chosen}")
     return collectives
 

@@ -5,9 +5,8 @@ Beside it data parallel: DDP, or FSDP2 with all of a rank's slices as one unit, 
 parts of layers, in whatever order its schedule says, and not through modules that FSDP2 could gather one by one.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from ladderize.adapt.data.packing import IGNORED_TARGET
-from ladderize.adapt.retrain.engine import BETAS, EPSILON, MOMENTS, WEIGHT, Engine
-from ladderize.adapt.retrain.sharding import assign, forget_gathered, local_part, own_rows, shard, shard_rows, whole
+from ladderize.adapt.retrain.engine import MOMENTS, WEIGHT, Engine, adamw
+from ladderize.adapt.retrain.sharding import assign, local_part, own_rows, shard, shard_rows, whole
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.training.model import TPTraining
@@ -58,7 +57,8 @@ class TPEngine(Engine):
         mesh: Any = None,
         teacher: TPTraining | None = None,
     ) -> None:
-        self.student, self.teacher, self.has_teacher = student, teacher, teacher is not None
+        self.student: TPTraining = student
+        self.teacher, self.has_teacher = teacher, teacher is not None
         self.ranks, self.data, self.tensor, self.collectives = places.all, places.data, places.tensor, collectives
         self.sharded = mesh is not None
         if self.sharded:
@@ -71,15 +71,9 @@ class TPEngine(Engine):
         parameters = [parameter for piece in self.pieces.values() for parameter in piece.parameters]
         self.parameters = list(dict.fromkeys(parameters))  # q, k and v are pieces of one
         self.shares = self._shares()
-        groups = [
-            {"params": [p for p in self.parameters if p.ndim > 1], "weight_decay": weight_decay},
-            {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ]
         fused = places.all.device.type == "cuda" or not self.sharded
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], betas=BETAS, eps=EPSILON, fused=fused
-        )
-        self.parallel: DistributedDataParallel | None = None
+        self.optimizer = adamw(self.parameters, weight_decay, fused=fused)
+        self.parallel = None
         if self.data.size > 1 and not self.sharded:
             own = [self.ranks.device] if self.ranks.device.type == "cuda" else None
             self.parallel = DistributedDataParallel(
@@ -114,13 +108,6 @@ class TPEngine(Engine):
         sums: Tensor = forward(**batch, teacher_logits=scores)
         return sums
 
-    @contextlib.contextmanager
-    def accumulating(self, *, last: bool) -> Iterator[None]:
-        """Data ranks average their gradients in the last micro-batch only; where they share the parameters, in each:
-        gradients of which nobody has a part yet would be whole ones."""
-        with contextlib.nullcontext() if last or self.parallel is None else self.parallel.no_sync():
-            yield
-
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
         """First sums the gradients that each rank of a group knows a part of."""
@@ -143,27 +130,10 @@ class TPEngine(Engine):
                     local_part(parameter.grad).mul_(scale)
         return norm
 
-    def step(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.zero_grad()
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
     def sum(self, values: Tensor) -> Tensor:
         return self.ranks.sum(values).div_(self.tensor.size)
 
     # ---- scoring ----
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        self.student.eval()
-        with torch.no_grad():
-            yield
-        forget_gathered(self.student)
-        self.student.train()
 
     @torch.no_grad()
     def teacher_entropy(self, batch: Mapping[str, Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 """All-reduces over sockets, for CPUs."""
 
+import secrets
 from collections import deque
 from typing import Any
 
@@ -16,7 +17,7 @@ MOST_SIZES = 8
 
 class Gloo(Collectives):
     """torch.distributed's CPU backend. Two ranks swap whole messages, which is one step where an all-reduce takes
-    two. Only one object for a group may have messages under way: both would number them alike."""
+    two. All ranks make it together."""
 
     name = "gloo"
 
@@ -24,7 +25,8 @@ class Gloo(Collectives):
         super().__init__(group.size)
         self.group, self.peer = group.group, 1 - group.rank
         self.free: dict[tuple[torch.Size, torch.dtype], deque[_Swap]] = {}
-        self.swaps = 0
+        # tags of its own: what an earlier one that ended in an error still listens for must not take these messages
+        self.swaps: int = group.broadcast(secrets.randbelow(1 << 30))
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         if self.ranks == 2:

@@ -59,7 +59,8 @@ class TrainedWeights(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.layout, self.compute = shape, layout, compute
-        pad = None if pad_id is None else pad_id - shape.vocab_start
+        # a number below 0 counts from the end
+        pad = None if pad_id is None else pad_id % shape.vocab - shape.vocab_start
         self.own_pad = pad if pad is not None and 0 <= pad < shape.own_vocab else None
         self.embed = _parameter(weights.embed)
         self.attentions = nn.ModuleList(TrainedAttention(attention) for attention, _ in weights.layers)
