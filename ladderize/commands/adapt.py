@@ -375,7 +375,7 @@ def adapt(
         typer.Option(
             metavar="N",
             min=2,
-            help="domino: parts of a micro-batch: of its rows, or of the tokens of its one row.",
+            help="Domino: parts of a micro-batch: of its rows, or of the tokens of its one row.",
             show_default="2",
             rich_help_panel=MEMORY,
         ),
@@ -385,7 +385,7 @@ def adapt(
         typer.Option(
             metavar="N",
             min=1,
-            help="domino: parts of each sub-module's output, every one with an all-reduce of its own.",
+            help="Domino: parts of each sub-module's output, every one with an all-reduce of its own.",
             show_default="1",
             rich_help_panel=MEMORY,
         ),
