@@ -143,7 +143,7 @@ def test_models_that_share_files_share_weights(tmp_path, llama):
     assert ladder is dense
     assert spd is dense  # one virtual rank for each of 2 ranks: the same slices
     alone = cache.get(checkpoint_spec(str(tmp_path / "spd"), tp_size=1), 1, 0)[1]
-    assert len(alone.layers[0].o) == 2  # two virtual ranks in one process
+    assert len(alone.attention(0).o) == 2  # two virtual ranks in one process
 
 
 def test_a_rank_without_vocabulary():
@@ -174,7 +174,7 @@ def test_random_weights_and_bundled_shapes():
     (shape, first), (_, second) = (cache.get(spec, 2, 1) for spec in specs)
     assert first is second
     assert shape.own_heads == 4
-    assert 0.5 < float(first.layers[0].down.weight.std()) * 48**0.5 < 1.5
+    assert 0.5 < float(first.mlp(0).down.weight.std()) * 48**0.5 < 1.5
 
 
 def test_odd_source_files(tmp_path):
