@@ -364,7 +364,8 @@ def adapt(
             parser=schedule_name,
             help=(
                 "When sub-modules run, with --tp-size: sequential, or domino, which cuts a micro-batch into parts and"
-                " runs one's all-reduces under the others' compute. The result is the same."
+                " runs one's all-reduces under the others' compute. The result is the same (with --lora-dropout:"
+                " other masks)."
             ),
             show_default="sequential",
             rich_help_panel=MEMORY,

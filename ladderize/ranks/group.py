@@ -97,6 +97,15 @@ class Ranks:
             return dist.init_device_mesh(self.device.type, (self.size,))
         return DeviceMesh.from_group(self.group, self.device.type)
 
+    def groups_of(self, tp_size: int) -> int:
+        """How many groups of ``tp_size`` these ranks make. Raises UserError where ``tp_size`` does not divide them."""
+        if self.size % tp_size:
+            raise UserError(
+                f"--tp-size {tp_size} does not divide the {self.size} processes that the launcher started; start a"
+                " multiple of it"
+            )
+        return self.size // tp_size
+
     def split(self, tp_size: int, *, timeout: timedelta = TRAINING_TIMEOUT) -> tuple["Ranks", "Ranks"]:
         """These ranks as a table of ``size / tp_size`` rows and ``tp_size`` columns; returns (data, tensor).
 
@@ -104,11 +113,7 @@ class Ranks:
         same part of the model and read different data. All ranks call it. timeout: of the new groups' operations.
         Raises UserError where ``tp_size`` does not divide the ranks.
         """
-        if self.size % tp_size:
-            raise UserError(
-                f"--tp-size {tp_size} does not divide the {self.size} processes that the launcher started; start a"
-                " multiple of it"
-            )
+        self.groups_of(tp_size)
         alone = replace(self, rank=0, size=1, local_size=1, group=None, others=self.others + self.local_size - 1)
         if tp_size == 1:
             return self, alone

@@ -126,12 +126,7 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
     check_runnable(checkpoint.config, layout, options.tp_size)
     if options.tp_size > 1:
         check_trainable(checkpoint.config)
-    if ranks.size % options.tp_size:
-        raise UserError(
-            f"--tp-size {options.tp_size} does not divide the {ranks.size} processes that the launcher started; start a"
-            " multiple of it"
-        )
-    data_ranks = ranks.size // options.tp_size
+    data_ranks = ranks.groups_of(options.tp_size)
     compute = compute_dtype(options.dtype, stored_dtype(checkpoint))
     check_attention(options.attention, ranks.device.type, compute)
     return Task(
