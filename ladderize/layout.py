@@ -20,6 +20,7 @@ BLOCKING, OVERLAPPED, DROPPED = "blocking", "overlapped", "dropped"
 ATTENTION_MODES = (BLOCKING, OVERLAPPED, DROPPED)
 MLP_MODES = (BLOCKING, OVERLAPPED)
 CONFIG_KEYS = ("attention_sync", "mlp_sync", "sync_tp_size")
+DEFAULT_RANKS = 8  # the GPUs of the usual machine
 
 
 class LayoutError(LadderizeError, ValueError):
@@ -265,6 +266,12 @@ def check_split(config: Mapping[str, Any], ranks: int, *, name: str) -> None:
 def fitting_ranks(config: Mapping[str, Any]) -> list[int]:
     """Every number of ranks that a model can be split into, ascending; 1 is always among them."""
     return [ranks for ranks in range(1, config["num_attention_heads"] + 1) if not _split_problem(config, ranks)]
+
+
+def usual_ranks(config: Mapping[str, Any], layout: Layout) -> int:
+    """How many ranks a model of this layout is made for: its sync_tp_size, else 8, or the most below that it splits
+    into."""
+    return layout.sync_tp_size or max(ranks for ranks in fitting_ranks(config) if ranks <= DEFAULT_RANKS)
 
 
 def _split_problem(config: Mapping[str, Any], ranks: int) -> str | None:

@@ -301,7 +301,24 @@ def test_the_card(llama, tmp_path):
         "library_name": "transformers",
     }
     assert "4 layers: ladder 2:4" in body
+    assert "nothing is overlapped" in body
     assert (tmp_path / "out" / "README.source.md").read_bytes() == (llama / "README.md").read_bytes()
+
+
+@pytest.mark.parametrize(("recipe", "ranks"), [(LADDER, 8), (Recipe(spd="1", sync_tp_size=4), 4)])
+def test_the_card_says_how_to_serve_it(llama, tmp_path, recipe, ranks):
+    convert_checkpoint(llama, tmp_path / "out", recipe, verify=False)
+    body = (tmp_path / "out" / "README.md").read_text()
+    (command,) = [line for line in body.splitlines() if line.startswith("vllm serve")]
+    assert command == f"vllm serve out --tensor-parallel-size {ranks}"
+    refused = f"must divide {ranks}, for which\nits sync points were dropped. Engines without the plugin refuse"
+    assert (refused in body) == (recipe.sync_tp_size is not None)
+
+
+def test_a_dense_card_says_nothing_of_the_plugin(llama, tmp_path):
+    convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
+    convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense=True), verify=False)
+    assert "vllm" not in (tmp_path / "back" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,7 @@ def test_transformers_tensor_parallelism_refuses_dropped_layouts(converted, tmp_
     result = warm.run_group([sys.executable, tmp_path / "tp.py", converted, tmp_path / "nothing.pt"])
     assert result.returncode != 0
     assert "drops sync points for 4 virtual ranks, and transformers' tensor parallelism cannot run it" in result.stderr
+    assert "ladderize's plugin" in result.stderr
     assert "ladderize's own runtime" in result.stderr
 
 
@@ -212,7 +213,8 @@ def test_transformers_tensor_parallelism_refuses_dropped_layouts(converted, tmp_
 def test_other_engines_are_refused_before_they_replace_the_layers(engine):
     """They register an attention of their own, name it in the config, and build the model on the meta device."""
     ALL_ATTENTION_FUNCTIONS.register(engine, lambda *_, **__: None)
-    with pytest.raises(ValueError, match=f"drops sync points for 4 virtual ranks, and {engine} cannot run it"):
+    sentence = f"drops sync points for 4 virtual ranks, and {engine} cannot run it: use vLLM with ladderize's plugin"
+    with pytest.raises(ValueError, match=sentence):
         make_model("spd all 4", attn_implementation=engine)
     with torch.device("meta"):
         assert make_model("ladder all", attn_implementation=engine, seed=0).config._attn_implementation == engine

@@ -161,5 +161,5 @@ def test_a_foreign_layer_is_refused():
 
     model = make_model("spd all 4")
     model.model.layers[2].mlp.up_proj = TheirLinear()
-    with pytest.raises(RuntimeError, match="TheirLinear is sharded or replaced.*ladderize's own runtime"):
+    with pytest.raises(RuntimeError, match="TheirLinear is sharded or replaced.*ladderize's plugin.*own runtime"):
         model(random_ids(1, 4))

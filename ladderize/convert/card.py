@@ -34,14 +34,16 @@ def make_card(
     before: Layout,
     *,
     hub_id: str | None,
+    ranks: int,
     permuted: Sequence[int] = (),
     replaced: int = 0,
     note: str = "",
 ) -> str:
     """The text of README.md.
 
-    hub_id: where the source came from, if from the hub. permuted: layers with another order of heads. replaced: how
-    many tensors have other values than the source's. note: a paragraph on how they came about.
+    hub_id: where the source came from, if from the hub. ranks: how many the example of serving starts. permuted: layers
+    with another order of heads. replaced: how many tensors have other values than the source's. note: a paragraph on
+    how they came about.
     """
     front, _ = split_front_matter(source_card)
     tags = front.get("tags")
@@ -58,7 +60,7 @@ def make_card(
             "",
             MARK,
             "",
-            _body(name, source, layout, before, permuted, replaced, note, bool(source_card)),
+            _body(name, source, layout, before, ranks, permuted, replaced, note, bool(source_card)),
             "",
         ]
     )
@@ -77,11 +79,31 @@ def _changes(permuted: Sequence[int], replaced: int) -> str:
     return f"\n\n**Weights.** {' '.join(said)}" if said else ""
 
 
+def _serving(name: str, layout: Layout, ranks: int) -> str:
+    """How to serve it, and what engines without our plugin make of it."""
+    if layout.sync_tp_size is None:
+        limits = "Without the plugin vLLM computes the same (with\n`--trust-remote-code`), but nothing is overlapped."
+    else:
+        limits = (
+            f"The number of ranks must divide {layout.sync_tp_size}, for which\nits sync points were dropped. Engines"
+            " without the plugin refuse this checkpoint."
+        )
+    return f"""**Serving.** vLLM serves it with ladderize's plugin, and runs no code from this folder:
+
+```sh
+pip install "ladderize[vllm]"
+vllm serve {name} --tensor-parallel-size {ranks}
+```
+
+{limits}"""
+
+
 def _body(
     name: str,
     source: str,
     layout: Layout,
     before: Layout,
+    ranks: int,
     permuted: Sequence[int],
     replaced: int,
     note: str,
@@ -127,4 +149,6 @@ model = ladderize.load("{name}")
 tokenizer = ladderize.load_tokenizer("{name}")
 ```
 
-After `ladderize.register()`, transformers' Auto classes need no `trust_remote_code` either.{original}"""
+After `ladderize.register()`, transformers' Auto classes need no `trust_remote_code` either.
+
+{_serving(name, layout, ranks)}{original}"""

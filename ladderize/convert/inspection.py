@@ -10,9 +10,7 @@ from ladderize.checkpoint.reading import read_config, read_tensors, resolve_json
 from ladderize.convert.retraining import Retraining, read_retrainings
 from ladderize.errors import UserError
 from ladderize.files.records import Record
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split, fitting_ranks
-
-DEFAULT_TP_SIZE = 8
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split, usual_ranks
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def inspect_checkpoint(
     check_config(config)
     layout = Layout.from_config(config)
     layout.check_model(config)
-    ranks = tp_size or layout.sync_tp_size or max(n for n in fitting_ranks(config) if n <= DEFAULT_TP_SIZE)
+    ranks = tp_size or usual_ranks(config, layout)
     if tp_size is not None:
         _check_tp_size(config, layout, tp_size)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")

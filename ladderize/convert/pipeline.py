@@ -28,7 +28,7 @@ from ladderize.convert.weights import index_for, write_shard
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.regular import resolved
-from ladderize.layout import CONFIG_KEYS, Layout
+from ladderize.layout import CONFIG_KEYS, Layout, usual_ranks
 
 RECORD = "ladderize.yaml"
 THERE = "there already"  # how weight files came to an output that an earlier run has written
@@ -157,6 +157,7 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
         plan.after,
         plan.before,
         hub_id=plan.hub_id,
+        ranks=usual_ranks(plan.source.config, plan.after),
         permuted=plan.changes.permuted_layers,
         replaced=len(plan.changes.replace),
         note="\n\n".join(paragraphs),

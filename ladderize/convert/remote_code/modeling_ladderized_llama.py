@@ -147,8 +147,8 @@ def base_linear(projection):
     if not isinstance(linear, nn.Linear) or type(linear.weight).__name__ == "DTensor":
         raise RuntimeError(
             f"this layout has dropped sync points, which need whole weights, but {type(linear).__name__} is sharded or"
-            " replaced by another framework's layer: run it in plain transformers on one device, or with ladderize's"
-            " own runtime"
+            " replaced by another framework's layer: run it in vLLM with ladderize's plugin (pip install"
+            ' "ladderize[vllm]"), with ladderize\'s own runtime, or in plain transformers on one device'
         )
     return linear
 
@@ -206,7 +206,8 @@ class LadderizedLlamaPreTrainedModel(LlamaPreTrainedModel):
         if config.sync_tp_size is not None and engine is not None:
             raise ValueError(
                 f"this layout drops sync points for {config.sync_tp_size} virtual ranks, and {engine} cannot run it:"
-                " use plain transformers on one device, or ladderize's own runtime"
+                " use vLLM with ladderize's plugin (pip install \"ladderize[vllm]\"), ladderize's own runtime, or plain"
+                " transformers on one device"
             )
         super().__init__(config, *args, **kwargs)
 
