@@ -1,15 +1,20 @@
-# Everything runs in .venv, made from pyproject.toml and pinned by constraints.txt.
+# Everything runs in .venv, made from pyproject.toml and pinned by constraints.txt. The tests that run vLLM, which wants
+# versions of its own, have .venv-vllm.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VENV_VLLM := .venv-vllm
 
-.PHONY: demo test lint format install install-dev clean
+.PHONY: demo test test-vllm lint format install install-dev clean
 
 demo: install
 	$(BIN)/ladderize demo
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-vllm: $(VENV_VLLM)/.installed
+	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest tests/vllm
 
 lint: install-dev
 	$(BIN)/ruff check .
@@ -37,5 +42,10 @@ $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@ $(VENV)/.installed
 
+$(VENV_VLLM)/.installed: constraints-vllm.txt scripts/install_vllm.py pyproject.toml
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python scripts/install_vllm.py
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV_VLLM)

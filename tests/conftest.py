@@ -66,6 +66,17 @@ LONG_FILES = [
 ]
 
 
+# These have an environment of their own (`make test-vllm`), and are collected only where they are named.
+VLLM_TESTS = Path(__file__).parent / "vllm"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if collection_path != VLLM_TESTS:
+        return None
+    named = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
+    return True if not any(path.is_relative_to(VLLM_TESTS) for path in named) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))  # stable: a file's own order stays

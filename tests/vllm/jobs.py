@@ -1,0 +1,53 @@
+"""What a test asks the ranks of an engine to do, as JSON. Imports nothing heavy: both sides read it."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+ANSWER = "tests.vllm answer: "
+
+
+@dataclass
+class Generate:
+    """Greedy decoding of all prompts at once; ``adapters`` names a LoRA folder, or nothing, for each."""
+
+    prompts: list[list[int]]
+    tokens: int = 12
+    logprobs: int = 4
+    adapters: list[str | None] = field(default_factory=list)
+
+
+@dataclass
+class Streams:
+    """The hidden states entering these layers, after reading one prompt."""
+
+    prompt: list[int]
+    layers: list[int]
+
+
+@dataclass
+class Refused:
+    """The engine is configured, which must fail; nothing is built."""
+
+
+KINDS = {kind.__name__: kind for kind in (Generate, Streams, Refused)}
+
+
+@dataclass
+class Job:
+    """One LLM with the options ``engine``, and what it does, in this order."""
+
+    engine: dict[str, Any]
+    steps: list[Any]
+    port: int = 0
+
+    def to_json(self) -> str:
+        steps = [{"kind": type(step).__name__, **dataclasses.asdict(step)} for step in self.steps]
+        return json.dumps({"engine": self.engine, "steps": steps, "port": self.port})
+
+    @classmethod
+    def from_json(cls, line: str) -> "Job":
+        document = json.loads(line)
+        steps = [KINDS[step.pop("kind")](**step) for step in document["steps"]]
+        return cls(document["engine"], steps, document["port"])

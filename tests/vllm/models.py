@@ -1,0 +1,81 @@
+"""Small random models that vLLM's attention takes on a CPU, and what transformers answers."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
+from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.layout import Layout, parse_ranges
+from tests.helpers import randomise
+
+# biases, GQA, heads of 32 and a hidden size that is not heads x 32, so that no slice fits in another's place
+SHAPE = {
+    "vocab_size": 384, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 256, "attention_bias": True,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """Named layers, and what differs from SHAPE."""
+
+    ladder: str = ""
+    spd: str = ""
+    sync_tp_size: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "dense": Case(),
+    "ladder all": Case(ladder="all"),
+    "ladder upper half": Case(ladder="2:", config={"mlp_bias": True}),
+    "spd 2": Case(spd="all", sync_tp_size=2),
+    "spd 4": Case(spd="all", sync_tp_size=4, config={"mlp_bias": True, "num_key_value_heads": 2}),
+    "spd and ladder": Case(ladder="all", spd="all", sync_tp_size=4),
+    "mixed": Case(ladder="1,3", spd="0:2", sync_tp_size=2, config={"mlp_bias": True, "tie_word_embeddings": True}),
+}
+
+
+def make(name: str, folder: Path, **extra: object) -> LadderizedLlamaForCausalLM:
+    """A fresh random model with one of CASES, written to ``folder``; the model of remote_code itself is the oracle."""
+    case = CASES[name]
+    shape = {**SHAPE, **case.config, **extra}
+    named = {
+        key: parse_ranges(layers, shape["num_hidden_layers"])
+        for key, layers in (("ladder", case.ladder), ("spd", case.spd))
+        if layers
+    }
+    layout = Layout.from_layers(shape["num_hidden_layers"], **named, sync_tp_size=case.sync_tp_size)
+    model = LadderizedLlamaForCausalLM(LadderizedLlamaConfig(**shape, **layout.to_config())).eval()
+    randomise(model, int(torch.randint(1 << 30, ())))
+    model.save_pretrained(folder)
+    return model
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    return [[1, *torch.randint(2, SHAPE["vocab_size"], (length - 1,)).tolist()] for length in lengths]
+
+
+def check(model: Any, prompts: list[list[int]], result: dict[str, Any], tolerance: float = 2e-4) -> None:
+    """What vLLM generated is what ``model`` of transformers says: the likeliest token at every place, and the
+    log-probabilities of all that vLLM reports there. One forward pass for each prompt, without a cache."""
+    assert len(result["completions"]) == len(prompts)
+    for prompt, completion in zip(prompts, result["completions"], strict=True):
+        tokens = completion["tokens"]
+        assert tokens
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0]
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        reported = completion["logprobs"]
+        assert len(reported) == len(tokens)
+        for place, (token, values) in enumerate(zip(tokens, reported, strict=True)):
+            best = float(expected[place].max())
+            assert float(expected[place, token]) >= best - tolerance, f"token {place} of {tokens} after {prompt}"
+            assert str(token) in values
+            wrong = {t: (value, float(expected[place, int(t)])) for t, value in values.items()}
+            far = {t: pair for t, pair in wrong.items() if abs(pair[0] - pair[1]) > tolerance}
+            assert not far, f"log-probabilities (vLLM, transformers) at {place} of {tokens} after {prompt}: {far}"

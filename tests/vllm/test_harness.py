@@ -1,0 +1,34 @@
+"""What the other tests here rest on: an engine of vLLM's own Llama, and ranks that fail."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.helpers import all_gone, randomise
+from tests.vllm.jobs import Generate
+from tests.vllm.models import SHAPE, check, random_prompts
+
+
+def test_stock_llama_equals_transformers(engines, tmp_path):
+    """So a difference that the other tests find is the plugin's; and another model's answers are noticed."""
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    randomise(model, int(torch.randint(1 << 30, ())))
+    model.save_pretrained(tmp_path)
+    prompts = random_prompts(1, 20, 50)
+    (result,) = engines(1).run(tmp_path, Generate(prompts), enforce_eager=True)
+    check(model, prompts, result)
+    with torch.no_grad():
+        model.model.layers[3].self_attn.o_proj.bias.mul_(1.01)
+    with pytest.raises(AssertionError, match="log-probabilities"):
+        check(model, prompts, result)
+
+
+def test_a_failed_job_ends_its_ranks(engines, tmp_path):
+    """The next job has new ones."""
+    group = engines(2)
+    group.start()
+    numbers = [rank.process.pid for rank in group.members]
+    with pytest.raises(AssertionError, match="nowhere"):
+        group.run(tmp_path / "nowhere", Generate([[1]]))
+    assert group.members == []
+    assert all_gone(numbers)
