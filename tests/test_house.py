@@ -45,8 +45,10 @@ MAY_IMPORT = {
     "adapt": LEAVES | ENGINE | {"convert", "adapt", "eval.perplexity", "eval.results"},
     "workflows": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows"},
     "tradeoff": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "tradeoff"},
+    "serving": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "serving"},
     "demo": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "tradeoff", "demo"},
-    "commands": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "tradeoff", "demo", "commands"},
+    "commands": LEAVES
+    | {"convert", "runtime", "eval", "adapt", "workflows", "tradeoff", "serving", "demo", "commands"},
     "cli": LEAVES | {"commands"},
     "lm_eval": LEAVES,
     **dict.fromkeys(LEAVES, LEAVES),

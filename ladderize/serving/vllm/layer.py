@@ -1,0 +1,119 @@
+"""A layer of a ladderized Llama in vLLM. Its projections, attention and norms are vLLM's own.
+
+vLLM adds the last sub-module's output to the residual stream inside the next norm. So the state between sub-modules is
+``(delta, residual, pending)``: a sum that is still to be added or None, the stream, and the message in flight or None.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer
+from vllm.model_executor.models.utils import extract_layer_index
+
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.serving.vllm.messages import Messages
+from ladderize.serving.vllm.virtual_ranks import KeptWeight, VirtualRanks, base_of
+
+
+class Pending(NamedTuple):
+    """A message [tokens, hidden]. value: the partial that was sent, or the sum where it has ``arrived``."""
+
+    value: Tensor
+    arrived: bool = False
+
+
+def total_of(messages: Messages, pending: Pending, made: Tensor) -> Tensor:
+    """The sum of a message. made: what has been computed since it was sent."""
+    return pending.value if pending.arrived else messages.wait(pending.value, made)
+
+
+class HeadsOnlyAttention(LlamaAttention):
+    """vLLM's attention up to, but without, o_proj: the layer multiplies by its slices."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k = self.rotary_emb(positions, q, k)
+        return self.attn(q, k, v)
+
+
+class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
+    """One layer with the sync points that ``layout`` gives it. A wholly blocking one runs vLLM's own forward."""
+
+    def __init__(self, layout: Layout, messages: Messages, vllm_config: VllmConfig, prefix: str = "") -> None:
+        layer = extract_layer_index(prefix)
+        attention, mlp = layout.attention_sync[layer], layout.mlp_sync[layer]
+        tp_size = vllm_config.parallel_config.tensor_parallel_size
+        virtual = (layout.sync_tp_size or 1) // tp_size if attention == DROPPED else 1
+        super().__init__(vllm_config, prefix, attn_layer_type=HeadsOnlyAttention if virtual > 1 else LlamaAttention)
+        self.messages = messages
+        self.attention_sync, self.mlp_sync = attention, mlp
+        # vLLM's projection sums by itself only where nothing comes before the sum: a message in flight is waited for
+        # first, and a dropped partial is added to the MLP's.
+        free = attention == BLOCKING and not messages.emulated
+        self.attention_sums = free and layout.entering(layer) == BLOCKING
+        self.mlp_sums = free and mlp == BLOCKING
+        self.stock = self.attention_sums and self.mlp_sums
+        self.self_attn.o_proj.reduce_results = self.attention_sums
+        self.mlp.down_proj.reduce_results = self.mlp_sums
+        # the bias belongs to no rank: where no sum follows, this layer adds it to the stream
+        self.self_attn.o_proj.skip_bias_add = attention == DROPPED
+        self.virtual = None
+        if virtual > 1:
+            self.virtual = VirtualRanks(virtual)
+            self.self_attn.o_proj.quant_method = self.mlp.gate_up_proj.quant_method = KeptWeight()
+
+    def forward(
+        self, positions: Tensor, delta: Tensor | None, residual: Tensor, pending: Pending | None
+    ) -> tuple[Tensor | None, Tensor, Pending | None]:
+        """positions: [tokens]; delta, residual: [tokens, hidden]. Returns the new (delta, residual, pending)."""
+        if self.stock:
+            first = (residual, None) if delta is None else (delta, residual)
+            return *super().forward(positions, *first), None
+        x, residual = read(self.input_layernorm, delta, residual)
+        made = self.self_attn(positions=positions, hidden_states=x)
+        if self.attention_sync == DROPPED:
+            partial, residual = self.dropped(made, residual, pending)
+            return self.sync(self.mlp_sync, self.mlp_sums, partial, residual, None)
+        delta, residual, pending = self.sync(self.attention_sync, self.attention_sums, made, residual, pending)
+        x, residual = read(self.post_attention_layernorm, delta, residual)
+        return self.sync(self.mlp_sync, self.mlp_sums, self.mlp(x), residual, pending)
+
+    def sync(
+        self, mode: str, summed: bool, partial: Tensor, residual: Tensor, pending: Pending | None
+    ) -> tuple[Tensor | None, Tensor, Pending | None]:
+        """A sync point: wait for what is in flight, then sum ``partial`` or send it. summed: it is a sum already."""
+        total = None if pending is None else total_of(self.messages, pending, partial)
+        if mode == OVERLAPPED:
+            self.messages.start(partial, residual)
+            return total, residual, Pending(partial)
+        delta = partial if summed else self.messages.all_reduce(partial)
+        return delta if total is None else delta + total, residual, None
+
+    def dropped(self, made: Tensor, residual: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor]:
+        """SPD's block from attention's output on: each rank's MLP reads the stream and its own partial, which is then
+        added to the MLP's.
+
+        made: attention's partial [tokens, hidden], or with several virtual ranks its heads' output. Returns this
+        process's partial of the MLP's sync point, and the stream, with o_proj's bias in it.
+        """
+        o_proj, norm, mlp = self.self_attn.o_proj, self.post_attention_layernorm, self.mlp
+        carry = made if self.virtual is None else self.virtual.row_parallel(o_proj, made)
+        if pending is not None:
+            residual = residual + total_of(self.messages, pending, carry)
+        if (bias := base_of(o_proj).bias) is not None:
+            residual = residual + bias
+        if self.virtual is None:
+            return mlp(norm(residual + carry)) + carry, residual
+        x = norm((residual + carry).flatten(0, 1)).view_as(carry)
+        heads = mlp.act_fn(self.virtual.column_parallel(mlp.gate_up_proj, x))
+        # down_proj reads the virtual ranks' slices side by side, so its product is their sum
+        partial, _ = mlp.down_proj(heads.transpose(0, 1).flatten(1))
+        return partial + carry.sum(0), residual
+
+
+def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """What a sub-module reads, and the stream, to which ``delta`` has been added."""
+    return (norm(residual), residual) if delta is None else norm(delta, residual)

@@ -1,0 +1,175 @@
+"""Messages between the ranks of vLLM's tensor-parallel group that are in flight while a sub-module computes.
+
+``start`` and ``wait`` are operators of torch, so that they keep their place when vLLM compiles the model or captures it
+in a CUDA graph. The compiler moves pure operators: the wait up to the start, or the start down to the wait. So each
+is declared to write a tensor that it never touches. ``start`` "writes" what the hiding sub-module is going to read, and
+``wait`` "writes" what that sub-module has made: the sub-module stays between them.
+"""
+
+import functools
+import os
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed import GroupCoordinator, get_tp_group
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+
+from ladderize.errors import UserError
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.collectives.choose import choose
+from ladderize.serving.vllm.backends import BACKEND_VARIABLE, Backend
+
+logger = init_logger("vllm.ladderize")
+
+
+class Messages:
+    """The messages of one model. At most one is in flight: each is waited for before the next all-reduce begins.
+
+    The operators find this object by ``name`` in vLLM's forward context, as attention layers are found.
+    """
+
+    def __init__(self, name: str, vllm_config: VllmConfig) -> None:
+        define_operators()
+        self.name = name
+        self.in_flight: deque[Handle] = deque()
+        backend = Backend.from_environment(os.environ)
+        self.emulated = backend.link is not None
+        self.collectives, why = _collectives(backend, vllm_config)
+        self.alone = self.collectives.ranks == 1
+        logger.info("Messages in flight: %s", why)
+        contexts = vllm_config.compilation_config.static_forward_context
+        if name in contexts:
+            raise ValueError(f"two models of one engine are called {name}")
+        contexts[name] = self
+
+    def start(self, partial: Tensor, reads: Tensor) -> None:
+        """Begin to sum ``partial`` [tokens, hidden] over the ranks. reads: what the sub-module that hides it reads."""
+        if not self.alone:
+            torch.ops.ladderize.start(partial, reads, self.name)
+
+    def wait(self, partial: Tensor, made: Tensor) -> Tensor:
+        """The sum [tokens, hidden] of the message that was started with ``partial``. made: what the sub-module that
+        hid it has made."""
+        if self.alone:
+            torch.ops.ladderize.hold(partial, made)
+            return partial
+        return torch.ops.ladderize.wait(partial, made, self.name)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks at once, by vLLM's own all-reduce."""
+        if self.emulated:
+            self.start(partial, partial)
+            return self.wait(partial, partial)
+        return get_tp_group().all_reduce(partial)
+
+
+@functools.cache
+def define_operators() -> torch.library.Library:
+    """``torch.ops.ladderize.start``, ``.wait`` and ``.hold``, once in a process. The library has to be kept."""
+    library = torch.library.Library("ladderize", "FRAGMENT")
+    library.define("start(Tensor partial, Tensor(a!) reads, str messages) -> ()")
+    library.define("wait(Tensor partial, Tensor(a!) made, str messages) -> Tensor")
+    library.define("hold(Tensor(a!) partial, Tensor(b!) made) -> ()")
+    for name, function, shape in (
+        ("start", _start, lambda partial, reads, messages: None),
+        ("wait", _wait, lambda partial, made, messages: torch.empty_like(partial)),
+        ("hold", lambda partial, made: None, lambda partial, made: None),
+    ):
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ladderize::{name}", shape, lib=library)
+    return library
+
+
+def _messages(name: str) -> Messages:
+    return get_forward_context().no_compile_layers[name]
+
+
+def _start(partial: Tensor, reads: Tensor, messages: str) -> None:
+    sender = _messages(messages)
+    if sender.in_flight:
+        raise RuntimeError("a message was started while another was in flight")
+    sender.in_flight.append(sender.collectives.all_reduce_async(partial))
+
+
+def _wait(partial: Tensor, made: Tensor, messages: str) -> Tensor:
+    total = _messages(messages).in_flight.popleft().wait()
+    # an operator must not return its argument, and some backends sum in place
+    return total.clone() if total.data_ptr() == partial.data_ptr() else total
+
+
+def _collectives(backend: Backend, vllm_config: VllmConfig) -> tuple[Collectives, str]:
+    """What carries the messages, and one sentence on the choice. All ranks come here together."""
+    group = get_tp_group()
+    device = torch.device(group.device)
+    if backend.link is not None:
+        link = f"{backend.ranks} ranks over {backend.link.name}: for timing only"
+        return _emulated(backend, device), f"emulated, {link}"
+    if group.world_size == 1:
+        return Collectives(), "none, there is one rank"
+    if device.type == "cuda":
+        return OnStream(group, device), "vLLM's all-reduces, on a stream of their own"
+    if backend.name == "vllm":
+        return Waiting(group), f"none, by {BACKEND_VARIABLE}=vllm: vLLM's all-reduces on CPUs do not overlap"
+    ranks = Ranks(group.rank_in_group, group.world_size, device, group=group.cpu_group)
+    model = vllm_config.model_config
+    tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    try:
+        return choose(
+            backend.name, ranks, max_bytes=tokens * model.get_hidden_size() * model.dtype.itemsize, in_flight=1
+        )
+    except UserError as error:
+        raise ValueError(f"{BACKEND_VARIABLE}={backend.name}: {error}") from None
+
+
+def _emulated(backend: Backend, device: torch.device) -> Collectives:
+    from ladderize.runtime.collectives.emulated import Emulated, EmulatedOnGpu
+
+    assert backend.link is not None
+    if device.type == "cuda":
+        return EmulatedOnGpu(backend.ranks, backend.link, device)
+    return Emulated(backend.ranks, backend.link)
+
+
+class Waiting(Collectives):
+    """vLLM's all-reduce, which is done when it returns."""
+
+    name = "vllm"
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        super().__init__(group.world_size)
+        self.group = group
+
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        total: Any = self.group.all_reduce(x)
+        return Handle(lambda: total)
+
+
+class OnStream(Waiting):
+    """vLLM's all-reduce (custom kernel, symmetric memory or NCCL, as vLLM chooses for the size) on a stream of its own.
+
+    ``wait`` orders streams and never blocks the host, so CUDA graphs can capture it. The caller keeps ``x`` until
+    ``wait`` and uses the sum on the stream that waits. So no memory is marked with ``record_stream``, which would keep
+    it from being used again while a graph is captured: ``x`` lives until its stream has waited, and the communication
+    stream writes to a sum's memory again only after it has waited, in the next message, for all who read it.
+    """
+
+    def __init__(self, group: GroupCoordinator, device: torch.device) -> None:
+        super().__init__(group)
+        self.stream = torch.cuda.Stream(device)
+
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            total = self.group._all_reduce_out_place(x)
+            through = self.stream.record_event()
+
+        def finish() -> Tensor:
+            torch.cuda.current_stream().wait_event(through)
+            return total
+
+        return Handle(finish)
