@@ -22,7 +22,7 @@ NAMES = ("auto", "shm", "gloo", "vllm")
 
 
 @dataclass(frozen=True)
-class Backend:
+class MessageBackend:
     """name: one of ``NAMES``, or ``emulated`` for ``ranks`` ranks over ``link``."""
 
     name: str = "auto"
@@ -30,7 +30,7 @@ class Backend:
     link: Link | None = None
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> "Backend":
+    def from_environment(cls, environment: Mapping[str, str]) -> "MessageBackend":
         """Raises ValueError for a value that is none."""
         value = environment.get(BACKEND_VARIABLE, "auto")
         if value in NAMES:

@@ -14,7 +14,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.serving.vllm.messages import Messages
-from ladderize.serving.vllm.virtual_ranks import KeptWeight, VirtualRanks, base_of
+from ladderize.serving.vllm.virtual_ranks import KeptWeight, VirtualRanks, unwrapped
 
 
 class Pending(NamedTuple):
@@ -103,7 +103,7 @@ class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
         carry = made if self.virtual is None else self.virtual.row_parallel(o_proj, made)
         if pending is not None:
             residual = residual + total_of(self.messages, pending, carry)
-        if (bias := base_of(o_proj).bias) is not None:
+        if (bias := unwrapped(o_proj).bias) is not None:
             residual = residual + bias
         if self.virtual is None:
             return mlp(norm(residual + carry)) + carry, residual

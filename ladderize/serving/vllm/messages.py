@@ -22,7 +22,7 @@ from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
-from ladderize.serving.vllm.backends import BACKEND_VARIABLE, Backend
+from ladderize.serving.vllm.backends import BACKEND_VARIABLE, MessageBackend
 
 logger = init_logger("vllm.ladderize")
 
@@ -37,7 +37,7 @@ class Messages:
         define_operators()
         self.name = name
         self.in_flight: deque[Handle] = deque()
-        backend = Backend.from_environment(os.environ)
+        backend = MessageBackend.from_environment(os.environ)
         self.emulated = backend.link is not None
         self.collectives, why = _collectives(backend, vllm_config)
         self.alone = self.collectives.ranks == 1
@@ -102,7 +102,7 @@ def _wait(partial: Tensor, made: Tensor, messages: str) -> Tensor:
     return total.clone() if total.data_ptr() == partial.data_ptr() else total
 
 
-def _collectives(backend: Backend, vllm_config: VllmConfig) -> tuple[Collectives, str]:
+def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Collectives, str]:
     """What carries the messages, and one sentence on the choice. All ranks come here together."""
     group = get_tp_group()
     device = torch.device(group.device)
@@ -114,7 +114,7 @@ def _collectives(backend: Backend, vllm_config: VllmConfig) -> tuple[Collectives
     if device.type == "cuda":
         return OnStream(group, device), "vLLM's all-reduces, on a stream of their own"
     if backend.name == "vllm":
-        return Waiting(group), f"none, by {BACKEND_VARIABLE}=vllm: vLLM's all-reduces on CPUs do not overlap"
+        return VllmAllReduce(group), f"none, by {BACKEND_VARIABLE}=vllm: vLLM's all-reduces on CPUs do not overlap"
     ranks = Ranks(group.rank_in_group, group.world_size, device, group=group.cpu_group)
     model = vllm_config.model_config
     tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -126,7 +126,7 @@ def _collectives(backend: Backend, vllm_config: VllmConfig) -> tuple[Collectives
         raise ValueError(f"{BACKEND_VARIABLE}={backend.name}: {error}") from None
 
 
-def _emulated(backend: Backend, device: torch.device) -> Collectives:
+def _emulated(backend: MessageBackend, device: torch.device) -> Collectives:
     from ladderize.runtime.collectives.emulated import Emulated, EmulatedOnGpu
 
     assert backend.link is not None
@@ -135,7 +135,7 @@ def _emulated(backend: Backend, device: torch.device) -> Collectives:
     return Emulated(backend.ranks, backend.link)
 
 
-class Waiting(Collectives):
+class VllmAllReduce(Collectives):
     """vLLM's all-reduce, which is done when it returns."""
 
     name = "vllm"
@@ -149,7 +149,7 @@ class Waiting(Collectives):
         return Handle(lambda: total)
 
 
-class OnStream(Waiting):
+class OnStream(VllmAllReduce):
     """vLLM's all-reduce (custom kernel, symmetric memory or NCCL, as vLLM chooses for the size) on a stream of its own.
 
     ``wait`` orders streams and never blocks the host, so CUDA graphs can capture it. The caller keeps ``x`` until

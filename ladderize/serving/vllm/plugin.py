@@ -5,7 +5,7 @@ from typing import Any
 ARCHITECTURE = "LadderizedLlamaForCausalLM"
 
 
-def register() -> None:
+def register_plugin() -> None:
     """Tell vLLM and transformers about ladderized Llamas; vLLM then needs no ``--trust-remote-code`` for them.
 
     vLLM's entry point of the group ``vllm.general_plugins``. It may be called several times, and touches no GPU: the

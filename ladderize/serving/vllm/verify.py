@@ -7,7 +7,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from ladderize.errors import UserError
 from ladderize.layout import OVERLAPPED, Layout, check_split
-from ladderize.serving.vllm.backends import BACKEND_VARIABLE, Backend
+from ladderize.serving.vllm.backends import BACKEND_VARIABLE, MessageBackend
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,7 +25,7 @@ class VerifyLadderizedLlama(VerifyAndUpdateConfig):
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         """Raises ValueError, which vLLM shows as it is, for what this layout cannot do."""
         layout = layout_of(vllm_config)
-        backend = Backend.from_environment(os.environ)
+        backend = MessageBackend.from_environment(os.environ)
         problem = problem_with(layout, vllm_config, backend)
         if problem is not None:
             raise ValueError(problem)
@@ -46,7 +46,7 @@ def layout_of(vllm_config: "VllmConfig") -> Layout:
     return layout
 
 
-def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: Backend) -> str | None:
+def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend) -> str | None:
     """Why this layout cannot be served so, in one sentence that says what to do, or None."""
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     tp_size, ranks = parallel.tensor_parallel_size, layout.sync_tp_size
@@ -68,8 +68,8 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: Backend) ->
         ),
         (
             not layout.is_dense and parallel.use_ubatching,
-            "--enable-dbo and --ubatch-size run batches side by side, whose messages would meet; leave them out for this"
-            " layout",
+            "--enable-dbo and --ubatch-size run batches side by side, whose messages would meet; leave them out for"
+            " this layout",
         ),
         (
             not layout.is_dense and parallel.decode_context_parallel_size > 1,
@@ -85,7 +85,7 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: Backend) ->
         ),
         (
             backend.name != "auto" and tp_size == 1 and backend.link is None,
-            f"{BACKEND_VARIABLE}={backend.name} has no effect with one rank; unset it or raise --tensor-parallel-size",
+            f"{BACKEND_VARIABLE}={backend.name} has no effect with one rank; unset it, or raise --tensor-parallel-size",
         ),
         (
             tp_size > 1 and backend.link is not None,
@@ -96,7 +96,7 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: Backend) ->
     return next((sentence for wrong, sentence in checks if wrong), None)
 
 
-def _platform_checks(backend: Backend) -> tuple[tuple[bool, str], ...]:
+def _platform_checks(backend: MessageBackend) -> tuple[tuple[bool, str], ...]:
     from vllm.platforms import current_platform
 
     cpu, cuda = current_platform.is_cpu(), current_platform.is_cuda_alike()

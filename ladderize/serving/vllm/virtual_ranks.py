@@ -9,13 +9,13 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 
-def base_of(projection: nn.Module) -> Any:
+def unwrapped(projection: nn.Module) -> Any:
     """vLLM's projection, which its LoRA may have wrapped."""
     return projection.base_layer if isinstance(projection, BaseLayerWithLoRA) else projection
 
 
 class KeptWeight(UnquantizedLinearMethod):
-    """Leaves a weight as a plain tensor that can be sliced; on CPUs vLLM packs it for whole products, and empties it."""
+    """Leaves a weight as a plain tensor that can be sliced. On CPUs vLLM packs it for whole products otherwise."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         weight: Any = layer.weight
@@ -31,7 +31,7 @@ class VirtualRanks:
     def row_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
         """Each virtual rank's product of its part of ``inputs`` [tokens, in], without bias: [count, tokens, out]."""
         parts = inputs.unflatten(1, (self.count, -1)).transpose(0, 1)
-        weight = base_of(projection).weight.unflatten(1, (self.count, -1)).permute(1, 2, 0)
+        weight = unwrapped(projection).weight.unflatten(1, (self.count, -1)).permute(1, 2, 0)
         output = torch.bmm(parts, weight)
         if isinstance(projection, BaseLayerWithLoRA):
             alone = torch.zeros_like(inputs).expand(self.count, *inputs.shape).unflatten(2, (self.count, -1)).clone()
@@ -43,7 +43,7 @@ class VirtualRanks:
     def column_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
         """Each virtual rank's gate and up, side by side, of its own ``inputs`` [count, tokens, hidden]:
         [count, tokens, 2 * intermediate / count]. projection: vLLM's merged gate_up_proj."""
-        base = base_of(projection)
+        base = unwrapped(projection)
         parts = []
         biases = (None, None) if base.bias is None else base.bias.chunk(2)
         for weight, bias in zip(base.weight.chunk(2), biases, strict=True):
