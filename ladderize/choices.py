@@ -12,6 +12,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]  # to compute in; auto
 DeviceName = Literal["cpu", "cuda"]
 BackendName = Literal["auto", "nccl", "symm_mem", "gloo", "shm", "none"]  # how ranks communicate
 
+EngineName = Literal["runtime", "vllm"]  # whose forward pass ``bench`` times
+
 
 def check_at_least(options: Any, least: int, *names: str) -> None:
     """Raise UsageError for a field of a dataclass of options that is below ``least``; None was not said."""

@@ -7,8 +7,14 @@ from typing import Annotated
 import typer
 
 import ladderize
-from ladderize.choices import Dtype
-from ladderize.commands.benchmarking import bench_options, check_way, start_bench, training_bench_options
+from ladderize.choices import Dtype, EngineName
+from ladderize.commands.benchmarking import (
+    bench_options,
+    check_way,
+    start_bench,
+    training_bench_options,
+    vllm_bench_options,
+)
 from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.options import (
     MAX_SEED,
@@ -36,6 +42,7 @@ from ladderize.runtime.bench.options import (
 )
 from ladderize.runtime.bench.training.options import TrainingBenchOptions, check_training_usage
 from ladderize.runtime.schedule import Schedule, ScheduleName
+from ladderize.serving.vllm.bench.options import check_vllm_usage
 
 
 def bench(
@@ -81,13 +88,20 @@ def bench(
             rich_help_panel=MODELS,
         ),
     ] = None,
+    engine: Annotated[
+        EngineName,
+        typer.Option(
+            help="Whose inference to time: ladderize's runtime, or vLLM with ladderize's layers in it.",
+            rich_help_panel=MODELS,
+        ),
+    ] = "runtime",
     baselines: Annotated[
         str,
         typer.Option(
             metavar="A,B",
             help=(
                 "Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none), sequential"
-                " (with --schedule domino)."
+                " (with --schedule domino); with --engine vllm: plugin (in the class that runs layouts)."
             ),
             rich_help_panel=MODELS,
         ),
@@ -161,7 +175,12 @@ def bench(
     ] = None,
     batch_size: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Batch sizes.", show_default="1; 2 with --train", rich_help_panel=MEASUREMENT),
+        typer.Option(
+            metavar="A,B",
+            help="Batch sizes.",
+            show_default="1; 2 with --train; 1,8,64 with --engine vllm",
+            rich_help_panel=MEASUREMENT,
+        ),
     ] = None,
     seq_len: Annotated[
         int | None,
@@ -246,10 +265,16 @@ def bench(
 ) -> None:
     """Time layouts and schedules against each other on ladderize's tensor-parallel runtime, and show what they wait
     for."""
-    check_way(said(ctx), train=train)
+    check_way(said(ctx), train=train, engine=engine)
     choice = options_from(ModelChoice, ctx.params, models=tuple(models or ()))
     console = Console(as_json)
-    if train:
+    if engine == "vllm":
+        in_vllm = vllm_bench_options(ctx.params)
+        check_vllm_usage(choice, in_vllm)
+        with console.stage("loading torch"):
+            from ladderize.serving.vllm.bench.run import bench_vllm
+        bench_vllm(choice, in_vllm, console=console, out=out, plot=plot)
+    elif train:
         steps = training_bench_options(ctx.params)
         check_training_usage(choice, steps, link)
         device = start_bench("ladderize.runtime.bench.training.run", steps, console, device)

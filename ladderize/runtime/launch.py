@@ -154,7 +154,7 @@ def started(
             processes.append(process)
         yield StartedRanks(pipes, processes, report)
     finally:
-        _stop(processes)
+        stop_processes(processes)
         remove_segments(os.getpid())
         for connection in (*pipes, *streams):
             connection.close()
@@ -241,7 +241,7 @@ def how_it_ended(exitcode: int) -> str:
     return f"was killed by {name}" + (" (out of memory, perhaps)" if name == "SIGKILL" else "")
 
 
-def _stop(processes: list[Any]) -> None:
+def stop_processes(processes: list[Any]) -> None:
     for process in processes:
         if process.is_alive():
             process.terminate()

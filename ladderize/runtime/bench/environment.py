@@ -36,8 +36,8 @@ class Environment(Record):
     link: str | None = None
 
 
-def environment(group: Ranks) -> Environment:
-    """All ranks call it."""
+def environment(group: Ranks, *, settings: tuple[str, ...] = ()) -> Environment:
+    """All ranks call it. settings: beginnings of more variables' names that are noted."""
     import transformers
 
     on_gpu = group.device.type == "cuda"
@@ -55,7 +55,7 @@ def environment(group: Ranks) -> Environment:
         settings={
             key: value
             for key, value in sorted(os.environ.items())
-            if key.startswith(("NCCL_", "GLOO_", "OMP_", "TORCH_"))
+            if key.startswith(("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings))
         },
         gpus=group.gather(properties.name) if properties is not None else None,
         gpu_memory_bytes=properties.total_memory if properties is not None else None,

@@ -30,7 +30,7 @@ def plan_bench(choice: ModelChoice, options: BenchOptions, link: str | None = No
         check_group_size(options.tp_size, options.device)
     specs = chosen_models(choice, options)
     for spec in specs:
-        _check_positions(spec, options)
+        check_positions(spec, options.prompt_len, options.output_len)
         for batch in options.batch_sizes:
             options.prefill_schedule.check(
                 batch,
@@ -60,8 +60,9 @@ def chosen_models(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]
     return _checkpoints(choice, options) if choice.random_weights is None else _random(choice, options)
 
 
-def _check_positions(spec: ModelSpec, options: BenchOptions) -> None:
-    tokens = options.prompt_len + options.output_len
+def check_positions(spec: ModelSpec, prompt_len: int, output_len: int) -> None:
+    """Raise UserError for more tokens than the model handles."""
+    tokens = prompt_len + output_len
     if tokens > spec.positions:
         raise UserError(
             f"{spec.name}: --prompt-len and --output-len make {tokens} tokens, over the model's {spec.positions}"

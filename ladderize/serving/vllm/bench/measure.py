@@ -1,0 +1,100 @@
+"""One rank's part of the benchmark: all rows' engines in one process, timed in turn, in an order drawn anew for each
+round, so that whatever the machine does hits all alike."""
+
+import os
+import random
+from pathlib import Path
+
+import torch
+
+from ladderize.console import Console
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.bench.instrument import PHASES
+from ladderize.serving.vllm.backends import BACKEND_VARIABLE, Backend
+from ladderize.serving.vllm.bench.document import ENGINE, VllmBenchDocument, VllmBenchRow
+from ladderize.serving.vllm.bench.engine import Engine, communicator, identify
+from ladderize.serving.vllm.bench.rows import Timed, vllm_rows
+from ladderize.serving.vllm.bench.served import VllmPlan, file_stem
+from ladderize.serving.vllm.bench.traces import trace_pass
+from ladderize.serving.vllm.plugin import register
+from ladderize.serving.vllm.versions import installed_version
+
+
+def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> VllmBenchDocument:
+    """Start the engines and time them; reports the document after each batch size. All ranks call it."""
+    options = plan.options
+    surroundings = environment(ranks, settings=("VLLM_", "LADDERIZE_"))
+    identify(ranks)
+    register()  # also where ladderize runs from a source tree, whose entry points nobody knows
+    engines = []
+    for number, served in enumerate(plan.served, start=1):
+        with console.stage(f"starting vLLM, {number} of {len(plan.served)}: {served.name}"):
+            engines.append(Engine(served, options, ranks, len(plan.served), plan.config))
+    backend = communicator()
+    carriers = sorted({engine.messages.collectives.name for engine in engines if engine.messages is not None})
+    messages = f"{os.environ.get(BACKEND_VARIABLE, 'auto')}: {', '.join(carriers)}" if carriers else None
+    rows: list[VllmBenchRow] = []
+
+    def document(*, complete: bool) -> VllmBenchDocument:
+        return VllmBenchDocument(
+            engine=ENGINE,
+            complete=complete,
+            emulated=Backend.from_environment(os.environ).link is not None,
+            options=options,
+            vllm=installed_version() or "unknown",
+            backend=backend,
+            messages=messages,
+            environment=surroundings,
+            rows=list(rows),
+        )
+
+    for batch in options.batch_sizes:
+        timed = [Timed(served) for served in plan.served]
+        _time_engines(ranks, list(zip(timed, engines, strict=True)), plan, batch, console)
+        done = len(rows)
+        rows[done:] = vllm_rows(timed, options, batch)
+        ranks.report(document(complete=False))
+        if options.profile is not None:
+            with console.stage(f"profiling, traces in {options.profile}"):
+                _trace_engines(ranks, list(zip(timed, engines, strict=True)), plan, batch, options.profile)
+            rows[done:] = vllm_rows(timed, options, batch)
+            ranks.report(document(complete=False))
+    return document(complete=True)
+
+
+def _time_engines(
+    ranks: Ranks, engines: list[tuple[Timed, Engine]], plan: VllmPlan, batch: int, console: Console
+) -> None:
+    options = plan.options
+    prompts = _prompts(plan, batch)
+    order = list(engines)
+    shuffle = random.Random(options.seed)  # the same on every rank
+    rounds = options.warmup + options.repeat
+    with console.progress(f"timing, batch {batch}", rounds, animated=False) as advance:
+        for number in range(rounds):
+            shuffle.shuffle(order)
+            for timed, engine in order:
+                ranks.barrier()
+                times = engine.time_pass(prompts, options.output_len)
+                # the group is done when its last rank is
+                times = tuple(max(values) for values in zip(*ranks.gather(times), strict=True))
+                if number >= options.warmup:
+                    for phase, seconds in zip(PHASES, times, strict=True):
+                        timed.seconds[phase].append(seconds)
+            advance(1)
+
+
+def _trace_engines(ranks: Ranks, engines: list[tuple[Timed, Engine]], plan: VllmPlan, batch: int, folder: Path) -> None:
+    prompts = _prompts(plan, batch)
+    for number, (timed, engine) in enumerate(engines):
+        path = folder / f"{number}-{file_stem(engine.name)}-batch{batch}-rank{ranks.rank}.json"
+        ranks.barrier()
+        timed.overlap = trace_pass(engine, prompts, path, ranks)
+
+
+def _prompts(plan: VllmPlan, batch: int) -> list[list[int]]:
+    numbers = torch.Generator().manual_seed(plan.options.seed)
+    shape = (batch, plan.options.prompt_len)
+    ids: list[list[int]] = torch.randint(0, int(plan.config["vocab_size"]), shape, generator=numbers).tolist()
+    return ids

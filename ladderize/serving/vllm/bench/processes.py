@@ -1,0 +1,190 @@
+"""One process for each rank of this host, each with vLLM in it: its engines run in the rank itself, those of all layouts
+side by side, so that changing from one to the next costs nothing and no idle processes disturb the one that is timed.
+
+The processes' environment is the one that vLLM gives its own workers on a CPU: OpenMP bound to the rank's cores before
+the process begins.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import importlib.util
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ladderize.console import DEBUG, sentence
+from ladderize.errors import LadderizeError, UserError
+from ladderize.ranks.group import INFERENCE_TIMEOUT, join_group, launched
+from ladderize.ranks.launcher import ALONE, Place, started_rank_variables
+from ladderize.ranks.threads import cores, set_threads
+from ladderize.runtime.launch import Report, StartedRanks, end_with_parent, stop_processes
+
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+
+
+def run_ranks(
+    function: Callable[..., Any], *args: Any, tp_size: int, device: str, threads: int | None, work: Path, report: Report
+) -> Any:
+    """Call ``function(ranks, *args)`` in a process of each rank, and return what rank 0 returned.
+
+    Under a launcher this process starts its own rank alone, and gets None unless that is rank 0. work: a folder, in
+    which ranks of this host find each other. Raises UserError with the cause if any rank fails.
+    """
+    place = launched()
+    if place != ALONE:
+        places, store = [place], None
+    else:
+        places, store = [Place(rank, tp_size, rank, tp_size) for rank in range(tp_size)], f"file://{work / 'store'}"
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    try:
+        for place in places:
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (function, args, place, device, store, theirs)
+            process = context.Process(target=_work, args=arguments, name=f"rank {place.rank}", daemon=True)
+            with _environment(rank_environment(place, device, threads, os.environ)):
+                process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        group = StartedRanks(pipes, processes, report)
+        group.watch()
+        return group.value
+    finally:
+        stop_processes(processes)
+        for pipe in pipes:
+            pipe.close()
+
+
+def rank_environment(place: Place, device: str, threads: int | None, said: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a rank's process beside those of this one, which ``said`` are. Raises UserError for cores that
+    are not there."""
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the rank itself
+        **{name: said.get(name, value) for name, value in QUIET.items()},
+        **started_rank_variables(place),
+    }
+    if place.local_size == place.size:  # under a launcher of several hosts the user knows the interface
+        variables["GLOO_SOCKET_IFNAME"] = said.get("GLOO_SOCKET_IFNAME") or _loopback()
+    if device != "cpu":
+        return variables
+    own = _cores_of(place, threads, said.get(BINDING, "auto"))
+    preloaded = said.get("LD_PRELOAD", "")
+    if not any(name in preloaded for name in ("libgomp", "libiomp", "libomp")):
+        preloaded = ":".join(filter(None, (preloaded, _openmp())))
+    return variables | {
+        "OMP_NUM_THREADS": str(len(own)),
+        "OMP_PLACES": "{" + ",".join(map(str, own)) + "}",
+        "OMP_PROC_BIND": "true",
+        "LD_PRELOAD": preloaded,
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+
+def _cores_of(place: Place, threads: int | None, binding: str) -> list[int]:
+    """What vLLM's variable says, or this rank's share of the cores. binding: such as ``0-3|4-7``, a part for each rank
+    of this host."""
+    free = sorted(cores())
+    if binding in ("", "auto", "nobind"):
+        share = threads or max(1, len(free) // place.local_size)
+        found = free[place.local_rank * share : (place.local_rank + 1) * share]
+        if len(found) < share:
+            raise UserError(f"{place.local_size} ranks of {share} threads need more than the {len(free)} cores here")
+        return found
+    parts = binding.split("|")
+    if len(parts) != place.local_size:
+        raise UserError(f"{BINDING}={binding} names the cores of {len(parts)} ranks, and {place.local_size} run here")
+    found = _core_list(parts[place.local_rank], binding)
+    if missing := sorted(set(found) - set(free)):
+        raise UserError(f"{BINDING}={binding} names core {missing[0]}, which this process may not use")
+    if threads is not None and threads != len(found):
+        raise UserError(f"--threads {threads} contradicts {BINDING}={binding}; leave one of them out")
+    return found
+
+
+def _core_list(text: str, binding: str) -> list[int]:
+    """``0,2-4`` as numbers."""
+    found: list[int] = []
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            found += range(int(first), int(last or first) + 1)
+    except ValueError:
+        found = []
+    if not found:
+        raise UserError(f"{BINDING}={binding} is no list of cores such as 0-3|4-7")
+    return found
+
+
+def _openmp() -> str:
+    """The OpenMP library that torch brought along; loaded first, so that there is one in the process."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    folder = Path(spec.origin).parent
+    for place in (folder.parent / "torch.libs", folder / "lib"):
+        if found := sorted(glob.glob(str(place / "libgomp*.so*"))):
+            return found[0]
+    return ""
+
+
+def _loopback() -> str:
+    return "lo" if Path("/sys/class/net/lo").exists() else "lo0"
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """A process that is started inside has these variables, from its first instruction."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+def _work(
+    function: Callable[..., Any], args: tuple[Any, ...], place: Place, device: str, store: str | None, pipe: Any
+) -> None:
+    """The life of a rank's process: it reports a value or one sentence, and ends with whoever started it."""
+    multiprocessing.current_process().daemon = False  # vLLM starts processes of its own
+    end_with_parent()
+    try:
+        if device == "cpu":
+            set_threads(int(os.environ["OMP_NUM_THREADS"]), place.local_size)
+        ranks = join_group(place, device, timeout=INFERENCE_TIMEOUT, init_method=store)
+        ranks = dataclasses.replace(ranks, report=lambda value: pipe.send(("report", value)))
+        value = function(ranks, *args)
+        pipe.send(("value", value if ranks.is_main else None))
+        ranks.barrier()
+    except BaseException as error:
+        failed_at = time.monotonic()
+        if os.environ.get(DEBUG):
+            import traceback
+
+            traceback.print_exc()
+        if not isinstance(error, LadderizeError | BrokenPipeError):
+            error = UserError(f"rank {place.rank} failed: {type(error).__name__}: {_reason(error)}")
+        with contextlib.suppress(OSError):
+            pipe.send(("error", (failed_at, error)))
+        os._exit(1)
+    # without leaving through vLLM's destructors: what they destroy is the process's, and other ranks may be gone
+    os._exit(0)
+
+
+def _reason(error: BaseException) -> str:
+    """Its sentence; of what vLLM wraps into a report on all of its options, the one that was wrong."""
+    errors = getattr(error, "errors", None)
+    if callable(errors):
+        with contextlib.suppress(Exception):
+            return "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in errors())
+    return sentence(error)

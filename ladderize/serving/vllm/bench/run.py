@@ -1,0 +1,106 @@
+"""``ladderize bench --engine vllm`` from its options to its document: plan, measure, keep, show."""
+
+from pathlib import Path
+
+from ladderize.console import SILENT, Console
+from ladderize.errors import UserError
+from ladderize.figure import check_plot
+from ladderize.files.documents import check_writable, write_json
+from ladderize.files.temporaries import temporary_folder
+from ladderize.ranks.device import default_device
+from ladderize.ranks.environment import is_main_rank
+from ladderize.ranks.group import Ranks, already_started
+from ladderize.runtime.bench.options import GroupOptions, ModelChoice
+from ladderize.runtime.bench.plan import check_positions, chosen_models, make_profile_folder
+from ladderize.runtime.launch import check_group_size
+from ladderize.serving.vllm.bench.document import VllmBenchDocument
+from ladderize.serving.vllm.bench.options import VllmBenchOptions, check_vllm_usage
+from ladderize.serving.vllm.bench.plot import plot_vllm_bench
+from ladderize.serving.vllm.bench.processes import run_ranks
+from ladderize.serving.vllm.bench.report import show_vllm_bench
+from ladderize.serving.vllm.bench.served import VllmPlan, served_models
+from ladderize.serving.vllm.versions import installed_version, version_problem
+
+
+def bench_vllm(
+    choice: ModelChoice,
+    options: VllmBenchOptions,
+    *,
+    out: Path | None = None,
+    plot: Path | None = None,
+    console: Console = SILENT,
+) -> VllmBenchDocument:
+    """Time the chosen models in vLLM against each other; returns the result, and shows it where the console speaks.
+
+    A dense model runs in vLLM's own class, others in ladderize's. out: a JSON file, which is written after each batch
+    size. plot: draws ``plot``.png and ``plot``.svg. Raises UsageError or UserError for what cannot be measured.
+    """
+    check_vllm_usage(choice, options)
+    problem = version_problem(installed_version())
+    if problem is not None:
+        raise UserError(problem)
+    device = default_device()
+    check_group_size(options.tp_size, device)
+    if out is not None:
+        check_writable(out)
+    if plot is not None:
+        check_plot(plot)
+    specs = chosen_models(choice, GroupOptions(tp_size=options.tp_size, device=device))
+    for spec in specs:
+        check_positions(spec, options.prompt_len, options.output_len)
+        if spec.config["vocab_size"] != specs[0].config["vocab_size"]:
+            raise UserError(f"{spec.name} has another vocabulary than {specs[0].name}; compare them apart")
+    make_profile_folder(options.profile)
+    kept = _KeptDocument(out, plot, console)
+    with temporary_folder("vllm") as work:
+        plan = VllmPlan(served_models(specs, options, work), dict(specs[0].config), options)
+        if not already_started():
+            console.note(f"starting {options.tp_size} rank{'s' * (options.tp_size > 1)} of vLLM")
+        try:
+            document = run_ranks(
+                _measure,
+                plan,
+                console,
+                tp_size=options.tp_size,
+                device=device,
+                threads=options.threads,
+                work=work,
+                report=kept.write,
+            )
+        except BaseException:  # also Ctrl-C
+            kept.show()
+            raise
+    if is_main_rank():
+        kept.write(document)
+    kept.show()
+    return document
+
+
+def _measure(ranks: Ranks, plan: VllmPlan, console: Console) -> VllmBenchDocument:
+    """In a rank's own process: vLLM is imported there, and nowhere else."""
+    from ladderize.serving.vllm.bench.measure import measure_vllm
+
+    return measure_vllm(ranks, plan, console)
+
+
+class _KeptDocument:
+    """The newest document of a run: written as soon as it is there, shown at the end, however that comes."""
+
+    def __init__(self, out: Path | None, plot: Path | None, console: Console) -> None:
+        self.out, self.plot, self.console = out, plot, console
+        self.newest: VllmBenchDocument | None = None
+
+    def write(self, document: VllmBenchDocument) -> None:
+        self.newest = document
+        if self.out is not None:
+            write_json(self.out, document.to_dict())
+
+    def show(self) -> None:
+        if self.newest is None:
+            return
+        self.console.document(self.newest.to_dict())
+        show_vllm_bench(self.newest, self.console)
+        if self.out is not None:
+            self.console.note(f"wrote {self.out}")
+        if self.plot is not None:
+            self.console.note(f"wrote {' and '.join(map(str, plot_vllm_bench(self.newest, self.plot)))}")

@@ -1,0 +1,89 @@
+"""What vLLM is given to serve: a folder for each row of the benchmark."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ladderize.errors import UserError
+from ladderize.layout import CONFIG_KEYS, Layout
+from ladderize.modeling import MODEL_TYPE
+from ladderize.runtime.spec import ModelSpec
+from ladderize.serving.vllm.bench.options import PLUGIN, VllmBenchOptions
+from ladderize.serving.vllm.plugin import ARCHITECTURE
+
+STOCK = "LlamaForCausalLM"
+PLUGIN_ROW = "plugin's dense"
+
+
+@dataclass(frozen=True)
+class Served:
+    """One row: a folder that vLLM opens, and what is in it.
+
+    architecture: vLLM's model class, its own or the plugin's. weights: the checkpoint, or None: vLLM makes random ones.
+    A row that is a baseline runs the first model's weights.
+    """
+
+    name: str
+    folder: Path
+    architecture: str
+    layout: Layout
+    dtype: str
+    weights: Path | None
+    baseline: bool = False
+
+
+@dataclass(frozen=True)
+class VllmPlan:
+    """What is served, the config that gives all rows their shape, and how to time it."""
+
+    served: list[Served]
+    config: dict[str, Any]
+    options: VllmBenchOptions
+
+
+def served_models(specs: list[ModelSpec], options: VllmBenchOptions, work: Path) -> list[Served]:
+    """Folders under ``work``, which outlives them: checkpoints' files are linked to, and only configs are written.
+
+    Raises UserError for what vLLM's classes cannot take.
+    """
+    rows = [_served(spec, work / str(number), plugin=not spec.layout.is_dense) for number, spec in enumerate(specs)]
+    if PLUGIN in options.baselines:
+        if not specs[0].layout.is_dense:
+            raise UserError(
+                f"--baselines {PLUGIN} needs a dense model as the first one, and {specs[0].name} is not dense"
+            )
+        rows.insert(1, _served(specs[0], work / PLUGIN, plugin=True, baseline=True))
+    return rows
+
+
+def _served(spec: ModelSpec, folder: Path, *, plugin: bool, baseline: bool = False) -> Served:
+    folder.mkdir()
+    if spec.folder is not None:
+        for path in spec.folder.resolve().iterdir():
+            if path.name != "config.json":
+                (folder / path.name).symlink_to(path)
+    config = vllm_config(spec.config, spec.layout, plugin=plugin)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return Served(
+        name=PLUGIN_ROW if baseline else spec.name,
+        folder=folder,
+        architecture=ARCHITECTURE if plugin else STOCK,
+        layout=spec.layout,
+        dtype=spec.dtype,
+        weights=spec.folder,
+        baseline=baseline,
+    )
+
+
+def vllm_config(config: dict[str, Any], layout: Layout, *, plugin: bool) -> dict[str, Any]:
+    """config.json for vLLM's own class, or for the plugin's, which takes dense layouts, too."""
+    kept = {key: value for key, value in config.items() if key not in {*CONFIG_KEYS, "auto_map"}}
+    kept["model_type"], kept["architectures"] = (MODEL_TYPE, [ARCHITECTURE]) if plugin else ("llama", [STOCK])
+    return kept | (layout.to_config() if plugin else {})
+
+
+def file_stem(name: str) -> str:
+    """A row's name as the stem of a file's."""
+    return re.sub(r"[^\w.+-]+", "_", Path(name).name)
