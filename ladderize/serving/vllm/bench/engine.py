@@ -21,7 +21,7 @@ KV_BLOCK = 128  # tokens: vLLM's blocks on a CPU; those of GPUs are smaller
 NETWORK = "/proc/self/ns/net"  # a link, whose target names the network namespace
 
 
-class Engine:
+class TimedEngine:
     """vLLM serving one row of the benchmark. All ranks make it, and call the same methods in the same order."""
 
     def __init__(self, served: Served, options: VllmBenchOptions, ranks: Ranks, sharing: int, config: Any) -> None:

@@ -11,26 +11,29 @@ from ladderize.console import Console
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.environment import environment
 from ladderize.runtime.bench.instrument import PHASES
-from ladderize.serving.vllm.backends import BACKEND_VARIABLE, Backend
+from ladderize.serving.vllm.backends import BACKEND_VARIABLE, MessageBackend
 from ladderize.serving.vllm.bench.document import ENGINE, VllmBenchDocument, VllmBenchRow
-from ladderize.serving.vllm.bench.engine import Engine, communicator, identify
+from ladderize.serving.vllm.bench.engine import TimedEngine, communicator, identify
 from ladderize.serving.vllm.bench.rows import Timed, vllm_rows
 from ladderize.serving.vllm.bench.served import VllmPlan, file_stem
 from ladderize.serving.vllm.bench.traces import trace_pass
-from ladderize.serving.vllm.plugin import register
+from ladderize.serving.vllm.plugin import register_plugin
 from ladderize.serving.vllm.versions import installed_version
 
 
-def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> VllmBenchDocument:
-    """Start the engines and time them; reports the document after each batch size. All ranks call it."""
+def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> tuple[VllmBenchDocument, list[TimedEngine]]:
+    """Start the engines and time them; reports the document after each batch size. All ranks call it.
+
+    Returns the engines, too: where one goes, vLLM ends the group that all share.
+    """
     options = plan.options
     surroundings = environment(ranks, settings=("VLLM_", "LADDERIZE_"))
     identify(ranks)
-    register()  # also where ladderize runs from a source tree, whose entry points nobody knows
+    register_plugin()  # also where ladderize runs from a source tree, whose entry points nobody knows
     engines = []
     for number, served in enumerate(plan.served, start=1):
         with console.stage(f"starting vLLM, {number} of {len(plan.served)}: {served.name}"):
-            engines.append(Engine(served, options, ranks, len(plan.served), plan.config))
+            engines.append(TimedEngine(served, options, ranks, len(plan.served), plan.config))
     backend = communicator()
     carriers = sorted({engine.messages.collectives.name for engine in engines if engine.messages is not None})
     messages = f"{os.environ.get(BACKEND_VARIABLE, 'auto')}: {', '.join(carriers)}" if carriers else None
@@ -40,7 +43,7 @@ def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> VllmBenchDoc
         return VllmBenchDocument(
             engine=ENGINE,
             complete=complete,
-            emulated=Backend.from_environment(os.environ).link is not None,
+            emulated=MessageBackend.from_environment(os.environ).link is not None,
             options=options,
             vllm=installed_version() or "unknown",
             backend=backend,
@@ -60,11 +63,11 @@ def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> VllmBenchDoc
                 _trace_engines(ranks, list(zip(timed, engines, strict=True)), plan, batch, options.profile)
             rows[done:] = vllm_rows(timed, options, batch)
             ranks.report(document(complete=False))
-    return document(complete=True)
+    return document(complete=True), engines
 
 
 def _time_engines(
-    ranks: Ranks, engines: list[tuple[Timed, Engine]], plan: VllmPlan, batch: int, console: Console
+    ranks: Ranks, engines: list[tuple[Timed, TimedEngine]], plan: VllmPlan, batch: int, console: Console
 ) -> None:
     options = plan.options
     prompts = _prompts(plan, batch)
@@ -85,7 +88,9 @@ def _time_engines(
             advance(1)
 
 
-def _trace_engines(ranks: Ranks, engines: list[tuple[Timed, Engine]], plan: VllmPlan, batch: int, folder: Path) -> None:
+def _trace_engines(
+    ranks: Ranks, engines: list[tuple[Timed, TimedEngine]], plan: VllmPlan, batch: int, folder: Path
+) -> None:
     prompts = _prompts(plan, batch)
     for number, (timed, engine) in enumerate(engines):
         path = folder / f"{number}-{file_stem(engine.name)}-batch{batch}-rank{ranks.rank}.json"

@@ -1,5 +1,5 @@
-"""One process for each rank of this host, each with vLLM in it: its engines run in the rank itself, those of all layouts
-side by side, so that changing from one to the next costs nothing and no idle processes disturb the one that is timed.
+"""One process for each rank of this host, with vLLM in it: its engines run in the rank itself, those of all layouts side
+by side. Changing from one to the next costs nothing, and no idle processes disturb the engine that is timed.
 
 The processes' environment is the one that vLLM gives its own workers on a CPU: OpenMP bound to the rank's cores before
 the process begins.
@@ -30,7 +30,8 @@ QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONW
 def run_ranks(
     function: Callable[..., Any], *args: Any, tp_size: int, device: str, threads: int | None, work: Path, report: Report
 ) -> Any:
-    """Call ``function(ranks, *args)`` in a process of each rank, and return what rank 0 returned.
+    """Call ``function(ranks, *args)`` in a process of each rank, and return the first of what rank 0 returned: a value,
+    and what has to live as long as the process.
 
     Under a launcher this process starts its own rank alone, and gets None unless that is rank 0. work: a folder, in
     which ranks of this host find each other. Raises UserError with the cause if any rank fails.
@@ -163,9 +164,9 @@ def _work(
             set_threads(int(os.environ["OMP_NUM_THREADS"]), place.local_size)
         ranks = join_group(place, device, timeout=INFERENCE_TIMEOUT, init_method=store)
         ranks = dataclasses.replace(ranks, report=lambda value: pipe.send(("report", value)))
-        value = function(ranks, *args)
-        pipe.send(("value", value if ranks.is_main else None))
+        value, _kept = function(ranks, *args)
         ranks.barrier()
+        pipe.send(("value", value if ranks.is_main else None))
     except BaseException as error:
         failed_at = time.monotonic()
         if os.environ.get(DEBUG):

@@ -1,6 +1,7 @@
 """``ladderize bench --engine vllm`` from its options to its document: plan, measure, keep, show."""
 
 from pathlib import Path
+from typing import Any
 
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
@@ -76,7 +77,7 @@ def bench_vllm(
     return document
 
 
-def _measure(ranks: Ranks, plan: VllmPlan, console: Console) -> VllmBenchDocument:
+def _measure(ranks: Ranks, plan: VllmPlan, console: Console) -> tuple[VllmBenchDocument, Any]:
     """In a rank's own process: vLLM is imported there, and nowhere else."""
     from ladderize.serving.vllm.bench.measure import measure_vllm
 

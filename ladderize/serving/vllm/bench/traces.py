@@ -11,16 +11,15 @@ from torch.profiler import record_function
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.alone_times import AloneTimes, synchronize
 from ladderize.runtime.bench.instrument import PHASES
+from ladderize.runtime.bench.measure import TRACED_STEPS
 from ladderize.runtime.bench.trace import Overlap, trace_passes
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import Traced
-from ladderize.serving.vllm.backends import Backend
-from ladderize.serving.vllm.bench.engine import Engine
-
-TRACED_STEPS = 4
+from ladderize.serving.vllm.backends import MessageBackend
+from ladderize.serving.vllm.bench.engine import TimedEngine
 
 
-def trace_pass(engine: Engine, prompts: list[list[int]], path: Path, ranks: Ranks) -> dict[str, Overlap] | None:
+def trace_pass(engine: TimedEngine, prompts: list[list[int]], path: Path, ranks: Ranks) -> dict[str, Overlap] | None:
     """Write the trace of a pass to ``path``; returns what it shows of each phase, or None for vLLM's own class, which
     has no messages in flight. All ranks call it."""
 
@@ -33,14 +32,14 @@ def trace_pass(engine: Engine, prompts: list[list[int]], path: Path, ranks: Rank
             synchronize(ranks.device)
 
     with _traced(engine) as traced:
-        link = Backend.from_environment(os.environ).link
+        link = MessageBackend.from_environment(os.environ).link
         alone = AloneTimes(ranks, traced.inner, link, engine.dtype)
         found = trace_passes(run, PHASES, path, ranks.device, traced, lambda size: alone.seconds("all_reduce", size))
     return None if engine.messages is None else found
 
 
 @contextlib.contextmanager
-def _traced(engine: Engine) -> Iterator[Traced]:
+def _traced(engine: TimedEngine) -> Iterator[Traced]:
     """The engine's messages appear in torch's profiler inside the block."""
     messages = engine.messages
     if messages is None:
