@@ -4,12 +4,18 @@
 # Measures prefill of 128 tokens, 8 layers of hidden size 1024, float32 messages over gloo (DESIGN section 8).
 #   benchmarks/slow_link.sh 200mbit benchmarks/results/slow_link_train.json --train
 # Measures training steps of 2 x 128 tokens of the same model: four layouts, each by the sequential schedule and by domino.
+#   benchmarks/slow_link.sh 200mbit benchmarks/results/slow_link_vllm.json --engine vllm
+# Measures prefill and decoding of the same model in vLLM (make test-vllm makes its environment): each rank in its namespace, and
+# vLLM's own all-reduces and ladderize's messages over gloo; anything else is an error.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rate=${1:-200mbit}
 out=${2:-benchmarks/results/slow_link.json}
 shift $(($# < 2 ? $# : 2))
-python=${PYTHON:-.venv/bin/python}
+case " $* " in
+  *" --engine vllm "*) vllm=1 python=${PYTHON:-.venv-vllm/bin/python} ;;
+  *) vllm= python=${PYTHON:-.venv/bin/python} ;;
+esac
 a=ladderize-a-$$ b=ladderize-b-$$
 pids=()
 clean() {
@@ -31,17 +37,32 @@ for side in "$a va" "$b vb"; do
   ip -n "$namespace" link set "$device" up gso_max_size "${GSO:-16384}"
   ip netns exec "$namespace" tc qdisc add dev "$device" root tbf rate "$rate" burst 256kbit latency 50ms
 done
-arguments=(bench --random-weights benchmarks/shapes/slow_link.json --tp-size 2 --backend gloo --dtype float32 --repeat 9 --threads 1)
+arguments=(bench --random-weights benchmarks/shapes/slow_link.json --tp-size 2 --dtype float32 --repeat 9 --threads 1)
 case " $* " in
-  *" --train "*) arguments+=(--batch-size 2 --seq-len 128) ;;
-  *) arguments+=(--prompt-len 128 --output-len 2 --replicate-vocab) ;;
+  *" --engine vllm "*) arguments+=(--batch-size 1 --prompt-len 128 --output-len 17) ;;
+  *" --train "*) arguments+=(--backend gloo --batch-size 2 --seq-len 128) ;;
+  *) arguments+=(--backend gloo --prompt-len 128 --output-len 2 --replicate-vocab) ;;
 esac
 arguments+=("$@")
-rank() { # namespace, device, rank
+variables=()
+if [ -n "$vllm" ]; then
+  variables=(LADDERIZE_VLLM_BACKEND=gloo)
+fi
+rank() { # namespace, device, rank, address
+  local own=("${variables[@]}")
+  if [ -n "$vllm" ]; then own+=(VLLM_HOST_IP="$4" VLLM_CPU_OMP_THREADS_BIND="$3"); fi # a core for each rank
   ip netns exec "$1" env RANK="$3" WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=29511 \
-    GLOO_SOCKET_IFNAME="$2" OMP_NUM_THREADS=1 "$python" -m ladderize "${arguments[@]}" --out "$out"
+    GLOO_SOCKET_IFNAME="$2" OMP_NUM_THREADS=1 "${own[@]}" "$python" -m ladderize "${arguments[@]}" --out "$out"
 }
-rank "$b" vb 1 &
+rank "$b" vb 1 10.77.0.2 &
 pids+=($!)
-rank "$a" va 0
+rank "$a" va 0 10.77.0.1
 wait "${pids[@]}"
+if [ -n "$vllm" ]; then
+  "$python" - "$out" <<'CHECK'
+import json, sys
+found = json.load(open(sys.argv[1]))
+if not found["backend"].startswith("gloo over v") or found["messages"] != "gloo":
+    sys.exit(f"{sys.argv[1]}: not over the link: {found['backend']}, messages {found['messages']}")
+CHECK
+fi

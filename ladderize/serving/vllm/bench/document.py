@@ -70,8 +70,8 @@ class VllmBenchDocument(Record):
     """All of the file but the schema in front.
 
     engine: ``vllm``, which no document of the runtime has. backend: what carries blocking all-reduces in vLLM.
-    messages: what carries those in flight, as LADDERIZE_VLLM_BACKEND chose; None where nothing is in flight. emulated:
-    that they are delays. complete: False in what is written before all is done.
+    messages: what carries those in flight, as LADDERIZE_VLLM_BACKEND chose; None where no row is in the plugin's class.
+    emulated: that they are delays. complete: False in what is written before all is done.
     """
 
     engine: str

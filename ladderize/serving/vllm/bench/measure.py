@@ -11,7 +11,7 @@ from ladderize.console import Console
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.environment import environment
 from ladderize.runtime.bench.instrument import PHASES
-from ladderize.serving.vllm.backends import BACKEND_VARIABLE, MessageBackend
+from ladderize.serving.vllm.backends import MessageBackend
 from ladderize.serving.vllm.bench.document import ENGINE, VllmBenchDocument, VllmBenchRow
 from ladderize.serving.vllm.bench.engine import TimedEngine, communicator, identify
 from ladderize.serving.vllm.bench.rows import Timed, vllm_rows
@@ -36,7 +36,7 @@ def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> tuple[VllmBe
             engines.append(TimedEngine(served, options, ranks, len(plan.served), plan.config))
     backend = communicator()
     carriers = sorted({engine.messages.collectives.name for engine in engines if engine.messages is not None})
-    messages = f"{os.environ.get(BACKEND_VARIABLE, 'auto')}: {', '.join(carriers)}" if carriers else None
+    messages = ", ".join(carriers) if carriers else None
     rows: list[VllmBenchRow] = []
 
     def document(*, complete: bool) -> VllmBenchDocument:

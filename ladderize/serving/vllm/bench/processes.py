@@ -1,5 +1,5 @@
-"""One process for each rank of this host, with vLLM in it: its engines run in the rank itself, those of all layouts side
-by side. Changing from one to the next costs nothing, and no idle processes disturb the engine that is timed.
+"""One process for each rank of this host, with vLLM in it: its engines run in the rank itself, those of all layouts
+side by side. Changing from one to the next costs nothing, and no idle processes disturb the engine that is timed.
 
 The processes' environment is the one that vLLM gives its own workers on a CPU: OpenMP bound to the rank's cores before
 the process begins.

@@ -31,7 +31,8 @@ def show_vllm_bench(document: VllmBenchDocument, console: Console) -> None:
 def vllm_group_text(document: VllmBenchDocument) -> str:
     """Which engine, on how many ranks, over what; says whether messages are emulated."""
     ranks = document.options.tp_size
-    over = "" if ranks == 1 else f", {document.backend}"
+    in_flight = "" if document.messages is None else f", messages in flight by {document.messages}"
+    over = "" if ranks == 1 else f", {document.backend}{in_flight}"
     emulated = f", EMULATED messages: {document.messages}" if document.emulated else ""
     return f"vLLM {document.vllm}, {ranks} rank{'s' * (ranks > 1)}{over}{emulated}"
 

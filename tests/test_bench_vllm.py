@@ -1,0 +1,295 @@
+"""bench --engine vllm, as far as it goes without vLLM: what is refused and served, the ranks' environment, rows."""
+
+import dataclasses
+import json
+import random
+import statistics
+
+import pytest
+
+from ladderize.errors import UsageError, UserError
+from ladderize.layout import Layout
+from ladderize.ranks.launcher import Place
+from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW
+from ladderize.runtime.bench.options import ModelChoice
+from ladderize.runtime.spec import checkpoint_spec, shape_spec
+from ladderize.serving.vllm.bench import processes, run
+from ladderize.serving.vllm.bench.document import VllmBenchDocument
+from ladderize.serving.vllm.bench.options import VllmBenchOptions, check_vllm_usage
+from ladderize.serving.vllm.bench.processes import rank_environment
+from ladderize.serving.vllm.bench.report import show_vllm_bench
+from ladderize.serving.vllm.bench.rows import Timed, vllm_rows
+from ladderize.serving.vllm.bench.served import PLUGIN_ROW, file_stem, served_models, vllm_config
+from tests.helpers import SHAPE, invoke, one_sentence, save_llama
+
+LAYERS = SHAPE["num_hidden_layers"]
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--backend", "gloo"], "--backend has no effect with --engine vllm; LADDERIZE_VLLM_BACKEND"),
+        (["--train"], "--train has no effect with --engine vllm, which does not train"),
+        (["--emulate-tp", "2", "--link", "20,1"], "--emulate-tp has no effect with --engine vllm; LADDERIZE_VLLM"),
+        (["--device", "cpu"], "--device has no effect with --engine vllm, which computes on what it was built for"),
+        (["--compile"], "--compile has no effect with --engine vllm, which compiles by itself"),
+        (["--schedule", "domino"], "--schedule has no effect with --engine vllm"),
+        (["--domino-chunks", "2"], "--domino-chunks has no effect with --engine vllm"),
+        (["--replicate-vocab"], "--replicate-vocab has no effect with --engine vllm"),
+        (["--no-check"], "--no-check has no effect with --engine vllm, whose tokens are not compared"),
+        (["--seq-len", "8"], "--seq-len has no effect with --engine vllm"),
+        (["--baselines", "no-comm"], "--baselines no-comm is not for --engine vllm; it takes plugin"),
+        (["--baselines", "plugin,plugin"], "--baselines names plugin twice"),
+        (["--batch-size", "1,x"], "--batch-size '1,x' is not a comma-separated list"),
+    ],
+)
+def test_what_vllm_has_no_use_for(arguments, words):
+    done = invoke("bench", "--engine", "vllm", "--random-weights", "1b", *arguments)
+    assert done.code == 2
+    assert words in one_sentence(done)
+
+
+def test_options_from_python_are_checked():
+    shape = ModelChoice(random_weights="1b")
+    for wrong, words in (
+        (VllmBenchOptions(output_len=1), "--output-len must be an integer of at least 2"),
+        (VllmBenchOptions(repeat=0), "--repeat must be"),
+        (VllmBenchOptions(tp_size=0), "--tp-size must be"),
+        (VllmBenchOptions(batch_sizes=()), "--batch-size"),
+        (VllmBenchOptions(batch_sizes=(0,)), "--batch-size"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            check_vllm_usage(shape, wrong)
+    with pytest.raises(UsageError, match="name checkpoints, or a shape"):
+        check_vllm_usage(ModelChoice(), VllmBenchOptions())
+    check_vllm_usage(shape, VllmBenchOptions(baselines=("plugin",)))
+
+
+@pytest.mark.parametrize("version", [None, "0.31.1", "0.33.0"])
+def test_an_engine_that_is_not_there_or_not_known(version, monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "installed_version", lambda: version)
+    done = invoke("bench", "--engine", "vllm", "--random-weights", "1b", "--out", tmp_path / "o.json")
+    assert done.code == 1
+    assert "vLLM" in one_sentence(done)
+    assert not (tmp_path / "o.json").exists()
+
+
+# ---- what is served ----
+
+
+def layouts():
+    every = range(LAYERS)
+    return {
+        "dense": Layout.dense(LAYERS),
+        "ladder": Layout.from_layers(LAYERS, ladder=every),
+        "spd": Layout.from_layers(LAYERS, spd=every, sync_tp_size=2),
+    }
+
+
+def specs(names=("dense", "ladder", "spd")):
+    return [
+        shape_spec({**SHAPE, "model_type": "llama"}, layouts()[name], name=name, tp_size=2, dtype="float32")
+        for name in names
+    ]
+
+
+def test_each_layout_is_a_folder_that_vllm_opens(tmp_path):
+    served = served_models(specs(), VllmBenchOptions(tp_size=2, baselines=("plugin",)), tmp_path)
+    assert [row.name for row in served] == ["dense", PLUGIN_ROW, "ladder", "spd"]
+    assert [row.baseline for row in served] == [False, True, False, False]
+    configs = [json.loads((row.folder / "config.json").read_text()) for row in served]
+    assert [config["architectures"] for config in configs] == [
+        ["LlamaForCausalLM"],
+        *[["LadderizedLlamaForCausalLM"]] * 3,
+    ]
+    assert "attention_sync" not in configs[0]
+    for row, config in zip(served[1:], configs[1:], strict=True):
+        assert config["model_type"] == "ladderized_llama"
+        assert Layout.from_config(config) == row.layout
+    assert all("auto_map" not in config and config["vocab_size"] == SHAPE["vocab_size"] for config in configs)
+
+
+def test_a_checkpoint_is_linked_to_and_not_copied(tmp_path):
+    source = save_llama(tmp_path / "dense")
+    (tmp_path / "work").mkdir()
+    spec = checkpoint_spec(str(source), tp_size=1)
+    first, plugin = served_models([spec], VllmBenchOptions(baselines=("plugin",)), tmp_path / "work")
+    for row in (first, plugin):
+        assert row.weights == spec.folder
+        weights = row.folder / "model.safetensors"
+        assert weights.is_symlink()
+        assert weights.resolve() == (source / "model.safetensors").resolve()
+        assert not (row.folder / "config.json").is_symlink()
+    assert json.loads((source / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_the_plugin_baseline_is_of_a_dense_model(tmp_path):
+    with pytest.raises(UserError, match="--baselines plugin needs a dense model as the first one, and ladder"):
+        served_models(specs(("ladder", "dense")), VllmBenchOptions(baselines=("plugin",)), tmp_path)
+
+
+def test_a_config_says_whose_class_it_is():
+    config = {
+        **SHAPE,
+        "model_type": "ladderized_llama",
+        "auto_map": {"AutoConfig": "x"},
+        **layouts()["spd"].to_config(),
+    }
+    assert (
+        not {"auto_map", "attention_sync", "sync_tp_size"}
+        & vllm_config(config, layouts()["dense"], plugin=False).keys()
+    )
+    assert vllm_config(config, layouts()["ladder"], plugin=True)["sync_tp_size"] is None
+    assert file_stem("/a/b c/x+y@z") == "x+y_z"
+
+
+# ---- the ranks' processes ----
+
+
+def environment_of(monkeypatch, rank, *, cores=(0, 1, 2, 3), threads=None, device="cpu", size=2, local=None, **said):
+    monkeypatch.setattr(processes, "cores", lambda: set(cores))
+    here = size if local is None else local
+    return rank_environment(Place(rank, size, rank % here, here), device, threads, said)
+
+
+def test_ranks_share_the_cores_as_vllm_binds_them(monkeypatch):
+    first, second = (environment_of(monkeypatch, rank) for rank in (0, 1))
+    assert (first["OMP_PLACES"], second["OMP_PLACES"]) == ("{0,1}", "{2,3}")
+    assert first["OMP_NUM_THREADS"] == "2"
+    assert (second["RANK"], second["WORLD_SIZE"], second["LOCAL_RANK"]) == ("1", "2", "1")
+    assert first["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert environment_of(monkeypatch, 1, threads=1)["OMP_PLACES"] == "{1}"
+    bound = environment_of(monkeypatch, 1, VLLM_CPU_OMP_THREADS_BIND="0|2-3")
+    assert (bound["OMP_PLACES"], bound["OMP_NUM_THREADS"]) == ("{2,3}", "2")
+    assert environment_of(monkeypatch, 0, VLLM_LOGGING_LEVEL="INFO")["VLLM_LOGGING_LEVEL"] == "INFO"
+
+
+def test_a_rank_alone_on_its_host_keeps_the_interface_that_was_said(monkeypatch):
+    apart = environment_of(monkeypatch, 1, local=1, GLOO_SOCKET_IFNAME="vb", VLLM_CPU_OMP_THREADS_BIND="1")
+    assert "GLOO_SOCKET_IFNAME" not in apart  # as it was
+    assert apart["OMP_PLACES"] == "{1}"
+    assert environment_of(monkeypatch, 0)["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+
+
+def test_openmp_is_loaded_once(monkeypatch):
+    monkeypatch.setattr(processes, "_openmp", lambda: "/torch/libgomp.so")
+    assert environment_of(monkeypatch, 0)["LD_PRELOAD"] == "/torch/libgomp.so"
+    assert environment_of(monkeypatch, 0, LD_PRELOAD="/x/libtcmalloc.so")["LD_PRELOAD"].endswith(":/torch/libgomp.so")
+    assert environment_of(monkeypatch, 0, LD_PRELOAD="/x/libiomp5.so")["LD_PRELOAD"] == "/x/libiomp5.so"
+    assert "LD_PRELOAD" not in environment_of(monkeypatch, 0, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0"}, "names the cores of 1 ranks, and 2 run here"),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0|9"}, "names core 9, which this process may not use"),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0|a"}, "is no list of cores"),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0|1", "threads": 2}, "--threads 2 contradicts VLLM_CPU_OMP_THREADS_BIND=0|1"),
+        ({"threads": 3}, "need more than the 4 cores here"),
+    ],
+)
+def test_cores_that_are_not_there(monkeypatch, said, words):
+    with pytest.raises(UserError, match=words.replace("|", r"\|")):
+        environment_of(monkeypatch, 1, **said)
+
+
+def test_variables_are_put_back(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("OMP_PLACES", raising=False)
+    with processes._environment({"OMP_NUM_THREADS": "1", "OMP_PLACES": "{0}"}):
+        assert processes.os.environ["OMP_PLACES"] == "{0}"
+    assert processes.os.environ["OMP_NUM_THREADS"] == "7"
+    assert "OMP_PLACES" not in processes.os.environ
+
+
+def test_of_vllms_report_on_all_options_the_wrong_one_is_told():
+    class Wrapped(Exception):
+        def errors(self):
+            return [{"msg": "Value error, tp 3 does not divide it"}]
+
+    assert processes._reason(Wrapped("1 validation error for ...")) == "tp 3 does not divide it"
+    assert processes._reason(ValueError("plain\n words")) == "plain words"
+
+
+# ---- rows ----
+
+
+def timed_rows(tmp_path, rounds=5, batch=3):
+    served = served_models(specs(), VllmBenchOptions(tp_size=2, baselines=("plugin",)), tmp_path)
+    rng = random.Random()
+    timed = [
+        Timed(row, {phase: [rng.uniform(0.01, 0.02) for _ in range(rounds)] for phase in ("prefill", "decode")})
+        for row in served
+    ]
+    options = VllmBenchOptions(tp_size=2, repeat=rounds, output_len=11, baselines=("plugin",))
+    return timed, options, vllm_rows(timed, options, batch)
+
+
+def test_rows_compare_within_a_round(tmp_path):
+    timed, _, rows = timed_rows(tmp_path)
+    assert [row.kind for row in rows] == [MODEL_ROW, BASELINE_ROW, MODEL_ROW, MODEL_ROW]
+    for row, of in zip(rows, timed, strict=True):
+        for phase in ("prefill", "decode"):
+            pairs = zip(of.seconds[phase], timed[0].seconds[phase], strict=True)
+            assert row.ratio(phase) == pytest.approx(statistics.median(a / b for a, b in pairs))
+            assert row.samples_ms[phase] == pytest.approx([1e3 * s for s in of.seconds[phase]])
+            low, high = row.quartiles_ms[phase]
+            assert low <= row.total_ms(phase) <= high
+        assert row.output_tokens_per_s == pytest.approx(3e3 / row.decode_ms_per_token)
+        assert row.end_to_end_ms == pytest.approx(row.prefill_ms + 10 * row.decode_ms_per_token)
+    assert (rows[0].ratio_prefill, rows[0].speedup_decode) == (1.0, 1.0)
+
+
+def test_the_document_comes_back_and_is_shown(tmp_path, capsys):
+    import torch
+
+    from ladderize.console import Console
+    from ladderize.ranks.group import Ranks
+    from ladderize.runtime.bench.environment import environment
+
+    _, options, rows = timed_rows(tmp_path)
+    document = VllmBenchDocument(
+        engine="vllm",
+        complete=True,
+        emulated=False,
+        options=options,
+        vllm="0.32.0",
+        backend="gloo over vb",
+        messages="gloo",
+        environment=environment(Ranks(0, 1, torch.device("cpu")), settings=("VLLM_",)),
+        rows=rows,
+    )
+    assert VllmBenchDocument.from_dict(json.loads(json.dumps(document.to_dict())), "x") == document
+    show_vllm_bench(document, Console())
+    shown = capsys.readouterr().out
+    assert (
+        "vLLM 0.32.0, 2 ranks, gloo over vb, messages in flight by gloo; prompt 128, output 11, medians of 5 interleaved rounds"
+        in shown
+    )
+    assert PLUGIN_ROW in shown
+    assert "only the times are meaningful" in shown
+    show_vllm_bench(dataclasses.replace(document, rows=[]), Console())
+    assert capsys.readouterr().out == ""
+
+
+def test_the_picture_has_a_panel_for_each_batch_size_and_phase(tmp_path):
+    from ladderize.serving.vllm.bench.plot import plot_vllm_bench
+
+    _, options, rows = timed_rows(tmp_path)
+    document = VllmBenchDocument(
+        "vllm",
+        True,
+        False,
+        options,
+        "0.32.0",
+        "gloo",
+        None,
+        None,
+        [*rows, *(dataclasses.replace(r, batch_size=8) for r in rows)],
+    )
+    for path in plot_vllm_bench(document, tmp_path / "picture"):
+        assert path.stat().st_size > 1000
