@@ -124,10 +124,10 @@ def check_runnable(config: Mapping[str, Any], layout: Layout, tp_size: int, *, n
     """Raise LayoutError unless ``tp_size`` processes can run this model with this layout."""
     check_split(config, tp_size, name=name)
     if layout.sync_tp_size is not None and layout.sync_tp_size % tp_size:
-        fitting = [n for n in range(1, layout.sync_tp_size + 1) if layout.sync_tp_size % n == 0]
+        sizes = ", ".join(map(str, runnable_sizes(config, layout)))
         raise LayoutError(
             f"{name} {tp_size} does not divide the {layout.sync_tp_size} virtual ranks (sync_tp_size) that this"
-            f" layout's dropped sync points were made for; this model runs on {', '.join(map(str, fitting))}"
+            f" layout's dropped sync points were made for; this model runs on {sizes}"
         )
 
 

@@ -13,6 +13,7 @@ from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.runtime.shards import virtual_ranks
 from ladderize.serving.vllm.messages import Messages
 from ladderize.serving.vllm.virtual_ranks import KeptWeight, VirtualRanks, unwrapped
 
@@ -45,8 +46,7 @@ class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
     def __init__(self, layout: Layout, messages: Messages, vllm_config: VllmConfig, prefix: str = "") -> None:
         layer = extract_layer_index(prefix)
         attention, mlp = layout.attention_sync[layer], layout.mlp_sync[layer]
-        tp_size = vllm_config.parallel_config.tensor_parallel_size
-        virtual = (layout.sync_tp_size or 1) // tp_size if attention == DROPPED else 1
+        virtual = virtual_ranks(layout, layer, vllm_config.parallel_config.tensor_parallel_size)
         super().__init__(vllm_config, prefix, attn_layer_type=HeadsOnlyAttention if virtual > 1 else LlamaAttention)
         self.messages = messages
         self.attention_sync, self.mlp_sync = attention, mlp

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from ladderize.errors import UserError
-from ladderize.layout import OVERLAPPED, Layout, check_split
+from ladderize.layout import OVERLAPPED, Layout
+from ladderize.runtime.shards import check_runnable
 from ladderize.serving.vllm.backends import BACKEND_VARIABLE, MessageBackend
 
 if TYPE_CHECKING:
@@ -39,8 +40,7 @@ def layout_of(vllm_config: "VllmConfig") -> Layout:
     try:
         layout = Layout.from_config(config)
         layout.check_model(config)
-        if layout.sync_tp_size is None:
-            check_split(config, vllm_config.parallel_config.tensor_parallel_size, name="--tensor-parallel-size")
+        check_runnable(config, layout, vllm_config.parallel_config.tensor_parallel_size, name="--tensor-parallel-size")
     except UserError as error:
         raise ValueError(f"{vllm_config.model_config.model}: {error}") from None
     return layout
@@ -52,11 +52,6 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
     tp_size, ranks = parallel.tensor_parallel_size, layout.sync_tp_size
     several = ranks is not None and ranks > tp_size
     checks: tuple[tuple[bool, str], ...] = (
-        (
-            ranks is not None and ranks % tp_size != 0,
-            f"this checkpoint drops sync points for sync_tp_size {ranks}, and --tensor-parallel-size {tp_size} does not"
-            f" divide it; use {_divisors(ranks or 1)}",
-        ),
         (
             several and vllm_config.quant_config is not None,
             f"quantised weights cannot be split into the {ranks} virtual ranks of this layout's dropped sync points;"
@@ -121,8 +116,3 @@ def _split_graph(vllm_config: "VllmConfig") -> None:
         if compilation.pass_config.fuse_attn_quant is None:
             compilation.pass_config.fuse_attn_quant = False  # it wants attention inside the pieces
     compilation.splitting_ops.extend(name for name in OPERATORS if name not in compilation.splitting_ops)
-
-
-def _divisors(ranks: int) -> str:
-    fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
-    return f"{', '.join(fitting[:-1])} or {fitting[-1]}" if len(fitting) > 1 else fitting[0]
