@@ -96,7 +96,8 @@ class Console:
             from rich.console import Console as RichConsole
             from rich.markup import escape
 
-            with RichConsole(file=sys.stderr).status(escape(text)):  # of now: `contained` may replace it meanwhile
+            # stderr of now, by a descriptor of its own: what is done meanwhile may replace or redirect it
+            with os.fdopen(os.dup(sys.stderr.fileno()), "w") as file, RichConsole(file=file).status(escape(text)):
                 yield
 
     @contextlib.contextmanager

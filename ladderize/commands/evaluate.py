@@ -1,7 +1,7 @@
 """``eval``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from ladderize.commands.options import (
 )
 from ladderize.console import Console
 from ladderize.eval.options import EvalBackend, EvalOptions
+
+if TYPE_CHECKING:
+    from ladderize.eval.backends.base import OpenModel
 
 
 def evaluate(
@@ -94,7 +97,7 @@ def evaluate(
     backend: Annotated[
         EvalBackend,
         typer.Option(
-            help="What computes: transformers in one process, or ladderize's runtime, which bench times.",
+            help="What computes: transformers in one process, ladderize's runtime, which bench times, or vLLM.",
             rich_help_panel=MEASUREMENT,
         ),
     ] = EvalOptions.backend,
@@ -102,6 +105,17 @@ def evaluate(
     batch_size: Annotated[
         int, typer.Option(metavar="N", min=1, help="Sequences per forward pass.", rich_help_panel=MEMORY)
     ] = EvalOptions.batch_size,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=2,
+            help="With --backend vllm: tokens of the longest text that it keeps room for. Of longer ones the end is"
+            " read.",
+            show_default="the model's positions",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
     dtype: DtypeOption = EvalOptions.dtype,
     device: Annotated[
         str | None,
@@ -153,8 +167,16 @@ def evaluate(
     with console.stage(LOADING):
         from ladderize.eval.evaluation.run import evaluate as evaluate_models
         from ladderize.eval.evaluation.table import comparison_rows, prediction_rows, table_words, verdicts
+
+        engine = _engine(options)
     results = evaluate_models(
-        models, options, out=out, keep_predictions=keep_predictions, reference=reference, console=console
+        models,
+        options,
+        out=out,
+        keep_predictions=keep_predictions,
+        reference=reference,
+        engine=engine,
+        console=console,
     )
     console.document(results.to_dict())
     rows = comparison_rows(results)
@@ -171,3 +193,13 @@ def evaluate(
         console.table(predictions, right=[key for key in predictions[0] if key != "model"])
     if out is not None:
         console.note(f"wrote {out}")
+
+
+def _engine(options: EvalOptions) -> "OpenModel | None":
+    """What opens a model in vLLM, where that is to compute. Raises UserError where it is not there."""
+    if options.backend != "vllm":
+        return None
+    from ladderize.serving.vllm.eval_model import check_vllm, open_vllm
+
+    check_vllm()
+    return open_vllm

@@ -10,14 +10,16 @@ from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
 
-EvalBackend = Literal["hf", "runtime"]  # what computes: transformers, or ladderize's own runtime
+EvalBackend = Literal["hf", "runtime", "vllm"]  # what computes: transformers, ladderize's own runtime, or vLLM
 
 
 @dataclass(frozen=True)
 class EvalOptions(Record):
     """What is the same for all models. ``limit``: samples per task. ``perplexity``: a file for ``ladderize.data``;
     ``windows``: how many of its windows are scored, the first ones. ``tp_size``: processes that share one model, of
-    the runtime. ``batch_size``: sequences per forward pass; of the runtime, sequences that are scored side by side."""
+    the runtime and of vLLM. ``batch_size``: sequences per forward pass; of the runtime and of vLLM, sequences that are
+    computed side by side. ``max_length``: tokens of the longest text, for which vLLM keeps room; None: the model's
+    positions."""
 
     tasks: tuple[str, ...] = ()
     include_path: str | None = None
@@ -36,6 +38,7 @@ class EvalOptions(Record):
     windows: int | None = None
     backend: EvalBackend = "hf"
     tp_size: int = 1
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -44,11 +47,17 @@ class EvalOptions(Record):
         """Raise UsageError for what takes no effect, or asks for nothing."""
         check_at_least(self, 0, "num_fewshot")
         check_at_least(self, 1, "limit", "batch_size", "windows", "tp_size")
-        check_at_least(self, 2, "seq_len")
-        if self.tp_size != 1 and self.backend != "runtime":
-            raise UsageError(f"--tp-size {self.tp_size} needs --backend runtime; transformers runs in one process")
+        check_at_least(self, 2, "seq_len", "max_length")
+        if self.tp_size != 1 and self.backend == "hf":
+            raise UsageError(
+                f"--tp-size {self.tp_size} needs --backend runtime or vllm; transformers runs in one process"
+            )
         if self.backend == "runtime" and ":" in (self.device or ""):
             raise UsageError(f"--device {self.device} is one device, but each rank takes its own; say cpu or cuda")
+        if self.backend == "vllm" and self.device is not None:
+            raise UsageError(f"--device {self.device} has no effect on vLLM, which computes where it was built for")
+        if self.max_length is not None and self.backend != "vllm":
+            raise UsageError(f"--max-length {self.max_length} needs --backend vllm, which keeps room for whole texts")
         for option in ("seq_len", "windows"):
             if getattr(self, option) is not None and self.perplexity is None:
                 raise UsageError(f"--{option.replace('_', '-')} has no effect without --perplexity")

@@ -59,7 +59,7 @@ class EvaluatedModel(Record):
     """What was evaluated, and how. add_bos_token: whether the texts of tasks begin with BOS; None: no text was
     read, or no model so far had a tokenizer. predictions: against the reference's; None for the reference itself."""
 
-    LEFT_OUT: ClassVar = ("perplexity", "predictions")
+    LEFT_OUT: ClassVar = ("perplexity", "predictions", "vllm_version")
 
     model: str
     layout: str
@@ -76,6 +76,7 @@ class EvaluatedModel(Record):
     predictions: Predictions | None = None
     backend: EvalBackend = "hf"
     tp_size: int = 1
+    vllm_version: str | None = None  # with the backend vllm
 
 
 @dataclass(frozen=True)

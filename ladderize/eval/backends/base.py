@@ -30,6 +30,9 @@ class WindowScores:
     same_top: list[np.ndarray] | None = None
 
 
+OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user gave it, folder of the checked model
+
+
 class EvalModel(ABC):
     """One opened model, which is a context: it is closed at the end. Its folder was checked before.
 

@@ -1,7 +1,8 @@
-"""How a task of lm-eval wants its texts generated, for the runtime; what the runtime does not do is refused."""
+"""How a task of lm-eval wants its texts generated; what only transformers does is refused on the other backends."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
@@ -9,7 +10,6 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
 from ladderize.runtime.sampling import Sampling
-from ladderize.runtime.spec import ModelSpec
 
 GENERATION_ARGUMENTS = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
 # transformers' own default where neither a task nor generation_config.json says anything
@@ -45,9 +45,12 @@ class Generation:
 
 
 def generation_of(
-    arguments: Mapping[str, Any], default_max_gen_toks: int, eos: str, spec: ModelSpec, seed: int
+    arguments: Mapping[str, Any], default_max_gen_toks: int, eos: str, folder: Path | None, seed: int
 ) -> Generation:
-    """``generation_kwargs`` of a task, as lm-eval's HF backend understands them. Raises UserError for others."""
+    """``generation_kwargs`` of a task, as lm-eval's HF backend understands them. Raises UserError for others.
+
+    folder: the checkpoint's, whose generation_config.json has defaults for sampling.
+    """
     try:
         given = dict(normalize_gen_kwargs(dict(arguments), default_max_gen_toks))
         _check_known(given)
@@ -55,7 +58,7 @@ def generation_of(
         if not all(isinstance(stop, str) for stop in stops):
             raise ValueError("until holds what is no string")
         count = int(given["max_gen_toks"])
-        sampling = _sampling(given, spec, seed) if given["do_sample"] else Sampling()
+        sampling = _sampling(given, folder, seed) if given["do_sample"] else Sampling()
     except (ValueError, TypeError) as error:
         raise UserError(f"a task's generation_kwargs cannot be used: {' '.join(str(error).split())[:200]}") from None
     if count < 1:
@@ -67,30 +70,28 @@ def _check_known(given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in GENERATION_ARGUMENTS:
             raise UserError(
-                f"the task asks for generation with {name}, which the runtime does not do; it does"
-                f" {', '.join(GENERATION_ARGUMENTS)} (--backend hf does all that transformers does)"
+                f"the task asks for generation with {name}, which only --backend hf does; the other backends do"
+                f" {', '.join(GENERATION_ARGUMENTS)}"
             )
 
 
-def _sampling(given: Mapping[str, Any], spec: ModelSpec, seed: int) -> Sampling:
+def _sampling(given: Mapping[str, Any], folder: Path | None, seed: int) -> Sampling:
     temperature = float(given.get("temperature", 0.0))
     if temperature <= 0:
         raise UserError("a task asks for do_sample without a temperature above 0; give one, or leave do_sample out")
-    defaults = _generation_config(spec)
+    defaults = _generation_config(folder)
     top_k = given.get("top_k", defaults.get("top_k", TRANSFORMERS_TOP_K))
     top_p = given.get("top_p", defaults.get("top_p", 1.0))
     return Sampling(temperature, int(top_k or 0), 1.0 if top_p is None else float(top_p), seed)
 
 
-def refuse_other_defaults(spec: ModelSpec) -> None:
+def refuse_other_defaults(name: str, folder: Path | None) -> None:
     """Raise UserError where generation_config.json changes what transformers generates in a way that we do not."""
-    for name, value in _generation_config(spec).items():
-        if name in NEUTRAL_DEFAULTS and value not in NEUTRAL_DEFAULTS[name]:
-            raise UserError(
-                f"{spec.name}: generation_config.json sets {name}, which the runtime does not do; --backend hf does"
-            )
+    for key, value in _generation_config(folder).items():
+        if key in NEUTRAL_DEFAULTS and value not in NEUTRAL_DEFAULTS[key]:
+            raise UserError(f"{name}: generation_config.json sets {key}, which only --backend hf does")
 
 
-def _generation_config(spec: ModelSpec) -> dict[str, Any]:
-    path = spec.folder / "generation_config.json" if spec.folder is not None else None
+def _generation_config(folder: Path | None) -> dict[str, Any]:
+    path = folder / "generation_config.json" if folder is not None else None
     return read_json(path, advice="repair or delete it") if path is not None and path.exists() else {}

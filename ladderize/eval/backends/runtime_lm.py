@@ -15,12 +15,12 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import configure_pad_token, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from ladderize.errors import UserError
 from ladderize.eval.backends.chat import render_chats
 from ladderize.eval.backends.generation_arguments import Generation, generation_of, refuse_other_defaults
+from ladderize.eval.backends.rolling import Pair, check_scorable, rolling_log_likelihoods
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.device import default_device
 from ladderize.runtime.requests.continuous import Prompt
@@ -29,9 +29,6 @@ from ladderize.runtime.requests.scoring import Ending
 from ladderize.runtime.requests.service import Service, check_request, open_service
 from ladderize.runtime.requests.worker import ContinueJob, Job, ScoreJob
 from ladderize.runtime.spec import ModelSpec
-
-Tokens = Sequence[int]
-Pair = tuple[tuple[str, str] | None, Tokens, Tokens]  # (the texts, if any), context, continuation
 
 
 @register_model("ladderize")
@@ -146,7 +143,7 @@ class RuntimeLM(HFLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], disable_tqdm: bool = False, **_: Any) -> list[Any]:
         """(log-likelihood in nats, whether it is greedy) of each continuation, given its context."""
-        endings = [self._ending(*request) for request in requests]
+        endings = [self._ending(request) for request in requests]
         scores = self._ask(ScoreJob(endings), len(endings), "Running loglikelihood requests", disable_tqdm)
         answers = list(zip(scores.sums.tolist(), scores.greedy.tolist(), strict=True))
         for (texts, _context, _continuation), answer in zip(requests, answers, strict=True):
@@ -154,43 +151,24 @@ class RuntimeLM(HFLM):
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def _ending(self, texts: tuple[str, str] | None, context: Tokens, continuation: Tokens) -> Ending:
+    def _ending(self, pair: Pair) -> Ending:
         """The last ``max_length`` + 1 tokens: the last one is predicted, and never read."""
-        if not 0 < len(continuation) <= self.max_length or not context:
-            shown = "" if texts is None else f" {texts[1][:80]!a}"
-            raise UserError(
-                f"the continuation{shown} has {len(continuation)} tokens after a context of {len(context)}; one of 1 to"
-                f" {self.max_length} tokens can be scored, after a context of at least 1"
-            )
+        check_scorable(pair, self.max_length)
+        _, context, continuation = pair
         return Ending(np.array([*context, *continuation][-(self.max_length + 1) :]), len(continuation))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood in nats of whole texts, read in windows of ``max_length`` that do not overlap in what they
-        score."""
-        pairs: list[Pair] = []
-        counts = []
-        for request in requests:
-            windows = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            own = [(None, *make_disjoint_window(window)) for window in windows]
-            counts.append(len(own))
-            pairs += own
-        scores = iter(self._loglikelihood_tokens(pairs, disable_tqdm))
-        sums = [float(sum(next(scores)[0] for _ in range(count))) for count in counts]
-        for request, total in zip(requests, sums, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return sums
+        """Log-likelihood in nats of whole texts, in windows of ``max_length``."""
+        return rolling_log_likelihoods(self, requests, disable_tqdm)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """What the model says after each context, up to a stop string, its end of text or ``max_gen_toks`` tokens."""
-        refuse_other_defaults(self.spec)
+        refuse_other_defaults(self.spec.name, self.spec.folder)
         eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         seed = torch.initial_seed() % (1 << 31)  # lm-eval has set it
-        chosen = [generation_of(request.args[1], self.max_gen_toks, eos, self.spec, seed) for request in requests]
+        chosen = [
+            generation_of(request.args[1], self.max_gen_toks, eos, self.spec.folder, seed) for request in requests
+        ]
         prompts = [
             self._prompt(number, request.args[0], generation)
             for number, (request, generation) in enumerate(zip(requests, chosen, strict=True))

@@ -11,8 +11,8 @@ from ladderize import data
 from ladderize.checkpoint.model_check import check_model
 from ladderize.console import SILENT, Console, to_json
 from ladderize.errors import UsageError
-from ladderize.eval.backends.base import EvalModel
-from ladderize.eval.backends.choose import open_model
+from ladderize.eval.backends.base import EvalModel, OpenModel
+from ladderize.eval.backends.choose import check_engine, open_model
 from ladderize.eval.evaluation.baseline import open_baseline
 from ladderize.eval.evaluation.output import Output, open_output
 from ladderize.eval.evaluation.pairs import compare_models
@@ -36,6 +36,7 @@ def evaluate(
     keep_predictions: Path | None = None,
     reference: Path | None = None,
     resume: bool = False,
+    engine: OpenModel | None = None,
     console: Console = SILENT,
 ) -> EvalResults:
     """Evaluate each model with the same options, seeds and BOS handling. The first is the reference of the others.
@@ -49,10 +50,13 @@ def evaluate(
     resume: tasks that ``out`` already has, from an earlier run with the same options, are not run again. Whether the
     models and the tasks' data are still the same is the caller's to know.
 
+    engine: what opens a model with the backend vllm: ``open_vllm`` of ``ladderize.serving.vllm.eval_model``.
+
     Under ``accelerate launch`` or ``torchrun`` every process has each model, and they share windows and questions; with
     the runtime they share each model instead. Rank 0 writes, and all return the same. Raises UserError.
     """
     options.check()
+    check_engine(options, engine)
     check_predictions(options, keep_predictions, reference)
     ranks = evaluation_ranks(options)
     names = [str(Path(name).expanduser()) if str(name).startswith("~") else str(name) for name in models]
@@ -71,7 +75,7 @@ def evaluate(
         add_bos: bool | None = None
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():
-                model = open_model(name, folder, options, ranks)
+                model = open_model(name, folder, options, ranks, engine)
             with model:
                 if model.tokenizer is not None and add_bos is None:
                     add_bos = begins_with_bos(model.tokenizer)
@@ -109,6 +113,8 @@ def evaluation_ranks(options: EvalOptions) -> Ranks:
     or that several processes cannot all have."""
     device = options.device or default_device()
     check_device(device)
+    if already_started() and options.backend == "vllm":
+        raise UsageError("--backend vllm starts its own processes; run ladderize eval without a launcher")
     if not already_started():
         return Ranks(0, 1, torch.device(device))
     if ":" in device:
@@ -127,6 +133,11 @@ def shared_results(results: EvalResults, ranks: Ranks) -> EvalResults:
 def check_predictions(options: EvalOptions, keep: Path | None, reference: Path | None) -> None:
     """Raise UsageError where kept predictions have no effect."""
     for option, folder in (("--keep-predictions", keep), ("--reference", reference)):
+        if folder is not None and options.backend == "vllm":
+            raise UsageError(
+                f"{option} needs --backend hf or runtime: vLLM tells the log-probabilities of single tokens, not of the"
+                " whole vocabulary"
+            )
         if folder is not None and options.perplexity is None:
             raise UsageError(f"{option} has no effect without --perplexity")
     if keep is not None and reference is not None:
