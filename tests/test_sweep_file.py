@@ -136,6 +136,10 @@ REFUSED = {
     "data to train on": ({"adapt": [FULL]}, "x.npy does not exist"),
     "nothing to evaluate": ({"eval": {"batch_size": 3}}, "eval: nothing to evaluate"),
     "eval's slip": ({"eval": {"perplexit": "a"}}, "eval: unknown key 'perplexit'; did you mean perplexity"),
+    "a backend that tells no predictions": (
+        {"eval": {"perplexity": "a.npy", "backend": "vllm"}},
+        "eval: a sweep compares predictions, which vLLM does not tell",
+    ),
     "a link alone": ({"bench": [{"link": "20,10"}]}, r"bench\[0\]: --emulate-tp and --link must be given together"),
     "a link": ({"bench": [{"link": "pcie", "emulate_tp": 2}]}, r"bench\[0\].*'pcie' is neither"),
     "a long prompt": ({"bench": [{"prompt_len": 99}]}, r"bench\[0\].*over the model's 64 positions"),

@@ -112,7 +112,9 @@ def _refusal(what: str, error: Exception, log: Path) -> UserError:
     os.close(descriptor)
     if log.exists():
         shutil.copyfile(log, kept)
-    return UserError(f"{what}: {reason_of(error, log)} (the log of vLLM is {kept})")
+    reason = reason_of(error, log)
+    advice = "; here that is --max-length" if "max_model_len" in reason else ""
+    return UserError(f"{what}: {reason.rstrip('.')}{advice} (the log of vLLM is {kept})")
 
 
 def reason_of(error: Exception, log: Path) -> str:

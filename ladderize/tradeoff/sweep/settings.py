@@ -98,6 +98,8 @@ def eval_settings(given: Given, revision: str | None, where: str) -> EvalOptions
         more: dict[str, Any] = {"tasks": names(given["tasks"])} if "tasks" in given else {}
         options = options_of(EvalOptions, given, where, **more, revision=revision)
         options.check()
+        if options.backend == "vllm":
+            raise UserError("a sweep compares predictions, which vLLM does not tell; say backend: runtime, or hf")
         return options
 
     return _checked(where, make)
