@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of at most 9 minutes: correctness first, then times.
+# Everything that needs a GPU, in one call of at most 9 minutes (13 where vLLM is installed): correctness first, then times.
 # Needs torch, transformers, accelerate, peft, typer, rich and PyYAML; no network, no lm-eval. JSON goes to ${OUT:-benchmarks/results}.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,4 +12,5 @@ timeout 60 python3 benchmarks/model.py --device cuda --dtype bfloat16 --shape 8b
 timeout 75 python3 benchmarks/gpu_spd.py --out "$out/spd_cuda.json" || echo "gpu_spd.py FAILED"
 timeout 75 python3 benchmarks/gpu_adapt.py --out "$out/adapt_cuda.json" || echo "gpu_adapt.py FAILED"
 timeout 90 python3 benchmarks/gpu_domino.py --out "$out/domino_cuda.json" || echo "gpu_domino.py FAILED"
+timeout 240 python3 benchmarks/gpu_vllm.py --num-layers 16 --out "$out/vllm_cuda.json" || echo "gpu_vllm.py FAILED"
 timeout 125 python3 benchmarks/gpu_runtime.py --out "$out/runtime_cuda.json"

@@ -1,0 +1,135 @@
+"""Layouts in vLLM on one GPU, in CUDA graphs: one rank's part of a model at TP8, with delays in place of all-reduces.
+
+    python benchmarks/gpu_vllm.py [--model 8b] [--ranks 8] [--link nccl_nvlink_h100] [--out FILE]
+
+vLLM serves rank 0's part: its heads, KV heads and intermediate rows, at full hidden size, at tensor-parallel size 1.
+LADDERIZE_VLLM_BACKEND=emulated puts a kernel that idles for as long as an all-reduce takes on the communication stream.
+Rows: vLLM's own class, which has no delays (what no layout can beat); the plugin's dense, which waits for every delay;
+ladder, spd and both. Ratios are over the plugin's dense of the same round. A trace has to show ladder's delays under
+compute. Where there are several GPUs, the whole model is timed on them as well, with vLLM's own all-reduces.
+
+Without vLLM or a GPU it says so in one line.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ladderize.console import Console
+from ladderize.runtime.bench.options import ModelChoice
+from ladderize.runtime.spec import read_shape
+from ladderize.serving.vllm.backends import BACKEND_VARIABLE
+from ladderize.serving.vllm.bench.document import VllmBenchDocument
+from ladderize.serving.vllm.bench.options import PLUGIN, VllmBenchOptions
+from ladderize.serving.vllm.bench.run import bench_vllm
+from ladderize.serving.vllm.bench.served import PLUGIN_ROW
+
+LAYOUTS = "dense,ladder,spd,spd+ladder"
+
+
+def rank_shape(name: str, ranks: int) -> dict[str, Any]:
+    """One rank's part of a model, as the config of a smaller one with the same hidden size."""
+    config = dict(read_shape(name))
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
+    for key, value in (("attention heads", heads), ("intermediate rows", config["intermediate_size"])):
+        if value % ranks:
+            sys.exit(f"--ranks {ranks} does not divide the {value} {key} of {name}")
+    return config | {
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "num_attention_heads": heads // ranks,
+        "num_key_value_heads": max(1, kv_heads // ranks),
+        "intermediate_size": config["intermediate_size"] // ranks,
+    }
+
+
+def over_plugin(document: VllmBenchDocument) -> list[dict[str, Any]]:
+    """Each row's time over the plugin's dense, the median of the rounds' ratios."""
+    found = []
+    for row in document.rows:
+        base = next(r for r in document.rows if (r.model, r.batch_size) == (PLUGIN_ROW, row.batch_size))
+        ratios = {
+            phase: statistics.median(a / b for a, b in zip(row.samples_ms[phase], base.samples_ms[phase], strict=True))
+            for phase in row.samples_ms
+        }
+        found.append({"model": row.model, "batch_size": row.batch_size, "ratio_to_plugin_dense": ratios})
+    return found
+
+
+def emulated(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    shape = folder / "config.json"
+    shape.write_text(json.dumps(rank_shape(args.model, args.ranks)))
+    os.environ[BACKEND_VARIABLE] = f"emulated:{args.ranks}:{args.link}"
+    try:
+        document = bench_vllm(
+            # a rank's own part is one virtual rank
+            ModelChoice(random_weights=str(shape), layout=LAYOUTS, sync_tp_size=1, num_layers=args.num_layers),
+            options(args, profile=folder / "traces"),
+            console=Console(),
+        )
+    finally:
+        del os.environ[BACKEND_VARIABLE]
+    rows = over_plugin(document)
+    for row in rows:
+        told = ", ".join(f"{phase} {ratio:.3f}x" for phase, ratio in row["ratio_to_plugin_dense"].items())
+        print(f"{row['model']:16} batch {row['batch_size']:3}: {told} of the plugin's dense")
+    shares = {
+        f"{row.model}, batch {row.batch_size}, {phase}": overlap.share
+        for row in document.rows
+        for phase, overlap in (row.overlap or {}).items()
+    }
+    hidden = [share for name, share in shares.items() if name.startswith("ladder,")]
+    print("delays under compute in the traces: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
+    if not hidden or min(hidden) <= 0.01:
+        sys.exit("NO OVERLAP of ladder's delays in the trace: its row is not valid")
+    return {"rows": rows, "under_compute": shares, "document": document.to_dict()}
+
+
+def options(args: argparse.Namespace, **more: Any) -> VllmBenchOptions:
+    batches = tuple(int(size) for size in args.batch_size.split(","))
+    given = {"batch_sizes": batches, "prompt_len": args.prompt_len, "output_len": 33, "repeat": args.repeat}
+    return VllmBenchOptions(**given, baselines=(PLUGIN,), **more)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="8b")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--link", default="nccl_nvlink_h100")
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--batch-size", default="1,8,64")
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    missing = [
+        words
+        for words, there in (
+            ("vLLM is not installed", importlib.util.find_spec("vllm") is not None),
+            ("there is no GPU", torch.cuda.is_available()),
+        )
+        if not there
+    ]
+    if missing:
+        print(f"vLLM part skipped: {' and '.join(missing)}")
+        return
+    with tempfile.TemporaryDirectory() as name:
+        record: dict[str, Any] = {"schema_version": 1, "emulated": emulated(args, Path(name))}
+    gpus = torch.cuda.device_count()
+    ranks = max((n for n in (2, 4, 8) if n <= gpus), default=0)
+    if ranks:
+        choice = ModelChoice(random_weights=args.model, layout=LAYOUTS, num_layers=args.num_layers)
+        record["real"] = bench_vllm(choice, options(args, tp_size=ranks), console=Console()).to_dict()
+    if args.out:
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

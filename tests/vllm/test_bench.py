@@ -1,0 +1,77 @@
+"""bench --engine vllm: real engines, timed; whose class runs; refusals that only vLLM knows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.vllm.models import SHAPE
+
+SMALL = {key: SHAPE[key] for key in SHAPE if key != "attention_bias"} | {"model_type": "llama"}
+LIMIT_S = 600
+
+
+def bench(folder: Path, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, as a user runs it."""
+    shape = folder / "config.json"
+    shape.write_text(json.dumps(SMALL))
+    command = [sys.executable, "-m", "ladderize", "bench", "--engine", "vllm", "--random-weights", shape, *arguments]
+    return subprocess.run(
+        [str(part) for part in [*command, "--prompt-len", 9, "--output-len", 5, "--warmup", 1]],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def test_one_rank_from_the_command_to_the_file(tmp_path):
+    """Stock and plugin, two batch sizes."""
+    out = tmp_path / "bench.json"
+    given = ("--layout", "dense,spd+ladder", "--sync-tp-size", 2, "--baselines", "plugin", "--batch-size", "1,3")
+    done = bench(tmp_path, *given, "--repeat", 2, "--threads", 1, "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text())
+    assert json.loads(done.stdout) == document
+    assert (document["engine"], document["complete"], document["messages"]) == ("vllm", True, "none")
+    rows = [(row["model"], row["architecture"], row["batch_size"]) for row in document["rows"]]
+    stock, ours = "LlamaForCausalLM", "LadderizedLlamaForCausalLM"
+    names = [("dense", stock), ("plugin's dense", ours), ("spd+ladder", ours)]
+    assert rows == [(*name, batch) for batch in (1, 3) for name in names]
+    for row in document["rows"]:
+        assert all(len(samples) == 2 and min(samples) > 0 for samples in row["samples_ms"].values())
+    assert document["environment"]["settings"]["OMP_NUM_THREADS"] == "1"
+
+
+def test_two_ranks_over_gloo_show_the_overlap(tmp_path):
+    out, traces = tmp_path / "bench.json", tmp_path / "traces"
+    given = ("--layout", "ladder", "--tp-size", 2, "--batch-size", 2, "--repeat", 1, "--profile", traces, "--out", out)
+    done = bench(tmp_path, *given, LADDERIZE_VLLM_BACKEND="gloo")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text())
+    assert (document["backend"], document["messages"]) == ("vLLM's shared memory", "gloo")
+    (row,) = document["rows"]
+    assert {phase: row["overlap"][phase]["in_flight_ms"] > 0 for phase in ("prefill", "decode")} == {
+        "prefill": True,
+        "decode": True,
+    }
+    assert sorted(path.name for path in traces.iterdir()) == [f"0-ladder-batch2-rank{rank}.json" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        (["--layout", "ladder"], {"LADDERIZE_VLLM_BACKEND": "gloo"}, "gloo has no effect with one rank"),
+        (["--layout", "dense,ladder"], {"LADDERIZE_VLLM_BACKEND": "smoke"}, "LADDERIZE_VLLM_BACKEND=smoke is not one"),
+    ],
+)
+def test_what_the_plugin_refuses_is_one_sentence(tmp_path, arguments, variables, words):
+    done = bench(tmp_path, *arguments, "--batch-size", 1, "--repeat", 1, **variables)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("Error")]
+    assert words in line
