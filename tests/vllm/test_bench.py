@@ -38,7 +38,7 @@ def test_one_rank_from_the_command_to_the_file(tmp_path):
     assert done.returncode == 0, done.stderr
     document = json.loads(out.read_text())
     assert json.loads(done.stdout) == document
-    assert (document["engine"], document["complete"], document["messages"]) == ("vllm", True, "none")
+    assert (document["engine"], document["complete"], document["messages"]) == ("vllm", True, "single")
     rows = [(row["model"], row["architecture"], row["batch_size"]) for row in document["rows"]]
     stock, ours = "LlamaForCausalLM", "LadderizedLlamaForCausalLM"
     names = [("dense", stock), ("plugin's dense", ours), ("spd+ladder", ours)]
