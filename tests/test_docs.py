@@ -34,6 +34,18 @@ MESSAGES = ROOT / "docs" / "troubleshooting.md"
 FENCE = re.compile(r"^(`{3,}) *([\w-]*)[^\n]*\n(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
+# of `vllm serve`; tests/vllm/test_serving_page.py asks vLLM
+OF_VLLM = {
+    "--decode-context-parallel-size",
+    "--enable-dbo",
+    "--fully-sharded-loras",
+    "--hf-overrides",
+    "--quantization",
+    "--served-model-name",
+    "--tensor-parallel-size",
+    "--trust-remote-code",
+    "--ubatch-size",
+}
 
 
 class Block(NamedTuple):
@@ -144,7 +156,7 @@ def test_options_in_prose_exist(page: Path) -> None:
         "--nproc-per-node",
         "--nnodes",
     }
-    anywhere = set().union(*known.values()) | elsewhere | {"--standalone", "--durations"}
+    anywhere = set().union(*known.values()) | elsewhere | {"--standalone", "--durations"} | OF_VLLM
     wrong = []
     for span in re.findall(r"`([^`\n]+)`", prose(page)):
         words = re.split(r"[\s=]+", span)

@@ -1,0 +1,48 @@
+"""What docs/ say of vLLM's command line, by vLLM's own parser."""
+
+import shlex
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.test_docs import OF_VLLM, PAGES, blocks, each_page
+
+
+@cache
+def parser() -> Any:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def served(page: Any) -> list[list[str]]:
+    """The arguments of each server that a page starts, by vLLM's command or by its module."""
+    found = []
+    for block in blocks(page):
+        for line in block.text.replace("\\\n", " ").splitlines() if block.language in ("sh", "") else []:
+            words = shlex.split(line, comments=True) if "vllm" in line else []
+            if words[:2] == ["vllm", "serve"]:
+                found.append(words[2:])
+            elif words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]:
+                found.append(words[3:])
+    return found
+
+
+@each_page
+def test_servers_are_started_with_options_that_exist(page):
+    for arguments in served(page):
+        options = parser().parse_args(arguments)
+        assert options.model_tag or options.model
+
+
+def test_the_parser_sees_what_is_wrong():
+    assert sum(len(served(page)) for page in PAGES) > 5
+    with pytest.raises(SystemExit):
+        parser().parse_args(["./served", "--tensor-parallel-sise", "2"])
+
+
+def test_options_in_prose_exist():
+    known = {text for action in parser()._actions for text in action.option_strings}
+    assert known >= OF_VLLM
