@@ -63,13 +63,13 @@ def events_of(trace: list[dict[str, Any]], names: Iterable[str], window: tuple[f
 
 
 def reduced(path: Path) -> dict[str, Any]:
-    """What is drawn of a trace: two layers of its prefill."""
+    """What is drawn of a trace: two layers of its prefill, and the attention after them."""
     trace = json.loads(path.read_text())["traceEvents"]
     phase = next(e for e in trace if e.get("name") == PHASE and e.get("cat") == "user_annotation")
     window = phase["ts"], phase["ts"] + phase["dur"]
     products = events_of(trace, PRODUCTS, window)
     first, stop = PRODUCTS_OF_LAYER * FIRST_LAYER, PRODUCTS_OF_LAYER * (FIRST_LAYER + LAYERS)
-    if len(products) < stop + 1:
+    if len(products) < stop + 2:
         sys.exit(f"{path}: {len(products)} products in its prefill, too few for {FIRST_LAYER + LAYERS} layers")
     zero, end = products[first]["ts"], products[stop]["ts"]
 
@@ -77,7 +77,7 @@ def reduced(path: Path) -> dict[str, Any]:
         return round((time - zero) / 1e3, 4)
 
     modules = []
-    for number in range(first, stop, 2):
+    for number in range(first, stop + 2, 2):  # and what hides the last message
         one, other = products[number : number + 2]
         name = "A" if number % PRODUCTS_OF_LAYER == 0 else "M"
         modules.append(SubModule(f"{name}{number // PRODUCTS_OF_LAYER}", ms(one["ts"]), ms(other["ts"] + other["dur"])))
@@ -123,7 +123,10 @@ def draw(axis: Axes, title: str, row: dict[str, Any], width: float) -> None:
         axis.add_patch(Rectangle((sent.waited, 0.1), sent.end - sent.waited, 0.6, color=EXPOSED, linewidth=0))
     for height, text in ((1.4, "compute"), (0.4, "all-reduce")):
         axis.text(-0.01 * width, height, text, ha="right", va="center", fontsize=8, color=TEXT)
-    axis.set_title(f"{title}: {row['end']:.1f} ms", loc="left", fontsize=10, fontweight="bold", color=TEXT)
+    axis.plot([row["end"]] * 2, [0, 1.9], color=TEXT, linewidth=1, linestyle=":")
+    axis.set_title(
+        f"{title}: {LAYERS} layers in {row['end']:.1f} ms", loc="left", fontsize=10, fontweight="bold", color=TEXT
+    )
     axis.set_xlim(0, width)
     axis.set_ylim(0, 2)
     axis.set_yticks([])
@@ -140,7 +143,7 @@ def main() -> None:
     rows = json.loads(KEPT.read_text())["rows"]
     mpl.rcParams["svg.hashsalt"] = "ladderize"
     figure, axes = plt.subplots(len(rows), 1, figsize=(10, 1.5 * len(rows) + 0.7), sharex=True)
-    width = 1.01 * max(row["end"] for row in rows.values())
+    width = 1.01 * max(each["end"] for row in rows.values() for each in (*row["modules"], *row["messages"]))
     for axis, (title, row) in zip(axes, rows.items(), strict=True):
         draw(axis, title, row, width)
     axes[-1].set_xlabel("ms", fontsize=8)

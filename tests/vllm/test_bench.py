@@ -49,18 +49,20 @@ def test_one_rank_from_the_command_to_the_file(tmp_path):
 
 
 def test_two_ranks_over_gloo_show_the_overlap(tmp_path):
+    """Two layouts in one process: each sends its own number of messages."""
     out, traces = tmp_path / "bench.json", tmp_path / "traces"
-    given = ("--layout", "ladder", "--tp-size", 2, "--batch-size", 2, "--repeat", 1, "--profile", traces, "--out", out)
-    done = bench(tmp_path, *given, LADDERIZE_VLLM_BACKEND="gloo")
+    given = ("--layout", "ladder,spd+ladder", "--tp-size", 2, "--batch-size", 2, "--repeat", 1)
+    done = bench(tmp_path, *given, "--profile", traces, "--out", out, LADDERIZE_VLLM_BACKEND="gloo")
     assert done.returncode == 0, done.stderr
     document = json.loads(out.read_text())
     assert (document["backend"], document["messages"]) == ("vLLM's shared memory", "gloo")
-    (row,) = document["rows"]
-    assert {phase: row["overlap"][phase]["in_flight_ms"] > 0 for phase in ("prefill", "decode")} == {
-        "prefill": True,
-        "decode": True,
-    }
-    assert sorted(path.name for path in traces.iterdir()) == [f"0-ladder-batch2-rank{rank}.json" for rank in (0, 1)]
+    for row in document["rows"]:
+        assert all(row["overlap"][phase]["in_flight_ms"] > 0 for phase in ("prefill", "decode"))
+    layers, passes = SMALL["num_hidden_layers"], 5
+    for rank in (0, 1):
+        for name, messages in (("0-ladder", 2 * layers - 1), ("1-spd+ladder", layers - 1)):
+            events = json.loads((traces / f"{name}-batch2-rank{rank}.json").read_text())["traceEvents"]
+            assert sum(event.get("name") == "ladderize::start" for event in events) == passes * messages
 
 
 @pytest.mark.parametrize(
