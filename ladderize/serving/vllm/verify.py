@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
+from ladderize.checkpoint.llama import check_config
 from ladderize.errors import UserError
 from ladderize.layout import OVERLAPPED, Layout
 from ladderize.runtime.shards import check_runnable
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # The graph that is compiled is cut at these, so that pieces keep the order of the program, and no piece that becomes a
 # CUDA graph of its own has a start without its wait.
 OPERATORS = ("ladderize::start", "ladderize::wait")
+QUANTISED = ("quantization_config", "compression_config")  # whatever vLLM itself makes of these
 KV_CACHE_UPDATES = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
 
 
@@ -38,6 +40,7 @@ def layout_of(vllm_config: "VllmConfig") -> Layout:
     """The layout that a checkpoint's config names. Raises ValueError where the sync points do not fit the model."""
     config = vllm_config.model_config.hf_config.to_dict()
     try:
+        check_config({key: value for key, value in config.items() if key not in QUANTISED})
         layout = Layout.from_config(config)
         layout.check_model(config)
         check_runnable(config, layout, vllm_config.parallel_config.tensor_parallel_size, name="--tensor-parallel-size")
@@ -53,7 +56,11 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
     several = ranks is not None and ranks > tp_size
     checks: tuple[tuple[bool, str], ...] = (
         (
-            several and vllm_config.quant_config is not None,
+            parallel.pipeline_parallel_size > layout.num_layers,
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size} is more than the {layout.num_layers} layers",
+        ),
+        (
+            several and vllm_config.model_config.quantization is not None,
             f"quantised weights cannot be split into the {ranks} virtual ranks of this layout's dropped sync points;"
             f" use --tensor-parallel-size {ranks}, where each process is one, or weights that are not quantised",
         ),
