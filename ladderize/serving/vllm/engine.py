@@ -5,11 +5,13 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ladderize.errors import UserError
@@ -82,10 +84,11 @@ def start_engine(name: str, arguments: Mapping[str, Any]) -> VLLMEngine:
     """
     with ExitStack() as stack:
         log = stack.enter_context(temporary_folder("vllm")) / "vllm.log"
+        stack.enter_context(_exiting_on(signal.SIGTERM))
         others = set(multiprocessing.active_children())
         stack.callback(_end_children, others)
         try:
-            with _environment(VLLM_ENVIRONMENT), _written_to(log):
+            with _interruptible(), _environment(VLLM_ENVIRONMENT), _written_to(log):
                 from vllm import LLM
 
                 llm = LLM(**arguments)
@@ -164,6 +167,37 @@ def _written_to(log: Path) -> Iterator[None]:
         for number, own in zip((1, 2), kept, strict=True):
             os.dup2(own, number)
             os.close(own)
+
+
+@contextlib.contextmanager
+def _exiting_on(number: int) -> Iterator[None]:
+    """A signal ends this process by SystemExit, so that on its way out it ends vLLM's processes, too."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    try:
+        before = signal.signal(number, leave)
+    except ValueError:  # not the main thread: its owner handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C ends the block. While vLLM waits for its processes to start it takes KeyboardInterrupt for nothing, and
+    then waits on for processes that have ended."""
+    try:
+        with _exiting_on(signal.SIGINT):
+            yield
+    except SystemExit as error:
+        if error.code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
 
 
 def _end_children(others: set[Any]) -> None:
