@@ -9,6 +9,7 @@ import statistics
 import pytest
 
 from ladderize.errors import UsageError, UserError
+from ladderize.files.documents import read_document, write_json
 from ladderize.layout import Layout
 from ladderize.ranks.launcher import Place
 from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW
@@ -264,7 +265,12 @@ def test_the_document_comes_back_and_is_shown(tmp_path, capsys):
         environment=environment(Ranks(0, 1, torch.device("cpu")), settings=("VLLM_",)),
         rows=rows,
     )
-    assert VllmBenchDocument.from_dict(json.loads(json.dumps(document.to_dict())), "x") == document
+    out = tmp_path / "bench.json"
+    write_json(out, document.to_dict())
+    assert VllmBenchDocument.from_dict(read_document(out, "benchmark"), out) == document
+    for named, words in ((out, "is of bench --engine vllm, which no report shows"), (tmp_path, "nothing to report on")):
+        assert words in one_sentence(invoke("report", named, "--out", tmp_path / "report.html"))
+    capsys.readouterr()
     show_vllm_bench(document, Console())
     shown = capsys.readouterr().out
     assert "vLLM 0.32.0, 2 ranks, gloo over vb, messages in flight by gloo; prompt 128, output 11, medians" in shown

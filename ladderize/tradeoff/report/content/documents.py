@@ -24,6 +24,7 @@ TELLING_KEYS = {
     "sweep": ("points", "benches"),
     "results": ("options", "models"),
     "training": ("rows", "environment", "checked"),
+    "vllm": ("rows", "environment", "engine"),
     "bench": ("rows", "environment"),
     "sensitivity": ("blocks", "tau1"),
 }
@@ -143,6 +144,9 @@ def _add_file(path: Path, found: FoundDocuments, command: str | None = None, *, 
     elif kind == "training":
         if named:
             raise UserError(f"{path} is of bench --train, whose steps no report shows; name other files")
+    elif kind == "vllm":
+        if named:
+            raise UserError(f"{path} is of bench --engine vllm, which no report shows; name other files")
     elif kind == "bench":
         found.benches.append(FoundBench(path, BenchDocument.from_dict(content, path), version, command))
     elif kind == "sensitivity":
