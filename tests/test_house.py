@@ -283,6 +283,21 @@ def test_every_module_has_a_rule():
     assert {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in sources()} <= set(MAY_IMPORT)
 
 
+def test_only_the_plugin_imports_an_engine():
+    """Not even inside a function: where vLLM is not installed, nothing else may miss it."""
+
+    def roots(path):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                yield node.module.partition(".")[0]
+
+    importing = [path for path in sources() if {"vllm", "sglang"} & set(roots(path))]
+    assert importing
+    assert [path for path in importing if not path.is_relative_to(PACKAGE / "serving")] == []
+
+
 def test_help_is_instant_and_imports_no_torch():
     code = (
         "import sys; sys.argv = ['ladderize', '--help']\nfrom ladderize.cli import main\ntry: main()\nexcept"

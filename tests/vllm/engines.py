@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import ROOT
-from tests.vllm.jobs import ANSWER, Generate, Job, Refused, Streams
+from tests.vllm.jobs import ANSWER, SEGMENTS, Generate, Job, Refused, Streams
 
 START = 240  # seconds for the imports of a rank
+SEGMENT_FOLDER = Path("/dev/shm")  # where shared memory has its names
 # an engine of a few layers; several short requests fit into a step
 SMALL = {
     "dtype": "float32",
@@ -33,7 +35,7 @@ SMALL = {
 class Rank:
     """One process, and the lines that it answers."""
 
-    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
+    def __init__(self, rank: int, ranks: int, folder: Path, segments: str) -> None:
         self.log = folder / f"rank-{rank}-of-{ranks}.log"
         cores = sorted(os.sched_getaffinity(0))
         environment = {
@@ -49,6 +51,7 @@ class Rank:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CACHE_ROOT": str(folder / "cache"),
             "VLLM_NO_USAGE_STATS": "1",
+            SEGMENTS: segments,
         }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -106,17 +109,26 @@ class Engines:
     def start(self) -> None:
         """Begin with the imports; does not wait for them."""
         if not self.members:
-            self.members = [Rank(rank, self.ranks, self.folder) for rank in range(self.ranks)]
+            self.segments = f"ladderize-tests-{secrets.token_hex(8)}"
+            self.members = [Rank(rank, self.ranks, self.folder, self.segments) for rank in range(self.ranks)]
             self.ready = False
 
-    def run(self, model: Path, *steps: Generate | Streams | Refused, timeout: float = 200, **options: Any) -> list[Any]:
+    def run(
+        self,
+        model: Path,
+        *steps: Generate | Streams | Refused,
+        timeout: float = 300,
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> list[Any]:
         """Build an LLM of ``model`` with these options of vLLM, do the steps, take it down; the steps' results.
 
         Raises AssertionError if a rank failed, or if ranks answered differently.
         """
         together = {"tensor_parallel_size": self.ranks // options.get("pipeline_parallel_size", 1)}
         executor = {"distributed_executor_backend": "external_launcher" if self.ranks > 1 else "uni"}
-        job = Job({**SMALL, **together, **executor, "model": str(model), **options}, list(steps), free_port())
+        engine = {**SMALL, **together, **executor, "model": str(model), **options}
+        job = Job(engine, list(steps), free_port(), environment or {})
         self.start()
         try:
             if not self.ready:
@@ -137,8 +149,12 @@ class Engines:
         return first
 
     def end(self) -> None:
+        if not self.members:
+            return
         for rank in self.members:
             rank.end()
+        for left in SEGMENT_FOLDER.glob(f"*{self.segments}*"):  # a killed process leaves them
+            left.unlink(missing_ok=True)
         self.members = []
 
 

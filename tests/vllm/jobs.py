@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ANSWER = "tests.vllm answer: "
+SEGMENTS = "LADDERIZE_TEST_SEGMENTS"  # what the names of a group's shared memory begin with
 
 
 @dataclass
@@ -41,13 +42,14 @@ class Job:
     engine: dict[str, Any]
     steps: list[Any]
     port: int = 0
+    environment: dict[str, str] = field(default_factory=dict)  # while it runs
 
     def to_json(self) -> str:
         steps = [{"kind": type(step).__name__, **dataclasses.asdict(step)} for step in self.steps]
-        return json.dumps({"engine": self.engine, "steps": steps, "port": self.port})
+        return json.dumps({"engine": self.engine, "steps": steps, "port": self.port, "environment": self.environment})
 
     @classmethod
     def from_json(cls, line: str) -> "Job":
         document = json.loads(line)
         steps = [KINDS[step.pop("kind")](**step) for step in document["steps"]]
-        return cls(document["engine"], steps, document["port"])
+        return cls(**document | {"steps": steps})

@@ -6,18 +6,25 @@ WORLD_SIZE; a job brings the port at which its ranks meet.
 """
 
 import contextlib
+import ctypes
+import functools
 import gc
 import json
 import os
+import signal
 import sys
 import traceback
 import weakref
 from typing import Any
+from unittest import mock
 
-from tests.vllm.jobs import ANSWER, Generate, Job, Refused, Streams
+from tests.vllm.jobs import ANSWER, SEGMENTS, Generate, Job, Refused, Streams
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives the tests
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is printed, in C++ too, is no answer
     from vllm.plugins import load_general_plugins
@@ -26,20 +33,48 @@ def main() -> None:
     import vllm  # noqa: F401
     from vllm.v1.worker import cpu_worker  # noqa: F401  (half of the import's seconds)
 
+    name_segments()
+    replace_kernels_once()
     gc.collect()
     gc.freeze()  # what the imports made need not be looked through after every engine
     answers.write(f"{ANSWER}{json.dumps({'ready': os.getpid()})}\n")
     answers.flush()
     for line in sys.stdin:
         job = Job.from_json(line)
-        os.environ["MASTER_PORT"] = str(job.port)
         try:
-            answer: dict[str, Any] = {"result": run(job)}
+            with mock.patch.dict(os.environ, {"MASTER_PORT": str(job.port), **job.environment}):
+                answer: dict[str, Any] = {"result": run(job)}
         except BaseException as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(f"{ANSWER}{json.dumps(answer)}\n")
         answers.flush()
+
+
+def name_segments() -> None:
+    """Give vLLM's shared memory a name that no other group on this machine has.
+
+    With an external launcher it is named after the scheme of ``env://``: two groups at once, or one after another that
+    was killed, would meet in one segment.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    named = _CPUSHMDistributed.make_group_name
+
+    def ours(communicator: Any) -> str:
+        return os.environ[SEGMENTS] + named(communicator).replace("/", "")
+
+    _CPUSHMDistributed.make_group_name = staticmethod(ours)
+
+
+def replace_kernels_once() -> None:
+    """vLLM looks for its kernels in all modules whenever it builds an engine, and stumbles over some that the first
+    engine has loaded (numba's, of n-gram speculation)."""
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides = functools.cache(
+        current_platform.register_triton_kernel_overrides
+    )
 
 
 def run(job: Job) -> list[Any]:

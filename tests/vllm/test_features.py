@@ -1,0 +1,92 @@
+"""What vLLM does beside plain reading and decoding: in pieces, from its cache, with drafts, with adapters.
+
+Every answer is compared with transformers, which does nothing of this.
+"""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.helpers import randomise
+from tests.vllm.jobs import Generate
+from tests.vllm.models import check, make, random_prompts
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "spd and ladder"), (2, "mixed"), (2, "spd 4")])
+def test_prompts_in_pieces_and_prefixes_from_the_cache(engines, tmp_path, ranks, name):
+    """Chunked prefill: at most 20 tokens in a step, pieces of prompts and decoded tokens of others side by side. Then a
+    prompt that was read already, and one that begins like it."""
+    model = make(name, tmp_path)
+    prompts = random_prompts(90, 5, 41, 60)
+    again = [prompts[0], prompts[0][:64] + random_prompts(9)[0][1:]]
+    before, after = engines(ranks).run(
+        *(tmp_path, Generate(prompts), Generate(again)),
+        max_num_batched_tokens=20,
+        enable_prefix_caching=True,
+        enforce_eager=True,
+    )
+    check(model, prompts, before)
+    assert before["steps"] >= sum(map(len, prompts)) // 20
+    check(model, again, after)
+    assert [completion["cached"] for completion in after["completions"]] == [64, 64]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "ladder all"), (2, "mixed"), (2, "spd and ladder")])
+def test_drafted_tokens(engines, tmp_path, ranks, name):
+    """N-gram speculation: several tokens of a request are checked in one step, and some of them kept."""
+    model = make(name, tmp_path)
+    prompts = [prompt * 4 for prompt in random_prompts(5, 9)]
+    with torch.no_grad():  # a model that mostly repeats the last token, so that drafts are right at times
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        for layer in model.model.layers:
+            for parameter in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters()):
+                parameter.mul_(0.2)
+    model.save_pretrained(tmp_path)
+    (result,) = engines(ranks).run(
+        tmp_path,
+        Generate(prompts, tokens=40),
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
+        disable_log_stats=False,
+        enforce_eager=True,
+    )
+    check(model, prompts, result)
+    assert result["accepted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(1, "ladder all"), (1, "spd 4"), (2, "spd 2"), (2, "spd 4"), (2, "spd and ladder")]
+)
+def test_adapters(engines, tmp_path, ranks, name):
+    """Two LoRA adapters and none, side by side in one batch, on all linear layers."""
+    prompts = random_prompts(12, 30, 7)
+    model = make(name, tmp_path / "model")
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config, adapter_name="first")
+    adapted.add_adapter("second", config)
+    randomise(torch.nn.ModuleList(module for key, module in adapted.named_modules() if key.endswith("lora_B")), 1)
+    adapted.save_pretrained(tmp_path)
+    folders = [str(tmp_path / "first"), None, str(tmp_path / "second")]
+    (result,) = engines(ranks).run(
+        tmp_path / "model",
+        Generate(prompts, adapters=folders),
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=3,  # vLLM's kernels for CPUs give requests without adapter the last slot: an empty one
+        enforce_eager=True,
+    )
+    for place, adapter in enumerate(("first", None, "second")):
+        one = {"completions": [result["completions"][place]]}
+        if adapter is None:
+            with adapted.disable_adapter():
+                check(adapted, [prompts[place]], one)
+        else:
+            adapted.set_adapter(adapter)
+            check(adapted, [prompts[place]], one)
+    adapted.set_adapter("second")
+    with pytest.raises(AssertionError):  # the adapters matter
+        check(adapted, prompts[:1], {"completions": result["completions"][:1]})

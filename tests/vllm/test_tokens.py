@@ -1,0 +1,51 @@
+"""Tokens and log-probabilities of every kind of layout against transformers, on one and two ranks, eager and
+compiled."""
+
+import pytest
+import torch
+
+from tests.vllm.jobs import Generate, Streams
+from tests.vllm.models import CASES, SHAPE, check, make, random_prompts
+
+LENGTHS = (1, 2, 7, 31, 32, 33, 90)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_eager(engines, tmp_path, name, ranks):
+    """Also what drafters are given that read hidden states: the stream entering each layer, with what is still on its
+    way there."""
+    model = make(name, tmp_path)
+    prompts = random_prompts(*LENGTHS)
+    layers = list(range(SHAPE["num_hidden_layers"]))
+    alone, together, streams = engines(ranks).run(
+        *(tmp_path, Generate(prompts[3:4]), Generate(prompts), Streams(prompts[5], layers)), enforce_eager=True
+    )
+    check(model, prompts[3:4], alone)
+    check(model, prompts, together)
+    with torch.no_grad():
+        expected = model(torch.tensor([prompts[5]]), output_hidden_states=True).hidden_states
+    for layer in layers:
+        torch.testing.assert_close(torch.tensor(streams[layer]), expected[layer][0], rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_compiled(engines, tmp_path, name, ranks):
+    model = make(name, tmp_path)
+    prompts = random_prompts(*LENGTHS)
+    alone, together = engines(ranks).run(tmp_path, Generate(prompts[3:4]), Generate(prompts))
+    check(model, prompts[3:4], alone)
+    check(model, prompts, together)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "vllm"])
+@pytest.mark.parametrize("name", ["ladder all", "mixed"])
+def test_other_messages(engines, tmp_path, name, backend):
+    """What carries the messages does not matter; shared memory, as above, is the choice where all ranks share a
+    host."""
+    model = make(name, tmp_path)
+    prompts = random_prompts(2, 33, 80)
+    environment = {"LADDERIZE_VLLM_BACKEND": backend}
+    (result,) = engines(2).run(tmp_path, Generate(prompts), environment=environment, enforce_eager=True)
+    check(model, prompts, result)
