@@ -4,6 +4,9 @@
 in a CUDA graph. The compiler moves pure operators: the wait up to the start, or the start down to the wait. So each
 is declared to write a tensor that it never touches. ``start`` "writes" what the hiding sub-module is going to read, and
 ``wait`` "writes" what that sub-module has made: the sub-module stays between them.
+
+The sum takes the place of the message. A tensor of its own would have a new address in every step, and where vLLM makes
+a CUDA graph of each piece of the model, the next piece reads from an address that it was captured with.
 """
 
 import functools
@@ -48,45 +51,48 @@ class Messages:
         contexts[name] = self
 
     def start(self, partial: Tensor, reads: Tensor) -> None:
-        """Begin to sum ``partial`` [tokens, hidden] over the ranks. reads: what the sub-module that hides it reads."""
+        """Begin to sum ``partial`` [tokens, hidden] over the ranks, in its place. reads: what the sub-module that hides
+        it reads."""
         if not self.alone:
             torch.ops.ladderize.start(partial, reads, self.name)
 
     def wait(self, partial: Tensor, made: Tensor) -> Tensor:
-        """The sum [tokens, hidden] of the message that was started with ``partial``. made: what the sub-module that
-        hid it has made."""
-        if self.alone:
-            torch.ops.ladderize.hold(partial, made)
-            return partial
-        return torch.ops.ladderize.wait(partial, made, self.name)
+        """``partial``, which was started, as the sum. made: what the sub-module that hid it has made.
+
+        One rank waits too: without an operator here, Inductor (torch 2.13, CPUs) puts who reads ``partial`` later into
+        one kernel with an earlier norm, ahead of the product that fills it.
+        """
+        torch.ops.ladderize.wait(partial, made, self.name)
+        return partial
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum over the ranks at once, by vLLM's own all-reduce."""
         if self.emulated:
-            self.start(partial, partial)
-            return self.wait(partial, partial)
+            reads = torch.empty_like(partial)  # nothing hides it
+            self.start(partial, reads)
+            return self.wait(partial, reads)
         return get_tp_group().all_reduce(partial)
 
 
 @functools.cache
 def define_operators() -> torch.library.Library:
-    """``torch.ops.ladderize.start``, ``.wait`` and ``.hold``, once in a process. The library has to be kept."""
+    """``torch.ops.ladderize.start`` and ``.wait``, once in a process. The library has to be kept."""
     library = torch.library.Library("ladderize", "FRAGMENT")
     library.define("start(Tensor partial, Tensor(a!) reads, str messages) -> ()")
-    library.define("wait(Tensor partial, Tensor(a!) made, str messages) -> Tensor")
-    library.define("hold(Tensor(a!) partial, Tensor(b!) made) -> ()")
-    for name, function, shape in (
-        ("start", _start, lambda partial, reads, messages: None),
-        ("wait", _wait, lambda partial, made, messages: torch.empty_like(partial)),
-        ("hold", lambda partial, made: None, lambda partial, made: None),
-    ):
+    library.define("wait(Tensor(a!) partial, Tensor(b!) made, str messages) -> ()")
+    for name, function in (("start", _start), ("wait", _wait)):
         library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"ladderize::{name}", shape, lib=library)
+        torch.library.register_fake(f"ladderize::{name}", _nothing, lib=library)
     return library
 
 
+def _nothing(*arguments: Any) -> None:
+    """Both operators return nothing."""
+
+
 def _messages(name: str) -> Messages:
-    return get_forward_context().no_compile_layers[name]
+    found: Messages = get_forward_context().no_compile_layers[name]
+    return found
 
 
 def _start(partial: Tensor, reads: Tensor, messages: str) -> None:
@@ -96,10 +102,13 @@ def _start(partial: Tensor, reads: Tensor, messages: str) -> None:
     sender.in_flight.append(sender.collectives.all_reduce_async(partial))
 
 
-def _wait(partial: Tensor, made: Tensor, messages: str) -> Tensor:
-    total = _messages(messages).in_flight.popleft().wait()
-    # an operator must not return its argument, and some backends sum in place
-    return total.clone() if total.data_ptr() == partial.data_ptr() else total
+def _wait(partial: Tensor, made: Tensor, messages: str) -> None:
+    receiver = _messages(messages)
+    if receiver.alone:
+        return
+    total = receiver.in_flight.popleft().wait()
+    if total.data_ptr() != partial.data_ptr():
+        partial.copy_(total)
 
 
 def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Collectives, str]:
@@ -145,7 +154,7 @@ class VllmAllReduce(Collectives):
         self.group = group
 
     def all_reduce_async(self, x: Tensor) -> Handle:
-        total: Any = self.group.all_reduce(x)
+        total: Tensor = self.group.all_reduce(x)
         return Handle(lambda: total)
 
 
@@ -153,9 +162,8 @@ class OnStream(VllmAllReduce):
     """vLLM's all-reduce (custom kernel, symmetric memory or NCCL, as vLLM chooses for the size) on a stream of its own.
 
     ``wait`` orders streams and never blocks the host, so CUDA graphs can capture it. The caller keeps ``x`` until
-    ``wait`` and uses the sum on the stream that waits. So no memory is marked with ``record_stream``, which would keep
-    it from being used again while a graph is captured: ``x`` lives until its stream has waited, and the communication
-    stream writes to a sum's memory again only after it has waited, in the next message, for all who read it.
+    ``wait``, and what vLLM's all-reduce returns stays on this stream. So no memory is marked with ``record_stream``,
+    which would keep it from being used again while a graph is captured.
     """
 
     def __init__(self, group: GroupCoordinator, device: torch.device) -> None:
@@ -165,11 +173,11 @@ class OnStream(VllmAllReduce):
     def all_reduce_async(self, x: Tensor) -> Handle:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            total = self.group._all_reduce_out_place(x)
+            x.copy_(self.group._all_reduce_out_place(x))  # hidden, too
             through = self.stream.record_event()
 
         def finish() -> Tensor:
             torch.cuda.current_stream().wait_event(through)
-            return total
+            return x
 
         return Handle(finish)
