@@ -27,6 +27,9 @@ class LadderizedLlamaConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        for key in ("attention_sync", "mlp_sync"):
+            if not isinstance(getattr(self, key), list | tuple | None):
+                raise ValueError(f"{key} is {getattr(self, key)!r}, but must be a list of modes, one for each layer")
         self.attention_sync = list(self.attention_sync or ["blocking"] * self.num_hidden_layers)
         self.mlp_sync = list(self.mlp_sync or ["blocking"] * self.num_hidden_layers)
         self.check_layout()

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-ARCHITECTURE = "LadderizedLlamaForCausalLM"
-
 
 def register_plugin() -> None:
     """Tell vLLM and transformers about ladderized Llamas; vLLM then needs no ``--trust-remote-code`` for them.
@@ -15,7 +13,7 @@ def register_plugin() -> None:
     from transformers import AutoConfig
 
     from ladderize.modeling import MODEL_TYPE
-    from ladderize.serving.vllm.versions import installed_version, version_problem
+    from ladderize.serving.vllm.versions import ARCHITECTURE, STOCK, installed_version, version_problem
 
     problem = version_problem(installed_version())
     if problem is not None:
@@ -26,10 +24,11 @@ def register_plugin() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
-    from ladderize.serving.vllm.verify import VerifyLadderizedLlama
+    from ladderize.serving.vllm.verify import VerifyLadderizedLlama, VerifyLlama
 
     AutoConfig.register(MODEL_TYPE, LadderizedLlamaConfig, exist_ok=True)
     MODELS_CONFIG_MAP[ARCHITECTURE] = VerifyLadderizedLlama
+    MODELS_CONFIG_MAP.setdefault(STOCK, VerifyLlama)
     if ARCHITECTURE not in ModelRegistry.models:
         ModelRegistry.register_model(ARCHITECTURE, f"ladderize.serving.vllm.model:{ARCHITECTURE}")
 

@@ -8,8 +8,10 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from ladderize.checkpoint.llama import check_config
 from ladderize.errors import UserError
 from ladderize.layout import OVERLAPPED, Layout
+from ladderize.modeling import MODEL_TYPE
 from ladderize.runtime.shards import check_runnable
 from ladderize.serving.vllm.backends import BACKEND_VARIABLE, MessageBackend
+from ladderize.serving.vllm.versions import ARCHITECTURE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,6 +36,20 @@ class VerifyLadderizedLlama(VerifyAndUpdateConfig):
             raise ValueError(problem)
         if OVERLAPPED in layout.attention_sync + layout.mlp_sync or backend.link is not None:
             _split_graph(vllm_config)
+
+
+class VerifyLlama(VerifyAndUpdateConfig):
+    """The same for vLLM's own Llama, which reads a ladderized checkpoint's weights but does not know its layout."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: "VllmConfig") -> None:
+        """Raises ValueError where a layout would be lost without a word."""
+        config = vllm_config.model_config.hf_config
+        if config.model_type == MODEL_TYPE and not layout_of(vllm_config).is_dense:
+            raise ValueError(
+                f"{vllm_config.model_config.model} is a ladderized Llama, and {vllm_config.model_config.architecture}"
+                f" would compute a dense one; its architectures must be {ARCHITECTURE}"
+            )
 
 
 def layout_of(vllm_config: "VllmConfig") -> Layout:
@@ -63,6 +79,10 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
             several and vllm_config.model_config.quantization is not None,
             f"quantised weights cannot be split into the {ranks} virtual ranks of this layout's dropped sync points;"
             f" use --tensor-parallel-size {ranks}, where each process is one, or weights that are not quantised",
+        ),
+        (
+            not layout.is_dense and vllm_config.model_config.runner_type == "pooling",
+            "--runner pooling was not tested with overlapped or dropped sync points; leave it out",
         ),
         (
             not layout.is_dense and vllm_config.lora_config is not None and vllm_config.lora_config.fully_sharded_loras,

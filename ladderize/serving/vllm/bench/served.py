@@ -11,9 +11,8 @@ from ladderize.layout import CONFIG_KEYS, Layout
 from ladderize.modeling import MODEL_TYPE
 from ladderize.runtime.spec import ModelSpec
 from ladderize.serving.vllm.bench.options import PLUGIN, VllmBenchOptions
-from ladderize.serving.vllm.plugin import ARCHITECTURE
+from ladderize.serving.vllm.versions import ARCHITECTURE, STOCK
 
-STOCK = "LlamaForCausalLM"
 PLUGIN_ROW = "plugin's dense"
 
 
