@@ -42,6 +42,7 @@ class SharedMemory(Collectives):
     since every rank would wait for the others to read."""
 
     name = "shm"
+    copies = True
 
     def __init__(self, group: Ranks, *, max_bytes: int, slots: int = LEAST_SLOTS) -> None:
         super().__init__(group.size)
@@ -157,12 +158,9 @@ class SharedMemory(Collectives):
         def finish() -> Tensor:
             self._take(number)
             # in rank order on every rank, so that all hold the same bits; more than two in float32, rounded once
-            if self.ranks == 2:
-                torch.add(*messages, out=x)
-            else:
-                torch.sum(torch.stack(messages), 0, out=x)
+            total = torch.add(*messages) if self.ranks == 2 else torch.stack(messages).sum(0)
             self._done(number)
-            return x
+            return total
 
         return Handle(finish)
 

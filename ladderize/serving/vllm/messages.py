@@ -5,8 +5,10 @@ in a CUDA graph. The compiler moves pure operators: the wait up to the start, or
 is declared to write a tensor that it never touches. ``start`` "writes" what the hiding sub-module is going to read, and
 ``wait`` "writes" what that sub-module has made: the sub-module stays between them.
 
-The sum takes the place of the message. A tensor of its own would have a new address in every step, and where vLLM makes
-a CUDA graph of each piece of the model, the next piece reads from an address that it was captured with.
+On CPUs the compiler sees the whole model, and may give an operator a copy of its argument, whose memory it uses again
+after the call. There a message in flight has memory of its own, and ``wait`` returns a tensor of its own. On GPUs vLLM
+cuts the graph at both operators, and each piece may be a CUDA graph, which reads from the address that it was captured
+with. There the sum takes the message's place.
 """
 
 import functools
@@ -51,18 +53,21 @@ class Messages:
         contexts[name] = self
 
     def start(self, partial: Tensor, reads: Tensor) -> None:
-        """Begin to sum ``partial`` [tokens, hidden] over the ranks, in its place. reads: what the sub-module that hides
-        it reads."""
+        """Begin to sum ``partial`` [tokens, hidden] over the ranks; the caller keeps it until ``wait``. reads: what the
+        sub-module that hides it reads."""
         if not self.alone:
             torch.ops.ladderize.start(partial, reads, self.name)
 
     def wait(self, partial: Tensor, made: Tensor) -> Tensor:
-        """``partial``, which was started, as the sum. made: what the sub-module that hid it has made.
+        """The sum [tokens, hidden] of ``partial``, which was started. made: what the sub-module that hid it has made.
 
-        One rank waits too: without an operator here, Inductor (torch 2.13, CPUs) puts who reads ``partial`` later into
-        one kernel with an earlier norm, ahead of the product that fills it.
+        One rank waits, too, on CPUs: without an operator here, Inductor (torch 2.13) puts who reads ``partial``
+        later into one kernel with an earlier norm, ahead of the product that fills it.
         """
-        torch.ops.ladderize.wait(partial, made, self.name)
+        if partial.device.type == "cpu":
+            return torch.ops.ladderize.wait(partial, made, self.name)
+        if not self.alone:
+            torch.ops.ladderize.wait_in_place(partial, made, self.name)
         return partial
 
     def all_reduce(self, partial: Tensor) -> Tensor:
@@ -76,18 +81,28 @@ class Messages:
 
 @functools.cache
 def define_operators() -> torch.library.Library:
-    """``torch.ops.ladderize.start`` and ``.wait``, once in a process. The library has to be kept."""
+    """``start``, ``wait`` and ``wait_in_place`` in ``torch.ops.ladderize``, once in a process; the library is kept."""
     library = torch.library.Library("ladderize", "FRAGMENT")
     library.define("start(Tensor partial, Tensor(a!) reads, str messages) -> ()")
-    library.define("wait(Tensor(a!) partial, Tensor(b!) made, str messages) -> ()")
-    for name, function in (("start", _start), ("wait", _wait)):
+    library.define("wait(Tensor partial, Tensor(a!) made, str messages) -> Tensor")
+    library.define("wait_in_place(Tensor(a!) partial, Tensor(b!) made, str messages) -> ()")
+    for name, function, shape in (
+        ("start", _start, _nothing),
+        ("wait", _wait, _like_first),
+        ("wait_in_place", _wait_in_place, _nothing),
+    ):
         library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"ladderize::{name}", _nothing, lib=library)
+        torch.library.register_fake(f"ladderize::{name}", shape, lib=library)
     return library
 
 
 def _nothing(*arguments: Any) -> None:
-    """Both operators return nothing."""
+    """The result of an operator that returns nothing."""
+
+
+def _like_first(partial: Tensor, *arguments: Any) -> Tensor:
+    """The shape of a sum."""
+    return torch.empty_like(partial)
 
 
 def _messages(name: str) -> Messages:
@@ -99,14 +114,18 @@ def _start(partial: Tensor, reads: Tensor, messages: str) -> None:
     sender = _messages(messages)
     if sender.in_flight:
         raise RuntimeError("a message was started while another was in flight")
-    sender.in_flight.append(sender.collectives.all_reduce_async(partial))
+    own = partial.device.type == "cpu" and not sender.collectives.copies
+    sender.in_flight.append(sender.collectives.all_reduce_async(partial.clone() if own else partial))
 
 
-def _wait(partial: Tensor, made: Tensor, messages: str) -> None:
+def _wait(partial: Tensor, made: Tensor, messages: str) -> Tensor:
     receiver = _messages(messages)
-    if receiver.alone:
-        return
-    total = receiver.in_flight.popleft().wait()
+    # an operator must not return its argument
+    return partial.clone() if receiver.alone else receiver.in_flight.popleft().wait()
+
+
+def _wait_in_place(partial: Tensor, made: Tensor, messages: str) -> None:
+    total = _messages(messages).in_flight.popleft().wait()
     if total.data_ptr() != partial.data_ptr():
         partial.copy_(total)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # The graph that is compiled is cut at these, so that pieces keep the order of the program, and no piece that becomes a
 # CUDA graph of its own has a start without its wait.
-OPERATORS = ("ladderize::start", "ladderize::wait")
+OPERATORS = ("ladderize::start", "ladderize::wait_in_place")
 QUANTISED = ("quantization_config", "compression_config")  # whatever vLLM itself makes of these
 KV_CACHE_UPDATES = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
 
@@ -113,17 +113,27 @@ def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBack
             tp_size > 1 and backend.link is not None,
             f"{BACKEND_VARIABLE}=emulated stands for ranks that are not there; use --tensor-parallel-size 1",
         ),
-        *_platform_checks(backend),
+        *_platform_checks(layout, vllm_config, backend),
     )
     return next((sentence for wrong, sentence in checks if wrong), None)
 
 
-def _platform_checks(backend: MessageBackend) -> tuple[tuple[bool, str], ...]:
+def _platform_checks(
+    layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend
+) -> tuple[tuple[bool, str], ...]:
+    from vllm.config import CompilationMode
     from vllm.platforms import current_platform
 
     cpu, cuda = current_platform.is_cpu(), current_platform.is_cuda_alike()
+    mode = vllm_config.compilation_config.mode
+    # on GPUs the order of the program rests on the cuts in the graph, which only vLLM's own compilation makes
+    untested = {CompilationMode.STOCK_TORCH_COMPILE} | (set() if cpu else {CompilationMode.DYNAMO_TRACE_ONCE})
     return (
         (not (cpu or cuda), f"ladderize's layers run in vLLM on GPUs and CPUs, not on {current_platform.device_type}"),
+        (
+            not layout.is_dense and mode in untested,
+            f"compilation mode {mode} was not tested with overlapped or dropped sync points; leave it out",
+        ),
         (
             backend.name in ("shm", "gloo") and not cpu,
             f"{BACKEND_VARIABLE}={backend.name} is for CPUs; unset it: on a GPU vLLM's own all-reduces are used",
