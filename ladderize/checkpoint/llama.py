@@ -11,7 +11,7 @@ from ladderize.errors import UserError
 
 SOURCE_TYPES = ("llama", "ladderized_llama", "llamaLadder")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-LARGEST, MOST_LAYERS = 2**31, 10_000  # no size of a real model; more would only exhaust memory
+LARGEST, MOST_LAYERS, MOST_HEADS = 2**31, 10_000, 65_536  # no size of a real model; more would only exhaust memory
 # the types of rotary embeddings, and what each cannot do without
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -52,6 +52,10 @@ def check_config(config: Mapping[str, Any]) -> None:
     if config["num_hidden_layers"] > MOST_LAYERS:
         raise UserError(
             f"config.json: num_hidden_layers is {config['num_hidden_layers']}; at most {MOST_LAYERS} are accepted"
+        )
+    if config["num_attention_heads"] > MOST_HEADS:
+        raise UserError(
+            f"config.json: num_attention_heads is {config['num_attention_heads']}; at most {MOST_HEADS} are accepted"
         )
     check_rope(config)
     for key, value in _numbers(config):

@@ -21,8 +21,8 @@ from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Traced
 
-# torch.cuda._sleep's kernel stands for communication in emulated runs
-COMMUNICATION_KERNELS = re.compile(r"nccl|spin_kernel|one_shot|two_shot|multimem", re.IGNORECASE)
+# cross_device_reduce: vLLM's own all-reduce; torch.cuda._sleep's kernel stands for communication in emulated runs
+COMMUNICATION_KERNELS = re.compile(r"nccl|spin_kernel|one_shot|two_shot|multimem|cross_device_reduce", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Recording(Collectives):
 
     def __init__(self, inner: Collectives, clock: Callable[[], float]) -> None:
         super().__init__(inner.ranks)
-        self.inner, self.clock, self.name = inner, clock, inner.name
+        self.inner, self.clock, self.name, self.copies = inner, clock, inner.name, inner.copies
         self.all_reduces: list[ObservedAllReduce] = []
         self.gathered: list[int] = []
 
@@ -67,7 +67,7 @@ class Traced(Collectives):
 
     def __init__(self, inner: Collectives) -> None:
         super().__init__(inner.ranks)
-        self.inner, self.name = inner, inner.name
+        self.inner, self.name, self.copies = inner, inner.name, inner.copies
         self.sizes: list[int] = []
 
     def all_reduce_async(self, x: Tensor) -> Handle:

@@ -27,6 +27,7 @@ from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
+from ladderize.runtime.collectives.emulated import emulate
 from ladderize.serving.vllm.backends import BACKEND_VARIABLE, MessageBackend
 
 logger = init_logger("vllm.ladderize")
@@ -61,13 +62,12 @@ class Messages:
     def wait(self, partial: Tensor, made: Tensor) -> Tensor:
         """The sum [tokens, hidden] of ``partial``, which was started. made: what the sub-module that hid it has made.
 
-        One rank waits, too, on CPUs: without an operator here, Inductor (torch 2.13) puts who reads ``partial``
+        One rank waits, too: without an operator here, Inductor (torch 2.13, CPUs) puts who reads ``partial``
         later into one kernel with an earlier norm, ahead of the product that fills it.
         """
         if partial.device.type == "cpu":
             return torch.ops.ladderize.wait(partial, made, self.name)
-        if not self.alone:
-            torch.ops.ladderize.wait_in_place(partial, made, self.name)
+        torch.ops.ladderize.wait_in_place(partial, made, self.name)
         return partial
 
     def all_reduce(self, partial: Tensor) -> Tensor:
@@ -114,6 +114,7 @@ def _start(partial: Tensor, reads: Tensor, messages: str) -> None:
     sender = _messages(messages)
     if sender.in_flight:
         raise RuntimeError("a message was started while another was in flight")
+    sender.collectives.tidy()
     own = partial.device.type == "cpu" and not sender.collectives.copies
     sender.in_flight.append(sender.collectives.all_reduce_async(partial.clone() if own else partial))
 
@@ -125,7 +126,10 @@ def _wait(partial: Tensor, made: Tensor, messages: str) -> Tensor:
 
 
 def _wait_in_place(partial: Tensor, made: Tensor, messages: str) -> None:
-    total = _messages(messages).in_flight.popleft().wait()
+    receiver = _messages(messages)
+    if receiver.alone:
+        return
+    total = receiver.in_flight.popleft().wait()
     if total.data_ptr() != partial.data_ptr():
         partial.copy_(total)
 
@@ -136,7 +140,7 @@ def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Coll
     device = torch.device(group.device)
     if backend.link is not None:
         link = f"{backend.ranks} ranks over {backend.link.name}: for timing only"
-        return _emulated(backend, device), f"emulated, {link}"
+        return emulate(backend.ranks, backend.link, device), f"emulated, {link}"
     if group.world_size == 1:
         return Collectives(), "none, there is one rank"
     if device.type == "cuda":
@@ -152,15 +156,6 @@ def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Coll
         )
     except UserError as error:
         raise ValueError(f"{BACKEND_VARIABLE}={backend.name}: {error}") from None
-
-
-def _emulated(backend: MessageBackend, device: torch.device) -> Collectives:
-    from ladderize.runtime.collectives.emulated import Emulated, EmulatedOnGpu
-
-    assert backend.link is not None
-    if device.type == "cuda":
-        return EmulatedOnGpu(backend.ranks, backend.link, device)
-    return Emulated(backend.ranks, backend.link)
 
 
 class VllmAllReduce(Collectives):

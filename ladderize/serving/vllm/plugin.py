@@ -13,7 +13,7 @@ def register_plugin() -> None:
     from transformers import AutoConfig
 
     from ladderize.modeling import MODEL_TYPE
-    from ladderize.serving.vllm.versions import ARCHITECTURE, STOCK, installed_version, version_problem
+    from ladderize.serving.vllm.versions import ARCHITECTURE, STOCK, STOCK_ALIASES, installed_version, version_problem
 
     problem = version_problem(installed_version())
     if problem is not None:
@@ -28,7 +28,8 @@ def register_plugin() -> None:
 
     AutoConfig.register(MODEL_TYPE, LadderizedLlamaConfig, exist_ok=True)
     MODELS_CONFIG_MAP[ARCHITECTURE] = VerifyLadderizedLlama
-    MODELS_CONFIG_MAP.setdefault(STOCK, VerifyLlama)
+    for name in (STOCK, *STOCK_ALIASES):
+        MODELS_CONFIG_MAP.setdefault(name, VerifyLlama)
     if ARCHITECTURE not in ModelRegistry.models:
         ModelRegistry.register_model(ARCHITECTURE, f"ladderize.serving.vllm.model:{ARCHITECTURE}")
 

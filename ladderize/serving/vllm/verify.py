@@ -7,10 +7,11 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from ladderize.checkpoint.llama import check_config
 from ladderize.errors import UserError
-from ladderize.layout import OVERLAPPED, Layout
+from ladderize.layout import Layout
 from ladderize.modeling import MODEL_TYPE
 from ladderize.runtime.shards import check_runnable
-from ladderize.serving.vllm.backends import BACKEND_VARIABLE, MessageBackend
+from ladderize.serving.vllm.backends import MessageBackend
+from ladderize.serving.vllm.refusals import problem_with, sends
 from ladderize.serving.vllm.versions import ARCHITECTURE
 
 if TYPE_CHECKING:
@@ -29,13 +30,22 @@ class VerifyLadderizedLlama(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         """Raises ValueError, which vLLM shows as it is, for what this layout cannot do."""
+        config = vllm_config.model_config.hf_config
+        if config.model_type != MODEL_TYPE:
+            raise ValueError(
+                f"{vllm_config.model_config.model}: architectures names {ARCHITECTURE}, but model_type is"
+                f" {config.model_type!r}; it must be {MODEL_TYPE!r}"
+            )
         layout = layout_of(vllm_config)
         backend = MessageBackend.from_environment(os.environ)
         problem = problem_with(layout, vllm_config, backend)
         if problem is not None:
             raise ValueError(problem)
-        if OVERLAPPED in layout.attention_sync + layout.mlp_sync or backend.link is not None:
+        if sends(layout, backend):
             _split_graph(vllm_config)
+        if backend.link is not None and isinstance(vllm_config.additional_config, dict):
+            # the graph differs, so the key of vLLM's compile cache must
+            vllm_config.additional_config["ladderize_emulated"] = backend.ranks
 
 
 class VerifyLlama(VerifyAndUpdateConfig):
@@ -63,82 +73,6 @@ def layout_of(vllm_config: "VllmConfig") -> Layout:
     except UserError as error:
         raise ValueError(f"{vllm_config.model_config.model}: {error}") from None
     return layout
-
-
-def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend) -> str | None:
-    """Why this layout cannot be served so, in one sentence that says what to do, or None."""
-    parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
-    tp_size, ranks = parallel.tensor_parallel_size, layout.sync_tp_size
-    several = ranks is not None and ranks > tp_size
-    checks: tuple[tuple[bool, str], ...] = (
-        (
-            parallel.pipeline_parallel_size > layout.num_layers,
-            f"--pipeline-parallel-size {parallel.pipeline_parallel_size} is more than the {layout.num_layers} layers",
-        ),
-        (
-            several and vllm_config.model_config.quantization is not None,
-            f"quantised weights cannot be split into the {ranks} virtual ranks of this layout's dropped sync points;"
-            f" use --tensor-parallel-size {ranks}, where each process is one, or weights that are not quantised",
-        ),
-        (
-            not layout.is_dense and vllm_config.model_config.runner_type == "pooling",
-            "--runner pooling was not tested with overlapped or dropped sync points; leave it out",
-        ),
-        (
-            not layout.is_dense and vllm_config.lora_config is not None and vllm_config.lora_config.fully_sharded_loras,
-            "--fully-sharded-loras sums inside each projection, beside the sync points of this layout; leave it out",
-        ),
-        (
-            not layout.is_dense and parallel.use_ubatching,
-            "--enable-dbo and --ubatch-size run batches side by side, whose messages would meet; leave them out for"
-            " this layout",
-        ),
-        (
-            not layout.is_dense and parallel.decode_context_parallel_size > 1,
-            "--decode-context-parallel-size was not tested with overlapped or dropped sync points; leave it out",
-        ),
-        (
-            not layout.is_dense and bool(compilation.use_inductor_graph_partition),
-            "use_inductor_graph_partition was not tested with overlapped or dropped sync points; leave it out",
-        ),
-        (
-            not layout.is_dense and bool(compilation.pass_config.fuse_attn_quant),
-            "fuse_attn_quant was not tested with overlapped or dropped sync points; leave it out",
-        ),
-        (
-            backend.name != "auto" and tp_size == 1 and backend.link is None,
-            f"{BACKEND_VARIABLE}={backend.name} has no effect with one rank; unset it, or raise --tensor-parallel-size",
-        ),
-        (
-            tp_size > 1 and backend.link is not None,
-            f"{BACKEND_VARIABLE}=emulated stands for ranks that are not there; use --tensor-parallel-size 1",
-        ),
-        *_platform_checks(layout, vllm_config, backend),
-    )
-    return next((sentence for wrong, sentence in checks if wrong), None)
-
-
-def _platform_checks(
-    layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend
-) -> tuple[tuple[bool, str], ...]:
-    from vllm.config import CompilationMode
-    from vllm.platforms import current_platform
-
-    cpu, cuda = current_platform.is_cpu(), current_platform.is_cuda_alike()
-    mode = vllm_config.compilation_config.mode
-    # on GPUs the order of the program rests on the cuts in the graph, which only vLLM's own compilation makes
-    untested = {CompilationMode.STOCK_TORCH_COMPILE} | (set() if cpu else {CompilationMode.DYNAMO_TRACE_ONCE})
-    return (
-        (not (cpu or cuda), f"ladderize's layers run in vLLM on GPUs and CPUs, not on {current_platform.device_type}"),
-        (
-            not layout.is_dense and mode in untested,
-            f"compilation mode {mode} was not tested with overlapped or dropped sync points; leave it out",
-        ),
-        (
-            backend.name in ("shm", "gloo") and not cpu,
-            f"{BACKEND_VARIABLE}={backend.name} is for CPUs; unset it: on a GPU vLLM's own all-reduces are used",
-        ),
-    )
 
 
 def _split_graph(vllm_config: "VllmConfig") -> None:

