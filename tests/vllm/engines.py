@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import ROOT
-from tests.vllm.jobs import ANSWER, SEGMENTS, Generate, Job, Refused, Streams
+from tests.vllm.jobs import ANSWER, SEGMENTS, Carrier, Generate, Job, Refused, Streams
 
 START = 240  # seconds for the imports of a rank
 SEGMENT_FOLDER = Path("/dev/shm")  # where shared memory has its names
@@ -116,7 +116,7 @@ class Engines:
     def run(
         self,
         model: Path,
-        *steps: Generate | Streams | Refused,
+        *steps: Generate | Streams | Refused | Carrier,
         timeout: float = 300,
         environment: dict[str, str] | None = None,
         **options: Any,

@@ -32,7 +32,12 @@ class Refused:
     """The engine is configured, which must fail; nothing is built."""
 
 
-KINDS = {kind.__name__: kind for kind in (Generate, Streams, Refused)}
+@dataclass
+class Carrier:
+    """The name of what carries the model's messages in flight."""
+
+
+KINDS = {kind.__name__: kind for kind in (Generate, Streams, Refused, Carrier)}
 
 
 @dataclass

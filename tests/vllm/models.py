@@ -8,7 +8,7 @@ import torch
 
 from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
-from ladderize.layout import Layout, parse_ranges
+from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVERLAPPED, Layout, parse_ranges
 from tests.helpers import randomise
 
 # biases, GQA, heads of 32 and a hidden size that is not heads x 32, so that no slice fits in another's place
@@ -21,12 +21,13 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class Case:
-    """Named layers, and what differs from SHAPE."""
+    """Named layers, and what differs from SHAPE. drawn: the mode of every sync point is drawn instead."""
 
     ladder: str = ""
     spd: str = ""
     sync_tp_size: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    drawn: bool = False
 
 
 CASES = {
@@ -37,6 +38,9 @@ CASES = {
     "spd 4": Case(spd="all", sync_tp_size=4, config={"mlp_bias": True, "num_key_value_heads": 2}),
     "spd and ladder": Case(ladder="all", spd="all", sync_tp_size=4),
     "mixed": Case(ladder="1,3", spd="0:2", sync_tp_size=2, config={"mlp_bias": True, "tie_word_embeddings": True}),
+    # a blocking sync point behind an overlapped one has no name
+    "drawn": Case(sync_tp_size=2, drawn=True, config={"mlp_bias": True}),
+    "fewer KV heads than ranks": Case(ladder="2:", spd="0", sync_tp_size=2, config={"num_key_value_heads": 1}),
 }
 
 
@@ -44,16 +48,24 @@ def make(name: str, folder: Path, **extra: object) -> LadderizedLlamaForCausalLM
     """A fresh random model with one of CASES, written to ``folder``; the model of remote_code itself is the oracle."""
     case = CASES[name]
     shape = {**SHAPE, **case.config, **extra}
-    named = {
-        key: parse_ranges(layers, shape["num_hidden_layers"])
-        for key, layers in (("ladder", case.ladder), ("spd", case.spd))
-        if layers
-    }
-    layout = Layout.from_layers(shape["num_hidden_layers"], **named, sync_tp_size=case.sync_tp_size)
+    depth = shape["num_hidden_layers"]
+    if case.drawn:
+        layout = drawn_layout(depth, case.sync_tp_size)
+    else:
+        named = {key: parse_ranges(text, depth) for key, text in (("ladder", case.ladder), ("spd", case.spd)) if text}
+        layout = Layout.from_layers(depth, **named, sync_tp_size=case.sync_tp_size)
     model = LadderizedLlamaForCausalLM(LadderizedLlamaConfig(**shape, **layout.to_config())).eval()
     randomise(model, int(torch.randint(1 << 30, ())))
     model.save_pretrained(folder)
     return model
+
+
+def drawn_layout(layers: int, sync_tp_size: int | None) -> Layout:
+    """A mode for every sync point; one blocks behind an overlapped one, and one attention is dropped, in any case."""
+    attention = [ATTENTION_MODES[i] for i in torch.randint(len(ATTENTION_MODES), (layers,)).tolist()]
+    mlp = [MLP_MODES[i] for i in torch.randint(len(MLP_MODES), (layers,)).tolist()]
+    mlp[0], attention[1], attention[2], mlp[-1] = OVERLAPPED, BLOCKING, DROPPED, BLOCKING
+    return Layout(tuple(attention), tuple(mlp), sync_tp_size)
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:

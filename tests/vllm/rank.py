@@ -18,7 +18,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
-from tests.vllm.jobs import ANSWER, SEGMENTS, Generate, Job, Refused, Streams
+from tests.vllm.jobs import ANSWER, SEGMENTS, Carrier, Generate, Job, Refused, Streams
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -98,6 +98,8 @@ def end(llm: Any) -> None:
     """Take an engine down, and its process groups: the next one of this process begins anew."""
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
+    for messages in messages_of(llm):
+        messages.collectives.close()  # nothing may still listen when the group goes
     llm.llm_engine.engine_core.shutdown()
     destroy_model_parallel()
     destroy_distributed_environment()
@@ -182,6 +184,18 @@ def streams(llm: Any, step: Streams) -> list[list[list[float]]]:
     return [tensor[: len(step.prompt)].tolist() for tensor in hidden]
 
 
+def messages_of(llm: Any) -> list[Any]:
+    from ladderize.serving.vllm.messages import Messages
+
+    contexts = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return [found for found in contexts.values() if isinstance(found, Messages)]
+
+
+def carrier(llm: Any, step: Carrier) -> str:
+    (messages,) = messages_of(llm)
+    return messages.collectives.name
+
+
 def refusal(job: Job) -> str:
     """Why this engine is not even configured: that happens in the process of the user, before any worker exists."""
     from vllm import EngineArgs
@@ -195,7 +209,7 @@ def refusal(job: Job) -> str:
     raise AssertionError("the engine was configured")
 
 
-STEPS = {Generate: generate, Streams: streams}
+STEPS = {Generate: generate, Streams: streams, Carrier: carrier}
 
 
 if __name__ == "__main__":

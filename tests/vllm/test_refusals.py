@@ -48,8 +48,14 @@ def test_virtual_ranks_of_quantised_weights(refused):
         ({"enable_dbo": True}, "--enable-dbo and --ubatch-size run batches side by side"),
         (
             {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
-            "--decode-context-parallel-size was not tested",
+            "context parallelism was not tested",
         ),
+        ({"runner": "pooling"}, "--runner pooling was not tested"),
+        ({"compilation_config": {"use_inductor_graph_partition": True}}, "use_inductor_graph_partition was not tested"),
+        ({"compilation_config": {"pass_config": {"fuse_attn_quant": True}}}, "fuse_attn_quant was not tested"),
+        ({"compilation_config": {"mode": 1}}, "compilation mode 1 was not tested"),
+        ({"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}, "LlamaForCausalLM would compute a dense one"),
+        ({"hf_overrides": {"architectures": ["MistralModel"]}}, "MistralModel would compute a dense one"),
     ],
 )
 def test_what_was_not_tested(refused, options, sentence):

@@ -4,7 +4,7 @@ compiled."""
 import pytest
 import torch
 
-from tests.vllm.jobs import Generate, Streams
+from tests.vllm.jobs import Carrier, Generate, Streams
 from tests.vllm.models import CASES, SHAPE, check, make, random_prompts
 
 LENGTHS = (1, 2, 7, 31, 32, 33, 90)
@@ -39,13 +39,17 @@ def test_compiled(engines, tmp_path, name, ranks):
     check(model, prompts, together)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "vllm"])
-@pytest.mark.parametrize("name", ["ladder all", "mixed"])
-def test_other_messages(engines, tmp_path, name, backend):
+@pytest.mark.parametrize(
+    ("backend", "name", "eager"), [("gloo", "drawn", False), ("gloo", "mixed", True), ("vllm", "ladder all", True)]
+)
+def test_other_messages(engines, tmp_path, name, backend, eager):
     """What carries the messages does not matter; shared memory, as above, is the choice where all ranks share a
     host."""
     model = make(name, tmp_path)
     prompts = random_prompts(2, 33, 80)
     environment = {"LADDERIZE_VLLM_BACKEND": backend}
-    (result,) = engines(2).run(tmp_path, Generate(prompts), environment=environment, enforce_eager=True)
+    result, carrier = engines(2).run(
+        tmp_path, Generate(prompts), Carrier(), environment=environment, enforce_eager=eager
+    )
     check(model, prompts, result)
+    assert carrier == backend
