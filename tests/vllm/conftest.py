@@ -1,6 +1,7 @@
 """Fixtures of the tests that run vLLM. They have an environment of their own: ``make test-vllm``."""
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_caches() -> None:
+    """vLLM otherwise wants nearly all of the machine's memory for the caches of one engine, free at its start."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 
 
 @pytest.fixture(scope="session")

@@ -132,9 +132,9 @@ def communicator() -> str:
 
 
 def identify(ranks: Ranks) -> None:
-    """Let vLLM see which ranks share memory: see ``IdentifiedWorker``."""
+    """Let vLLM see which ranks share memory (``IdentifiedWorker``); the starter of rank 0 removes what has these names."""
     namespace = os.readlink(NETWORK) if os.path.islink(NETWORK) else ""
-    os.environ[IDENTITY] = ranks.broadcast(f"ladderize-{os.getpid()}") + "-" + _digest(host_id() + namespace)
+    os.environ[IDENTITY] = ranks.broadcast(f"ladderize-{os.getppid()}") + "-" + _digest(host_id() + namespace)
 
 
 def _digest(text: str) -> str:

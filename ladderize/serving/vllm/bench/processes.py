@@ -21,6 +21,7 @@ from ladderize.errors import LadderizeError, UserError
 from ladderize.ranks.group import INFERENCE_TIMEOUT, join_group, launched
 from ladderize.ranks.launcher import ALONE, Place, started_rank_variables
 from ladderize.ranks.threads import cores, set_threads
+from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.launch import Report, StartedRanks, end_with_parent, stop_processes
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
@@ -58,6 +59,7 @@ def run_ranks(
         return group.value
     finally:
         stop_processes(processes)
+        remove_segments(os.getpid())  # vLLM's, which has their names from identify()
         for pipe in pipes:
             pipe.close()
 
