@@ -132,7 +132,7 @@ def communicator() -> str:
 
 
 def identify(ranks: Ranks) -> None:
-    """Let vLLM see which ranks share memory (``IdentifiedWorker``); the starter of rank 0 removes what has these names."""
+    """Let vLLM see which ranks share memory (``IdentifiedWorker``). Rank 0's starter removes what has these names."""
     namespace = os.readlink(NETWORK) if os.path.islink(NETWORK) else ""
     os.environ[IDENTITY] = ranks.broadcast(f"ladderize-{os.getppid()}") + "-" + _digest(host_id() + namespace)
 
