@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.errors import UserError
 from ladderize.files.temporaries import temporary_folder
+from ladderize.ranks.device import default_device
+from ladderize.ranks.threads import cores
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -30,6 +32,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout holds the one document of --json
 }
+BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 PATIENCE_S = 20.0  # for a process that was told to end
 LOGGED_ERROR = re.compile(r"ERROR [^\]]*\] +((?:\w+\.)*\w*(?:Error|Exception): .+)")
 CHUNK_TOKENS = 1 << 15  # of prompts that are handed over at a time: their answers are Python objects for every token
@@ -82,19 +85,30 @@ def start_engine(name: str, arguments: Mapping[str, Any]) -> VLLMEngine:
 
     Raises UserError with vLLM's own reason where it does not start; no process is left then.
     """
+    settings = VLLM_ENVIRONMENT | cores_of_ranks(int(arguments.get("tensor_parallel_size", 1)))
     with ExitStack() as stack:
         log = stack.enter_context(temporary_folder("vllm")) / "vllm.log"
         stack.enter_context(_exiting_on(signal.SIGTERM))
         others = set(multiprocessing.active_children())
         stack.callback(_end_children, others)
         try:
-            with _interruptible(), _environment(VLLM_ENVIRONMENT), _written_to(log):
+            with _interruptible(), _environment(settings), _written_to(log):
                 from vllm import LLM
 
                 llm = LLM(**arguments)
         except Exception as error:
             raise _refusal(f"vLLM cannot run {name}", error, log) from error
         return VLLMEngine(name, llm, log, stack.pop_all())
+
+
+def cores_of_ranks(ranks: int) -> dict[str, str]:
+    """On CPUs each rank's share of the cores, where the user has not named them: vLLM itself gives each rank a NUMA
+    node, and does not start with more ranks than nodes."""
+    free = sorted(cores())
+    share = len(free) // ranks
+    if ranks == 1 or share == 0 or BOUND_CORES in os.environ or default_device() != "cpu":
+        return {}
+    return {BOUND_CORES: "|".join(",".join(map(str, free[r * share : (r + 1) * share])) for r in range(ranks))}
 
 
 def chunks_of(lengths: Sequence[int]) -> Iterator[range]:
