@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import os
 import random
 import statistics
 
@@ -22,6 +23,7 @@ from ladderize.serving.vllm.bench.processes import rank_environment
 from ladderize.serving.vllm.bench.report import show_vllm_bench
 from ladderize.serving.vllm.bench.rows import Timed, vllm_rows
 from ladderize.serving.vllm.bench.served import PLUGIN_ROW, file_stem, served_models, vllm_config
+from ladderize.serving.vllm.environment import configuration_refusal, environment_with
 from tests.helpers import ROOT, SHAPE, invoke, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
@@ -202,10 +204,10 @@ def test_cores_that_are_not_there(monkeypatch, said, words):
 def test_variables_are_put_back(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OMP_PLACES", raising=False)
-    with processes._environment({"OMP_NUM_THREADS": "1", "OMP_PLACES": "{0}"}):
-        assert processes.os.environ["OMP_PLACES"] == "{0}"
-    assert processes.os.environ["OMP_NUM_THREADS"] == "7"
-    assert "OMP_PLACES" not in processes.os.environ
+    with environment_with({"OMP_NUM_THREADS": "1", "OMP_PLACES": "{0}"}):
+        assert os.environ["OMP_PLACES"] == "{0}"
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "OMP_PLACES" not in os.environ
 
 
 def test_of_vllms_report_on_all_options_the_wrong_one_is_told():
@@ -213,8 +215,8 @@ def test_of_vllms_report_on_all_options_the_wrong_one_is_told():
         def errors(self):
             return [{"msg": "Value error, tp 3 does not divide it"}]
 
-    assert processes._reason(Wrapped("1 validation error for ...")) == "tp 3 does not divide it"
-    assert processes._reason(ValueError("plain\n words")) == "plain words"
+    assert configuration_refusal(Wrapped("1 validation error for ...")) == "tp 3 does not divide it"
+    assert configuration_refusal(ValueError("plain")) is None
 
 
 # ---- rows ----

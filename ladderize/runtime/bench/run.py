@@ -5,11 +5,12 @@ from pathlib import Path
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
 from ladderize.figure import check_plot
-from ladderize.files.documents import check_writable, write_json
+from ladderize.files.documents import check_writable
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import already_started
 from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.kept import KeptDocument
 from ladderize.runtime.bench.measure import measure_plan
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.plan import plan_bench
@@ -40,7 +41,7 @@ def bench(
     if plot is not None:
         check_plot(plot)
     plan = plan_bench(choice, options, link)
-    kept = _Kept(out, plot, console)
+    kept = KeptDocument(out, plot, console, show_bench, plot_bench)
     if options.tp_size > 1 and not already_started():
         console.note(f"starting {options.tp_size} ranks")
     try:
@@ -65,26 +66,3 @@ def bench(
             raise UserError(f"{nothing}, although the layout overlaps: its row is not valid")
         raise UserError(f"{nothing}, although --schedule {options.schedule} overlaps: its row is not valid")
     return document
-
-
-class _Kept:
-    """The newest document of a run: written as soon as it is there, shown at the end, however that comes."""
-
-    def __init__(self, out: Path | None, plot: Path | None, console: Console) -> None:
-        self.out, self.plot, self.console = out, plot, console
-        self.newest: BenchDocument | None = None
-
-    def write(self, document: BenchDocument) -> None:
-        self.newest = document
-        if self.out is not None:
-            write_json(self.out, document.to_dict())
-
-    def show(self) -> None:
-        if self.newest is None:
-            return
-        self.console.document(self.newest.to_dict())
-        show_bench(self.newest, self.console)
-        if self.out is not None:
-            self.console.note(f"wrote {self.out}")
-        if self.plot is not None:
-            self.console.note(f"wrote {' and '.join(map(str, plot_bench(self.newest, self.plot)))}")

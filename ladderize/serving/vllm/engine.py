@@ -18,6 +18,7 @@ from ladderize.errors import UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import default_device
 from ladderize.ranks.threads import cores
+from ladderize.serving.vllm.environment import BOUND_CORES, configuration_refusal, environment_with
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -32,7 +33,6 @@ VLLM_ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout holds the one document of --json
 }
-BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 PATIENCE_S = 20.0  # for a process that was told to end
 LOGGED_ERROR = re.compile(r"ERROR [^\]]*\] +((?:\w+\.)*\w*(?:Error|Exception): .+)")
 CHUNK_TOKENS = 1 << 15  # of prompts that are handed over at a time: their answers are Python objects for every token
@@ -92,7 +92,7 @@ def start_engine(name: str, arguments: Mapping[str, Any]) -> VLLMEngine:
         others = set(multiprocessing.active_children())
         stack.callback(_end_children, others)
         try:
-            with _interruptible(), _environment(settings), _written_to(log):
+            with _interruptible(), environment_with(settings), _written_to(log):
                 from vllm import LLM
 
                 llm = LLM(**arguments)
@@ -137,29 +137,14 @@ def _refusal(what: str, error: Exception, log: Path) -> UserError:
 def reason_of(error: Exception, log: Path) -> str:
     """Why vLLM failed. What its processes raise is only in their log; what its configuration refuses is the sentence
     within pydantic's."""
-    errors = getattr(error, "errors", None)
-    if callable(errors) and (found := errors()):
-        return " ".join(str(found[0].get("msg", error)).removeprefix("Value error, ").split())
+    if (refused := configuration_refusal(error)) is not None:
+        return refused
     text = log.read_text(errors="replace") if log.exists() else ""
     if type(error).__name__ in ("RuntimeError", "EngineDeadError", "EngineGenerateError"):
         for line in text.splitlines():
             if match := LOGGED_ERROR.search(line):
                 return " ".join(match[1].split())[:600]
     return " ".join(str(error).split())[:600] or type(error).__name__
-
-
-@contextlib.contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    before = {key: os.environ.get(key) for key in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
 
 
 @contextlib.contextmanager

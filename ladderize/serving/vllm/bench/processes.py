@@ -12,7 +12,7 @@ import importlib.util
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from ladderize.ranks.launcher import ALONE, Place, started_rank_variables
 from ladderize.ranks.threads import cores, set_threads
 from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.launch import Report, StartedRanks, end_with_parent, stop_processes
+from ladderize.serving.vllm.environment import BOUND_CORES, configuration_refusal, environment_with
 
-BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
 
@@ -49,7 +49,7 @@ def run_ranks(
             ours, theirs = context.Pipe(duplex=False)
             arguments = (function, args, place, device, store, theirs)
             process = context.Process(target=_work, args=arguments, name=f"rank {place.rank}", daemon=True)
-            with _environment(rank_environment(place, device, threads, os.environ)):
+            with environment_with(rank_environment(place, device, threads, os.environ)):
                 process.start()
             theirs.close()
             pipes.append(ours)
@@ -76,7 +76,7 @@ def rank_environment(place: Place, device: str, threads: int | None, said: Mappi
         variables["GLOO_SOCKET_IFNAME"] = said.get("GLOO_SOCKET_IFNAME") or _loopback()
     if device != "cpu":
         return variables
-    own = _cores_of(place, threads, said.get(BINDING, "auto"))
+    own = _cores_of(place, threads, said.get(BOUND_CORES, "auto"))
     preloaded = said.get("LD_PRELOAD", "")
     if not any(name in preloaded for name in ("libgomp", "libiomp", "libomp")):
         preloaded = ":".join(filter(None, (preloaded, _openmp())))
@@ -101,12 +101,14 @@ def _cores_of(place: Place, threads: int | None, binding: str) -> list[int]:
         return found
     parts = binding.split("|")
     if len(parts) != place.local_size:
-        raise UserError(f"{BINDING}={binding} names the cores of {len(parts)} ranks, and {place.local_size} run here")
+        raise UserError(
+            f"{BOUND_CORES}={binding} names the cores of {len(parts)} ranks, and {place.local_size} run here"
+        )
     found = _core_list(parts[place.local_rank], binding)
     if missing := sorted(set(found) - set(free)):
-        raise UserError(f"{BINDING}={binding} names core {missing[0]}, which this process may not use")
+        raise UserError(f"{BOUND_CORES}={binding} names core {missing[0]}, which this process may not use")
     if threads is not None and threads != len(found):
-        raise UserError(f"--threads {threads} contradicts {BINDING}={binding}; leave one of them out")
+        raise UserError(f"--threads {threads} contradicts {BOUND_CORES}={binding}; leave one of them out")
     return found
 
 
@@ -120,7 +122,7 @@ def _core_list(text: str, binding: str) -> list[int]:
     except ValueError:
         found = []
     if not found:
-        raise UserError(f"{BINDING}={binding} is no list of cores such as 0-3|4-7")
+        raise UserError(f"{BOUND_CORES}={binding} is no list of cores such as 0-3|4-7")
     return found
 
 
@@ -138,21 +140,6 @@ def _openmp() -> str:
 
 def _loopback() -> str:
     return "lo" if Path("/sys/class/net/lo").exists() else "lo0"
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """A process that is started inside has these variables, from its first instruction."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
 
 
 def _work(
@@ -176,18 +163,11 @@ def _work(
 
             traceback.print_exc()
         if not isinstance(error, LadderizeError | BrokenPipeError):
-            error = UserError(f"rank {place.rank} failed: {type(error).__name__}: {_reason(error)}")
+            error = UserError(
+                f"rank {place.rank} failed: {type(error).__name__}: {configuration_refusal(error) or sentence(error)}"
+            )
         with contextlib.suppress(OSError):
             pipe.send(("error", (failed_at, error)))
         os._exit(1)
     # without leaving through vLLM's destructors: what they destroy is the process's, and other ranks may be gone
     os._exit(0)
-
-
-def _reason(error: BaseException) -> str:
-    """Its sentence; of what vLLM wraps into a report on all of its options, the one that was wrong."""
-    errors = getattr(error, "errors", None)
-    if callable(errors):
-        with contextlib.suppress(Exception):
-            return "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in errors())
-    return sentence(error)

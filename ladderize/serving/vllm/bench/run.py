@@ -6,11 +6,12 @@ from typing import Any
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
 from ladderize.figure import check_plot
-from ladderize.files.documents import check_writable, write_json
+from ladderize.files.documents import check_writable
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import default_device
 from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import Ranks, already_started
+from ladderize.runtime.bench.kept import KeptDocument
 from ladderize.runtime.bench.options import GroupOptions, ModelChoice
 from ladderize.runtime.bench.plan import check_positions, chosen_models, make_profile_folder
 from ladderize.runtime.launch import check_group_size
@@ -52,7 +53,7 @@ def bench_vllm(
         if spec.config["vocab_size"] != specs[0].config["vocab_size"]:
             raise UserError(f"{spec.name} has another vocabulary than {specs[0].name}; compare them apart")
     make_profile_folder(options.profile)
-    kept = _KeptDocument(out, plot, console)
+    kept = KeptDocument(out, plot, console, show_vllm_bench, plot_vllm_bench)
     with temporary_folder("vllm") as work:
         plan = VllmPlan(served_models(specs, options, work), dict(specs[0].config), options)
         if not already_started():
@@ -82,26 +83,3 @@ def _measure(ranks: Ranks, plan: VllmPlan, console: Console) -> tuple[VllmBenchD
     from ladderize.serving.vllm.bench.measure import measure_vllm
 
     return measure_vllm(ranks, plan, console)
-
-
-class _KeptDocument:
-    """The newest document of a run: written as soon as it is there, shown at the end, however that comes."""
-
-    def __init__(self, out: Path | None, plot: Path | None, console: Console) -> None:
-        self.out, self.plot, self.console = out, plot, console
-        self.newest: VllmBenchDocument | None = None
-
-    def write(self, document: VllmBenchDocument) -> None:
-        self.newest = document
-        if self.out is not None:
-            write_json(self.out, document.to_dict())
-
-    def show(self) -> None:
-        if self.newest is None:
-            return
-        self.console.document(self.newest.to_dict())
-        show_vllm_bench(self.newest, self.console)
-        if self.out is not None:
-            self.console.note(f"wrote {self.out}")
-        if self.plot is not None:
-            self.console.note(f"wrote {' and '.join(map(str, plot_vllm_bench(self.newest, self.plot)))}")
