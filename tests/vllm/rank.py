@@ -175,9 +175,15 @@ def streams(llm: Any, step: Streams) -> list[list[list[float]]]:
     seen: list[Any] = []
     model.set_aux_hidden_state_layers(tuple(step.layers))
     runner.use_aux_hidden_state_outputs = True
-    hook = model.model.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    forward = model.model.forward
+
+    def seeing(*arguments: Any, **named: Any) -> Any:
+        seen.append(forward(*arguments, **named))
+        return seen[-1]
+
+    model.model.forward = seeing  # vLLM's own __call__ of a model runs no hooks
     llm.generate([{"prompt_token_ids": step.prompt}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
-    hook.remove()
+    del model.model.forward
     runner.use_aux_hidden_state_outputs = False
     model.set_aux_hidden_state_layers(())
     _, hidden = seen[0]
