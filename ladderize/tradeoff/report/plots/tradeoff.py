@@ -96,7 +96,6 @@ def _rows_of(
     if not placed:
         return []
     ends = [end for _, speed, _ in placed for end in (speed.value, speed.low, speed.high) if end is not None]
-    middle = (min(ends) + max(ends)) / 2
     labelled = _labelled([(speed.value, score.value) for _, speed, score in placed], front, ends)
     return [
         {
@@ -113,7 +112,6 @@ def _rows_of(
             "y2": score.high,
             "front": on_front,
             "label": has_label,
-            "right": speed.value > middle,
             "words": f"{subject_text(subject)}; {PHASE_WORDS[phase]} {speedup_text(speed)}, {setting.kind};"
             f" {_score_text(score, measure)}{'; on the Pareto front' if on_front else ''}",
         }
@@ -225,7 +223,7 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
                 "description": {"field": "words"},
             },
         },
-        *(_labels(x, y, right=right) for right in (False, True)),
+        _labels(x, y),
     ]
     if measure.more:
         layers.insert(0, rule({"y": {"datum": 0}}, color="var(--muted)", strokeWidth=1))
@@ -240,16 +238,21 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
     )
 
 
-def _labels(x: Spec, y: Spec, *, right: bool) -> Spec:
-    """Names of the models on the front; they end at marks on the right half, and begin at the others."""
+def _labels(x: Spec, y: Spec) -> Spec:
+    """Names of the models on the front: to the left of marks on the right half, to the right of the others."""
+    right = "scale('x', datum.x) > width / 2"
     return {
-        "transform": [{"filter": f"datum.label && datum.right === {'true' if right else 'false'}"}],
+        "transform": [{"filter": "datum.label"}],
         "mark": {
-            "type": "text", "aria": False, "align": "right" if right else "left", "dx": -6 if right else 6, "dy": -12,
-            "limit": 180,
+            "type": "text",
+            "aria": False,
+            "align": {"expr": f"{right} ? 'right' : 'left'"},
+            "dx": {"expr": f"{right} ? -6 : 6"},
+            "dy": -12,
+            "limit": {"expr": "min(180, width / 2 - 8)"},  # half the drawing is free on that side, on a phone as well
         },
         "encoding": {"x": x, "y": y, "text": {"field": "name"}},
-    }  # fmt: skip
+    }
 
 
 def _ends(rows: list[dict[str, Any]]) -> tuple[float, float]:
