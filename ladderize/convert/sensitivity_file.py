@@ -16,6 +16,8 @@ FORMER_CLASSES = {"in-sensitive": INSENSITIVE}  # as files of earlier versions h
 Mode = Literal["spd", "ladder", "each", "each-ladder"]  # what is changed, in the paper's sweep or in each block alone
 MODES: tuple[str, ...] = get_args(Mode)
 SPD, LADDER = "spd", "ladder"  # the kinds of layers that a mode changes blocks to
+POINTS = "points"  # the mode of another document, of single sync points (point_sensitivity.py)
+RESAMPLES, INTERVAL = 2000, 0.95  # of the bootstrap over windows, and the part of its results between low and high
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ def read_sensitivity(path: Path, kind: str = SPD) -> SensitivityDocument:
     """
     content = read_document(path, "sensitivity file")
     mode = content.get("mode")
+    if mode == POINTS:
+        raise UserError(
+            f"{path} measures single sync points (mode {POINTS}), which `ladderize plan` reads; for --{kind} auto"
+            f" measure blocks with `ladderize sensitivity --mode {kind}`"
+        )
     if mode not in MODES:
         raise UserError(f"{path}: mode is {mode!r}, but must be one of {', '.join(MODES)}")
     if kind_of(mode) != kind:

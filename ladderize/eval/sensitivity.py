@@ -34,6 +34,8 @@ from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console, human_bytes, human_seconds
 from ladderize.convert.sensitivity_file import (
     CLASSES,
+    INTERVAL,
+    RESAMPLES,
     BlockSensitivity,
     CalibrationData,
     SensitivityDocument,
@@ -49,7 +51,6 @@ from ladderize.memory import check_room
 from ladderize.ranks.device import check_device
 
 TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's, and from how many parameters on the lower one holds
-RESAMPLES, INTERVAL = 2000, 0.95
 TOKENS_PER_PASS = 4096
 SAVE_SECONDS = 2.0
 

@@ -1,0 +1,183 @@
+"""What changes of single sync points cost, in nats per token: the file of ``ladderize sensitivity --mode points``, and
+what those of the modes ``each`` and ``each-ladder`` know of it. Imports no torch."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ladderize.convert.sensitivity_file import (
+    INTERVAL,
+    POINTS,
+    RESAMPLES,
+    SensitivityDocument,
+    SensitivityRun,
+    kind_of,
+    read_sensitivity,
+)
+from ladderize.errors import UserError
+from ladderize.files.documents import read_document
+from ladderize.files.records import Record
+from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVERLAPPED, Layout, format_ranges
+
+
+@dataclass(frozen=True, order=True)
+class PointChange(Record):
+    """Layers of a dense model whose sync points are changed alike: one, or two neighbours. entering: the mode of the
+    MLP sync point that enters each of them (none enters layer 0). attention: the mode of their own attention sync."""
+
+    layers: tuple[int, ...]
+    entering: str
+    attention: str
+
+    def layout(self, num_layers: int, sync_tp_size: int | None) -> Layout:
+        """The dense layout with this change. sync_tp_size: of dropped sync points; others have none."""
+        attention = tuple(self.attention if layer in self.layers else BLOCKING for layer in range(num_layers))
+        mlp = tuple(self.entering if layer + 1 in self.layers else BLOCKING for layer in range(num_layers))
+        return Layout(attention, mlp, sync_tp_size if self.attention == DROPPED else None)
+
+    @property
+    def kind(self) -> str:
+        """What the layers become, by the name that a layout has for it; of single sync points these are said."""
+        if self.entering == BLOCKING:
+            return f"attention {self.attention}"
+        if self.attention == BLOCKING:
+            return f"entering MLP {self.entering}"
+        return "ladder" if self.attention == OVERLAPPED else "both"
+
+    def __str__(self) -> str:
+        return f"layers {format_ranges(self.layers)}: {self.kind}"
+
+
+@dataclass(frozen=True, order=True)
+class PointCost(PointChange):
+    """What a change costs: the increase of the mean negative log-likelihood, in nats per token, between the ends of its
+    bootstrap interval; and the perplexity with it."""
+
+    nats: float
+    low: float
+    high: float
+    perplexity: float
+
+
+@dataclass(frozen=True)
+class PointSensitivity(SensitivityRun):
+    """interval: the part of bootstrap resamples between low and high. dense_nll: nats per token. nll: [windows, costs +
+    1], summed over each window, in nats: of the models of ``costs`` in their order, then the dense one."""
+
+    complete: bool
+    num_layers: int
+    pairs: bool
+    interval: float
+    dense_nll: float
+    costs: list[PointCost]
+    nll: list[list[float]]
+
+
+def point_changes(num_layers: int, *, dropped: bool, pairs: bool) -> list[PointChange]:
+    """All changes of one layer, then of two neighbours if ``pairs``: 2 or 5 a layer, those with a ``dropped`` sync
+    point among them or not. What would be the same model as an earlier one is left out."""
+    kinds = [(entering, mode) for mode in ATTENTION_MODES if dropped or mode != DROPPED for entering in MLP_MODES]
+    kinds.remove((BLOCKING, BLOCKING))
+    places: list[tuple[int, ...]] = [(layer,) for layer in range(num_layers)]
+    places += [(layer, layer + 1) for layer in range(num_layers - 1)] if pairs else []
+    changes = []
+    for layers in places:
+        for entering, attention in kinds:
+            entered = entering == BLOCKING or layers[-1] > 0  # layer 0 has no MLP before it
+            twice = layers == (0, 1) and attention == BLOCKING  # this is the change of layer 1
+            if entered and not twice:
+                changes.append(PointChange(layers, entering, attention))
+    return changes
+
+
+def point_costs(changes: Sequence[PointChange], table: np.ndarray, tokens: int) -> tuple[float, list[PointCost]]:
+    """The dense model's nats per token, and the cost of each change with its bootstrap interval over windows.
+
+    table: [windows, changes + 1] in nats, summed over a window's ``tokens`` scored tokens; the dense model is last.
+    """
+    rng = np.random.default_rng(0)
+    counts = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES)
+    increases = (table[:, :-1] - table[:, -1:]) / tokens
+    low, high = np.quantile(counts @ increases / len(table), [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0)
+    dense = float(table[:, -1].mean() / tokens)
+    means = increases.mean(0).tolist()
+    return dense, [
+        PointCost(**vars(change), nats=nats, low=least, high=most, perplexity=math.exp(dense + nats))
+        for change, nats, least, most in zip(changes, means, low.tolist(), high.tolist(), strict=True)
+    ]
+
+
+# ---- reading ----
+
+
+def read_point_sensitivity(path: Path) -> PointSensitivity:
+    """Read the costs of single sync points that a sensitivity file knows.
+
+    Mode ``each`` knows those of dropped attention, ``each-ladder`` those of ladder layers. Raises UserError for a
+    malformed or unfinished file, and for one of the paper's sweep, where blocks are changed one more at a time.
+    """
+    content = read_document(path, "sensitivity file")
+    mode = content.get("mode")
+    if mode in ("each", "each-ladder"):
+        return _of_blocks(read_sensitivity(path, kind_of(mode)), path)
+    if mode != POINTS:
+        raise UserError(
+            f"{path} has the mode {mode!r}, which does not tell what a single sync point costs; measure that with"
+            f" `ladderize sensitivity --mode {POINTS}`"
+        )
+    if content.get("complete") is not True:
+        raise UserError(f"{path} is not complete; run `ladderize sensitivity` again to resume it")
+    document = PointSensitivity.from_dict(content, path)
+    for problem in _problems(document):
+        raise UserError(f"{path}: {problem}; measure it again")
+    return document
+
+
+def _problems(document: PointSensitivity) -> Iterator[str]:
+    """What is wrong with the content of a file, which may be anybody's."""
+    if not document.fingerprint:
+        yield "fingerprint is '', but must be the text that identifies a model"
+    if document.num_layers < 1:
+        yield f"num_layers is {document.num_layers}, but must be a positive integer"
+    if document.sync_tp_size is not None and document.sync_tp_size < 1:
+        yield f"sync_tp_size is {document.sync_tp_size}, but must be a positive integer"
+    if not math.isfinite(document.dense_nll) or document.dense_nll < 0:
+        yield f"dense_nll is {document.dense_nll}, which is no mean of negative log-likelihoods"
+    expected = point_changes(document.num_layers, dropped=document.sync_tp_size is not None, pairs=document.pairs)
+    found = [PointChange(cost.layers, cost.entering, cost.attention) for cost in document.costs]
+    for cost in document.costs:
+        if not all(map(math.isfinite, (cost.nats, cost.low, cost.high))):
+            yield f"the cost of {cost} is not a number"
+    if missing := Counter(expected) - Counter(found):
+        yield f"it has no cost of {min(missing)}"
+    if unknown := Counter(found) - Counter(expected):
+        yield f"it has a cost of {min(unknown)}, which is no change of this model's, or one that is there already"
+
+
+def _of_blocks(document: SensitivityDocument, path: Path) -> PointSensitivity:
+    """The costs of blocks that were changed alone, from the table that the file holds."""
+    layers = len(document.blocks)
+    tokens = document.data.seq_len - 1
+    if not document.nll or {len(row) for row in document.nll} != {layers + 1} or tokens < 1:
+        raise UserError(f"{path}: nll has not {layers + 1} log-likelihoods for each window; measure it again")
+    table = np.array(document.nll)
+    if not np.isfinite(table).all():
+        raise UserError(f"{path}: nll holds what is not a number; measure it again")
+    kinds = (BLOCKING, DROPPED) if document.mode == "each" else (OVERLAPPED, OVERLAPPED)
+    changes = [PointChange((layer,), kinds[0] if layer else BLOCKING, kinds[1]) for layer in range(layers)]
+    dense, costs = point_costs(changes, table, tokens)
+    run = {name: getattr(document, name) for name in SensitivityRun.__dataclass_fields__}
+    return PointSensitivity(
+        **run,
+        complete=True,
+        num_layers=layers,
+        pairs=False,
+        interval=INTERVAL,
+        dense_nll=dense,
+        costs=costs,
+        nll=document.nll,
+    )
