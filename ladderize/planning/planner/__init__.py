@@ -1,0 +1,1 @@
+"""From times and accuracy costs of sync points to the layout to choose."""
