@@ -57,8 +57,8 @@ def test_link_by_hand_and_by_name():
     for text in ("fast", "1,2,3", "1,", "-1,5", "1,0", "nan,1"):
         with pytest.raises(UsageError, match="--link"):
             parse_link(text, 8)
-    with pytest.raises(UserError, match="measured with 4 and 8 ranks, not 2"):
-        parse_link("nccl_nvlink_h100", 2)
+    with pytest.raises(UserError, match="measured with 4 and 8 ranks, not 32"):
+        parse_link("nccl_nvlink_h100", 32)
 
 
 def test_a_link_without_bandwidth_is_refused_above_its_range():

@@ -1,29 +1,59 @@
 """What a forward pass runs on: a device with its peaks and the few figures that were fitted to timings of it, and the
 facts of the engine whose timings these were. Imports no torch."""
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
+from ladderize.errors import UserError
 from ladderize.files.records import Record
+from ladderize.files.sections import names_a_file, read_section
+from ladderize.files.yaml12 import read_yaml
+
+DEVICE_TABLE = Path(__file__).parent / "devices.yaml"
+ENGINE_TABLE = Path(__file__).parent / "engines.yaml"
 
 
 @dataclass(frozen=True)
 class EngineFacts(Record):
     """What an engine does beside the products, by which its times differ on one device.
 
-    attention_kernels, mlp_kernels, rest_kernels: started in one sub-module, and outside of all layers (embedding, last
-    norm, LM head, sampling). kv_per_query_head: the KV cache is read once for each query head, not for each KV head.
-    whole_cache: a decode step reads the cache to its end, not to the current position. replicate_vocab: every rank
-    holds the whole embedding and LM head, so that nothing of them is communicated.
+    Counts of kernels that it starts: attention_kernels, mlp_kernels (one sub-module, products included), rest_kernels
+    (outside of all layers: embedding, last norm, LM head, sampling); norm_kernels, activation_kernels (of these, what a
+    virtual rank that is computed apart starts once more); parallel_saves (fewer in a layer of the parallel baseline).
+    parallel_fused: that baseline computes q, k, v, gate and up in one product.
+
+    How often memory is passed over, read or written, by what is no product: stream_passes (a sub-module's [rows,
+    hidden]), head_passes (q, k and v), inner_passes (of the MLP's inner width), score_passes (attention scores of a
+    prompt; 0: they never leave the chip), logit_passes (float32 logits of the tokens that are sampled).
+
+    kv_per_query_head: the KV cache is read once for each query head, not for each KV head. whole_cache: a decode step
+    reads the cache to its end, not to the current position. masked_prefill: a prompt's attention computes every score
+    of the whole cache and masks some, instead of the causal half of the prompt's. all_logits: a prefill computes the
+    logits of every token of a prompt, not only of the last. replicate_vocab: every rank holds the whole embedding and
+    LM head, so that nothing of them is communicated. cache_bytes: of a number in the KV cache; None: as the weights.
     """
 
     name: str
     attention_kernels: int
     mlp_kernels: int
     rest_kernels: int
+    norm_kernels: int
+    activation_kernels: int
+    parallel_saves: int
+    parallel_fused: bool
+    stream_passes: float
+    head_passes: float
+    inner_passes: float
+    score_passes: float
+    logit_passes: float
     kv_per_query_head: bool
     whole_cache: bool
+    masked_prefill: bool
+    all_logits: bool
     replicate_vocab: bool
     source: str
+    cache_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,3 +78,58 @@ class DeviceSpec(Record):
     engine: str
     calibrated: bool
     source: str
+
+    def check(self, where: str) -> None:
+        """Raise UserError, which begins with ``where``, for figures that no device has."""
+        bounds = {
+            "memory_bandwidth_gb_s": (self.memory_bandwidth_gb_s, 1e-2, 1e6),
+            "memory_gib": (1.0 if self.memory_gib is None else self.memory_gib, 1e-2, 1e6),
+            "bandwidth_share": (self.bandwidth_share, 1e-3, 1.0),
+            "matmul_share": (self.matmul_share, 1e-3, 1.0),
+            "kernel_us": (self.kernel_us, 0.0, 1e5),
+            "thin_us": (self.thin_us, 0.0, 1e5),
+            "relative_error": (self.relative_error, 0.0, 1.0),
+            **{f"matmul_tflop_s.{dtype}": (rate, 1e-4, 1e6) for dtype, rate in self.matmul_tflop_s.items()},
+        }
+        for key, (value, least, most) in bounds.items():
+            if not (math.isfinite(value) and least <= value <= most):
+                raise UserError(f"{where}: {key} is {value:g}, but must be between {least:g} and {most:g}; correct it")
+        if not self.matmul_tflop_s:
+            raise UserError(f"{where}: matmul_tflop_s names no dtype; give for example bfloat16: 989")
+        if self.engine not in known_engines():
+            raise UserError(f"{where}: engine {self.engine!r} is not one of {', '.join(known_engines())}; name one")
+
+    def peak_flop_s(self, dtype: str) -> float:
+        """Of products of ``dtype``; raises UserError where the device has no figure for it."""
+        if dtype not in self.matmul_tflop_s:
+            raise UserError(
+                f"device {self.name} has no matmul_tflop_s for {dtype}, but for {', '.join(self.matmul_tflop_s)};"
+                " choose another --dtype, or add the figure to the device's file"
+            )
+        return self.matmul_tflop_s[dtype] * 1e12
+
+
+def known_devices() -> dict[str, DeviceSpec]:
+    """The rows of devices.yaml, by name."""
+    rows = read_yaml(DEVICE_TABLE)
+    return {name: DeviceSpec.from_dict({"name": name, **row}, f"{DEVICE_TABLE}: {name}") for name, row in rows.items()}
+
+
+def known_engines() -> dict[str, EngineFacts]:
+    """The rows of engines.yaml, by name."""
+    rows = read_yaml(ENGINE_TABLE)
+    return {name: EngineFacts.from_dict({"name": name, **row}, f"{ENGINE_TABLE}: {name}") for name, row in rows.items()}
+
+
+def read_device(text: str, *, option: str = "--hardware") -> DeviceSpec:
+    """A row of devices.yaml by its name, or the ``device`` of a file: of ``ladderize calibrate``, or written by
+    hand."""
+    devices = known_devices()
+    if text in devices:
+        return devices[text]
+    if not names_a_file(text):
+        raise UserError(f"{option} {text} is neither one of {', '.join(devices)} nor a file; name one of them")
+    where = f"{text}: device"
+    device = DeviceSpec.from_dict(read_section(Path(text), "device", option), where)
+    device.check(where)
+    return device

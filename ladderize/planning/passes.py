@@ -2,11 +2,22 @@
 
 All layers of a Llama are alike, so a pass is a few figures. Each wait comes right after the next sub-module (DESIGN
 section 2), so one message is in flight at a time, and times add up over sync points.
+
+A product takes as long as its floating-point operations or its bytes, whichever takes longer (the roofline of Williams
+et al., 2009), and everything else as long as its bytes; what is started costs some microseconds besides.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ladderize.files.records import Record
+from ladderize.planning.hardware import DeviceSpec, EngineFacts
+from ladderize.runtime.collectives.links import Link
+from ladderize.runtime.shards import Shape
+
+WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
+THIN_ROWS = (2, 256)  # of products that are neither a matrix times a vector nor large
 
 
 @dataclass(frozen=True)
@@ -30,9 +41,10 @@ class PassParts:
     """One forward pass of one rank, in seconds: a prefill, or the mean decode step.
 
     attention, mlp: the compute of one sub-module. attention_apart, mlp_apart: the same in a layer whose attention sync
-    is dropped, where a rank computes its virtual ranks one by one. rest: outside of all layers. message: one all-reduce
-    of a layer, alone; message_bytes: its size. vocabulary: the collectives that every layout waits for. contention:
-    while a message is in flight, compute runs at the rate 1 - contention.
+    is dropped, where a rank computes its virtual ranks one by one. parallel: of a layer of the parallel baseline, both
+    sub-modules. rest: outside of all layers. message: one all-reduce of a layer, alone; message_bytes: its size.
+    vocabulary: the collectives that every layout waits for. contention: while a message is in flight, compute runs at
+    the rate 1 - contention.
     """
 
     layers: int
@@ -40,8 +52,148 @@ class PassParts:
     mlp: float
     attention_apart: float
     mlp_apart: float
+    parallel: float
     rest: float
     message: float
     message_bytes: int
     vocabulary: float
     contention: float
+
+
+def pass_parts(
+    config: Mapping[str, Any],
+    device: DeviceSpec,
+    engine: EngineFacts,
+    link: Link,
+    contention: float,
+    ranks: int,
+    dtype: str,
+    workload: Workload,
+    sync_tp_size: int | None = None,
+) -> dict[str, PassParts]:
+    """Of the phases ``prefill`` and ``decode`` (the mean step). link: of this number of ranks. sync_tp_size: virtual
+    ranks of dropped sync points; None where none is dropped.
+
+    Raises LayoutError for sizes that the ranks do not divide, and UserError for a dtype that the device has no peak
+    for.
+    """
+    shape = Shape.from_config(config, tp_size=ranks, rank=0, replicate_vocab=engine.replicate_vocab)
+    pace = _Pace(device, dtype)
+    prompt, batch = workload.prompt_len, workload.batch_size
+    end = prompt + workload.output_len
+    seen = end if engine.whole_cache else prompt + (1 + workload.output_len) / 2
+    passes = {
+        "prefill": _Pass(shape, engine, pace, batch, prompt, float(end if engine.masked_prefill else prompt)),
+        "decode": _Pass(shape, engine, pace, batch, 1, seen),
+    }
+    return {phase: one.parts(link, contention, sync_tp_size) for phase, one in passes.items()}
+
+
+class _Pace:
+    """Seconds of what a device does, products of ``dtype``."""
+
+    def __init__(self, device: DeviceSpec, dtype: str) -> None:
+        self.width = WIDTHS[dtype]
+        self.flop_s = device.peak_flop_s(dtype) * device.matmul_share
+        self.bytes_s = device.memory_bandwidth_gb_s * 1e9 * device.bandwidth_share
+        self.kernel, self.thin = device.kernel_us * 1e-6, device.thin_us * 1e-6
+
+    def product(self, rows: float, inner: float, outer: float) -> float:
+        """[rows, inner] times [inner, outer], without its start."""
+        size = self.width * (inner * outer + rows * (inner + outer))
+        extra = self.thin if THIN_ROWS[0] <= rows <= THIN_ROWS[1] else 0.0
+        return self.roofline(2 * rows * inner * outer, size) + extra
+
+    def roofline(self, flop: float, size: float) -> float:
+        return max(flop / self.flop_s, size / self.bytes_s)
+
+    def moved(self, size: float) -> float:
+        return size / self.bytes_s
+
+    def started(self, kernels: float) -> float:
+        return kernels * self.kernel
+
+
+class _Pass:
+    """One forward pass: ``batch`` times ``tokens`` rows, each token with ``seen`` columns of the cache in view."""
+
+    def __init__(self, shape: Shape, engine: EngineFacts, pace: _Pace, batch: int, tokens: int, seen: float) -> None:
+        self.shape, self.engine, self.pace = shape, engine, pace
+        self.batch, self.tokens, self.seen = batch, tokens, seen
+        self.rows = batch * tokens
+        self.stream = self.rows * shape.hidden * pace.width  # bytes of the residual stream
+        self.own_query = shape.own_heads * shape.head_dim
+        self.own_qkv = self.own_query + 2 * shape.own_kv_heads * shape.head_dim
+
+    def parts(self, link: Link, contention: float, sync_tp_size: int | None) -> PassParts:
+        shape, engine, pace = self.shape, self.engine, self.pace
+        virtual = 1 if sync_tp_size is None else sync_tp_size // shape.tp_size
+        attention, mlp = self.attention(1), self.mlp(1)
+        # each virtual rank adds what it carries to what it reads and to what it sends
+        carrying = (virtual - 1) * (engine.norm_kernels + engine.activation_kernels) + 2 * virtual + (virtual > 1)
+        moved = self.stream * (6 * virtual + (virtual - 1) * engine.stream_passes)
+        parallel = attention + mlp - pace.started(engine.parallel_saves)
+        if engine.parallel_fused:
+            wide = pace.product(self.rows, shape.hidden, self.own_qkv + 2 * shape.own_inner)
+            parallel += wide - self.qkv_product() - self.gate_up_product(1)
+        return PassParts(
+            layers=shape.layers,
+            attention=attention,
+            mlp=mlp,
+            attention_apart=self.attention(virtual),
+            mlp_apart=self.mlp(virtual) + pace.started(carrying) + pace.moved(moved),
+            parallel=parallel,
+            rest=self.rest(),
+            message=0.0 if shape.tp_size == 1 else link.seconds(self.stream),
+            message_bytes=self.stream,
+            vocabulary=self.vocabulary(link),
+            contention=contention,
+        )
+
+    def qkv_product(self) -> float:
+        return self.pace.product(self.rows, self.shape.hidden, self.own_qkv)
+
+    def gate_up_product(self, virtual: int) -> float:
+        return virtual * self.pace.product(self.rows, self.shape.hidden, 2 * self.shape.own_inner / virtual)
+
+    def attention(self, virtual: int) -> float:
+        """virtual: the ranks whose sums are computed apart."""
+        engine, pace = self.engine, self.pace
+        output = virtual * pace.product(self.rows, self.own_query / virtual, self.shape.hidden)
+        elsewhere = engine.stream_passes * self.stream + engine.head_passes * self.rows * self.own_qkv * pace.width
+        kernels = engine.attention_kernels + virtual - 1
+        return self.qkv_product() + self.scores() + output + pace.moved(elsewhere) + pace.started(kernels)
+
+    def scores(self) -> float:
+        """Queries times keys, softmax, times values."""
+        engine, shape, pace = self.engine, self.shape, self.pace
+        width = pace.width if engine.cache_bytes is None else engine.cache_bytes
+        heads = shape.own_heads if engine.kv_per_query_head else shape.own_kv_heads
+        cache = 2 * self.batch * heads * self.seen * shape.head_dim * width
+        pairs = self.tokens * self.seen
+        if self.tokens > 1 and not engine.masked_prefill:
+            pairs = self.tokens * (self.tokens + 1) / 2
+        pairs *= self.batch * shape.own_heads
+        written = pace.moved(engine.score_passes * pairs * width) if self.tokens > 1 else 0.0
+        return pace.roofline(4 * pairs * shape.head_dim, cache) + written
+
+    def mlp(self, virtual: int) -> float:
+        engine, shape, pace = self.engine, self.shape, self.pace
+        down = pace.product(self.rows, shape.own_inner, shape.hidden)
+        elsewhere = engine.stream_passes * self.stream + engine.inner_passes * self.rows * shape.own_inner * pace.width
+        kernels = engine.mlp_kernels + virtual - 1
+        return self.gate_up_product(virtual) + down + pace.moved(elsewhere) + pace.started(kernels)
+
+    def rest(self) -> float:
+        engine, shape, pace = self.engine, self.shape, self.pace
+        rows = self.rows if engine.all_logits else self.batch
+        head = pace.product(rows, shape.hidden, shape.own_vocab)
+        sampled = engine.logit_passes * self.batch * shape.vocab * 4
+        return head + pace.moved(4 * self.stream + sampled) + pace.started(engine.rest_kernels)
+
+    def vocabulary(self, link: Link) -> float:
+        """The embedding's all-reduce, and the gathering of the logits that are sampled."""
+        if self.shape.replicate_vocab:
+            return 0.0
+        gathered = self.batch * self.shape.own_vocab * self.shape.tp_size * self.pace.width
+        return link.seconds(self.stream) + link.seconds(gathered)

@@ -3,6 +3,10 @@
 An overlapped all-reduce hides as much as its own time or the compute until it is waited for, whichever is less; a
 blocking one hides nothing. One rule, sub-module by sub-module; layouts and schedules differ only in which operations
 have compute to hide under. Where several messages are in flight, one is on the link at a time.
+
+A message in flight takes some of the device for itself (NCCL's kernels hold multiprocessors and memory bandwidth): the
+compute beside it runs at the rate 1 - contention. A message of ``a`` seconds and compute of ``c`` then take
+max(a, c + contention * a) together.
 """
 
 import statistics
@@ -13,16 +17,17 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Operation:
     """One all-reduce: its message, its time alone, and the compute between its start and the wait for it (as often as
-    it was measured), in seconds."""
+    it was measured), in seconds. contention: see above; 0 where it is part of what was measured."""
 
     bytes: int
     alone: float
     covers: tuple[float, ...]
+    contention: float = 0.0
 
     @property
     def hideable(self) -> float:
         # the mean of the least, not the least of the mean: compute that ends early hides less, and late hides no more
-        return statistics.fmean(min(self.alone, cover) for cover in self.covers)
+        return statistics.fmean(min((1 - self.contention) * self.alone, cover) for cover in self.covers)
 
 
 @dataclass(frozen=True)

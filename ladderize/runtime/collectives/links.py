@@ -1,4 +1,5 @@
-"""How long an all-reduce takes over a link: given by hand, or from a table of published latencies. Imports no torch."""
+"""How long an all-reduce takes over a link: given by hand, from a table of published latencies, or measured. Imports no
+torch."""
 
 import csv
 import math
@@ -7,9 +8,11 @@ from pathlib import Path
 
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
+from ladderize.files.sections import names_a_file, read_section
 
 LINK_TABLE = Path(__file__).parent / "links.csv"
 LONGEST_US, SLOWEST_GB_S = 1e8, 1e-6  # slower than any link, and short enough for a clock
+REACH = 2  # how many times fewer or more ranks than measured ones a link is extrapolated to
 
 
 @dataclass(frozen=True)
@@ -40,33 +43,181 @@ class Link(Record):
         return size >= self.min_bytes and (self.max_bytes is None or size <= self.max_bytes)
 
 
-def parse_link(text: str, ranks: int) -> Link:
-    """``200,1`` or the name of a row of links.csv; several rows of one name are told apart by ``ranks``."""
-    first, comma, second = text.partition(",")
-    if comma:
-        try:
-            alpha, beta = float(first), float(second)
-        except ValueError:
-            raise UsageError(f"--link {text!r} is not ALPHA_US,BETA_GB_S, such as 20,100") from None
-        if not (0 <= alpha <= LONGEST_US and beta >= SLOWEST_GB_S):
-            raise UsageError(
-                f"--link {text!r}: alpha must be from 0 to {LONGEST_US:g} us, beta at least {SLOWEST_GB_S:g} GB/s"
+@dataclass(frozen=True)
+class InterconnectRow(Record):
+    """A link at one number of ranks.
+
+    bus_gb_s: what each rank sends and receives meanwhile, as NCCL's tests count it; None where only the latency is
+    known. A ring of N ranks carries 2 (N - 1) / N of a message over each of its links. min_bytes, max_bytes: of the
+    messages that were timed.
+    """
+
+    ranks: int
+    alpha_us: float
+    bus_gb_s: float | None
+    min_bytes: int = 0
+    max_bytes: int | None = None
+
+    @property
+    def beta_gb_s(self) -> float | None:
+        return None if self.bus_gb_s is None else self.bus_gb_s / ring_share(self.ranks)
+
+
+@dataclass(frozen=True)
+class Interconnect(Record):
+    """One link at every number of ranks. rows: ascending by ranks; empty where ``any_ranks`` was given by hand.
+
+    contention: while a message is in flight, compute runs at the rate 1 - contention. relative_error: of a message's
+    time, one standard deviation. calibrated: measured on this link itself, by ``ladderize calibrate``.
+    """
+
+    name: str
+    rows: list[InterconnectRow]
+    contention: float
+    relative_error: float
+    calibrated: bool
+    source: str
+    any_ranks: Link | None = None
+
+    def check(self, where: str) -> None:
+        """Raise UserError, which begins with ``where``, for figures that no link has."""
+        if not self.rows and self.any_ranks is None:
+            raise UserError(f"{where} has no rows; give at least one: ranks, alpha_us, bus_gb_s")
+        counts = [row.ranks for row in self.rows]
+        if any(count < 2 for count in counts) or counts != sorted(set(counts)):
+            raise UserError(
+                f"{where}: rows have the ranks {counts}, which must be ascending, and at least 2; sort them"
             )
-        return Link(f"{alpha:g} us + bytes / {beta:g} GB/s", alpha, None if math.isinf(beta) else beta)
-    rows = known_links()
-    named = [(number, link) for number, link in rows if link.name == text]
-    if not named:
+        for row in self.rows:
+            _check_range(f"{where}: alpha_us of {row.ranks} ranks", row.alpha_us, 0, LONGEST_US)
+            if row.bus_gb_s is not None:
+                _check_range(f"{where}: bus_gb_s of {row.ranks} ranks", row.bus_gb_s, SLOWEST_GB_S, 1e6)
+        _check_range(f"{where}: contention", self.contention, 0, 0.99)
+        _check_range(f"{where}: relative_error", self.relative_error, 0, 1)
+
+    def at(self, ranks: int) -> tuple[Link, str]:
+        """The link of a group of ``ranks``, and how it is known: "" for a row, else what it was derived from.
+
+        The latency is a line in the number of ranks, as of a ring; the bus bandwidth changes between the rows and stays
+        beyond them. Raises UserError where the rows do not reach so far.
+        """
+        if ranks == 1:
+            return Link(self.name, 0.0, None, source="one rank sends nothing"), ""
+        if self.any_ranks is not None:
+            return self.any_ranks, ""
+        for row in self.rows:
+            if row.ranks == ranks:
+                return self._link(row, self.source), ""
+        counts = [row.ranks for row in self.rows]
+        measured = f"measured with {_listed(counts)} ranks, not {ranks}"
+        if len(counts) < 2 or not counts[0] / REACH <= ranks <= counts[-1] * REACH:
+            raise UserError(
+                f"--link {self.name} was {measured}; choose another number of ranks, or give --link ALPHA_US,BETA_GB_S"
+            )
+        between = counts[0] < ranks < counts[-1]
+        how = f"{'interpolated' if between else 'extrapolated'} from {_listed(counts)} ranks"
+        return self._link(self._between(ranks), f"{how}; {self.source}"), how
+
+    def _link(self, row: InterconnectRow, source: str) -> Link:
+        return Link(self.name, row.alpha_us, row.beta_gb_s, row.min_bytes, row.max_bytes, source)
+
+    def _between(self, ranks: int) -> InterconnectRow:
+        """On the line through the two rows next to ``ranks``."""
+        above = next((n for n, row in enumerate(self.rows) if row.ranks > ranks), len(self.rows) - 1)
+        low, high = self.rows[max(above, 1) - 1], self.rows[max(above, 1)]
+        place = (ranks - low.ranks) / (high.ranks - low.ranks)
+        alpha = low.alpha_us + place * (high.alpha_us - low.alpha_us)
+        nearest = low if place < 0.5 else high
+        bus = None
+        if low.bus_gb_s is not None and high.bus_gb_s is not None:
+            bus = low.bus_gb_s + min(max(place, 0.0), 1.0) * (high.bus_gb_s - low.bus_gb_s)
+        ceilings = [row.max_bytes for row in (low, high) if row.max_bytes is not None]
+        # below the fewest ranks the line may fall faster than any latency does
+        least = nearest.alpha_us / REACH
+        return InterconnectRow(
+            ranks,
+            max(alpha, least),
+            bus,
+            max(low.min_bytes, high.min_bytes),
+            min(ceilings) if ceilings else None,
+        )
+
+
+def ring_share(ranks: int) -> float:
+    """What a ring's all-reduce carries over each of its links, of a message's bytes."""
+    return 2 * (ranks - 1) / ranks
+
+
+def parse_link(text: str, ranks: int) -> Link:
+    """``200,1``, the name of a known link, or a file with a link; for a group of ``ranks``."""
+    return read_interconnect(text).at(ranks)[0]
+
+
+def read_interconnect(text: str) -> Interconnect:
+    """What --link takes: ``ALPHA_US,BETA_GB_S``, whatever the number of ranks; a name of ``known_interconnects``; or a
+    file with a ``link``, of ``ladderize calibrate`` or written by hand."""
+    interconnects = known_interconnects()
+    if text in interconnects:
+        return interconnects[text]
+    if names_a_file(text):
+        where = f"{text}: link"
+        interconnect = Interconnect.from_dict(read_section(Path(text), "link", "--link"), where)
+        interconnect.check(where)
+        return interconnect
+    first, comma, second = text.partition(",")
+    if not comma:
         raise UsageError(
-            f"--link {text!r} is neither ALPHA_US,BETA_GB_S nor one of"
-            f" {', '.join(sorted({link.name for _, link in rows}))}"
+            f"--link {text!r} is neither ALPHA_US,BETA_GB_S nor one of {', '.join(sorted(interconnects))}, nor a file"
         )
-    fitting = [link for number, link in named if number == ranks]
-    if not fitting:
-        raise UserError(
-            f"--link {text} was measured with {' and '.join(str(number) for number, _ in named)} ranks, not {ranks};"
-            " choose another --emulate-tp, or give --link ALPHA_US,BETA_GB_S"
+    try:
+        alpha, beta = float(first), float(second)
+    except ValueError:
+        raise UsageError(f"--link {text!r} is not ALPHA_US,BETA_GB_S, such as 20,100") from None
+    if not (0 <= alpha <= LONGEST_US and beta >= SLOWEST_GB_S):
+        raise UsageError(
+            f"--link {text!r}: alpha must be from 0 to {LONGEST_US:g} us, beta at least {SLOWEST_GB_S:g} GB/s"
         )
-    return fitting[0]
+    link = Link(f"{alpha:g} us + bytes / {beta:g} GB/s", alpha, None if math.isinf(beta) else beta)
+    return Interconnect(link.name, [], ASSUMED_CONTENTION, ASSUMED_ERROR, False, link.source, link)
+
+
+# NVLink as the Ladder Residual authors' published speeds show it (benchmarks/planning.py fits these figures):
+# microseconds for 2 ranks, and for each one more; GB/s; contention
+NVLINK_ALPHA_US, NVLINK_ALPHA_PER_RANK_US, NVLINK_BUS_GB_S, NVLINK_CONTENTION = 12.4, 2.3, 354.0, 0.24
+NVLINK_BYTES = 16 << 10, 1 << 30
+# of a link that nothing of this kind is known of
+ASSUMED_CONTENTION, ASSUMED_ERROR = NVLINK_CONTENTION, 0.15
+
+
+def known_interconnects() -> dict[str, Interconnect]:
+    """The links of links.csv by name, and ``nvlink``, whose latency and bandwidth in use were fitted to published
+    speeds of whole models."""
+    found: dict[str, list[tuple[int, Link]]] = {}
+    for ranks, link in known_links():
+        found.setdefault(link.name, []).append((ranks, link))
+    interconnects = {name: _published(name, rows) for name, rows in found.items()}
+    low, high = NVLINK_BYTES
+    rows = [
+        InterconnectRow(n, NVLINK_ALPHA_US + NVLINK_ALPHA_PER_RANK_US * (n - 2), NVLINK_BUS_GB_S, low, high)
+        for n in (2, 4, 8)
+    ]
+    source = "fitted to the speeds of H100 with NVLink that the Ladder Residual authors published (a line in the ranks)"
+    interconnects["nvlink"] = Interconnect("nvlink", rows, NVLINK_CONTENTION, 0.05, False, source)
+    return interconnects
+
+
+def _published(name: str, links: list[tuple[int, Link]]) -> Interconnect:
+    rows = [
+        InterconnectRow(
+            ranks,
+            link.alpha_us,
+            None if link.beta_gb_s is None else link.beta_gb_s * ring_share(ranks),
+            link.min_bytes,
+            link.max_bytes,
+        )
+        for ranks, link in sorted(links, key=lambda pair: pair[0])
+    ]
+    return Interconnect(name, rows, ASSUMED_CONTENTION, ASSUMED_ERROR, False, links[0][1].source)
 
 
 def known_links() -> list[tuple[int, Link]]:
@@ -83,3 +234,13 @@ def known_links() -> list[tuple[int, Link]]:
         )
         for row in rows
     ]  # fmt: skip
+
+
+def _check_range(what: str, value: float, least: float, most: float) -> None:
+    if not (math.isfinite(value) and least <= value <= most):
+        raise UserError(f"{what} is {value:g}, but must be between {least:g} and {most:g}; correct it")
+
+
+def _listed(counts: list[int]) -> str:
+    *first, last = map(str, counts)
+    return f"{', '.join(first)} and {last}" if first else last
