@@ -19,9 +19,10 @@ from ladderize.eval.paired.document import (
 )
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.layout import Layout
-from ladderize.runtime.bench.document import MODEL_ROW, BenchDocument, BenchRow, PhaseCommunication
+from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.environment import Environment
 from ladderize.runtime.bench.options import BenchOptions
+from ladderize.runtime.bench.speed_row import MODEL_ROW, PhaseCommunication
 from ladderize.runtime.collectives.links import Link
 from ladderize.tradeoff.sweep.document import SweepDocument, SweepPoint
 

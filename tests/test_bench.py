@@ -20,9 +20,10 @@ from ladderize.runtime import spec
 from ladderize.runtime.bench import measure as bench
 from ladderize.runtime.bench import memory_need, reference_check, report, spread
 from ladderize.runtime.bench.cost_model import Operation, predict
-from ladderize.runtime.bench.document import BenchDocument, PhaseCommunication
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice, parse_batch_sizes
-from ladderize.runtime.bench.plan import named_layout, plan_bench
+from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice, named_layout, parse_batch_sizes
+from ladderize.runtime.bench.plan import plan_bench
+from ladderize.runtime.bench.speed_row import PhaseCommunication
 from ladderize.runtime.bench.trace import Overlap, cpu_flights, gpu_flights
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated, sleep_until

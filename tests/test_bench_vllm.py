@@ -13,8 +13,8 @@ from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_document, write_json
 from ladderize.layout import Layout
 from ladderize.ranks.launcher import Place
-from ladderize.runtime.bench.document import BASELINE_ROW, MODEL_ROW
 from ladderize.runtime.bench.options import ModelChoice
+from ladderize.runtime.bench.speed_row import BASELINE_ROW, MODEL_ROW
 from ladderize.runtime.spec import checkpoint_spec, shape_spec
 from ladderize.serving.vllm.bench import processes, run
 from ladderize.serving.vllm.bench.document import VllmBenchDocument

@@ -1,7 +1,6 @@
 """What is to be run: a checkpoint or a bare shape, checked as a whole before any process starts."""
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from ladderize.runtime.loader import CheckpointSource, RandomSource, files_ident
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.shards import Shape, check_activation, check_runnable, virtual_ranks
 
-SHAPES = Path(__file__).parent / "shapes.json"
 RUN_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -70,27 +68,6 @@ def shape_spec(
     """The same for random weights."""
     _check({**config, **layout.to_config(), "model_type": "ladderized_llama"}, tp_size, option)
     return ModelSpec(name, None, config, layout, _dtype("bfloat16" if dtype == "auto" else dtype))
-
-
-def known_shapes() -> dict[str, dict[str, Any]]:
-    """The bundled configs of Llama's sizes: facts from the published config.json files."""
-    shapes: dict[str, dict[str, Any]] = json.loads(SHAPES.read_text(encoding="utf-8"))
-    return shapes
-
-
-def read_shape(name: str) -> dict[str, Any]:
-    """A config by a bundled size's name, a config.json, or a folder that holds one."""
-    shapes = known_shapes()
-    if name in shapes:
-        return shapes[name]
-    path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        raise UserError(
-            f"--random-weights {name} is neither one of {', '.join(shapes)} nor a config.json or its folder"
-        )
-    return read_json(path)
 
 
 def _check(config: dict[str, Any], tp_size: int, option: str) -> Layout:

@@ -18,7 +18,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench import reference_check
 from ladderize.runtime.bench.alone_times import AloneTimes, synchronize
 from ladderize.runtime.bench.baselines import ParallelLlama
-from ladderize.runtime.bench.document import PARALLEL, UNSCHEDULED, BenchDocument, BenchRow
+from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.environment import environment
 from ladderize.runtime.bench.instrument import PHASES, instrument_model
 from ladderize.runtime.bench.memory_need import check_bench_memory
@@ -27,6 +27,7 @@ from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import BenchPlan
 from ladderize.runtime.bench.reference_check import ReferenceAgreement
 from ladderize.runtime.bench.rows import TimedGenerator, TimedModel, rows_of
+from ladderize.runtime.bench.speed_row import PARALLEL, UNSCHEDULED
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose

@@ -1,7 +1,6 @@
 """What a benchmark will at least hold in memory, from the models' shapes, before anything is allocated."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
@@ -11,24 +10,9 @@ from ladderize.errors import UserError
 from ladderize.memory import available_bytes
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.options import BenchOptions
+from ladderize.runtime.bench.rank_bytes import MemoryNeed, cache_bytes, prefill_bytes, weight_bytes
 from ladderize.runtime.shards import Shape, virtual_ranks
 from ladderize.runtime.spec import ModelSpec
-
-# A token id in a Python list: its place there, and most often an object of its own.
-TOKEN_ID_BYTES = 36
-
-
-@dataclass(frozen=True)
-class MemoryNeed:
-    """Bytes of one rank at its fullest. ``prefill``: token ids, activations of one layer, logits."""
-
-    weights: int
-    kv_cache: int
-    prefill: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.kv_cache + self.prefill
 
 
 def memory_need(specs: Iterable[ModelSpec], options: BenchOptions, device: torch.device) -> MemoryNeed:
@@ -42,19 +26,9 @@ def memory_need(specs: Iterable[ModelSpec], options: BenchOptions, device: torch
         apart = tuple(virtual_ranks(spec.layout, layer, options.ranks) for layer in range(shape.layers))
         weights[spec.folder, apart, spec.dtype] = weight_bytes(shape, width, packed=device.type == "cpu")
         stored = 4 if device.type == "cpu" else width  # see KVCache
-        cache = max(cache, 2 * shape.layers * batch * shape.own_kv_heads * columns * shape.head_dim * stored)
-        heads = shape.own_heads + 2 * shape.own_kv_heads
-        token = width * (3 * shape.hidden + 3 * shape.own_inner) + 4 * heads * shape.head_dim
-        prefill = max(prefill, batch * (options.prompt_len * (token + TOKEN_ID_BYTES) + width * shape.vocab))
+        cache = max(cache, cache_bytes(shape, batch, columns, stored))
+        prefill = max(prefill, prefill_bytes(shape, batch, options.prompt_len, width))
     return MemoryNeed(sum(weights.values()), cache, prefill)
-
-
-def weight_bytes(shape: Shape, width: int, *, packed: bool) -> int:
-    """One rank's weights at ``width`` bytes each. packed: the LM head is a copy even of a tied embedding."""
-    attention = (2 * shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim * shape.hidden
-    layer = attention + 3 * shape.own_inner * shape.hidden + 2 * shape.hidden
-    tables = 1 if shape.tied and not packed else 2
-    return width * (shape.layers * layer + tables * shape.own_vocab * shape.hidden)
 
 
 def check_bench_memory(specs: list[ModelSpec], options: BenchOptions, group: Ranks) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ladderize.checkpoint.llama import MOST_LAYERS
 from ladderize.choices import BackendName, Dtype, check_choices
-from ladderize.errors import UsageError
+from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
+from ladderize.layout import Layout, LayoutError, parse_ranges
 from ladderize.ranks.device import default_device
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, ScheduleName
 
@@ -189,3 +190,32 @@ def check_model_choice(choice: ModelChoice) -> None:
         raise UsageError(f"--num-layers {choice.num_layers} is not from 1 to {MOST_LAYERS:,}")
     if len(set(choice.models)) < len(choice.models):
         raise UsageError("a model is named twice; every variant is timed once")
+
+
+def layout_names(text: str | None) -> list[str]:
+    """The parts of ``--layout``; all layouts where it was not given."""
+    names = list(LAYOUT_NAMES) if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f"--layout {text!r} names no layout, or one twice")
+    return names
+
+
+def named_layout(text: str, num_layers: int, sync_tp_size: int) -> Layout:
+    """``ladder`` is all layers, ``ladder=16:32`` some; likewise dense, spd and spd+ladder."""
+    name, equals, ranges = text.partition("=")
+    if name not in LAYOUT_NAMES or (equals and name == "dense"):
+        raise UsageError(
+            f"--layout {text} is not one of {', '.join(LAYOUT_NAMES)}, or such a name with a range of layers,"
+            " ladder=16:32"
+        )
+    try:
+        layers = parse_ranges(ranges, num_layers, option="--layout") if equals else list(range(num_layers))
+    except LayoutError as error:
+        raise UserError(str(error)) from None
+    changes = LAYOUT_NAMES[name]
+    return Layout.from_layers(
+        num_layers,
+        ladder=layers if "ladder" in changes else (),
+        spd=layers if "spd" in changes else (),
+        sync_tp_size=sync_tp_size if "spd" in changes else None,
+    )

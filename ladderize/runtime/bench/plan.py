@@ -6,11 +6,18 @@ from pathlib import Path
 
 from ladderize.checkpoint.llama import check_config
 from ladderize.errors import UsageError, UserError
-from ladderize.layout import Layout, LayoutError, parse_ranges
-from ladderize.runtime.bench.options import LAYOUT_NAMES, BenchOptions, GroupOptions, ModelChoice, check_bench_usage
+from ladderize.runtime.bench.options import (
+    BenchOptions,
+    GroupOptions,
+    ModelChoice,
+    check_bench_usage,
+    layout_names,
+    named_layout,
+)
 from ladderize.runtime.collectives.links import Link, parse_link
 from ladderize.runtime.launch import check_group_size
-from ladderize.runtime.spec import ModelSpec, checkpoint_spec, read_shape, shape_spec
+from ladderize.runtime.shapes import read_shape
+from ladderize.runtime.spec import ModelSpec, checkpoint_spec, shape_spec
 
 
 @dataclass(frozen=True)
@@ -97,36 +104,11 @@ def _random(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]:
     for key in ("attention_sync", "mlp_sync", "sync_tp_size"):
         config.pop(key, None)
     config["model_type"] = "llama"
-    text = ",".join(LAYOUT_NAMES) if choice.layout is None else choice.layout
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names or len(set(names)) < len(names):
-        raise UsageError(f"--layout {text!r} names no layout, or one twice")
     virtual = choice.sync_tp_size or options.ranks
-    layouts = [(name, named_layout(name, config["num_hidden_layers"], virtual)) for name in names]
+    layouts = [(name, named_layout(name, config["num_hidden_layers"], virtual)) for name in layout_names(choice.layout)]
     if choice.sync_tp_size is not None and not any(layout.spd_layers for _, layout in layouts):
         raise UsageError("--sync-tp-size has no effect: none of --layout drops a sync point")
     return [
         shape_spec(config, layout, name=name, tp_size=options.ranks, dtype=choice.dtype, option=options.ranks_option)
         for name, layout in layouts
     ]
-
-
-def named_layout(text: str, num_layers: int, sync_tp_size: int) -> Layout:
-    """``ladder`` is all layers, ``ladder=16:32`` some; likewise dense, spd and spd+ladder."""
-    name, equals, ranges = text.partition("=")
-    if name not in LAYOUT_NAMES or (equals and name == "dense"):
-        raise UsageError(
-            f"--layout {text} is not one of {', '.join(LAYOUT_NAMES)}, or such a name with a range of layers,"
-            " ladder=16:32"
-        )
-    try:
-        layers = parse_ranges(ranges, num_layers, option="--layout") if equals else list(range(num_layers))
-    except LayoutError as error:
-        raise UserError(str(error)) from None
-    changes = LAYOUT_NAMES[name]
-    return Layout.from_layers(
-        num_layers,
-        ladder=layers if "ladder" in changes else (),
-        spd=layers if "spd" in changes else (),
-        sync_tp_size=sync_tp_size if "spd" in changes else None,
-    )

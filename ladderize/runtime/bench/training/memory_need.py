@@ -5,7 +5,7 @@ from ladderize.console import human_bytes
 from ladderize.errors import UserError
 from ladderize.memory import available_bytes
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.memory_need import weight_bytes
+from ladderize.runtime.bench.rank_bytes import weight_bytes
 from ladderize.runtime.bench.training.plan import TrainingBenchPlan
 from ladderize.runtime.loader import files_identity
 from ladderize.runtime.shards import Shape, virtual_ranks

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ladderize.errors import UserError
 from ladderize.eval.evaluation.table import short_names
-from ladderize.runtime.bench.document import BenchDocument, BenchRow, PhaseCommunication
+from ladderize.runtime.bench.document import BenchDocument, BenchRow
+from ladderize.runtime.bench.speed_row import PhaseCommunication
 from ladderize.runtime.bench.spread import LEAST_ROUNDS
 from ladderize.tradeoff.report.content.documents import FoundBench, FoundDocuments, FoundResults
 from ladderize.tradeoff.report.content.options import DEFAULT_MARGIN, ReportOptions
