@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from ladderize.runtime.texts.prompts import GenerateDocument, generate
     from ladderize.tradeoff.report.content.options import ReportOptions
     from ladderize.tradeoff.report.run import ReportSummary, report
-    from ladderize.tradeoff.sweep.document import SweepDocument
     from ladderize.tradeoff.sweep.run import sweep
     from ladderize.workflows.spd import SpdOptions, spd
     from ladderize.workflows.spd_document import SpdDocument
+    from ladderize.workflows.sweep_document import SweepDocument
 
 __version__ = "0.1.0"
 __all__ = [
@@ -159,10 +159,10 @@ _HOMES = {
     "runtime.texts.prompts": ("GenerateDocument", "generate"),
     "tradeoff.report.content.options": ("ReportOptions",),
     "tradeoff.report.run": ("ReportSummary", "report"),
-    "tradeoff.sweep.document": ("SweepDocument",),
     "tradeoff.sweep.run": ("sweep",),
     "workflows.spd": ("SpdOptions", "spd"),
     "workflows.spd_document": ("SpdDocument",),
+    "workflows.sweep_document": ("SweepDocument",),
 }
 _HOME_OF = {name: f"ladderize.{home}" for home, names in _HOMES.items() for name in names}
 

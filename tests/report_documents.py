@@ -24,7 +24,7 @@ from ladderize.runtime.bench.environment import Environment
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.speed_row import MODEL_ROW, PhaseCommunication
 from ladderize.runtime.collectives.links import Link
-from ladderize.tradeoff.sweep.document import SweepDocument, SweepPoint
+from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
 
 TASKS = ("arc", "hellaswag")
 BENCH_OPTIONS = BenchOptions(tp_size=2, device="cpu")

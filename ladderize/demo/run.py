@@ -14,9 +14,9 @@ from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.report import show_bench
 from ladderize.tradeoff.report.page import check_libraries
 from ladderize.tradeoff.report.run import report
-from ladderize.tradeoff.sweep.document import SweepDocument
 from ladderize.tradeoff.sweep.run import sweep
 from ladderize.tradeoff.sweep.summary import sweep_rows
+from ladderize.workflows.sweep_document import SweepDocument
 
 REPORT = "report.html"
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ladderize.console import Console, human_seconds
-from ladderize.tradeoff.sweep.document import StageState
 from ladderize.tradeoff.sweep.plan import SweepPlan
 from ladderize.tradeoff.sweep.stages import TIMED, Stage
+from ladderize.workflows.sweep_document import StageState
 
 if TYPE_CHECKING:
     from rich.live import Live

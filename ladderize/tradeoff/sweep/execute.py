@@ -15,10 +15,10 @@ from typing import Any
 from ladderize.errors import UserError
 from ladderize.ranks.threads import cores
 from ladderize.runtime.launch import how_it_ended, start_context
-from ladderize.tradeoff.sweep.document import StageState
 from ladderize.tradeoff.sweep.inputs import Inputs
 from ladderize.tradeoff.sweep.stages import LOG, TIMED, Stage, finished_stage, mark_finished, prepare
 from ladderize.tradeoff.sweep.worker import Ended, work
+from ladderize.workflows.sweep_document import StageState
 
 LOOK_SECONDS = 1.0  # between two looks at what runs
 STOP_SECONDS = 120.0  # that a stage has, after Ctrl-C, to save what it can

@@ -14,7 +14,6 @@ from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.errors import LadderizeError
 from ladderize.layout import Layout, format_ranges
 from ladderize.tradeoff.sweep.builder import StageBuilder
-from ladderize.tradeoff.sweep.document import Adapted
 from ladderize.tradeoff.sweep.fit import check_fit, times
 from ladderize.tradeoff.sweep.spec import NONE, AdaptChoice, BenchChoice, LayoutChoice, SweepSpec
 from ladderize.tradeoff.sweep.stages import (
@@ -25,6 +24,7 @@ from ladderize.tradeoff.sweep.stages import (
     Stage,
     finished_stage,
 )
+from ladderize.workflows.sweep_document import Adapted
 
 DENSE = "dense"
 

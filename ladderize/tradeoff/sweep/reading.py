@@ -13,7 +13,6 @@ from ladderize.convert.sensitivity_file import LADDER, SPD, Mode
 from ladderize.errors import LadderizeError, UserError
 from ladderize.files.records import read_value
 from ladderize.files.yaml12 import read_yaml
-from ladderize.tradeoff.sweep.document import Adapted
 from ladderize.tradeoff.sweep.settings import (
     BENCH_KEYS,
     BLOCKS_KEYS,
@@ -31,6 +30,7 @@ from ladderize.tradeoff.sweep.settings import (
     sensitivity_settings,
 )
 from ladderize.tradeoff.sweep.spec import NONE, AdaptChoice, BenchChoice, LayoutChoice, SweepSpec
+from ladderize.workflows.sweep_document import Adapted
 
 KEYS = ("model", "revision", "out", "sensitivity", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
 BOTH = "both"

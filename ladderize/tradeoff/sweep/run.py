@@ -22,7 +22,6 @@ from ladderize.ranks.group import already_started
 from ladderize.ranks.threads import cores
 from ladderize.tradeoff.sweep.board import Board
 from ladderize.tradeoff.sweep.builder import StageBuilder
-from ladderize.tradeoff.sweep.document import StageState, SweepDocument
 from ladderize.tradeoff.sweep.estimate import History, PlanDocument
 from ladderize.tradeoff.sweep.execute import Execution
 from ladderize.tradeoff.sweep.inputs import CACHE, Inputs
@@ -31,6 +30,7 @@ from ladderize.tradeoff.sweep.reading import read_sweep
 from ladderize.tradeoff.sweep.spec import SweepSpec
 from ladderize.tradeoff.sweep.stages import TIMED, Stage, finished_stage, other_outputs
 from ladderize.tradeoff.sweep.state import document_of
+from ladderize.workflows.sweep_document import StageState, SweepDocument
 
 SWEEP_JSON, SWEEP_YAML = "sweep.json", "sweep.yaml"
 

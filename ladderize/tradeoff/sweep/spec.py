@@ -8,10 +8,10 @@ from ladderize.convert.recipe import AUTO, Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.eval.options import EvalOptions
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.tradeoff.sweep.document import Adapted
 from ladderize.tradeoff.sweep.settings import (
     eval_settings,
 )
+from ladderize.workflows.sweep_document import Adapted
 
 NONE: Final = "none"  # of adapt: not retrained
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.files.documents import read_own
-from ladderize.tradeoff.sweep.document import StageState, SweepDocument, SweepPoint
 from ladderize.tradeoff.sweep.plan import PlannedPoint, SweepPlan
 from ladderize.tradeoff.sweep.stages import BENCH_JSON, SENSITIVITY_JSON, Stage
+from ladderize.workflows.sweep_document import StageState, SweepDocument, SweepPoint
 
 StateOf = Callable[[Stage], StageState]
 LOST = ("failed", "skipped")

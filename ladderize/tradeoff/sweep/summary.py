@@ -7,7 +7,7 @@ from ladderize.eval.results import EvalResults, ModelResult
 from ladderize.files.documents import read_document
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.spread import LEAST_ROUNDS
-from ladderize.tradeoff.sweep.document import SweepDocument
+from ladderize.workflows.sweep_document import SweepDocument
 
 
 def sweep_rows(document: SweepDocument, root: Path) -> list[dict[str, str]]:

@@ -14,7 +14,7 @@ from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
 from ladderize.files.regular import inside, resolved
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.tradeoff.sweep.document import SweepDocument
+from ladderize.workflows.sweep_document import SweepDocument
 
 SWEEP = "sweep.json"
 # files of a folder that are looked at; others, such as config.json, belong to something else

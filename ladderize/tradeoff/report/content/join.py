@@ -23,7 +23,7 @@ from ladderize.tradeoff.report.content.subjects import (
     Timing,
     WithInterval,
 )
-from ladderize.tradeoff.sweep.document import SweepPoint
+from ladderize.workflows.sweep_document import SweepPoint
 
 
 @dataclass
