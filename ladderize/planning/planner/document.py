@@ -20,9 +20,8 @@ VERIFIED, NOT_VERIFIED = "verified on held-out windows", "not verified"
 @dataclass(frozen=True)
 class LayoutNll(Record):
     """What a layout really costs on some windows, in nats per token: nll with its standard error, and its difference
-    to the dense model's on the same windows with the standard error of that (paired by window). Of a single window there
-    is no standard error."""
-    is no standard error."""
+    to the dense model's on the same windows with the standard error of that (paired by window). Of a single
+    window there is no standard error."""
 
     nll: float
     stderr: float | None
