@@ -25,7 +25,9 @@ from ladderize.adapt.blockwise.options import DistillOptions
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
-from ladderize.eval.sensitivity import Suffixes, column_layouts, sweep_seconds
+from ladderize.eval.sensitivity import column_layouts
+from ladderize.eval.suffixes import LayoutTree, Suffixes
+from ladderize.eval.window_table import table_seconds
 from ladderize.layout import Layout
 from ladderize.memory import PeakMemory
 from ladderize.ranks.group import Ranks
@@ -121,12 +123,13 @@ def main() -> None:
         )
         results["losses"] = [[report.loss_before, report.loss_after] for report in map(work.report, layers)]
         assert all(after <= before < float("inf") for before, after in results["losses"])
-    per_layer = results["sensitivity, 2 windows"]["seconds"] / (args.layers + args.layers * (args.layers + 1) / 2)
-    more_layers = (32 - args.layers) * (
-        436e6 + 2 * args.tokens * config["hidden_size"] * 2
-    )  # weights, and states of 2 windows
+    runs = LayoutTree(column_layouts("spd", args.layers, RANKS)).layer_runs
+    per_layer = results["sensitivity, 2 windows"]["seconds"] / runs
+    more_layers = (32 - args.layers) * 436e6  # weights
     results["projected to 32 layers of the 8b shape, 128 windows"] = {
-        "sensitivity_seconds": sweep_seconds(per_layer, 32, 128, 2),
+        "sensitivity_seconds": table_seconds(
+            per_layer, LayoutTree(column_layouts("spd", 32, RANKS)).layer_runs, 128, 2
+        ),
         "sensitivity_peak_memory_bytes": results["sensitivity, 2 windows"]["peak_memory_bytes"] + more_layers,
         "distillation_10_epochs_seconds": (
             results["distillation, 1 epoch"]["seconds"] * 32 / args.layers * 10 * 128 / args.windows

@@ -12,11 +12,10 @@ from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.convert.sensitivity_file import MODES, SensitivityDocument
 from ladderize.errors import UserError
-from ladderize.eval import sensitivity, sensitivity_plot
+from ladderize.eval import sensitivity, sensitivity_plot, window_table
 from ladderize.eval.backends.scoring import score_windows
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.sensitivity import (
-    Suffixes,
     block_sensitivities,
     classify,
     column_layouts,
@@ -25,6 +24,7 @@ from ladderize.eval.sensitivity import (
 )
 from ladderize.eval.sensitivity_plot import block_ticks, value_ticks
 from ladderize.eval.sensitivity_run import SensitivityFolder
+from ladderize.eval.suffixes import Suffixes
 from tests.helpers import BIASES, SHAPE, edit_json, fresh_rng, invoke, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
@@ -104,7 +104,7 @@ def test_a_killed_run_goes_on(llama, ids, monkeypatch):
         saved.append(json.loads(json.dumps(document)))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sensitivity, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(window_table, "SAVE_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         measure_sensitivity(str(llama), options, console=sensitivity.Console(), save=save)
     assert saved[0]["complete"] is False
@@ -268,15 +268,15 @@ def test_a_killed_command_goes_on_and_nobody_works_beside_it(llama, ids, tmp_pat
     assert invoke(*command, "--out", tmp_path / "whole.json").code == 0
     calls = []
 
-    def stopped(self, batch, original=sensitivity.Suffixes.__call__):
+    def stopped(self, batch, original=Suffixes.__call__):
         calls.append(len(batch))
         if len(calls) > 3:
             raise UserError("stopped")
         return original(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sensitivity, "SAVE_SECONDS", 0.0)
-        patch.setattr(sensitivity.Suffixes, "__call__", stopped)
+        patch.setattr(window_table, "SAVE_SECONDS", 0.0)
+        patch.setattr(Suffixes, "__call__", stopped)
         assert "stopped" in one_sentence(invoke(*command, "--out", out))
     assert not out.exists()
     folder = out.with_name("s.json.ladderize-work")

@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ladderize.choices import Dtype, check_at_least, check_choices
-from ladderize.convert.sensitivity_file import Mode, changes_to_ladder
+from ladderize.convert.sensitivity_file import POINTS, Mode, changes_to_ladder
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -94,6 +94,30 @@ class SensitivityOptions:
         if not changes_to_ladder(self.mode) and self.sync_tp_size is None:
             raise UsageError(f"--mode {self.mode} needs --sync-tp-size N")
         check_taus(self.tau1, self.tau2)
+
+
+@dataclass(frozen=True)
+class PointOptions:
+    """Of ``ladderize sensitivity --mode points``. sync_tp_size: of dropped sync points; None drops nothing. pairs: also
+    two neighbouring layers at a time. The others as in SensitivityOptions."""
+
+    mode: ClassVar[str] = POINTS
+
+    data: str
+    sync_tp_size: int | None = None
+    pairs: bool = False
+    samples: int = SensitivityOptions.samples
+    seq_len: int | None = None
+    seed: int = SensitivityOptions.seed
+    batch_size: int | None = None
+    dtype: Dtype = SensitivityOptions.dtype
+    device: str = field(default_factory=default_device)
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_at_least(self, 1, "sync_tp_size", "samples", "batch_size")
+        check_at_least(self, 2, "seq_len")
 
 
 def check_taus(tau1: float | None, tau2: float) -> None:

@@ -2,36 +2,25 @@
 cheaply.
 
 S[i] = PPL(changed: blocks i..L-1) - PPL(changed: blocks i+1..L-1), arXiv 2502.20727: one sweep from the last block
-backwards. All L + 1 models agree with the dense one before their first changed block, so for each batch of windows one
-dense pass keeps the state at every boundary, and L suffixes run from there: L/2 forwards and one, instead of L + 1.
-What results is a table of negative log-likelihoods, windows x (L + 1), from which everything else follows, and from
-which a killed run goes on.
+backwards. All L + 1 models agree with the dense one before their first changed block, so for each batch of windows
+there is one dense pass, and L suffixes branch off it: L/2 forwards and one, instead of L + 1. What results is a table
+of negative log-likelihoods, windows x (L + 1), from which everything else follows, and from which a killed run goes on.
 """
 
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from ladderize import data
-from ladderize.blocks import (
-    Blocks,
-    State,
-    check_finite,
-    complete,
-    layer_seconds,
-    open_checkpoint,
-    read_windows,
-    stored_dtype,
-)
+from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import parameter_count
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import SILENT, Console, human_bytes, human_seconds
+from ladderize.console import SILENT, Console
+from ladderize.convert.point_sensitivity import PointSensitivity, point_changes, point_costs
 from ladderize.convert.sensitivity_file import (
     CLASSES,
     INTERVAL,
@@ -44,15 +33,14 @@ from ladderize.convert.sensitivity_file import (
     changes_to_ladder,
 )
 from ladderize.errors import UserError
-from ladderize.eval.options import SensitivityOptions
+from ladderize.eval.options import PointOptions, SensitivityOptions
+from ladderize.eval.window_table import fill_table, is_table
 from ladderize.files.work import differences
-from ladderize.layout import BLOCKING, OVERLAPPED, Layout
-from ladderize.memory import check_room
+from ladderize.layout import Layout
 from ladderize.ranks.device import check_device
 
 TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's, and from how many parameters on the lower one holds
-TOKENS_PER_PASS = 4096
-SAVE_SECONDS = 2.0
+Save = Callable[[Mapping[str, Any]], None]  # gets the content of the file, every few seconds
 
 
 def column_layouts(mode: str, num_layers: int, sync_tp_size: int | None) -> list[Layout]:
@@ -67,44 +55,6 @@ def column_layouts(mode: str, num_layers: int, sync_tp_size: int | None) -> list
     return [*layouts, Layout.dense(num_layers)]
 
 
-class Suffixes:
-    """Every column of the table for a batch of windows, with all weights in memory once."""
-
-    def __init__(self, blocks: Blocks, layouts: list[Layout]) -> None:
-        self.blocks, self.layouts = blocks, layouts
-        layers = blocks.num_layers
-        self.weights = [blocks.weights(index) for index in range(layers)]
-        self.built: dict[tuple[int, str, str], torch.nn.Module] = {}
-        # a dense layer that hands on its stream with and without its MLP's output, for a suffix whose entering sync
-        # point is overlapped
-        overlapping = any(OVERLAPPED in layout.mlp_sync + layout.attention_sync for layout in layouts)
-        self.prefix = (
-            Layout((BLOCKING,) * layers, (OVERLAPPED,) * (layers - 1) + (BLOCKING,)) if overlapping else layouts[-1]
-        )
-
-    def layer(self, index: int, layout: Layout) -> torch.nn.Module:
-        key = (index, layout.attention_sync[index], layout.mlp_sync[index])
-        if key not in self.built:
-            self.built[key] = self.blocks.layer(index, layout, self.weights[index])
-        return self.built[key]
-
-    def __call__(self, ids: torch.Tensor) -> np.ndarray:
-        """ids: [batch, tokens] -> summed negative log-likelihoods in nats, float64 [batch, L + 1]."""
-        layers = self.blocks.num_layers
-        with torch.no_grad():
-            boundaries: list[State] = [self.blocks.embed(ids)]
-            for index in range(layers):
-                boundaries.append(self.blocks.run(self.layer(index, self.prefix), complete(boundaries[-1])))
-            columns = []
-            for first, layout in enumerate(self.layouts):
-                boundary = boundaries[first]
-                state = boundary if first < layers and layout.entering(first) == OVERLAPPED else complete(boundary)
-                for index in range(first, layers):
-                    state = self.blocks.run(self.layer(index, layout), state)
-                columns.append(self.blocks.nll(complete(state), ids))
-        return torch.stack(columns, 1).cpu().numpy()
-
-
 def measure_sensitivity(
     model: str | Path,
     options: SensitivityOptions,
@@ -113,7 +63,7 @@ def measure_sensitivity(
     windows: np.ndarray | None = None,
     sha256: str | None = None,
     previous: Mapping[str, Any] | None = None,
-    save: Callable[[Mapping[str, Any]], None] = lambda content: None,
+    save: Save = lambda content: None,
 ) -> SensitivityDocument:
     """Fill the table and return the document of sensitivity.json.
 
@@ -121,24 +71,14 @@ def measure_sensitivity(
     rows are taken over; raises UserError if it measured anything else. windows: ids [samples, seq_len] that were read
     from the data before; sha256: of those data, if they are no single file.
     """
-    model = str(model)
-    check_device(options.device)
-    checkpoint = open_checkpoint(model, options.revision)
-    check_measurable(checkpoint, model, options)
-    if windows is None:
-        drawn = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=None, seed=options.seed)
-        windows = drawn[: options.samples]
-        if len(windows) < options.samples:
-            console.note(
-                f"{options.data} gives {len(windows)} windows of {windows.shape[1]} tokens, fewer than the"
-                f" {options.samples} of --samples: all are taken"
-            )
-    run = sensitivity_run(checkpoint, model, options, windows, sha256)
+    checkpoint = open_dense(str(model), options)
     layers = int(checkpoint.config["num_hidden_layers"])
-    rows = _rows_of(previous, run, layers) if previous is not None else []
-    if len(rows) < len(windows):
-        blocks = Blocks(checkpoint, getattr(torch, run.dtype), torch.device(options.device))
-        _fill_table(rows, blocks, run, windows, options, console, save)
+    layouts = column_layouts(options.mode, layers, options.sync_tp_size)
+    layouts[0].check_model(checkpoint.config)
+    if windows is None:
+        windows = _drawn_windows(checkpoint, options, console)
+    run = sensitivity_run(checkpoint, str(model), options, windows, sha256)
+    rows = _filled_rows(checkpoint, run, layouts, windows, options, previous, save, console)
     tau1 = options.tau1 if options.tau1 is not None else default_tau1(run.parameters)
     perplexities, entries = block_sensitivities(
         np.array(rows), windows.shape[1] - 1, options.mode, tau1=tau1, tau2=options.tau2
@@ -157,50 +97,99 @@ def measure_sensitivity(
     return document
 
 
-def _fill_table(
-    rows: list[list[float]],
-    blocks: Blocks,
-    run: SensitivityRun,
-    windows: np.ndarray,
-    options: SensitivityOptions,
-    console: Console,
-    save: Callable[[Mapping[str, Any]], None],
-) -> None:
-    """Add the rows of the windows that have none yet. windows: ids [samples, seq_len]."""
-    if rows:
-        console.note(f"resuming after {len(rows)} of {len(windows)} windows")
-    batch_size = min(options.batch_size or max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
-    check_room(
-        _memory(blocks, run, batch_size * windows.shape[1]),
-        blocks.device,
-        f"sensitivity with {batch_size:,} windows of {windows.shape[1]:,} tokens at a time",
-        "lower --batch-size or --seq-len" if batch_size > 1 else "choose a machine with more",
+def measure_points(
+    model: str | Path,
+    options: PointOptions,
+    *,
+    console: Console = SILENT,
+    previous: Mapping[str, Any] | None = None,
+    save: Save = lambda content: None,
+) -> PointSensitivity:
+    """What each change of single sync points costs, measured in one run; see ``measure_sensitivity``.
+
+    Without a sync_tp_size nothing is dropped.
+    """
+    checkpoint = open_dense(str(model), options)
+    layers = int(checkpoint.config["num_hidden_layers"])
+    changes = point_changes(layers, dropped=options.sync_tp_size is not None, pairs=options.pairs)
+    layouts = [change.layout(layers, options.sync_tp_size) for change in changes]
+    for layout in layouts:
+        layout.check_model(checkpoint.config)
+    windows = _drawn_windows(checkpoint, options, console)
+    run = sensitivity_run(checkpoint, str(model), options, windows, None)
+    every = [*layouts, Layout.dense(layers)]
+    rows = _filled_rows(checkpoint, run, every, windows, options, previous, save, console)
+    dense_nll, costs = point_costs(changes, np.array(rows), windows.shape[1] - 1)
+    document = PointSensitivity(
+        **vars(run),
+        complete=True,
+        num_layers=layers,
+        pairs=options.pairs,
+        interval=INTERVAL,
+        dense_nll=dense_nll,
+        costs=costs,
+        nll=rows,
     )
-    with console.stage("loading the weights"):
-        suffixes = Suffixes(blocks, column_layouts(run.mode, blocks.num_layers, run.sync_tp_size))
-    console.note(_estimate(suffixes, windows, len(rows), batch_size))
-    saved_at = time.monotonic()
-    left = windows[len(rows) :]
-    with console.progress(f"sensitivity ({run.mode})", len(left)) as advance:
-        for batch in np.split(left, range(batch_size, len(left), batch_size)):
-            rows += suffixes(torch.from_numpy(batch)).tolist()
-            check_finite(sum(map(sum, rows[-len(batch) :])), f"the log-likelihood of {run.data.file} under {run.model}")
-            if time.monotonic() - saved_at > SAVE_SECONDS:
-                save(UnfinishedSensitivity(**vars(run), complete=False, nll=rows).to_dict())
-                saved_at = time.monotonic()
-            advance(len(batch))
+    save(document.to_dict())
+    return document
 
 
-def check_measurable(checkpoint: Checkpoint, model: str, options: SensitivityOptions) -> None:
-    """Raise UserError or LayoutError unless this is a dense model with sync points to change as ``options`` say."""
+def open_dense(model: str, options: SensitivityOptions | PointOptions) -> Checkpoint:
+    """The checkpoint; raises UserError unless it is a dense model."""
+    check_device(options.device)
+    checkpoint = open_checkpoint(model, options.revision)
     layout = Layout.from_config(checkpoint.config)
     if not layout.is_dense:
         raise UserError(f"{model} is not dense ({layout}); a sensitivity is measured on the dense model")
-    column_layouts(options.mode, layout.num_layers, options.sync_tp_size)[0].check_model(checkpoint.config)
+    return checkpoint
+
+
+def _drawn_windows(checkpoint: Checkpoint, options: SensitivityOptions | PointOptions, console: Console) -> np.ndarray:
+    """The first of all windows of the data, in an order drawn with the seed: ids [samples, seq_len]."""
+    drawn = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=None, seed=options.seed)
+    windows = drawn[: options.samples]
+    if len(windows) < options.samples:
+        console.note(
+            f"{options.data} gives {len(windows)} windows of {windows.shape[1]} tokens, fewer than the"
+            f" {options.samples} of --samples: all are taken"
+        )
+    return windows
+
+
+def _filled_rows(
+    checkpoint: Checkpoint,
+    run: SensitivityRun,
+    layouts: list[Layout],
+    windows: np.ndarray,
+    options: SensitivityOptions | PointOptions,
+    previous: Mapping[str, Any] | None,
+    save: Save,
+    console: Console,
+) -> list[list[float]]:
+    """The whole table, of which the rows of ``previous`` are not computed again."""
+    about = {**run.to_dict(), **({"pairs": options.pairs} if isinstance(options, PointOptions) else {})}
+    rows = _rows_of(previous, about, len(layouts), len(windows)) if previous is not None else []
+    if len(rows) < len(windows):
+        fill_table(
+            rows,
+            Blocks(checkpoint, getattr(torch, run.dtype), torch.device(options.device)),
+            layouts,
+            windows,
+            batch_size=options.batch_size,
+            what=f"sensitivity ({run.mode})",
+            data=run.data.file,
+            save=lambda rows: save({**about, **UnfinishedSensitivity(**vars(run), complete=False, nll=rows).to_dict()}),
+            console=console,
+        )
+    return rows
 
 
 def sensitivity_run(
-    checkpoint: Checkpoint, model: str, options: SensitivityOptions, windows: np.ndarray, sha256: str | None
+    checkpoint: Checkpoint,
+    model: str,
+    options: SensitivityOptions | PointOptions,
+    windows: np.ndarray,
+    sha256: str | None,
 ) -> SensitivityRun:
     """What is measured, on what. windows: int64 [samples, seq_len]."""
     return SensitivityRun(
@@ -221,64 +210,26 @@ def sensitivity_run(
     )
 
 
-def _rows_of(previous: Mapping[str, Any], run: SensitivityRun, layers: int) -> list[list[float]]:
+def _rows_of(previous: Mapping[str, Any], run: Mapping[str, Any], columns: int, samples: int) -> list[list[float]]:
     """The table of a sensitivity.json as it lies there, which may be anybody's."""
-    if different := differences(_decisive(previous), _decisive(run.to_dict())):
+    if different := differences(_decisive(previous), _decisive(run)):
         raise UserError(f"--out holds a measurement with another {different}; name another file, or pass --overwrite")
     rows = previous.get("nll")
-    columns, samples = len(column_layouts(run.mode, layers, run.sync_tp_size)), run.data.samples
-    if not isinstance(rows, list) or len(rows) > samples or not all(_is_row(row, columns) for row in rows):
+    if not is_table(rows, columns, samples):
         raise UserError(
             f"--out holds no table of at most {samples} rows of {columns} log-likelihoods; name another file, or pass"
             " --overwrite"
         )
-    return rows
+    return cast(list[list[float]], rows)
 
 
 def _decisive(run: Mapping[str, Any]) -> dict[str, Any]:
     """What rows have to agree in to stand in one table. Of the data not where they lie: the same bytes may by now lie
     elsewhere."""
-    told = {key: run[key] for key in ("fingerprint", "mode", "sync_tp_size", "dtype") if key in run}
+    told = {key: run[key] for key in ("fingerprint", "mode", "pairs", "sync_tp_size", "dtype") if key in run}
     data = run.get("data")
     return (
         {**told, **{f"data {key}": data[key] for key in data if key != "file"}} if isinstance(data, Mapping) else told
-    )
-
-
-def _is_row(row: object, columns: int) -> bool:
-    return (
-        isinstance(row, list)
-        and len(row) == columns
-        and all(type(value) is float and math.isfinite(value) for value in row)
-    )
-
-
-def sweep_seconds(layer_seconds: float, layers: int, windows: int, batch_size: int) -> float:
-    """What a sweep takes: one pass over the model and L suffixes, for each batch."""
-    return layer_seconds * math.ceil(windows / batch_size) * (layers + layers * (layers + 1) / 2)
-
-
-def _memory(blocks: Blocks, run: SensitivityRun, tokens: int) -> int:
-    """Bytes of the weights, and of a pass over ``tokens`` tokens: the state at every block, and one block's work."""
-    hidden, intermediate = int(blocks.config["hidden_size"]), int(blocks.config["intermediate_size"])
-    states = (blocks.num_layers + 1) * hidden
-    block = 4 * hidden * (run.sync_tp_size or 1) + 3 * intermediate
-    return (parameter_count(blocks.config) + tokens * (states + block)) * blocks.dtype.itemsize
-
-
-def _estimate(suffixes: Suffixes, windows: np.ndarray, done: int, batch_size: int) -> str:
-    """Time and memory of what is to come, from one layer timed here and now."""
-    blocks, left = suffixes.blocks, len(windows) - done
-    batch = torch.from_numpy(windows[:batch_size])
-    seconds = sweep_seconds(
-        layer_seconds(blocks, suffixes.layer(0, suffixes.layouts[-1]), batch), blocks.num_layers, left, batch_size
-    )
-    pairs = 2 if suffixes.prefix is not suffixes.layouts[-1] else 1
-    states = pairs * (blocks.num_layers + 1) * batch.numel() * int(blocks.config["hidden_size"]) * blocks.dtype.itemsize
-    return (
-        f"{left} windows of {windows.shape[1]} tokens, {blocks.num_layers + 1} models: about {human_seconds(seconds)}"
-        f" on {blocks.device}, {human_bytes(parameter_count(blocks.config) * blocks.dtype.itemsize)} of weights and"
-        f" {human_bytes(states)} of states in memory"
     )
 
 
