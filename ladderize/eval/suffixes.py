@@ -17,7 +17,9 @@ from ladderize.blocks import Blocks, State, complete
 from ladderize.checkpoint.llama import parameter_count
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 
-Step = tuple[str, str]  # what a layout does in a layer: the mode of the MLP sync point that enters it, its attention's
+LayerStep = tuple[
+    str, str
+]  # what a layout does in a layer: the mode of the MLP sync point that enters it, its attention's
 
 
 class LayoutTree:
@@ -31,9 +33,9 @@ class LayoutTree:
             raise ValueError("these layouts are of several models, or of several sync_tp_size")
         self.sync_tp_size = min(ranks, default=None)
 
-    def parting(self, layer: int, members: Sequence[int]) -> list[tuple[Step, list[int]]]:
+    def parting(self, layer: int, members: Sequence[int]) -> list[tuple[LayerStep, list[int]]]:
         """What layouts, by their number, do in a layer; those of the largest group last."""
-        groups: dict[Step, list[int]] = defaultdict(list)
+        groups: dict[LayerStep, list[int]] = defaultdict(list)
         for number in members:
             layout = self.layouts[number]
             groups[layout.entering(layer), layout.attention_sync[layer]].append(number)
@@ -100,7 +102,7 @@ class Suffixes:
         nll = self.blocks.nll(complete(state), ids)
         columns.update(dict.fromkeys(members, nll))
 
-    def _run(self, layer: int, step: Step, state: State) -> State:
+    def _run(self, layer: int, step: LayerStep, state: State) -> State:
         entering, attention = step
         return self.blocks.run(self.layer(layer, attention), state if entering == OVERLAPPED else complete(state))
 

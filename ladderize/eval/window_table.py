@@ -23,7 +23,7 @@ def usual_batch(batch_size: int | None, windows: np.ndarray) -> int:
     return min(batch_size or max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
 
 
-def check_memory(blocks: Blocks, tree: LayoutTree, batch_size: int, seq_len: int, what: str) -> None:
+def check_table_memory(blocks: Blocks, tree: LayoutTree, batch_size: int, seq_len: int, what: str) -> None:
     """Raise UserError unless the weights and a pass over so many windows of ``seq_len`` tokens have room."""
     check_room(
         sum(suffix_memory(blocks, tree, batch_size * seq_len)),
@@ -52,7 +52,7 @@ def fill_table(
     if rows:
         console.note(f"resuming after {len(rows)} of {len(windows)} windows")
     batch_size = usual_batch(batch_size, windows)
-    check_memory(blocks, LayoutTree(layouts), batch_size, windows.shape[1], what)
+    check_table_memory(blocks, LayoutTree(layouts), batch_size, windows.shape[1], what)
     with console.stage("loading the weights"):
         suffixes = Suffixes(blocks, layouts)
     left = windows[len(rows) :]
