@@ -32,6 +32,9 @@ class EngineFacts(Record):
     of the whole cache and masks some, instead of the causal half of the prompt's. all_logits: a prefill computes the
     logits of every token of a prompt, not only of the last. replicate_vocab: every rank holds the whole embedding and
     LM head, so that nothing of them is communicated. cache_bytes: of a number in the KV cache; None: as the weights.
+
+    attention_launches, mlp_launches, message_launches: operations, views included, that the host starts one by one in a
+    prefill; 0 where it does not matter (CPUs), or a CUDA graph starts them all.
     """
 
     name: str
@@ -54,6 +57,9 @@ class EngineFacts(Record):
     replicate_vocab: bool
     source: str
     cache_bytes: int | None = None
+    attention_launches: int = 0
+    mlp_launches: int = 0
+    message_launches: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class DeviceSpec(Record):
 
     memory_bandwidth_gb_s (1e9 bytes), matmul_tflop_s (by dtype, without sparsity), memory_gib: of the data sheet, or
     measured. bandwidth_share, matmul_share: what of these peaks is reached. kernel_us: the cost of starting a kernel.
-    thin_us: what a product of 2 to 256 rows takes more. relative_error: of a time of compute, one standard deviation.
+    thin_us: what a product of 2 to 256 rows takes more. launch_us: of the
+    host, for each operation that it starts one by one. relative_error: of a time of compute, one standard deviation.
     engine: whose timings the figures were fitted to. calibrated: on this device itself, by ``ladderize calibrate``.
     """
 
@@ -78,6 +85,7 @@ class DeviceSpec(Record):
     engine: str
     calibrated: bool
     source: str
+    launch_us: float = 0.0
 
     def check(self, where: str) -> None:
         """Raise UserError, which begins with ``where``, for figures that no device has."""
@@ -88,6 +96,7 @@ class DeviceSpec(Record):
             "matmul_share": (self.matmul_share, 1e-3, 1.0),
             "kernel_us": (self.kernel_us, 0.0, 1e5),
             "thin_us": (self.thin_us, 0.0, 1e5),
+            "launch_us": (self.launch_us, 0.0, 1e5),
             "relative_error": (self.relative_error, 0.0, 1.0),
             **{f"matmul_tflop_s.{dtype}": (rate, 1e-4, 1e6) for dtype, rate in self.matmul_tflop_s.items()},
         }

@@ -4,7 +4,8 @@ All layers of a Llama are alike, so a pass is a few figures. Each wait comes rig
 section 2), so one message is in flight at a time, and times add up over sync points.
 
 A product takes as long as its floating-point operations or its bytes, whichever takes longer (the roofline of Williams
-et al., 2009), and everything else as long as its bytes; what is started costs some microseconds besides.
+et al., 2009), and everything else as long as its bytes; what is started costs some microseconds besides. Where the host
+starts every operation (a prefill without CUDA graphs), a sub-module takes no less than that.
 """
 
 from collections.abc import Mapping
@@ -42,9 +43,9 @@ class PassParts:
 
     attention, mlp: the compute of one sub-module. attention_apart, mlp_apart: the same in a layer whose attention sync
     is dropped, where a rank computes its virtual ranks one by one. parallel: of a layer of the parallel baseline, both
-    sub-modules. rest: outside of all layers. message: one all-reduce of a layer, alone; message_bytes: its size.
-    vocabulary: the collectives that every layout waits for. contention: while a message is in flight, compute runs at
-    the rate 1 - contention.
+    sub-modules. rest: outside of all layers. message: one all-reduce of a layer, alone; message_bytes: its size;
+    message_start: of its time, what the host spends on it and no compute hides. vocabulary: the collectives that every
+    layout waits for. contention: while a message is in flight, compute runs at the rate 1 - contention.
     """
 
     layers: int
@@ -56,6 +57,7 @@ class PassParts:
     rest: float
     message: float
     message_bytes: int
+    message_start: float
     vocabulary: float
     contention: float
 
@@ -84,7 +86,7 @@ def pass_parts(
     seen = end if engine.whole_cache else prompt + (1 + workload.output_len) / 2
     passes = {
         "prefill": _Pass(shape, engine, pace, batch, prompt, float(end if engine.masked_prefill else prompt)),
-        "decode": _Pass(shape, engine, pace, batch, 1, seen),
+        "decode": _Pass(shape, engine, pace, batch, 1, seen, is_graph=True),
     }
     return {phase: one.parts(link, contention, sync_tp_size) for phase, one in passes.items()}
 
@@ -96,7 +98,7 @@ class _Pace:
         self.width = WIDTHS[dtype]
         self.flop_s = device.peak_flop_s(dtype) * device.matmul_share
         self.bytes_s = device.memory_bandwidth_gb_s * 1e9 * device.bandwidth_share
-        self.kernel, self.thin = device.kernel_us * 1e-6, device.thin_us * 1e-6
+        self.kernel, self.thin, self.launch = device.kernel_us * 1e-6, device.thin_us * 1e-6, device.launch_us * 1e-6
 
     def product(self, rows: float, inner: float, outer: float) -> float:
         """[rows, inner] times [inner, outer], without its start."""
@@ -115,37 +117,56 @@ class _Pace:
 
 
 class _Pass:
-    """One forward pass: ``batch`` times ``tokens`` rows, each token with ``seen`` columns of the cache in view."""
+    """One forward pass: ``batch`` times ``tokens`` rows, each token with ``seen`` columns of the cache in view.
+    is_graph: the host starts it as a whole."""
 
-    def __init__(self, shape: Shape, engine: EngineFacts, pace: _Pace, batch: int, tokens: int, seen: float) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        engine: EngineFacts,
+        pace: _Pace,
+        batch: int,
+        tokens: int,
+        seen: float,
+        *,
+        is_graph: bool = False,
+    ) -> None:
         self.shape, self.engine, self.pace = shape, engine, pace
         self.batch, self.tokens, self.seen = batch, tokens, seen
         self.rows = batch * tokens
+        self.launch = 0.0 if is_graph else pace.launch
         self.stream = self.rows * shape.hidden * pace.width  # bytes of the residual stream
         self.own_query = shape.own_heads * shape.head_dim
         self.own_qkv = self.own_query + 2 * shape.own_kv_heads * shape.head_dim
 
     def parts(self, link: Link, contention: float, sync_tp_size: int | None) -> PassParts:
-        shape, engine, pace = self.shape, self.engine, self.pace
+        shape, engine = self.shape, self.engine
         virtual = 1 if sync_tp_size is None else sync_tp_size // shape.tp_size
+        host = self.launch * (engine.attention_launches + engine.mlp_launches)
         attention, mlp = self.attention(1), self.mlp(1)
-        # each virtual rank adds what it carries to what it reads and to what it sends
-        carrying = (virtual - 1) * (engine.norm_kernels + engine.activation_kernels) + 2 * virtual + (virtual > 1)
-        moved = self.stream * (6 * virtual + (virtual - 1) * engine.stream_passes)
-        parallel = attention + mlp - pace.started(engine.parallel_saves)
-        if engine.parallel_fused:
-            wide = pace.product(self.rows, shape.hidden, self.own_qkv + 2 * shape.own_inner)
-            parallel += wide - self.qkv_product() - self.gate_up_product(1)
+        message, start = 0.0, 0.0
+        if shape.tp_size > 1:
+            # the host gets ahead of a device that is slower than it, and starts messages meanwhile
+            ahead = max(0.0, attention + mlp - host) / 2
+            start = max(0.0, self.launch * engine.message_launches - ahead)
+            message = max(link.seconds(self.stream), start)
+        attention, mlp = _no_less(attention, mlp, host)
+        attention_apart, mlp_apart = _no_less(
+            self.attention(virtual),
+            self.mlp(virtual) + self.carrying(virtual),
+            host + (virtual - 1) * self.launch * engine.mlp_launches,
+        )
         return PassParts(
             layers=shape.layers,
             attention=attention,
             mlp=mlp,
-            attention_apart=self.attention(virtual),
-            mlp_apart=self.mlp(virtual) + pace.started(carrying) + pace.moved(moved),
-            parallel=parallel,
+            attention_apart=attention_apart,
+            mlp_apart=mlp_apart,
+            parallel=max(self.parallel(), host),
             rest=self.rest(),
-            message=0.0 if shape.tp_size == 1 else link.seconds(self.stream),
+            message=message,
             message_bytes=self.stream,
+            message_start=start,
             vocabulary=self.vocabulary(link),
             contention=contention,
         )
@@ -184,6 +205,23 @@ class _Pass:
         kernels = engine.mlp_kernels + virtual - 1
         return self.gate_up_product(virtual) + down + pace.moved(elsewhere) + pace.started(kernels)
 
+    def carrying(self, virtual: int) -> float:
+        """What an MLP behind a dropped sync point does besides: each virtual rank adds what it carries to what it reads
+        and to what it sends, and norms and activations are computed for each."""
+        engine, pace = self.engine, self.pace
+        kernels = (virtual - 1) * (engine.norm_kernels + engine.activation_kernels) + 2 * virtual + (virtual > 1)
+        moved = self.stream * (6 * virtual + (virtual - 1) * engine.stream_passes)
+        return pace.started(kernels) + pace.moved(moved)
+
+    def parallel(self) -> float:
+        """A layer of the parallel baseline."""
+        engine, shape, pace = self.engine, self.shape, self.pace
+        seconds = self.attention(1) + self.mlp(1) - pace.started(engine.parallel_saves)
+        if engine.parallel_fused:
+            wide = pace.product(self.rows, shape.hidden, self.own_qkv + 2 * shape.own_inner)
+            seconds += wide - self.qkv_product() - self.gate_up_product(1)
+        return seconds
+
     def rest(self) -> float:
         engine, shape, pace = self.engine, self.shape, self.pace
         rows = self.rows if engine.all_logits else self.batch
@@ -197,3 +235,9 @@ class _Pass:
             return 0.0
         gathered = self.batch * self.shape.own_vocab * self.shape.tp_size * self.pace.width
         return link.seconds(self.stream) + link.seconds(gathered)
+
+
+def _no_less(attention: float, mlp: float, host: float) -> tuple[float, float]:
+    """Both longer in proportion where a layer takes the host longer than the device."""
+    longer = max(1.0, host / (attention + mlp))
+    return attention * longer, mlp * longer

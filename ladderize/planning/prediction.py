@@ -39,13 +39,14 @@ def predict_pass(parts: PassParts, layout: Layout) -> Prediction:
 
 def predict_parallel(parts: PassParts) -> Prediction:
     """The parallel baseline: one blocking message a layer."""
-    operation = _message(parts, 0.0)
-    return predict(parts.rest + parts.layers * parts.parallel, [operation] * parts.layers, parts.vocabulary)
+    sent = parts.vocabulary + parts.layers * parts.message
+    return predict(parts.rest + parts.layers * parts.parallel, [], sent)
 
 
-def predict_silent(parts: PassParts) -> Prediction:
-    """The no-communication bound of the dense layout."""
-    return predict(parts.rest + parts.layers * (parts.attention + parts.mlp), [])
+def predict_silent(parts: PassParts, layout: Layout | None = None) -> Prediction:
+    """The no-communication bound: of the dense layout, or what another computes."""
+    modes = (BLOCKING,) * parts.layers if layout is None else layout.attention_sync
+    return predict(parts.rest + sum(_compute(parts, mode) for mode in modes), [])
 
 
 def point_seconds(parts: PassParts) -> PointSeconds:
@@ -77,4 +78,5 @@ def _operations(parts: PassParts, entering: str, mode: str) -> list[Operation]:
 
 
 def _message(parts: PassParts, cover: float) -> Operation:
+    cover = min(cover, parts.message - parts.message_start)
     return Operation(parts.message_bytes, parts.message, (cover,), parts.contention)

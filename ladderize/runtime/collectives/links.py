@@ -43,6 +43,9 @@ class Link(Record):
         return size >= self.min_bytes and (self.max_bytes is None or size <= self.max_bytes)
 
 
+SILENT = Link("no communication", 0.0, None, source="nothing is sent")
+
+
 @dataclass(frozen=True)
 class InterconnectRow(Record):
     """A link at one number of ranks.
@@ -102,7 +105,7 @@ class Interconnect(Record):
         beyond them. Raises UserError where the rows do not reach so far.
         """
         if ranks == 1:
-            return Link(self.name, 0.0, None, source="one rank sends nothing"), ""
+            return SILENT, ""
         if self.any_ranks is not None:
             return self.any_ranks, ""
         for row in self.rows:
@@ -183,7 +186,7 @@ def read_interconnect(text: str) -> Interconnect:
 
 # NVLink as the Ladder Residual authors' published speeds show it (benchmarks/planning.py fits these figures):
 # microseconds for 2 ranks, and for each one more; GB/s; contention
-NVLINK_ALPHA_US, NVLINK_ALPHA_PER_RANK_US, NVLINK_BUS_GB_S, NVLINK_CONTENTION = 12.4, 2.3, 354.0, 0.24
+NVLINK_ALPHA_US, NVLINK_ALPHA_PER_RANK_US, NVLINK_BUS_GB_S, NVLINK_CONTENTION = 14.2, 2.0, 404.0, 0.254
 NVLINK_BYTES = 16 << 10, 1 << 30
 # of a link that nothing of this kind is known of
 ASSUMED_CONTENTION, ASSUMED_ERROR = NVLINK_CONTENTION, 0.15

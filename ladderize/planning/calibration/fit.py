@@ -1,0 +1,313 @@
+"""The figures of a device and of a link that make the model's times the observed ones, and how sure they are.
+
+Least squares on the logarithms of time ratios (scipy's trust-region method with bounds), from several starts, so that a
+microsecond and a second weigh alike. Standard errors come from the Jacobian at the optimum; a figure that the
+observations leave open is refused, not guessed. Imports no torch.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from ladderize.errors import UserError
+from ladderize.files.records import Record
+from ladderize.planning.calibration.observations import Observation, expected_seconds
+from ladderize.planning.hardware import DeviceSpec, known_engines
+from ladderize.runtime.collectives.links import Interconnect, InterconnectRow
+
+STARTS = 6
+# A figure is open where timings that are right to 1 % leave it uncertain by more than its own size.
+TIMING_ERROR, OPEN = 0.01, 1.0
+
+
+@dataclass(frozen=True)
+class _Free:
+    """A kind of figure that can be fitted. low, high: what is physical. logarithmic: fitted as its logarithm; others
+    as they are, of the size ``scale``. advice: what to time where it is left open."""
+
+    low: float
+    high: float
+    logarithmic: bool
+    scale: float
+    unit: str
+    advice: str
+
+
+_PREFILL = "the prefill of a long prompt"
+_DECODE = "decode steps at batch 1 of a model whose weights are larger than the caches"
+_SMALL, _LARGE = "a small all-reduce, or dense decode at batch 1", "a large all-reduce, or a dense prefill"
+FITTED = {
+    "bandwidth_share": _Free(0.02, 1.0, True, 1, "of the peak", _DECODE),
+    "memory_bandwidth_gb_s": _Free(0.05, 5e4, True, 1, "GB/s", _DECODE),
+    "matmul_share": _Free(0.02, 1.0, True, 1, "of the peak", _PREFILL),
+    "matmul_tflop_s": _Free(1e-3, 1e4, True, 1, "TFLOP/s", _PREFILL),
+    "kernel_us": _Free(0, 2e3, False, 1, "us", "decode steps of two widths, or at two numbers of ranks, at batch 1"),
+    "thin_us": _Free(0, 2e3, False, 1, "us", "decode steps at a batch of 2 to 256, and at batch 1"),
+    "launch_us": _Free(0, 2e3, False, 1, "us", "a prefill of one short prompt"),
+    "contention": _Free(0, 0.9, False, 0.5, "", "a layout with overlapped sync points, prefill and decode"),
+    "alpha_us": _Free(0.05, 1e6, True, 1, "us", _SMALL),
+    "bus_gb_s": _Free(1e-4, 2e4, True, 1, "GB/s", _LARGE),
+    "alpha_per_rank_us": _Free(0, 1e4, False, 1, "us", f"{_SMALL}, at three numbers of ranks"),
+}
+
+
+@dataclass(frozen=True)
+class FittedFigure(Record):
+    """name: of a field of the device or the link; ``alpha_us[4]`` is of 4 ranks. standard_error: in the same unit."""
+
+    name: str
+    value: float
+    standard_error: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Residual(Record):
+    """How far the fitted model is off one observation: relative_error = predicted / observed - 1."""
+
+    group: str
+    observed_seconds: float
+    predicted_seconds: float
+    relative_error: float
+
+
+@dataclass(frozen=True)
+class FitResult(Record):
+    """device, interconnect: with the fitted figures; their relative errors are those of the residuals. mean_error,
+    worst_error: of the residuals, without signs."""
+
+    device: DeviceSpec | None
+    interconnect: Interconnect | None
+    figures: list[FittedFigure]
+    residuals: list[Residual]
+    mean_error: float
+    worst_error: float
+
+
+def fit(
+    observations: Sequence[Observation],
+    start: DeviceSpec | None,
+    interconnect: Interconnect | None,
+    free: Sequence[str],
+) -> FitResult:
+    """start, interconnect: the figures that are held, and where the free ones begin; interconnect also says which
+    numbers of ranks there are rows for.
+
+    free: names of ``FITTED``. ``matmul_tflop_s.bfloat16`` is of one dtype. ``alpha_us`` and ``bus_gb_s`` are fitted for
+    every number of ranks by itself (``alpha_us[4]`` for one of them) unless ``alpha_per_rank_us`` is free too: then
+    latencies are a line in the ranks, and one bus bandwidth is for all of them.
+
+    Raises UserError for what the observations leave open, and says what to time.
+    """
+    if not observations:
+        raise UserError("there are no timings to fit; time something first")
+    model = _Model(observations, start, interconnect, free)
+    found = model.solve()
+    device, link = model.specs(found)
+    errors = model.standard_errors(found)
+    residuals = [
+        Residual(seen.group, seen.seconds, predicted, predicted / seen.seconds - 1)
+        for seen, predicted in zip(observations, model.predicted(found), strict=True)
+    ]
+    sizes = [abs(residual.relative_error) for residual in residuals]
+    figures = [
+        FittedFigure(name, model.value(index, found), float(errors[index]), model.kinds[index].unit)
+        for index, name in enumerate(model.names)
+    ]
+    compute, sent = model.spread(residuals)
+    if device is not None and model.frees_device:
+        device = dataclasses.replace(device, relative_error=compute)
+    if link is not None and model.frees_link:
+        link = dataclasses.replace(link, relative_error=sent)
+    return FitResult(device, link, figures, residuals, sum(sizes) / len(sizes), max(sizes))
+
+
+class _Model:
+    """Times of the observations as a function of the free figures, each as one number of a vector."""
+
+    def __init__(
+        self,
+        observations: Sequence[Observation],
+        start: DeviceSpec | None,
+        interconnect: Interconnect | None,
+        free: Sequence[str],
+    ) -> None:
+        self.observations, self.start, self.interconnect = observations, start, interconnect
+        self.engines = known_engines()
+        self.is_line = "alpha_per_rank_us" in free
+        self.names = [name for given in free for name in self._expanded(given)]
+        unknown = [name for name in self.names if _kind(name) not in FITTED]
+        if unknown or len(set(self.names)) < len(self.names):
+            raise ValueError(f"free figures {list(free)}: {unknown or 'one stands twice'}")
+        self.kinds = [FITTED[_kind(name)] for name in self.names]
+        on_link = {"contention", "alpha_us", "bus_gb_s", "alpha_per_rank_us"}
+        self.frees_link = any(_kind(name) in on_link for name in self.names)
+        self.frees_device = any(_kind(name) not in on_link for name in self.names)
+        self.observed = np.log([seen.seconds for seen in observations])
+
+    def _expanded(self, name: str) -> list[str]:
+        if name not in ("alpha_us", "bus_gb_s") or self.is_line:
+            return [name]
+        counts = sorted({seen.ranks for seen in self.observations if seen.communicates})
+        return [f"{name}[{count}]" for count in counts]
+
+    # ---- figures as a vector ----
+
+    def begin(self) -> np.ndarray:
+        values = []
+        for name, kind in zip(self.names, self.kinds, strict=True):
+            value = min(max(self._held(name), kind.low), kind.high)
+            values.append(math.log(value) if kind.logarithmic else value / kind.scale)
+        return np.array(values)
+
+    def _held(self, name: str) -> float:
+        """Where the figure starts from."""
+        kind, number = _kind(name), _number(name)
+        if kind in ("alpha_us", "bus_gb_s", "alpha_per_rank_us", "contention"):
+            assert self.interconnect is not None
+            if kind == "contention":
+                return self.interconnect.contention
+            rows = self.interconnect.rows
+            if kind == "alpha_per_rank_us":
+                return (rows[-1].alpha_us - rows[0].alpha_us) / max(1, rows[-1].ranks - rows[0].ranks)
+            row = min(rows, key=lambda row: abs(row.ranks - (number or row.ranks)))
+            return row.alpha_us if kind == "alpha_us" else row.bus_gb_s or 10.0
+        assert self.start is not None
+        if kind == "matmul_tflop_s":
+            return self.start.matmul_tflop_s[name.partition(".")[2]]
+        return float(getattr(self.start, kind))
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        low = [math.log(kind.low) if kind.logarithmic else kind.low / kind.scale for kind in self.kinds]
+        high = [math.log(kind.high) if kind.logarithmic else kind.high / kind.scale for kind in self.kinds]
+        return np.array(low), np.array(high)
+
+    def value(self, index: int, vector: np.ndarray) -> float:
+        kind = self.kinds[index]
+        return float(math.exp(vector[index]) if kind.logarithmic else vector[index] * kind.scale)
+
+    def specs(self, vector: np.ndarray) -> tuple[DeviceSpec | None, Interconnect | None]:
+        """The device and the link with the figures of ``vector``."""
+        found = {name: self.value(index, vector) for index, name in enumerate(self.names)}
+        device, link = self.start, self.interconnect
+        if device is not None:
+            plain: dict[str, Any] = {name: value for name, value in found.items() if name in _DEVICE_FIELDS}
+            rates = {
+                name.partition(".")[2]: value for name, value in found.items() if name.startswith("matmul_tflop_s.")
+            }
+            device = dataclasses.replace(device, **plain, matmul_tflop_s={**device.matmul_tflop_s, **rates})
+        if link is not None and self.frees_link:
+            rows = [self._row(row, found) for row in link.rows]
+            link = dataclasses.replace(link, rows=rows, contention=found.get("contention", link.contention))
+        return device, link
+
+    def _row(self, row: InterconnectRow, found: dict[str, float]) -> InterconnectRow:
+        alpha = found.get(f"alpha_us[{row.ranks}]", row.alpha_us)
+        if self.is_line:
+            alpha = found.get("alpha_us", self._held("alpha_us")) + found["alpha_per_rank_us"] * (row.ranks - 2)
+        bus = found.get(f"bus_gb_s[{row.ranks}]", found.get("bus_gb_s", row.bus_gb_s or 0.0))
+        return dataclasses.replace(row, alpha_us=alpha, bus_gb_s=bus or None)
+
+    # ---- times ----
+
+    def predicted(self, vector: np.ndarray) -> list[float]:
+        device, link = self.specs(vector)
+        return [expected_seconds(seen, device, self._engine(seen), link) for seen in self.observations]
+
+    def _engine(self, seen: Observation) -> Any:
+        return None if seen.engine is None else self.engines[seen.engine]
+
+    def misfit(self, vector: np.ndarray) -> np.ndarray:
+        """log(predicted / observed) of each observation."""
+        return np.log(self.predicted(vector)) - self.observed
+
+    def solve(self) -> np.ndarray:
+        """The best of several optima; raises UserError where a figure is left open."""
+        low, high = self.bounds()
+        generator = np.random.default_rng(0)
+        first = self.begin()
+        if not len(first):
+            return first
+        tries = []
+        for number in range(STARTS):
+            near = first if number == 0 else first + generator.normal(0, 0.5, len(first))
+            inside = np.clip(near, low + 1e-6 * (high - low), high - 1e-6 * (high - low))
+            tries.append(least_squares(self.misfit, inside, bounds=(low, high), x_scale="jac", max_nfev=200))
+        best = min(tries, key=lambda tried: tried.cost).x
+        self._check_identified(best)
+        return best
+
+    def _jacobian(self, vector: np.ndarray) -> np.ndarray:
+        """d misfit / d vector by central differences, one-sided at a bound."""
+        low, high = self.bounds()
+        columns = []
+        for index in range(len(vector)):
+            steps = np.zeros(len(vector))
+            steps[index] = 1e-4
+            above, below = np.minimum(vector + steps, high), np.maximum(vector - steps, low)
+            columns.append((self.misfit(above) - self.misfit(below)) / (above[index] - below[index]))
+        return np.stack(columns, 1)
+
+    def _covariance(self, vector: np.ndarray) -> np.ndarray:
+        """(J^T J)^-1; infinite variances where it has none."""
+        _, singular, directions = np.linalg.svd(self._jacobian(vector), full_matrices=False)
+        inverse = np.where(singular > 1e-9 * max(singular[0], 1e-300), 1 / np.maximum(singular, 1e-300), 1e9)
+        spread: np.ndarray = (directions.T * inverse**2) @ directions
+        if len(singular) < len(vector):  # fewer observations than figures
+            rank = directions.T @ directions
+            spread = spread + 1e18 * (np.eye(len(vector)) - rank)
+        return spread
+
+    def _check_identified(self, vector: np.ndarray) -> None:
+        variances = np.maximum(np.diag(self._covariance(vector)), 0)
+        for index in np.argsort(-variances):
+            # logarithms and numbers that are scaled are of the order of 1; a figure of hundreds is not open by 1
+            size = 1.0 if self.kinds[index].logarithmic else max(1.0, abs(vector[index]))
+            if TIMING_ERROR * math.sqrt(variances[index]) > OPEN * size:
+                name, kind = self.names[index], self.kinds[index]
+                ranks = f" with {_number(name)} ranks" if _number(name) else ""
+                raise UserError(f"the timings leave {name} open; add timings of {kind.advice}{ranks}")
+
+    def standard_errors(self, vector: np.ndarray) -> np.ndarray:
+        """Of each figure, in its unit, as the scatter of the residuals makes it."""
+        if not len(vector):
+            return vector
+        freedom = max(1, len(self.observations) - len(vector))
+        variance = float(np.sum(self.misfit(vector) ** 2)) / freedom
+        errors = np.sqrt(np.maximum(np.diag(self._covariance(vector)), 0) * variance)
+        sizes = [self.value(index, vector) if kind.logarithmic else kind.scale for index, kind in enumerate(self.kinds)]
+        return errors * np.array(sizes)
+
+    def spread(self, residuals: Sequence[Residual]) -> tuple[float, float]:
+        """One standard deviation of times of compute, and of messages, from the residuals.
+
+        Where times of whole passes were seen, a message is taken to be as uncertain as what they show when it is a
+        third of them.
+        """
+        pairs = list(zip(self.observations, residuals, strict=True))
+        silent = [r.relative_error for seen, r in pairs if not seen.communicates]
+        passes = [r.relative_error for seen, r in pairs if seen.quantity != "all_reduce"]
+        alone = [r.relative_error for seen, r in pairs if seen.quantity == "all_reduce"]
+        sent = [r.relative_error for seen, r in pairs if seen.communicates and seen.quantity != "all_reduce"]
+        return _deviation(silent or passes), max(_deviation(alone), 2 * _deviation(sent))
+
+
+_DEVICE_FIELDS = ("bandwidth_share", "memory_bandwidth_gb_s", "matmul_share", "kernel_us", "thin_us", "launch_us")
+LEAST_ERROR = 0.02  # of a time: runs of the same program differ by as much
+
+
+def _deviation(errors: Sequence[float]) -> float:
+    return max(LEAST_ERROR, math.sqrt(sum(error**2 for error in errors) / len(errors))) if errors else LEAST_ERROR
+
+
+def _kind(name: str) -> str:
+    return name.partition("[")[0].partition(".")[0]
+
+
+def _number(name: str) -> int | None:
+    return int(name.partition("[")[2][:-1]) if "[" in name else None
