@@ -11,7 +11,7 @@ from ladderize.layout import BLOCKING
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
 from ladderize.planning.passes import PassParts, Workload, pass_parts
 from ladderize.planning.prediction import point_seconds, predict_parallel
-from ladderize.runtime.collectives.links import SILENT, Interconnect
+from ladderize.runtime.collectives.links import NO_LINK, Interconnect
 
 Variant = Literal["layout", "no-comm", "parallel"]
 Quantity = Literal["prefill", "decode", "end_to_end", "all_reduce"]
@@ -49,7 +49,7 @@ def expected_seconds(
     seen: Observation, device: DeviceSpec | None, engine: EngineFacts | None, interconnect: Interconnect | None
 ) -> float:
     """What the model says. interconnect: None where nothing that ``seen`` times is sent."""
-    link = SILENT if interconnect is None or not seen.communicates else interconnect.at(seen.ranks)[0]
+    link = NO_LINK if interconnect is None or not seen.communicates else interconnect.at(seen.ranks)[0]
     if seen.quantity == "all_reduce":
         return link.seconds(seen.message_bytes or 0)
     if device is None or engine is None or seen.config is None or seen.dtype is None or seen.workload is None:

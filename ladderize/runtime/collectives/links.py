@@ -43,7 +43,7 @@ class Link(Record):
         return size >= self.min_bytes and (self.max_bytes is None or size <= self.max_bytes)
 
 
-SILENT = Link("no communication", 0.0, None, source="nothing is sent")
+NO_LINK = Link("no communication", 0.0, None, source="nothing is sent")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Interconnect(Record):
         beyond them. Raises UserError where the rows do not reach so far.
         """
         if ranks == 1:
-            return SILENT, ""
+            return NO_LINK, ""
         if self.any_ranks is not None:
             return self.any_ranks, ""
         for row in self.rows:
