@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from ladderize.eval.sensitivity_run import write_sensitivity
     from ladderize.layout import Layout, LayoutError
     from ladderize.modeling import load, load_tokenizer, register
+    from ladderize.planning.plans.document import PlanResult
+    from ladderize.planning.plans.options import PlanModel, PlanOptions
+    from ladderize.planning.plans.run import plan
     from ladderize.runtime.bench.document import BenchDocument
     from ladderize.runtime.bench.options import BenchOptions, ModelChoice
     from ladderize.runtime.bench.run import bench
@@ -79,6 +82,9 @@ __all__ = [
     "MergeReport",
     "ModelChoice",
     "Objective",
+    "PlanModel",
+    "PlanOptions",
+    "PlanResult",
     "Recipe",
     "ReportOptions",
     "ReportSummary",
@@ -109,6 +115,7 @@ __all__ = [
     "load_tokenizer",
     "measure_sensitivity",
     "merge",
+    "plan",
     "read_recipe",
     "register",
     "report",
@@ -146,6 +153,9 @@ _HOMES = {
     "eval.sensitivity_run": ("write_sensitivity",),
     "layout": ("Layout", "LayoutError"),
     "modeling": ("load", "load_tokenizer", "register"),
+    "planning.plans.document": ("PlanResult",),
+    "planning.plans.options": ("PlanModel", "PlanOptions"),
+    "planning.plans.run": ("plan",),
     "runtime.bench.document": ("BenchDocument",),
     "runtime.bench.options": ("BenchOptions", "ModelChoice"),
     "runtime.bench.run": ("bench",),

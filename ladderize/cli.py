@@ -18,6 +18,7 @@ from ladderize.commands import (
     generate,
     inspect,
     merge,
+    plan,
     plot,
     report,
     sensitivity,
@@ -96,6 +97,7 @@ def root(
 
 
 CONVERT, RECOVER, MEASURE = "Convert", "Recover accuracy", "Measure and run"
+app.command(rich_help_panel=CONVERT, cls=ConfigurableCommand)(plan.plan)
 app.command(rich_help_panel=CONVERT, cls=Command)(convert.convert)
 app.command(rich_help_panel=CONVERT, cls=Command)(inspect.inspect)
 app.command(rich_help_panel=CONVERT, cls=ConfigurableCommand)(sensitivity.sensitivity)

@@ -21,7 +21,7 @@ from ladderize.runtime.bench import measure as bench
 from ladderize.runtime.bench import memory_need, reference_check, report, spread
 from ladderize.runtime.bench.cost_model import Operation, predict
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice, named_layout, parse_batch_sizes
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice, named_layout, parse_counts
 from ladderize.runtime.bench.plan import plan_bench
 from ladderize.runtime.bench.speed_row import PhaseCommunication
 from ladderize.runtime.bench.trace import Overlap, cpu_flights, gpu_flights
@@ -657,7 +657,7 @@ def test_named_layouts():
 
 
 def test_the_default_layouts(shape):
-    options = BenchOptions(emulate_tp=2, batch_sizes=parse_batch_sizes("1,4,1"), prompt_len=8)
+    options = BenchOptions(emulate_tp=2, batch_sizes=parse_counts("1,4,1"), prompt_len=8)
     assert options.batch_sizes == (1, 4)
     plan = plan_bench(ModelChoice(random_weights=str(shape)), options, "1,1")
     assert [spec.name for spec in plan.specs] == ["dense", "ladder", "spd", "spd+ladder"]

@@ -107,6 +107,11 @@ def head_dim(config: Mapping[str, Any]) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
+def most_positions(config: Mapping[str, Any]) -> int:
+    """The longest text, prompt and new tokens together, that the config promises to handle."""
+    return int(config.get("max_position_embeddings") or 2048)
+
+
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every parameter of a Llama with this config: name -> shape. A tied ``lm_head.weight`` is not among them."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]

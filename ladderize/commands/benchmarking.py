@@ -9,7 +9,7 @@ from ladderize.choices import DeviceName, EngineName
 from ladderize.commands.options import _runtime_options, names_of, options_from
 from ladderize.console import Console
 from ladderize.errors import UsageError
-from ladderize.runtime.bench.options import BenchOptions, GroupOptions, ModelChoice, parse_baselines, parse_batch_sizes
+from ladderize.runtime.bench.options import BenchOptions, GroupOptions, ModelChoice, parse_baselines, parse_counts
 from ladderize.runtime.bench.training.options import TrainingBenchOptions, parse_schedules
 from ladderize.serving.vllm.bench.options import VllmBenchOptions
 
@@ -79,7 +79,7 @@ def training_bench_options(params: Mapping[str, Any]) -> TrainingBenchOptions:
 
 
 def _sizes(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {} if params["batch_size"] is None else {"batch_sizes": parse_batch_sizes(params["batch_size"])}
+    return {} if params["batch_size"] is None else {"batch_sizes": parse_counts(params["batch_size"])}
 
 
 def start_bench(module: str, options: GroupOptions, console: Console, device: DeviceName | None) -> DeviceName:

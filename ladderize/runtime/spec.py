@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ladderize.checkpoint.dtypes import FLOAT_DTYPES
-from ladderize.checkpoint.llama import check_config, check_tensors, expected_tensors
+from ladderize.checkpoint.llama import check_config, check_tensors, expected_tensors, most_positions
 from ladderize.checkpoint.reading import fetch_weights, read_checkpoint, read_config, resolve_json
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
@@ -44,7 +44,7 @@ class ModelSpec:
     @property
     def positions(self) -> int:
         """The longest text, prompt and new tokens together, that the config promises to handle."""
-        return int(self.config.get("max_position_embeddings") or 2048)
+        return most_positions(self.config)
 
 
 def checkpoint_spec(

@@ -20,14 +20,14 @@ from ladderize.runtime.bench.alone_times import AloneTimes, synchronize
 from ladderize.runtime.bench.baselines import ParallelLlama
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.bench.instrument import PHASES, instrument_model
+from ladderize.runtime.bench.instrument import instrument_model
 from ladderize.runtime.bench.memory_need import check_bench_memory
 from ladderize.runtime.bench.message_check import check_messages
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import BenchPlan
 from ladderize.runtime.bench.reference_check import ReferenceAgreement
 from ladderize.runtime.bench.rows import TimedGenerator, TimedModel, rows_of
-from ladderize.runtime.bench.speed_row import PARALLEL, UNSCHEDULED
+from ladderize.runtime.bench.speed_row import PARALLEL, PHASES, UNSCHEDULED
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose

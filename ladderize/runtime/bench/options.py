@@ -3,7 +3,7 @@
 No torch here: the command line takes its defaults from these classes, and ``--help`` is instant.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,13 +99,14 @@ class BenchOptions(GroupOptions):
         return self.scheduled(self.schedule)
 
 
-def parse_batch_sizes(text: str) -> tuple[int, ...]:
+def parse_counts(text: str, option: str = "--batch-size") -> tuple[int, ...]:
+    """``1,8,64``, each number once."""
     try:
         sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
-        raise UsageError(f"--batch-size {text!r} is not a comma-separated list of positive integers")
+        raise UsageError(f"{option} {text!r} is not a comma-separated list of positive integers")
     return sizes
 
 
@@ -200,12 +201,13 @@ def layout_names(text: str | None) -> list[str]:
     return names
 
 
-def named_layout(text: str, num_layers: int, sync_tp_size: int) -> Layout:
-    """``ladder`` is all layers, ``ladder=16:32`` some; likewise dense, spd and spd+ladder."""
+def named_layout(text: str, num_layers: int, sync_tp_size: int, *, more: Sequence[str] = ()) -> Layout:
+    """``ladder`` is all layers, ``ladder=16:32`` some; likewise dense, spd and spd+ladder. more: what else --layout
+    takes, for the message."""
     name, equals, ranges = text.partition("=")
     if name not in LAYOUT_NAMES or (equals and name == "dense"):
         raise UsageError(
-            f"--layout {text} is not one of {', '.join(LAYOUT_NAMES)}, or such a name with a range of layers,"
+            f"--layout {text} is not one of {', '.join([*LAYOUT_NAMES, *more])}, or such a name with a range of layers,"
             " ladder=16:32"
         )
     try:

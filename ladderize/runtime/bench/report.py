@@ -6,8 +6,7 @@ from typing import Protocol
 
 from ladderize.console import Console, human_bytes
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
-from ladderize.runtime.bench.instrument import PHASES
-from ladderize.runtime.bench.speed_row import PhaseCommunication
+from ladderize.runtime.bench.speed_row import PHASES, PhaseCommunication
 from ladderize.runtime.bench.spread import LEAST_ROUNDS
 from ladderize.runtime.schedule import Schedule
 

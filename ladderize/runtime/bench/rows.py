@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from ladderize.layout import OVERLAPPED
 from ladderize.runtime.bench.cost_model import predict
 from ladderize.runtime.bench.document import BenchRow
-from ladderize.runtime.bench.instrument import PHASES, PhaseOperations
+from ladderize.runtime.bench.instrument import PhaseOperations
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.bench.speed_row import BASELINE_ROW, MODEL_ROW, NO_COMM, PhaseCommunication
+from ladderize.runtime.bench.speed_row import BASELINE_ROW, MODEL_ROW, NO_COMM, PHASES, PhaseCommunication
 from ladderize.runtime.bench.spread import difference_interval, speedup_interval
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.runtime.decode import Generator

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ladderize.files.records import Record
 from ladderize.layout import OVERLAPPED
 
+PHASES = ("prefill", "decode")
 MODEL_ROW, BASELINE_ROW = "model", "baseline, for timing only"
 PARALLEL, NO_COMM, UNSCHEDULED = "parallel baseline", "no-comm baseline", "sequential baseline"  # their rows
 

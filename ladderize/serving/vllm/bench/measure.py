@@ -10,7 +10,7 @@ import torch
 from ladderize.console import Console
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.bench.instrument import PHASES
+from ladderize.runtime.bench.speed_row import PHASES
 from ladderize.serving.vllm.backends import MessageBackend
 from ladderize.serving.vllm.bench.document import ENGINE, VllmBenchDocument, VllmBenchRow
 from ladderize.serving.vllm.bench.engine import TimedEngine, communicator, identify

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.figure import save_figure
-from ladderize.runtime.bench.instrument import PHASES
 from ladderize.runtime.bench.plot import COMPUTE, INK, WAITED
 from ladderize.runtime.bench.report import row_labels
+from ladderize.runtime.bench.speed_row import PHASES
 from ladderize.serving.vllm.bench.document import VllmBenchDocument
 from ladderize.serving.vllm.bench.report import vllm_group_text
 

@@ -1,8 +1,8 @@
 """The document for a person: a table for each phase, and what to know when reading them."""
 
 from ladderize.console import Console
-from ladderize.runtime.bench.instrument import PHASES
 from ladderize.runtime.bench.report import row_labels, short_ms
+from ladderize.runtime.bench.speed_row import PHASES
 from ladderize.runtime.bench.spread import LEAST_ROUNDS
 from ladderize.serving.vllm.bench.document import VllmBenchDocument, VllmBenchRow
 

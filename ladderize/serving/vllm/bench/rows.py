@@ -4,8 +4,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ladderize.runtime.bench.instrument import PHASES
-from ladderize.runtime.bench.speed_row import BASELINE_ROW, MODEL_ROW
+from ladderize.runtime.bench.speed_row import BASELINE_ROW, MODEL_ROW, PHASES
 from ladderize.runtime.bench.spread import quartiles, speedup_interval
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.serving.vllm.bench.document import VllmBenchRow

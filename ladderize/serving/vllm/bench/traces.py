@@ -10,8 +10,8 @@ from torch.profiler import record_function
 
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.alone_times import AloneTimes, synchronize
-from ladderize.runtime.bench.instrument import PHASES
 from ladderize.runtime.bench.measure import TRACED_STEPS
+from ladderize.runtime.bench.speed_row import PHASES
 from ladderize.runtime.bench.trace import Overlap, trace_passes
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import Traced

@@ -1,0 +1,119 @@
+"""What ``ladderize plan`` was asked for, and all that its arguments alone decide. Imports no torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ladderize.checkpoint.llama import MOST_LAYERS
+from ladderize.choices import Dtype, check_choices
+from ladderize.errors import UsageError
+from ladderize.files.records import Record
+from ladderize.planning.planner.document import TimedPhase
+from ladderize.runtime.bench.options import LAYOUT_NAMES, layout_names
+
+BOUNDS = ("parallel", "no-comm")  # what is no layout: rows for comparison
+WORKLOAD_KEYS = {"prompt": "prompt_len", "output": "output_len", "batch": "batch_size"}
+
+
+@dataclass(frozen=True)
+class PlanModel:
+    """What is to run: a checkpoint, or a shape without weights. None is what was not said.
+
+    layout: as --layout has it: names of layouts, ``parallel`` and ``no-comm``.
+    """
+
+    model: str | None = None
+    shape: str | None = None
+    layout: str | None = None
+    num_layers: int | None = None
+    sync_tp_size: int | None = None
+    dtype: Dtype = "auto"
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if (self.model is None) == (self.shape is None):
+            raise UsageError("name a checkpoint, or a shape with --shape, and not both")
+        if self.model is not None and self.num_layers is not None:
+            raise UsageError("--num-layers goes with --shape; a checkpoint has its own layers")
+        if self.shape is not None and self.revision is not None:
+            raise UsageError("--revision has no effect with --shape")
+        for name, most in (("num_layers", MOST_LAYERS), ("sync_tp_size", math.inf)):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
+                raise UsageError(f"--{name.replace('_', '-')} {value} is not from 1 to {most:,}")
+
+    @property
+    def name(self) -> str:
+        return str(self.model or self.shape)
+
+    @property
+    def rows(self) -> list[str]:
+        """The names that --layout lists, in order; raises UsageError where it lists none, or one twice."""
+        return [*LAYOUT_NAMES, *BOUNDS] if self.layout is None else layout_names(self.layout)
+
+
+@dataclass(frozen=True)
+class PlanOptions(Record):
+    """Where it is to run, and what is to be served: ``options`` of plan.json. See ``ladderize plan --help``."""
+
+    hardware: str
+    tp_sizes: tuple[int, ...]
+    link: str | None = None
+    engine: str | None = None
+    batch_sizes: tuple[int, ...] = (1,)
+    prompt_len: int = 1024
+    output_len: int = 512
+
+    def __post_init__(self) -> None:
+        for name, values in (("--tp-size", self.tp_sizes), ("--batch-size", self.batch_sizes)):
+            if not values or any(type(value) is not int or value < 1 for value in values):
+                raise UsageError(f"{name} {values} must name positive integers")
+        for name, least in (("prompt_len", 1), ("output_len", 2)):
+            if getattr(self, name) < least:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
+        if self.link is not None and max(self.tp_sizes) == 1:
+            raise UsageError("--link has no effect with one rank, which sends nothing; leave it out or raise --tp-size")
+
+
+@dataclass(frozen=True)
+class PlanGoal:
+    """Which layout to choose: the costs in accuracy (at least one of the two files), and one of the two targets.
+
+    verify: the most layouts to measure, on ``data``; None: none is. device, threads: what measures them.
+    """
+
+    sensitivity: Path | None = None
+    sweep: Path | None = None
+    max_ppl_increase: str | None = None
+    min_speedup: float | None = None
+    phase: TimedPhase = "end_to_end"
+    verify: int | None = None
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.sensitivity is None and self.sweep is None:
+            raise UsageError(
+                "to choose a layout, costs in accuracy are needed: give --sensitivity FILE or --sweep FOLDER"
+            )
+        if (self.max_ppl_increase is None) == (self.min_speedup is None):
+            raise UsageError("say what to choose by: --max-ppl-increase, or --min-speedup, and not both")
+        if self.min_speedup is not None and not 1 < self.min_speedup < math.inf:
+            raise UsageError(f"--min-speedup {self.min_speedup:g} must be above 1, and finite")
+        if (self.verify is None) != (self.data is None):
+            raise UsageError("--verify and --data go together: how many layouts to measure, and on which text")
+
+
+def parse_workload(text: str) -> Mapping[str, int]:
+    """``prompt=1024,output=512,batch=16``, in any order: as the options prompt_len, output_len and batch_size."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        key, _, value = part.strip().partition("=")
+        if key not in WORKLOAD_KEYS or WORKLOAD_KEYS[key] in found or not value.isascii() or not value.isdigit():
+            raise UsageError(f"--workload {text!r} is not of the form prompt=1024,output=512,batch=16")
+        found[WORKLOAD_KEYS[key]] = int(value)
+    if len(found) < len(WORKLOAD_KEYS):
+        raise UsageError(f"--workload {text!r} must say all of {', '.join(WORKLOAD_KEYS)}")
+    return found

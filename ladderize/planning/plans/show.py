@@ -1,0 +1,123 @@
+"""plan.json for a person: a table for each group and batch size, and what to know when reading them. Imports no
+torch."""
+
+from ladderize.console import Console, human_bytes
+from ladderize.planning.plans.document import PlannedRow, PlanResult
+from ladderize.planning.plans.rows import GIB
+
+# of the end-to-end time of the dense layout: where less of it is waited for, no layout is worth its loss of accuracy
+WORTH_CONVERTING = 0.03
+
+
+def show_plan(result: PlanResult, console: Console) -> None:
+    """Print the result of ``ladderize plan``, and warn of what makes it doubtful."""
+    console.prose(_heading(result))
+    for ranks in result.options.tp_sizes:
+        for batch in result.options.batch_sizes:
+            rows = result.rows_of(ranks, batch)
+            console.result(f"\n{group_words(result, rows[0])} ({rows[0].basis})")
+            lines = [_line(row) for row in rows]
+            console.table(lines, right=[key for key in lines[0] if key != "layout"])
+    console.result("")
+    for line in (*_verdicts(result), *_explanations(result)):
+        console.prose(line)
+    for warning in (*_memory_warnings(result), *_link_warnings(result)):
+        console.warn(warning)
+
+
+def group_words(result: PlanResult, row: PlannedRow) -> str:
+    """``8 x h100-sxm over nvlink, batch 16``."""
+    over = f" over {result.link.name}" if result.link is not None and row.tp_size > 1 else ""
+    return f"{row.tp_size} x {result.device.name}{over}, batch {row.batch_size}"
+
+
+def _heading(result: PlanResult) -> str:
+    options, engine = result.options, result.engine
+    return (
+        f"{result.model}, {result.rows[0].dtype}; prompt {options.prompt_len}, output {options.output_len}; engine"
+        f" assumed: {engine.name} ({engine.source})"
+    )
+
+
+def _line(row: PlannedRow) -> dict[str, str]:
+    low, high = row.speedup_end_to_end_interval
+    slow, fast = row.end_to_end_tokens_per_s_interval
+    return {
+        "layout": row.model,
+        "prefill ms": _digits(row.prefill_ms),
+        "exposed": _digits(row.communication["prefill"].exposed_ms),
+        "decode ms": _digits(row.decode_ms_per_token),
+        "exposed ": _digits(row.communication["decode"].exposed_ms),
+        "tokens/s": _digits(row.end_to_end_tokens_per_s),
+        "band": f"{_digits(slow)}-{_digits(fast)}",
+        "speed-up": f"{row.speedup_end_to_end:.2f}x",
+        "band ": f"{low:.2f}-{high:.2f}" if high > low else "",
+    }
+
+
+def _digits(value: float) -> str:
+    """Three: more than a prediction has."""
+    if value == 0:
+        return "0"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:.{digits}f}"
+
+
+def _verdicts(result: PlanResult) -> list[str]:
+    """Where communication is not worth hiding."""
+    lines = []
+    for ranks in result.options.tp_sizes:
+        if ranks == 1:
+            lines.append("One rank sends nothing: there is nothing to gain from converting there.")
+            continue
+        for batch in result.options.batch_sizes:
+            dense = result.rows_of(ranks, batch)[0]
+            if dense.exposed_share < WORTH_CONVERTING:
+                lines.append(
+                    f"{group_words(result, dense)}: dense waits for communication {dense.exposed_share:.1%} of its"
+                    " time: converting is not worth it there."
+                )
+    return lines
+
+
+def _explanations(result: PlanResult) -> list[str]:
+    lines = [
+        "exposed: ms of prefill, and of one decode step, that communication adds. tokens/s: new tokens of the batch"
+        " over prefill and decode. speed-up: end to end, over dense. Bands: 95 %.",
+    ]
+    if any(row.basis == "predicted" for row in result.rows):
+        lines.append(
+            "predicted: nothing was timed on such a machine. Speed-ups are more certain than times;"
+            " `ladderize calibrate` narrows both."
+        )
+        if any(row.sync_tp_size is not None and row.tp_size > 1 for row in result.rows):
+            lines.append(
+                "No speeds of dropped sync points (spd) are published: their rows were never compared with any."
+            )
+    return lines
+
+
+def _memory_warnings(result: PlanResult) -> list[str]:
+    found = []
+    for row in result.rows:
+        if row.fits is False and row.model == result.rows[0].model and result.device.memory_gib is not None:
+            found.append(
+                f"{group_words(result, row)}: it does not fit: weights {human_bytes(row.weight_bytes)}, KV cache"
+                f" {human_bytes(row.kv_cache_bytes)} and prefill make {human_bytes(row.memory_need_bytes)} on each,"
+                f" which has {human_bytes(result.device.memory_gib * GIB)}; take more ranks or a smaller batch"
+            )
+    return found
+
+
+def _link_warnings(result: PlanResult) -> list[str]:
+    found = []
+    for one in result.links:
+        if one.derived is not None:
+            found.append(f"{one.link.name} was not timed with {one.ranks} ranks: {one.derived}")
+        if one.bytes_outside_range:
+            sizes = " to ".join(human_bytes(size) for size in one.bytes_outside_range)
+            found.append(
+                f"extrapolated beyond the sizes that {one.link.name} was timed at with {one.ranks} ranks: messages of"
+                f" {sizes}"
+            )
+    return found
