@@ -30,7 +30,7 @@ class ModelToPlan:
 
 
 @dataclass(frozen=True)
-class Variant:
+class RowVariant:
     """One row of each table. bound: of BOUNDS, where it is no layout."""
 
     name: str
@@ -85,7 +85,7 @@ def _check(config: dict[str, Any]) -> None:
     check_activation(config)
 
 
-def variants(model: ModelToPlan, choice: PlanModel, ranks: int) -> list[Variant]:
+def row_variants(model: ModelToPlan, choice: PlanModel, ranks: int) -> list[RowVariant]:
     """The dense model first, which speed-ups are over; then the checkpoint's own layout, then what --layout lists.
 
     Raises UsageError for names that are none, UserError or LayoutError for what ``ranks`` cannot run.
@@ -93,18 +93,18 @@ def variants(model: ModelToPlan, choice: PlanModel, ranks: int) -> list[Variant]
     layers = model.config["num_hidden_layers"]
     dense = Layout.dense(layers)
     own_is_dense = model.layout.is_dense
-    found = [Variant(model.name if own_is_dense and model.folder else "dense", dense, own_is_dense)]
+    found = [RowVariant(model.name if own_is_dense and model.folder else "dense", dense, own_is_dense)]
     if not own_is_dense:
-        found.append(Variant(model.name, model.layout, True))
+        found.append(RowVariant(model.name, model.layout, True))
     dropping = False
     for name in choice.rows:
         if name in BOUNDS:
-            found.append(Variant(BOUND_ROWS[name], dense, bound=name))
+            found.append(RowVariant(BOUND_ROWS[name], dense, bound=name))
             continue
         layout = named_layout(name, layers, choice.sync_tp_size or ranks, more=BOUNDS)
         dropping = dropping or bool(layout.spd_layers)
         if not any(layout == other.layout and other.bound is None for other in found):
-            found.append(Variant(name, layout))
+            found.append(RowVariant(name, layout))
     if choice.sync_tp_size is not None and not dropping:
         raise UsageError("--sync-tp-size has no effect: none of --layout drops a sync point")
     for variant in found:

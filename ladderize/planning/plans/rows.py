@@ -9,7 +9,7 @@ from ladderize.planning.bands import band_cases, relative_band
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
 from ladderize.planning.passes import WIDTHS, PassParts, Workload, pass_parts
 from ladderize.planning.plans.document import Basis, GroupLink, PlannedRow
-from ladderize.planning.plans.models import ModelToPlan, Variant
+from ladderize.planning.plans.models import ModelToPlan, RowVariant
 from ladderize.planning.prediction import predict_parallel, predict_pass, predict_silent
 from ladderize.runtime.bench.cost_model import Prediction
 from ladderize.runtime.bench.rank_bytes import MemoryNeed, cache_bytes, prefill_bytes, weight_bytes
@@ -102,9 +102,9 @@ class RowMaker:
         memory = group.device.memory_gib
         self.fits = None if memory is None else self.need.total <= memory * GIB
         self.parts_of: dict[int | None, Parts] = {}  # by the number of virtual ranks
-        self.dense = self.passes(Variant("dense", Layout.dense(model.config["num_hidden_layers"])))
+        self.dense = self.passes(RowVariant("dense", Layout.dense(model.config["num_hidden_layers"])))
 
-    def row(self, variant: Variant) -> PlannedRow:
+    def row(self, variant: RowVariant) -> PlannedRow:
         passes = self.passes(variant)
         batch, new = self.workload.batch_size, self.workload.output_len
         ms = {phase: [1e3 * seconds for seconds in passes.seconds(phase)] for phase in (*PHASES, "end_to_end")}
@@ -150,18 +150,18 @@ class RowMaker:
             communication={phase: self._communication(variant, phase, passes) for phase in PHASES},
         )
 
-    def parts(self, variant: Variant) -> Parts:
+    def parts(self, variant: RowVariant) -> Parts:
         """Those of virtual ranks that this variant drops sums of."""
         size = variant.layout.sync_tp_size
         if size not in self.parts_of:
             self.parts_of[size] = self.group.parts(self.model, self.workload, size)
         return self.parts_of[size]
 
-    def passes(self, variant: Variant) -> RowPasses:
+    def passes(self, variant: RowVariant) -> RowPasses:
         cases = [predicted(case, variant) for case in self.group.cases(self.parts(variant))]
         return RowPasses(cases, self.workload.decode_steps)
 
-    def _communication(self, variant: Variant, phase: str, passes: RowPasses) -> PhaseCommunication:
+    def _communication(self, variant: RowVariant, phase: str, passes: RowPasses) -> PhaseCommunication:
         count = message_count(variant) if self.group.ranks > 1 else 0
         overlaps = variant.bound is None and OVERLAPPED in (*variant.layout.attention_sync, *variant.layout.mlp_sync)
         parts, passed = self.parts(variant)[phase], passes.cases[0][phase]
@@ -180,7 +180,7 @@ class RowMaker:
         )
 
 
-def predicted(parts: Parts, variant: Variant) -> dict[str, Prediction]:
+def predicted(parts: Parts, variant: RowVariant) -> dict[str, Prediction]:
     """By phase."""
     if variant.bound == "parallel":
         return {phase: predict_parallel(one) for phase, one in parts.items()}
@@ -189,7 +189,7 @@ def predicted(parts: Parts, variant: Variant) -> dict[str, Prediction]:
     return {phase: predict_pass(one, variant.layout) for phase, one in parts.items()}
 
 
-def message_count(variant: Variant) -> int:
+def message_count(variant: RowVariant) -> int:
     """All-reduces of the layers in one pass."""
     layout = variant.layout
     if variant.bound == "no-comm":

@@ -10,7 +10,7 @@ from ladderize.files.sections import names_a_file
 from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_engines, read_device
 from ladderize.planning.passes import Workload
 from ladderize.planning.plans.document import PlannedRow, PlanResult
-from ladderize.planning.plans.models import ModelToPlan, read_model, variants
+from ladderize.planning.plans.models import ModelToPlan, read_model, row_variants
 from ladderize.planning.plans.options import PlanModel, PlanOptions
 from ladderize.planning.plans.rows import PlannedGroup, RowMaker, group_link
 from ladderize.planning.plans.show import show_plan
@@ -56,7 +56,7 @@ def plan(
 def _rows(
     model: ModelToPlan, choice: PlanModel, group: PlannedGroup, workloads: list[Workload]
 ) -> Iterator[PlannedRow]:
-    found = variants(model, choice, group.ranks)
+    found = row_variants(model, choice, group.ranks)
     for workload in workloads:
         maker = RowMaker(model, group, workload)
         yield from (maker.row(variant) for variant in found)

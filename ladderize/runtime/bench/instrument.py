@@ -8,8 +8,8 @@ import torch
 
 from ladderize.runtime.bench.alone_times import AloneTimes, synchronize
 from ladderize.runtime.bench.cost_model import Operation, covers
-from ladderize.runtime.collectives.observed import ObservedAllReduce, Recording
 from ladderize.runtime.bench.speed_row import PHASES
+from ladderize.runtime.collectives.observed import ObservedAllReduce, Recording
 from ladderize.runtime.decode import Generator
 
 INSTRUMENTED_RUNS = 8
