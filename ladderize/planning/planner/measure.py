@@ -20,7 +20,7 @@ from ladderize.blocks import Blocks, check_finite, open_checkpoint, read_windows
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.choices import Dtype
-from ladderize.console import NO_LINK, Console
+from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import CalibrationData
 from ladderize.data import file_sha256, split_name
 from ladderize.errors import UserError
@@ -86,7 +86,7 @@ class LayoutMeasurer:
         device: str | None = None,
         batch_size: int | None = None,
         revision: str | None = None,
-        console: Console = NO_LINK,
+        console: Console = SILENT,
     ) -> None:
         device = device or default_device()
         check_device(device)
