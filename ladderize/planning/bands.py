@@ -1,7 +1,7 @@
-"""How far a predicted figure may be off, from how far compute, messages and contention may. Imports no torch.
+"""How sure a predicted figure is: what the errors of device and link make of it. Imports no torch.
 
-A figure is computed for the parts of a pass as they are, and again for each of ``band_cases``. A ratio of two times so
-has a narrower band than either: what is wrong of both cancels.
+A figure is computed for the parts of a pass as they are, and again for each of ``band_cases``. Most of an error of the
+device is in both times of a speed-up, whose band is therefore narrower than either's.
 """
 
 import dataclasses
@@ -13,8 +13,11 @@ from ladderize.planning.passes import PassParts
 from ladderize.runtime.collectives.links import Interconnect
 
 _COMPUTE = ("attention", "mlp", "attention_apart", "mlp_apart", "parallel", "rest")
-_MESSAGES = ("message", "vocabulary")
-CONTENTION_ERROR = 0.08  # one standard deviation; what fits of single layouts disagree by
+_MESSAGES = ("message", "message_start", "vocabulary")
+# What one standard deviation of contention is: where it was measured on the link itself, and elsewhere.
+CALIBRATED_CONTENTION_ERROR, OTHER_CONTENTION_ERROR = 0.05, 0.1
+# What no figure of device and link explains, of any one time: published runs of one program differ by this much.
+SCATTER = 0.015
 TWO_SIGMA = 2  # of a 95 % band
 
 
@@ -28,20 +31,23 @@ def band_cases(
     """
     cases = [parts, *(_scaled(parts, _COMPUTE, 1 + sign * device.relative_error) for sign in (1, -1))]
     if interconnect is not None:
+        contention = CALIBRATED_CONTENTION_ERROR if interconnect.calibrated else OTHER_CONTENTION_ERROR
         cases += [_scaled(parts, _MESSAGES, 1 + sign * interconnect.relative_error) for sign in (1, -1)]
-        cases += [_contended(parts, sign * CONTENTION_ERROR) for sign in (1, -1)]
+        cases += [_contended(parts, sign * contention) for sign in (1, -1)]
     return cases
 
 
 def relative_band(values: Sequence[float]) -> float:
-    """Half the width of the 95 % band of a figure, relative to it; 0 of what is 0.
+    """Half the width of the 95 % band of a figure, relative to it: 0.05 is 5 %.
 
-    values: of the figure in each of ``band_cases``. The errors are taken to be independent.
+    values: of the figure in each of ``band_cases``. The errors are taken to be independent. A figure that none of them
+    changes, such as a speed-up over itself or a time of nothing, has no band.
     """
-    if values[0] == 0:
-        return 0.0
     deviations = [(more - less) / 2 for more, less in zip(values[1::2], values[2::2], strict=True)]
-    return TWO_SIGMA * math.hypot(*deviations) / abs(values[0])
+    size = abs(values[0])
+    if max(map(abs, deviations)) <= 1e-12 * size:
+        return 0.0
+    return TWO_SIGMA * math.hypot(SCATTER * size, *deviations) / size if size else math.inf
 
 
 def _scaled(parts: Mapping[str, PassParts], names: tuple[str, ...], factor: float) -> dict[str, PassParts]:

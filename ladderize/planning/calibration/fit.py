@@ -56,6 +56,14 @@ FITTED = {
 }
 
 
+class OpenFigureError(UserError):
+    """The timings leave ``figure`` open."""
+
+    def __init__(self, message: str, figure: str) -> None:
+        super().__init__(message)
+        self.figure = figure
+
+
 @dataclass(frozen=True)
 class FittedFigure(Record):
     """name: of a field of the device or the link; ``alpha_us[4]`` is of 4 ranks. standard_error: in the same unit."""
@@ -102,7 +110,7 @@ def fit(
     every number of ranks by itself (``alpha_us[4]`` for one of them) unless ``alpha_per_rank_us`` is free too: then
     latencies are a line in the ranks, and one bus bandwidth is for all of them.
 
-    Raises UserError for what the observations leave open, and says what to time.
+    Raises OpenFigureError for what the observations leave open, and says what to time.
     """
     if not observations:
         raise UserError("there are no timings to fit; time something first")
@@ -271,7 +279,7 @@ class _Model:
             if TIMING_ERROR * math.sqrt(variances[index]) > OPEN * size:
                 name, kind = self.names[index], self.kinds[index]
                 ranks = f" with {_number(name)} ranks" if _number(name) else ""
-                raise UserError(f"the timings leave {name} open; add timings of {kind.advice}{ranks}")
+                raise OpenFigureError(f"the timings leave {name} open; add timings of {kind.advice}{ranks}", name)
 
     def standard_errors(self, vector: np.ndarray) -> np.ndarray:
         """Of each figure, in its unit, as the scatter of the residuals makes it."""
