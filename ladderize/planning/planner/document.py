@@ -15,6 +15,7 @@ TimedPhase = Literal["end_to_end", "prefill", "decode"]  # what of a workload is
 CostSource = Literal["sensitivity", "sweep"]
 EXP_LIMIT = 700.0  # of which exp is a float still
 VERIFIED, NOT_VERIFIED = "verified on held-out windows", "not verified"
+BY_SWEEP = "measured by the sweep"
 
 
 @dataclass(frozen=True)
@@ -66,25 +67,28 @@ class PlannedLayout(Record):
 
 @dataclass(frozen=True)
 class FrontPoint(Record):
-    """A layout that no other is faster and at most as costly as. Ranges of layers, ``none`` for none: those whose
-    attention sync point is overlapped or dropped, and whose MLP sync point is overlapped."""
+    """A layout that no other is faster and at most as costly as.
+
+    nats: estimated, or of a sweep measured. Ranges of layers, ``none`` for none: those whose attention sync point is
+    overlapped or dropped, and those whose MLP sync point is overlapped.
+    """
 
     ms: float
     speedup: float
-    estimated_nats: float
+    nats: float
     attention_overlapped: str
     attention_dropped: str
     mlp_overlapped: str
 
     @classmethod
-    def of(cls, layout: Layout, *, ms: float, speedup: float, estimated_nats: float) -> "FrontPoint":
+    def of(cls, layout: Layout, *, ms: float, speedup: float, nats: float) -> "FrontPoint":
         def ranges(modes: tuple[str, ...], mode: str) -> str:
             return format_ranges(layer for layer, one in enumerate(modes) if one == mode)
 
         return cls(
             ms=ms,
             speedup=speedup,
-            estimated_nats=estimated_nats,
+            nats=nats,
             attention_overlapped=ranges(layout.attention_sync, OVERLAPPED),
             attention_dropped=ranges(layout.attention_sync, DROPPED),
             mlp_overlapped=ranges(layout.mlp_sync, OVERLAPPED),
@@ -143,4 +147,6 @@ class PlanChoice(Record):
     @property
     def statement(self) -> str:
         """Whether the costs of what is chosen were measured on windows that nothing was chosen by."""
+        if self.costs == "sweep":
+            return BY_SWEEP
         return VERIFIED if self.verification is not None and self.verification.verified else NOT_VERIFIED

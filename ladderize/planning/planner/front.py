@@ -19,9 +19,10 @@ from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, Layo
 LAYER_OPTIONS = tuple(
     (entering, attention) for entering in MLP_MODES for attention in ATTENTION_MODES
 )  # the first is dense
-# Times and costs are added as whole numbers of these, so that sums that are equal compare as equal: layers are alike,
-# and rounding would make many labels out of one.
-TICK = 1e-12  # seconds, and nats
+# Times and costs are added as whole numbers of the most there can be over this, so that sums that are equal compare as
+# equal: layers are alike, and rounding would make many labels out of one.
+RESOLUTION = 2**40
+ROUNDING = 1e-9  # times that differ by no larger part are the same
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class OptionCosts:
     def num_layers(self) -> int:
         return len(self.nats)
 
-    def totals(self, chosen: Sequence[int] | np.ndarray) -> tuple[float, float]:
-        """Seconds and nats of one option for each layer, added up."""
-        layers, options = np.arange(self.num_layers), np.asarray(chosen)
-        between = self.pairs[layers[:-1], options[:-1], options[1:]].sum()
-        return float(self.seconds[layers, options].sum()), float(self.nats[layers, options].sum() + between)
+    def totals(self, chosen: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds and nats of one option for each layer, added up. chosen: [..., L] -> [...] each."""
+        layers, options = np.arange(self.num_layers), np.asarray(chosen, np.intp)
+        between = self.pairs[layers[:-1], options[..., :-1], options[..., 1:]].sum(-1)
+        return self.seconds[layers, options].sum(-1), self.nats[layers, options].sum(-1) + between
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,12 @@ class _Labels:
 
 def pareto_layouts(costs: OptionCosts) -> LayoutFront:
     """Every point of the front; of layouts that are equal in both, one."""
+    known = np.where(np.isinf(costs.nats), 0.0, costs.nats)
+    second = _tick(costs.seconds)
+    nat = _tick(known) + _tick(costs.pairs)
     seconds, nats, pairs = (
-        np.rint(np.where(np.isinf(values), 0.0, values) / TICK).astype(np.int64)
-        for values in (costs.seconds, costs.nats, costs.pairs)
+        np.rint(values / tick).astype(np.int64)
+        for values, tick in ((costs.seconds, second), (known, nat), (costs.pairs, nat))
     )
     start = np.zeros(1, np.int64)
     layers = [_Labels(start, start, start, start)]  # of option 0, dense: no pair costs anything after it
@@ -100,7 +104,19 @@ def pareto_layouts(costs: OptionCosts) -> LayoutFront:
     for layer in reversed(range(costs.num_layers)):
         chosen[:, layer] = labels.option
         labels = layers[layer][labels.parent]
-    return LayoutFront(last.seconds * TICK, last.nats * TICK, chosen)
+    return _exact(costs, chosen)
+
+
+def _exact(costs: OptionCosts, chosen: np.ndarray) -> LayoutFront:
+    """The front of layouts that ascend in time, without those that are faster than the next by rounding only."""
+    seconds, nats = costs.totals(chosen)
+    kept = np.append(seconds[1:] > seconds[:-1] * (1 + ROUNDING), True)
+    return LayoutFront(seconds[kept], nats[kept], chosen[kept])
+
+
+def _tick(values: np.ndarray) -> float:
+    """What values [layers, ...] are counted in."""
+    return float(sum(np.abs(layer).max() for layer in values)) / RESOLUTION or 1 / RESOLUTION
 
 
 def _undominated(labels: _Labels) -> _Labels:

@@ -1,0 +1,103 @@
+"""What options of layers cost in accuracy, as far as a sensitivity file knows. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ladderize.convert.point_sensitivity import PointSensitivity, read_point_sensitivity
+from ladderize.errors import UserError
+from ladderize.layout import BLOCKING, DROPPED
+from ladderize.planning.planner.front import LAYER_OPTIONS
+
+
+@dataclass(frozen=True)
+class AccuracyCosts:
+    """Estimated costs in nats per token: nats [L, 6], inf where an option was not measured and is not offered, and
+    pairs [L - 1, 6, 6], as ``OptionCosts`` has them. dense_nll: of the dense model, on the same windows."""
+
+    file: str
+    nats: np.ndarray
+    pairs: np.ndarray
+    dense_nll: float
+    sync_tp_size: int | None
+    notes: list[str]
+
+
+def read_accuracy_costs(
+    path: Path, *, num_layers: int, fingerprint: str | None, sync_tp_size: int | None
+) -> AccuracyCosts:
+    """Read a sensitivity file of single changes. fingerprint: of the model; None where there is only its shape.
+    sync_tp_size: the one that is wanted; None for the file's.
+
+    Raises UserError for another model's, or another number of virtual ranks.
+    """
+    sensitivity = read_point_sensitivity(path)
+    if sensitivity.num_layers != num_layers:
+        raise UserError(
+            f"{path} is of a model of {sensitivity.num_layers} layers, but this one has {num_layers}; measure this"
+            " model"
+        )
+    if fingerprint is not None and sensitivity.fingerprint != fingerprint:
+        raise UserError(f"{path} was measured on another model (their fingerprints differ); measure this one")
+    if sync_tp_size is not None and sync_tp_size != sensitivity.sync_tp_size:
+        measured = (
+            f"was measured with sync_tp_size {sensitivity.sync_tp_size}"
+            if sensitivity.sync_tp_size is not None
+            else "has no dropped sync points"
+        )
+        raise UserError(
+            f"{path} {measured}, so it does not apply to --sync-tp-size {sync_tp_size}; measure it again with that"
+        )
+    return estimate_costs(sensitivity, str(path))
+
+
+def estimate_costs(sensitivity: PointSensitivity, file: str) -> AccuracyCosts:
+    """Costs of options from what single changes cost, and of pairs from what two neighbours cost together.
+
+    A cost below 0 counts as 0, as in ``convert --max-ppl-increase``: a change that takes a sum of partials away helps
+    by noise, and no speed is bought with that. For the same reason neighbours together cost at least what the dearer
+    costs alone. A pair of two kinds, which is not measured, costs more by the mean of what pairs of either kind do:
+    were it nothing, the choice would alternate kinds to avoid what is known of pairs.
+    """
+    layers, count = sensitivity.num_layers, len(LAYER_OPTIONS)
+    nats = np.full((layers, count), np.inf)
+    nats[:, 0] = 0.0
+    for cost in sensitivity.costs:
+        if len(cost.layers) == 1:
+            (layer,) = cost.layers
+            nats[layer, _option(layer, cost.entering, cost.attention)] = max(cost.nats, 0.0)
+    known = np.full((layers - 1, count, count), np.nan)
+    for cost in sensitivity.costs:
+        if len(cost.layers) == 2:
+            options = [_option(layer, cost.entering, cost.attention) for layer in cost.layers]
+            alone = [nats[layer, option] for layer, option in zip(cost.layers, options, strict=True)]
+            if np.isfinite(alone).all():
+                known[cost.layers[0], options[0], options[1]] = max(cost.nats, *alone) - sum(alone)
+    notes = []
+    if np.isnan(known).all():
+        notes.append("no pairs of neighbours were measured, so estimated costs are sums over layers")
+    if not np.isfinite(nats[:, [i for i, (_, mode) in enumerate(LAYER_OPTIONS) if mode == DROPPED]]).any():
+        notes.append("the sensitivity file has no costs of dropped sync points, so none is dropped")
+    return AccuracyCosts(file, nats, _filled(known), sensitivity.dense_nll, sensitivity.sync_tp_size, notes)
+
+
+def _option(layer: int, entering: str, attention: str) -> int:
+    """No MLP sync point enters layer 0."""
+    return LAYER_OPTIONS.index((entering if layer else BLOCKING, attention))
+
+
+def _filled(known: np.ndarray) -> np.ndarray:
+    """What pairs cost more, [L - 1, 6, 6], where NaN is not known: then the mean of what is known of the earlier
+    layer's option and of the later's; 0 where that is nothing, and beside a dense layer."""
+    filled = np.zeros_like(known)
+    for between, table in enumerate(known):
+        for earlier in range(1, len(LAYER_OPTIONS)):
+            for later in range(1, len(LAYER_OPTIONS)):
+                value = table[earlier, later]
+                if np.isnan(value):
+                    kinds = [row[~np.isnan(row)] for row in (table[earlier], table[:, later])]
+                    means = [row.mean() for row in kinds if len(row)]
+                    value = np.mean(means) if means else 0.0
+                filled[between, earlier, later] = value
+    return filled

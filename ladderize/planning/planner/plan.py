@@ -1,0 +1,193 @@
+"""From times and costs to the layout to choose, verified where that is asked for. Imports no torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ladderize.console import SILENT, Console
+from ladderize.errors import UsageError, UserError
+from ladderize.layout import Layout
+from ladderize.planning.planner.choose import (
+    LayerSeconds,
+    TimedLayouts,
+    choose_point,
+    describe,
+    in_nats,
+    layout_seconds,
+    option_seconds,
+)
+from ladderize.planning.planner.costs import AccuracyCosts, read_accuracy_costs
+from ladderize.planning.planner.document import ChoiceTarget, FrontPoint, PlanChoice, TimedPhase
+from ladderize.planning.planner.front import OptionCosts
+from ladderize.planning.planner.retrained import RetrainedCosts, read_retrained_costs
+from ladderize.planning.planner.verify import LEAST_MEASUREMENTS, MeasuresLayouts, verified_choice
+
+
+@dataclass(frozen=True)
+class PlanCosts:
+    """What is known of the accuracy: of single changes, of the layouts of a sweep, or of both. sync_tp_size: of the
+    layouts with dropped sync points, which their times depend on; None where none can be dropped."""
+
+    points: AccuracyCosts | None
+    retrained: RetrainedCosts | None
+    sync_tp_size: int | None
+
+
+def read_plan_costs(
+    sensitivity: Path | None,
+    sweep: Path | None,
+    *,
+    num_layers: int,
+    fingerprint: str | None,
+    sync_tp_size: int | None,
+) -> PlanCosts:
+    """Read a sensitivity file of single changes, a sweep (its folder, or sweep.json), or both.
+
+    fingerprint: of the dense model; None where there is only its shape. sync_tp_size: the one that is wanted; None for
+    that of the files.
+
+    Raises UserError for files of another model or sync size, and for a sweep of several without one that is wanted.
+    """
+    if sensitivity is None and sweep is None:
+        raise UsageError("give --sensitivity or --sweep: without costs there is nothing to choose by")
+    points = retrained = None
+    if sensitivity is not None:
+        points = read_accuracy_costs(
+            sensitivity, num_layers=num_layers, fingerprint=fingerprint, sync_tp_size=sync_tp_size
+        )
+        sync_tp_size = points.sync_tp_size if sync_tp_size is None else sync_tp_size
+    if sweep is not None:
+        retrained = read_retrained_costs(
+            sweep, num_layers=num_layers, fingerprint=fingerprint, sync_tp_size=sync_tp_size
+        )
+        if sync_tp_size is None and len(sizes := retrained.sync_tp_sizes) > 1:
+            raise UserError(
+                f"{retrained.file} has layouts of sync_tp_size {' and '.join(map(str, sizes))}; say with"
+                " --sync-tp-size which are meant"
+            )
+        sync_tp_size = next(iter(retrained.sync_tp_sizes), sync_tp_size)
+    return PlanCosts(points, retrained, sync_tp_size)
+
+
+def plan_layout(
+    seconds: Mapping[str, LayerSeconds],
+    decode_steps: int,
+    phase: TimedPhase,
+    target: ChoiceTarget,
+    costs: PlanCosts,
+    *,
+    measurer: MeasuresLayouts | None = None,
+    limit: int | None = None,
+    console: Console = SILENT,
+) -> PlanChoice:
+    """The fastest layout within the budget, or the most accurate that is fast enough, and the front that it is from.
+
+    seconds: of the phases ``prefill`` and ``decode`` (one step), as far as ``phase`` needs them. measurer, limit: real
+    costs are measured, at most so often (``--verify N``). Costs of a sweep are preferred to estimates; what a
+    sensitivity file suggests then is beside it, as not retrained. Raises UserError where nothing meets the target, and
+    UsageError for a check that cannot be made.
+    """
+    if measurer is not None and costs.retrained is not None:
+        raise UsageError(
+            "--verify measures layouts that were not retrained, and does not go with --sweep, whose costs are measured"
+            " already; leave one of them out"
+        )
+    if measurer is not None and (limit is None or limit < LEAST_MEASUREMENTS):
+        raise UsageError(
+            f"--verify {limit} is too few; {LEAST_MEASUREMENTS} is the least: one layout to choose, and to confirm it"
+        )
+    constant, layer = option_seconds(seconds, decode_steps, phase)
+    if costs.retrained is None:
+        assert costs.points is not None
+        return _by_estimates(constant, layer, phase, target, costs.points, measurer, limit, console)
+    beyond, notes = None, []
+    if costs.points is not None:
+        try:
+            estimated = _by_estimates(constant, layer, phase, target, costs.points, None, None, console)
+            beyond = estimated.chosen
+        except UserError as error:
+            notes.append(f"of what was not retrained: {error}")
+    choice = _among_retrained(constant, layer, phase, target, costs.retrained)
+    if beyond is not None and beyond.as_layout == choice.chosen.as_layout:
+        beyond = None
+    return replace(choice, beyond=beyond, notes=[*choice.notes, *notes])
+
+
+def _by_estimates(
+    constant: float,
+    layer: np.ndarray,
+    phase: TimedPhase,
+    target: ChoiceTarget,
+    points: AccuracyCosts,
+    measurer: MeasuresLayouts | None,
+    limit: int | None,
+    console: Console,
+) -> PlanChoice:
+    options = OptionCosts(np.tile(layer, (len(points.nats), 1)), points.nats, points.pairs)
+    space = TimedLayouts(options, constant, points.sync_tp_size)
+    target = in_nats(target, points.dense_nll)
+    front = space.front()
+    point = choose_point(space.speedup(front.seconds), front.nats, target)
+    chosen, check = space.described(front.chosen[point]), None
+    if measurer is not None and limit is not None:
+        chosen, check = verified_choice(space, front, target, measurer, limit, console=console)
+    return PlanChoice(
+        target=target,
+        phase=phase,
+        costs="sensitivity",
+        costs_file=points.file,
+        dense_ms=1000 * space.dense_seconds,
+        dense_perplexity=math.exp(points.dense_nll),
+        chosen=chosen,
+        front=space.front_points(front),
+        notes=points.notes,
+        verification=check,
+    )
+
+
+def _among_retrained(
+    constant: float, layer: np.ndarray, phase: TimedPhase, target: ChoiceTarget, retrained: RetrainedCosts
+) -> PlanChoice:
+    """Of the layouts of a sweep; of one that was retrained in several ways, the best."""
+    layouts = [one.layout for one in retrained.layouts]
+    dense = constant + layouts[0].num_layers * float(layer[0])
+    target = in_nats(target, retrained.dense_nll)
+    seconds = [layout_seconds(layout, constant, layer) for layout in layouts]
+    nats = [one.cost.increase for one in retrained.layouts]
+    point = choose_point(dense / np.array(seconds), np.array(nats), target)
+    chosen = retrained.layouts[point]
+    return PlanChoice(
+        target=target,
+        phase=phase,
+        costs="sweep",
+        costs_file=retrained.file,
+        dense_ms=1000 * dense,
+        dense_perplexity=math.exp(retrained.dense_nll),
+        chosen=describe(
+            chosen.layout, seconds=seconds[point], dense_seconds=dense, estimated_nats=None, measured=chosen.cost
+        ),
+        front=_undominated_points(
+            [Layout.dense(layouts[0].num_layers), *layouts], [dense, *seconds], [0.0, *nats], dense
+        ),
+        notes=retrained.notes,
+        model=chosen.model,
+    )
+
+
+def _undominated_points(
+    layouts: list[Layout], seconds: list[float], nats: list[float], dense: float
+) -> list[FrontPoint]:
+    """Those that no other is faster and at most as costly as, the fastest first."""
+    front, least = [], math.inf
+    for index in sorted(range(len(layouts)), key=lambda index: (seconds[index], nats[index])):
+        if nats[index] < least:
+            least = nats[index]
+            front.append(
+                FrontPoint.of(
+                    layouts[index], ms=1000 * seconds[index], speedup=dense / seconds[index], nats=nats[index]
+                )
+            )
+    return front

@@ -1,0 +1,265 @@
+"""A choice that was measured: real costs are more than the sums that estimates are, so an estimate alone is often over
+budget. Imports no torch.
+
+Three steps, of at most N measurements in all: find where on the front the budget really ends; try faster neighbours of
+the best layout found there, since the front is only as good as its estimates; and measure the best on windows that
+nothing was chosen by. What is over budget there is given up, and the next best is measured.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ladderize.console import SILENT, Console
+from ladderize.errors import UserError
+from ladderize.layout import Layout
+from ladderize.planning.planner.choose import SLACK, TimedLayouts, choose_point
+from ladderize.planning.planner.document import ChoiceTarget, LayoutNll, MeasuredCheck, PlannedLayout
+from ladderize.planning.planner.front import LAYER_OPTIONS, LayoutFront
+
+LEAST_MEASUREMENTS = 2  # one to choose by, one to confirm
+FRONT_SHARE = 1 / 3  # of the measurements, to find where on the front the budget ends
+NEAR_ENOUGH = 0.01  # of the most that can be saved: nearer than that, the front is not searched further
+NEIGHBOURS = 2000  # that are looked at, the most promising by their sums
+
+
+class MeasuresLayouts(Protocol):
+    """What knows real costs. held_out: on the windows that nothing is chosen by."""
+
+    def measure(self, layouts: Sequence[Layout], held_out: bool) -> list[LayoutNll]: ...
+
+
+@dataclass
+class _Search:
+    """What is known so far, by the bytes of a layout's options."""
+
+    space: TimedLayouts
+    measurer: MeasuresLayouts
+    limit: int
+    console: Console
+    measured: dict[bytes, LayoutNll] = field(default_factory=dict)
+    held_out: dict[bytes, LayoutNll] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def made(self) -> int:
+        return len(self.measured) + len(self.held_out)
+
+    def cost(self, chosen: np.ndarray, *, held_out: bool = False) -> float:
+        """Measured, the first time that it is asked for."""
+        known = self.held_out if held_out else self.measured
+        if chosen.tobytes() not in known:
+            (found,) = self.measurer.measure([self.space.layout(chosen)], held_out)
+            known[chosen.tobytes()] = found
+            seconds, estimate = self.space.costs.totals(chosen)
+            self.console.note(
+                f"{self.made} of {self.limit}: {self.space.layout(chosen)}: {self.space.speedup(seconds):.3f}x,"
+                f" {found.increase:+.4f} nats{' on held-out windows' if held_out else f' (estimated {estimate:+.4f})'}"
+            )
+        return known[chosen.tobytes()].increase
+
+    def seconds(self, chosen: np.ndarray) -> float:
+        return float(self.space.costs.totals(chosen)[0])
+
+    def described(self, chosen: np.ndarray) -> PlannedLayout:
+        key = chosen.tobytes()
+        return self.space.described(chosen, self.measured.get(key), self.held_out.get(key))
+
+    def candidates(self) -> list[np.ndarray]:
+        """All that were measured to choose by."""
+        return [np.frombuffer(key, np.int8) for key in self.measured]
+
+
+def verified_choice(
+    space: TimedLayouts,
+    front: LayoutFront,
+    target: ChoiceTarget,
+    measurer: MeasuresLayouts,
+    limit: int,
+    *,
+    console: Console = SILENT,
+) -> tuple[PlannedLayout, MeasuredCheck]:
+    """The best layout found by at most ``limit`` measurements, and all of them.
+
+    Its measured cost is within the budget on the windows that it was chosen by, and on held-out windows where those
+    were measured; the check says whether they were. Raises UserError where no layout measured so.
+    """
+    search = _Search(space, measurer, limit, console)
+    if target.max_nats is not None:
+        _search_front(
+            search, front, target.max_nats, start=choose_point(space.speedup(front.seconds), front.nats, target)
+        )
+        _try_neighbours(search, front, target)
+    else:
+        start = choose_point(space.speedup(front.seconds), front.nats, target)
+        search.cost(front.chosen[start])
+        _try_neighbours(search, front, target)
+    chosen, verified = _confirmed(search, target)
+    check = MeasuredCheck(
+        verified=verified,
+        limit=limit,
+        made=search.made,
+        layouts=[search.described(one) for one in search.candidates()],
+        notes=search.notes,
+    )
+    return search.described(chosen), check
+
+
+def _reserved(limit: int) -> int:
+    """Measurements that are kept for held-out windows: two where there are many, since the first may fail."""
+    return 1 if limit < 6 else 2
+
+
+def _search_front(search: _Search, front: LayoutFront, budget: float, start: int) -> None:
+    """Find the fastest point of the front whose measured cost is within the budget.
+
+    Costs grow along the front about as their estimates do, so the next point to measure is where the estimate, longer
+    by as much as the last measured one was, meets the budget; or half-way, where that leads nowhere.
+    """
+    faster, slower = -1, len(front) - 1  # over budget, and within: what lies between is not known; the last is dense
+    allowed = max(1, round(FRONT_SHARE * (search.limit - _reserved(search.limit))))
+    whole = front.seconds[-1] - front.seconds[0]
+    point = start
+    while allowed > 0 and slower - faster > 1:
+        if front.seconds[slower] - front.seconds[faster + 1] <= NEAR_ENOUGH * whole:
+            break
+        if not faster < point < slower:
+            point = (faster + slower) // 2
+        cost = search.cost(front.chosen[point])
+        allowed -= 1
+        if cost <= budget + SLACK:
+            slower = point
+        else:
+            faster = point
+        estimate = front.nats[point]
+        aim = estimate * budget / cost if cost > 0 and estimate > 0 else math.inf
+        point = int(np.argmax(front.nats <= aim)) if (front.nats <= aim).any() else slower
+        if cost <= budget + SLACK and point >= slower:
+            return  # by this estimate nothing faster is within
+
+
+def _try_neighbours(search: _Search, front: LayoutFront, target: ChoiceTarget) -> None:
+    """Measure neighbours of the best layout so far that may be better, and go on from each that is."""
+    while search.made < search.limit - _reserved(search.limit):
+        best = _best(search, target, search.candidates())
+        candidate = _most_promising(search, front, target, best)
+        if candidate is None:
+            return
+        search.cost(candidate)
+
+
+def _best(search: _Search, target: ChoiceTarget, among: Sequence[np.ndarray]) -> np.ndarray | None:
+    """The fastest that is within the budget as far as it was measured, or the least costly that is fast enough."""
+    if target.max_nats is not None:
+        meeting = [one for one in among if search.cost(one) <= target.max_nats + SLACK]
+        return min(meeting, key=lambda one: (search.seconds(one), search.cost(one)), default=None)
+    return min(among, key=lambda one: (search.cost(one), search.seconds(one)), default=None)
+
+
+def _most_promising(
+    search: _Search, front: LayoutFront, target: ChoiceTarget, best: np.ndarray | None
+) -> np.ndarray | None:
+    """The next layout to measure: none of the measured, and what is gained by it times how likely it meets the
+    target is the most."""
+    costs = search.space.costs
+    dense = np.zeros(costs.num_layers, np.int8)
+    base = dense if best is None else best
+    base_seconds, base_estimate = costs.totals(base)
+    base_cost = 0.0 if best is None else search.cost(best)
+    around = np.concatenate([_neighbours(search.space, base), front.chosen])
+    seconds, estimates = costs.totals(around)
+    new = np.array([one.tobytes() not in search.measured for one in around])
+    ratio = _ratio(search, float(base_estimate), base_cost)
+    predicted = base_cost + ratio * (estimates - base_estimate)
+    # an estimate of a difference is about as wrong as the difference is large
+    scatter = 0.3 * np.abs(ratio * (estimates - base_estimate)) + 0.02 * abs(base_cost) + 1e-6
+    if target.max_nats is not None:
+        worth = new & (seconds < base_seconds * (1 - SLACK))
+        gain = base_seconds - seconds
+        likely = _normal((target.max_nats - predicted) / scatter)
+    else:
+        assert target.min_speedup is not None
+        worth = new & (search.space.speedup(seconds) >= target.min_speedup * (1 - SLACK))
+        gain = np.ones(len(around))
+        likely = _normal((base_cost - predicted) / scatter)
+    score = np.where(worth, gain * likely, -1.0)
+    index = int(np.argmax(score))
+    return around[index] if score[index] > 0 and likely[index] > 1e-3 else None
+
+
+def _ratio(search: _Search, estimate: float, cost: float) -> float:
+    """By how much real costs are more than their sums, near a layout."""
+    if estimate > 0 and cost > 0:
+        return min(max(cost / estimate, 0.25), 10.0)
+    pairs = [(search.space.costs.totals(one)[1], search.cost(one)) for one in search.candidates()]
+    found = [real / sums for sums, real in pairs if sums > 0 and real > 0]
+    return float(np.median(found)) if found else 1.0
+
+
+def _normal(values: np.ndarray) -> np.ndarray:
+    """The probability of the standard normal distribution below each value."""
+    return np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in values.tolist()])
+
+
+def _neighbours(space: TimedLayouts, chosen: np.ndarray) -> np.ndarray:
+    """Layouts that differ from ``chosen`` in the options of one layer or of two: [count, L]. Of two, as many as
+    promise most by their sums."""
+    layers = np.arange(space.costs.num_layers)
+    single = [
+        (layer, option)
+        for layer in layers
+        for option in range(len(LAYER_OPTIONS))
+        if option != chosen[layer] and np.isfinite(space.costs.nats[layer, option])
+    ]
+    one = np.repeat(chosen[None], len(single), 0)
+    one[np.arange(len(single)), [layer for layer, _ in single]] = [option for _, option in single]
+    if not single:
+        return one
+    seconds, nats = space.costs.totals(one)
+    here_seconds, here_nats = space.costs.totals(chosen)
+    first, second = np.triu_indices(len(single), 1)
+    where = np.array([layer for layer, _ in single])
+    apart = where[first] != where[second]
+    first, second = first[apart], second[apart]
+    faster = here_seconds - seconds
+    dearer = nats - here_nats
+    gain, price = faster[first] + faster[second], dearer[first] + dearer[second]
+    order = np.flatnonzero(gain > 0)
+    if len(order) > NEIGHBOURS:  # those that cost least for what they save, of small and of large steps
+        order = order[np.argsort(price[order] / gain[order] ** 0.5, kind="stable")[:NEIGHBOURS]]
+    two = one[first[order]]
+    changed = second[order]
+    two[np.arange(len(order)), where[changed]] = [single[index][1] for index in changed]
+    return np.concatenate([one, two])
+
+
+def _confirmed(search: _Search, target: ChoiceTarget) -> tuple[np.ndarray, bool]:
+    """The best layout, and whether it was measured on held-out windows: one after the other, until one is within the
+    budget there too."""
+    left = search.candidates()
+    while (best := _best(search, target, left)) is not None:
+        layout = search.space.layout(best)
+        if search.made >= search.limit:
+            search.notes.append(
+                f"{layout} was not measured on held-out windows, because the {search.limit} measurements of --verify"
+                " were made before"
+            )
+            return best, False
+        cost = search.cost(best, held_out=True)
+        if target.max_nats is None or cost <= target.max_nats + SLACK:
+            return best, True
+        search.notes.append(
+            f"{layout} is over budget on held-out windows ({cost:+.4f} nats of {target.max_nats:.4f}), so the next"
+            " best was taken"
+        )
+        left = [one for one in left if one is not best]
+    assert target.max_nats is not None
+    least = min(search.measured.values(), key=lambda found: found.increase)
+    raise UserError(
+        f"none of the {len(search.measured)} layouts that were measured stays within --max-ppl-increase"
+        f" {target.max_ppl_increase} ({target.max_nats:.4f} nats) on both windows, the least increase is"
+        f" {least.increase:.4f} nats; give a larger one, or a larger --verify"
+    )

@@ -1,0 +1,83 @@
+"""Random models for the planner's tests: times and costs of options, sensitivity files, truths to measure."""
+
+import itertools
+import math
+
+import numpy as np
+
+from ladderize.convert.point_sensitivity import PointCost, PointSensitivity, point_changes
+from ladderize.convert.sensitivity_file import CalibrationData
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED
+from ladderize.planning.planner.front import LAYER_OPTIONS, OptionCosts
+
+NATS = np.array([0, 0.4, 1.0, 0.3, 0.8, 1.5])  # of the options, about, next to each other
+
+
+def all_options(layers):
+    """Every layout of so many layers, as options."""
+    return itertools.product(range(3), *[range(6)] * (layers - 1))
+
+
+def random_seconds():
+    """Of the options of a layer: what is hidden is saved, a dropped one costs nothing but some compute."""
+    attention, mlp, message = np.random.uniform(0.2, 1, 3) * 1e-4
+    apart = np.random.uniform(0, 0.2) * message
+    seconds = {}
+    for entering, mode in LAYER_OPTIONS:
+        waited = message - (min(message, attention) if entering == OVERLAPPED else 0)
+        waited += {BLOCKING: message, OVERLAPPED: message - min(message, mlp), DROPPED: apart}[mode]
+        seconds[entering, mode] = attention + mlp + waited
+    return np.array([seconds[option] for option in LAYER_OPTIONS])
+
+
+class FakeSeconds:
+    """Of a pass, as the time model gives them."""
+
+    def __init__(self):
+        self.constant = float(np.random.uniform(0, 1e-3))
+        self.layer = dict(zip(LAYER_OPTIONS, random_seconds().tolist(), strict=True))
+
+
+def random_costs(layers, *, alike, offered=1.0, pairs=True):
+    """alike: all layers take the same time. offered: the part of options that are."""
+    seconds = np.tile(random_seconds(), (layers, 1)) if alike else np.random.uniform(0, 1e-3, (layers, 6))
+    nats = np.random.lognormal(-3, 1, (layers, 1)) * NATS * np.random.uniform(0.5, 2, (layers, 6))
+    nats[np.random.random((layers, 6)) > offered] = math.inf
+    nats[0, 3:], nats[:, 0] = math.inf, 0.0
+    between = np.random.normal(0.01, 0.02, (layers - 1, 6, 6)) * pairs
+    between[:, 0], between[:, :, 0] = 0, 0
+    between = np.maximum(between, 0) if not alike else between
+    return OptionCosts(seconds, nats, between)
+
+
+def sensitivity_of(layers, *, sync_tp_size, pairs):
+    """A random points file: some costs are below 0, as noise makes them."""
+    dense_nll = float(np.random.uniform(0.5, 2))
+    scale = np.random.lognormal(-3, 0.7, layers)
+    costs = []
+    for change in point_changes(layers, dropped=sync_tp_size is not None, pairs=pairs):
+        option = LAYER_OPTIONS.index((change.entering, change.attention))
+        nats = float(scale[list(change.layers)].sum() * NATS[option] * np.random.uniform(0.6, 1.5))
+        nats *= (1.3 if len(change.layers) == 2 else 1) * (-0.05 if np.random.random() < 0.1 else 1)
+        costs.append(
+            PointCost(
+                **vars(change), nats=nats, low=nats - 0.01, high=nats + 0.01, perplexity=math.exp(dense_nll + nats)
+            )
+        )
+    return PointSensitivity(
+        model="model",
+        fingerprint="this",
+        layout=f"{layers} layers: dense",
+        parameters=1000,
+        data=CalibrationData("ids.npz", "0" * 64, 8, 16, 0),
+        mode="points",
+        sync_tp_size=sync_tp_size,
+        dtype="float32",
+        complete=True,
+        num_layers=layers,
+        pairs=pairs,
+        interval=0.95,
+        dense_nll=dense_nll,
+        costs=costs,
+        nll=[[dense_nll * 15] * (len(costs) + 1)] * 8,
+    )
