@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from ladderize.console import SILENT, Console
     from ladderize.convert.inspection import InspectionReport, inspect_checkpoint
     from ladderize.convert.pipeline import convert_checkpoint
+    from ladderize.convert.point_sensitivity import PointSensitivity, read_point_sensitivity
     from ladderize.convert.recipe import Recipe, read_recipe
     from ladderize.convert.report import ConversionReport
     from ladderize.convert.sensitivity_file import SensitivityDocument
     from ladderize.errors import LadderizeError, UsageError, UserError
     from ladderize.eval.evaluation.run import evaluate
-    from ladderize.eval.options import EvalOptions, SensitivityOptions
+    from ladderize.eval.options import EvalOptions, PointOptions, SensitivityOptions
     from ladderize.eval.paired.document import CompareOptions, ComparisonDocument, Comparisons
     from ladderize.eval.paired.run import compare
     from ladderize.eval.results import EvalResults
-    from ladderize.eval.sensitivity import measure_sensitivity
-    from ladderize.eval.sensitivity_run import write_sensitivity
+    from ladderize.eval.sensitivity import measure_points, measure_sensitivity
+    from ladderize.eval.sensitivity_run import write_points, write_sensitivity
     from ladderize.layout import Layout, LayoutError
     from ladderize.modeling import load, load_tokenizer, register
     from ladderize.planning.plans.document import PlanResult
@@ -85,6 +86,8 @@ __all__ = [
     "PlanModel",
     "PlanOptions",
     "PlanResult",
+    "PointOptions",
+    "PointSensitivity",
     "Recipe",
     "ReportOptions",
     "ReportSummary",
@@ -113,15 +116,18 @@ __all__ = [
     "inspect_checkpoint",
     "load",
     "load_tokenizer",
+    "measure_points",
     "measure_sensitivity",
     "merge",
     "plan",
+    "read_point_sensitivity",
     "read_recipe",
     "register",
     "report",
     "sample_corpus",
     "spd",
     "sweep",
+    "write_points",
     "write_sensitivity",
 ]
 # home -> public names; tests/test_api.py compares them with the imports above, which type checkers read
@@ -140,17 +146,18 @@ _HOMES = {
     "console": ("Console", "SILENT"),
     "convert.inspection": ("InspectionReport", "inspect_checkpoint"),
     "convert.pipeline": ("convert_checkpoint",),
+    "convert.point_sensitivity": ("PointSensitivity", "read_point_sensitivity"),
     "convert.recipe": ("Recipe", "read_recipe"),
     "convert.report": ("ConversionReport",),
     "convert.sensitivity_file": ("SensitivityDocument",),
     "errors": ("LadderizeError", "UsageError", "UserError"),
     "eval.evaluation.run": ("evaluate",),
-    "eval.options": ("EvalOptions", "SensitivityOptions"),
+    "eval.options": ("EvalOptions", "PointOptions", "SensitivityOptions"),
     "eval.paired.document": ("CompareOptions", "ComparisonDocument", "Comparisons"),
     "eval.paired.run": ("compare",),
     "eval.results": ("EvalResults",),
-    "eval.sensitivity": ("measure_sensitivity",),
-    "eval.sensitivity_run": ("write_sensitivity",),
+    "eval.sensitivity": ("measure_points", "measure_sensitivity"),
+    "eval.sensitivity_run": ("write_points", "write_sensitivity"),
     "layout": ("Layout", "LayoutError"),
     "modeling": ("load", "load_tokenizer", "register"),
     "planning.plans.document": ("PlanResult",),

@@ -1,7 +1,7 @@
 """``sensitivity``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -24,11 +24,14 @@ from ladderize.commands.options import (
     Tau2,
     Threads,
     compute_options,
+    names_of,
     options_from,
+    said,
 )
 from ladderize.console import Console
-from ladderize.convert.sensitivity_file import Mode, kind_of
-from ladderize.eval.options import SensitivityOptions
+from ladderize.convert.sensitivity_file import POINTS, Mode, kind_of
+from ladderize.errors import UsageError
+from ladderize.eval.options import PointOptions, SensitivityOptions
 from ladderize.files.regular import resolved
 
 
@@ -47,19 +50,29 @@ def sensitivity(
     sync_tp_size: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="TP size to drop sync points for (virtual ranks).", rich_help_panel=MEASUREMENT
+            metavar="N",
+            min=1,
+            help="TP size to drop sync points for (virtual ranks). Mode points: without it nothing is dropped.",
+            rich_help_panel=MEASUREMENT,
         ),
     ] = None,
     mode: Annotated[
-        Mode,
+        Literal[Mode, "points"],
         typer.Option(
             help=(
                 "spd, ladder: change blocks from the last one backwards, one more at a time (the paper's sweep). each,"
-                " each-ladder: change one block alone."
+                " each-ladder: change one block alone. points: change each sync point alone, and the two of a layer"
+                " together; costs are in nats per token, for ladderize plan."
             ),
             rich_help_panel=MEASUREMENT,
         ),
     ] = SensitivityOptions.mode,
+    pairs: Annotated[
+        bool,
+        typer.Option(
+            "--pairs", help="Mode points: also change two neighbouring layers alike.", rich_help_panel=MEASUREMENT
+        ),
+    ] = False,
     tau1: Tau1 = None,
     tau2: Tau2 = SensitivityOptions.tau2,
     samples: Annotated[
@@ -98,27 +111,50 @@ def sensitivity(
     config: Config = None,
     print_config: PrintConfig = False,
 ) -> None:
-    """Measure how much perplexity each block costs when its sync points are dropped or overlapped."""
+    """Measure how much perplexity each block costs when its sync points are dropped or overlapped.
+
+    With --mode points: what each single sync point costs.
+    """
     console = Console(as_json)
     with console.stage(LOADING):
         device = compute_options(device, threads)
-        from ladderize.eval.sensitivity import sensitivity_rows
-        from ladderize.eval.sensitivity_run import write_sensitivity
+        import ladderize.eval.sensitivity_run  # noqa: F401  # which takes seconds
         from ladderize.ranks.threads import set_threads
 
-    options = options_from(SensitivityOptions, ctx.params, device=device)
+    _check_effect(ctx, mode)
     set_threads(threads, 1)
     if plot is not None:
         from ladderize.figure import check_plot
 
         check_plot(plot)
+    if mode == POINTS:
+        _points(model, out, options_from(PointOptions, ctx.params, device=device), plot, overwrite, console)
+    else:
+        _blocks(model, out, options_from(SensitivityOptions, ctx.params, device=device), plot, overwrite, console)
+
+
+def _check_effect(ctx: typer.Context, mode: str) -> None:
+    """Raise UsageError for options that say something of another mode only."""
+    of_points, of_blocks = names_of(PointOptions), names_of(SensitivityOptions) - {"mode"}
+    idle, when = (of_blocks - of_points, "with") if mode == POINTS else (of_points - of_blocks, "without")
+    for name in said(ctx):
+        if name in idle:
+            raise UsageError(f"--{name.replace('_', '-')} has no effect {when} --mode {POINTS}")
+
+
+def _blocks(
+    model: str, out: Path, options: SensitivityOptions, plot: Path | None, overwrite: bool, console: Console
+) -> None:
+    from ladderize.eval.sensitivity import sensitivity_rows
+    from ladderize.eval.sensitivity_run import write_sensitivity
+
     document = write_sensitivity(model, out, options, overwrite=overwrite, console=console)
     console.document(document.to_dict())
     console.table(list(sensitivity_rows(document)), right=["block", "S", "perplexity"])
     console.result(f"dense perplexity {document.perplexity[-1]:.4f}")
     console.note(f"wrote {out}")
-    kind = kind_of(mode)
-    more = [] if kind == "ladder" else ["--sync-tp-size", str(sync_tp_size)]
+    kind = kind_of(options.mode)
+    more = [] if kind == "ladder" else ["--sync-tp-size", str(options.sync_tp_size)]
     target = f"{resolved(model).name}-{kind}"  # beside where the user is, also for "." and hub ids
     auto = command("convert", model, target, f"--{kind}", "auto", "--sensitivity", out, *more)
     if plot is not None:
@@ -126,3 +162,24 @@ def sensitivity(
 
         console.note(f"wrote {' and '.join(map(str, draw_sensitivity(document, plot)))}")
     show_next(console, ("convert with it", f"{auto} --{kind}-fraction 0.5"))
+
+
+def _points(model: str, out: Path, options: PointOptions, plot: Path | None, overwrite: bool, console: Console) -> None:
+    from ladderize.eval.points_shown import dense_line, draw_points, pair_rows, point_rows
+    from ladderize.eval.sensitivity_run import write_points
+
+    if options.sync_tp_size is None:
+        console.note("without --sync-tp-size N nothing is dropped: overlapped sync points are measured only")
+    document = write_points(model, out, options, overwrite=overwrite, console=console)
+    console.document(document.to_dict())
+    console.table(rows := list(point_rows(document)), right=list(rows[0]))
+    if pairs := list(pair_rows(document)):
+        console.result(
+            "\nneighbours changed alike: the cost of both (and how much of it is beyond the sum of each alone)\n"
+        )
+        console.table(pairs, right=list(pairs[0]))
+    console.result("")
+    console.result(dense_line(document))
+    console.note(f"wrote {out}")
+    if plot is not None:
+        console.note(f"wrote {' and '.join(map(str, draw_points(document, plot)))}")

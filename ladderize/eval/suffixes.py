@@ -87,20 +87,22 @@ class Suffixes:
 
     def __call__(self, ids: Tensor) -> np.ndarray:
         """ids: [batch, tokens] -> summed negative log-likelihoods in nats, float64 [batch, layouts]."""
-        columns: dict[int, Tensor] = {}
+        count = len(self.tree.layouts)
+        table = torch.empty(len(ids), count, dtype=torch.float64, device=self.blocks.device)
         with torch.no_grad():
-            self._walk(0, self.blocks.embed(ids), list(range(len(self.tree.layouts))), ids, columns)
-        return torch.stack([columns[number] for number in range(len(columns))], 1).cpu().numpy()
+            self._walk(0, self.blocks.embed(ids), list(range(count)), ids, table)
+        return table.cpu().numpy()
 
-    def _walk(self, first: int, state: State, members: list[int], ids: Tensor, columns: dict[int, Tensor]) -> None:
+    def _walk(self, first: int, state: State, members: list[int], ids: Tensor, table: Tensor) -> None:
         """Fill the columns of layouts that agree before layer ``first``, which ``state`` enters."""
         for layer in range(first, self.blocks.num_layers):
             *others, (step, members) = self.tree.parting(layer, members)
             for other, apart in others:
-                self._walk(layer + 1, self._run(layer, other, state), apart, ids, columns)
+                self._walk(layer + 1, self._run(layer, other, state), apart, ids, table)
             state = self._run(layer, step, state)
         nll = self.blocks.nll(complete(state), ids)
-        columns.update(dict.fromkeys(members, nll))
+        for number in members:
+            table[:, number] = nll  # one tensor for all: small ones between large ones would leave memory in pieces
 
     def _run(self, layer: int, step: LayerStep, state: State) -> State:
         entering, attention = step

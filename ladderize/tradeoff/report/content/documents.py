@@ -27,6 +27,7 @@ TELLING_KEYS = {
     "vllm": ("rows", "environment", "engine"),
     "bench": ("rows", "environment"),
     "sensitivity": ("blocks", "tau1"),
+    "points": ("costs", "dense_nll"),
 }
 
 
@@ -147,6 +148,12 @@ def _add_file(path: Path, found: FoundDocuments, command: str | None = None, *, 
     elif kind == "vllm":
         if named:
             raise UserError(f"{path} is of bench --engine vllm, which no report shows; name other files")
+    elif kind == "points":
+        if named:
+            raise UserError(
+                f"{path} is of sensitivity --mode points, which `ladderize plan` reads and no report shows; name other"
+                " files"
+            )
     elif kind == "bench":
         found.benches.append(FoundBench(path, BenchDocument.from_dict(content, path), version, command))
     elif kind == "sensitivity":
