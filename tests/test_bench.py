@@ -18,7 +18,7 @@ from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as spd_model
 from ladderize.runtime import spec
 from ladderize.runtime.bench import measure as bench
-from ladderize.runtime.bench import memory_need, reference_check, report, spread
+from ladderize.runtime.bench import memory_need, reference_check, report, spread, timing
 from ladderize.runtime.bench.cost_model import Operation, predict
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, named_layout, parse_counts
@@ -490,7 +490,7 @@ def test_what_is_doubtful_is_said(shape, monkeypatch):
         noise = 1 + (next(given) * 7 % 10) / 2
         return (noise, noise)
 
-    monkeypatch.setattr(bench, "_time_pass", time_pass)
+    monkeypatch.setattr(timing, "_time_once", time_pass)
     outcome = invoke("bench", *arguments, *QUICK, "--repeat", 9)
     assert outcome.code == 0, outcome.stderr
     assert "Warning: the rounds disagree by more than the models differ" in outcome.stderr
@@ -502,7 +502,7 @@ def test_what_is_doubtful_is_said(shape, monkeypatch):
     def backwards(group, generator, options, batch):
         return (1.0, 1.0) if generator.model.collectives.name == "none" else (0.5, 0.5)
 
-    monkeypatch.setattr(bench, "_time_pass", backwards)
+    monkeypatch.setattr(timing, "_time_once", backwards)
     outcome = invoke("bench", *arguments, *QUICK)
     assert "Warning: without communication these were slower than with it" in outcome.stderr
     assert "-500" not in outcome.stdout

@@ -5,18 +5,15 @@ sends short ones, whose latency counts. Every model also runs without communicat
 for.
 """
 
-import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from ladderize.console import Console
-from ladderize.memory import PeakMemory
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench import reference_check
-from ladderize.runtime.bench.alone_times import AloneTimes, synchronize
+from ladderize.runtime.bench.alone_times import AloneTimes
 from ladderize.runtime.bench.baselines import ParallelLlama
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.environment import environment
@@ -27,13 +24,14 @@ from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.plan import BenchPlan
 from ladderize.runtime.bench.reference_check import ReferenceAgreement
 from ladderize.runtime.bench.rows import TimedGenerator, TimedModel, rows_of
-from ladderize.runtime.bench.speed_row import PARALLEL, PHASES, UNSCHEDULED
+from ladderize.runtime.bench.speed_row import PARALLEL, UNSCHEDULED
+from ladderize.runtime.bench.timing import TimedPass, random_prompts, time_passes
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.observed import Traced
-from ladderize.runtime.decode import Generator, Sampling, sample
+from ladderize.runtime.decode import Generator
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.schedule import SEQUENTIAL
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator
@@ -102,12 +100,13 @@ def _measure_batch(
         models = _open_models(group, plan, collectives, weights, batch)
     for timed in models:
         generator = timed.communicating.generator
-        check_messages(timed.name, generator, _prompts(generator, options, batch))
-    _time_models(group, models, options, batch, console)
+        check_messages(timed.name, generator, random_prompts(generator, options, batch))
+    passes = [TimedPass(timed, way, options, batch) for timed in models for way in (timed.communicating, timed.silent)]
+    time_passes(group, passes, console, f"timing, batch {batch}")
     with console.stage("timing the communication alone"):
         for timed in models:
             generator = timed.silent.generator
-            prompts = _prompts(generator, options, batch)
+            prompts = random_prompts(generator, options, batch)
             timed.operations = instrument_model(generator, prompts, alone, group.device)
 
     def rows() -> list[BenchRow]:
@@ -210,64 +209,6 @@ def _open_models(
     return models
 
 
-def _time_models(group: Ranks, models: list[TimedModel], options: BenchOptions, batch: int, console: Console) -> None:
-    """Rounds over all models, each with and without communication, in an order drawn anew for each round."""
-    order = [(timed, way) for timed in models for way in (timed.communicating, timed.silent)]
-    shuffle = random.Random(options.seed)  # the same on every rank
-    rounds = options.warmup + options.repeat
-    # nothing moves on the terminal while a step is timed: the bar is drawn between rounds
-    with console.progress(f"timing, batch {batch}", rounds, animated=False) as advance:
-        for round_ in range(rounds):
-            counted = round_ - options.warmup
-            advance(
-                0,
-                f"warm-up {round_ + 1} of {options.warmup}"
-                if counted < 0
-                else f"round {counted + 1} of {options.repeat}",
-            )
-            shuffle.shuffle(order)
-            for timed, way in order:
-                _time_round(group, timed, way, options, batch, counted=counted >= 0)
-            advance(1)
-
-
-def _time_round(
-    group: Ranks, timed: TimedModel, way: TimedGenerator, options: BenchOptions, batch: int, *, counted: bool
-) -> None:
-    with PeakMemory(group.device) as memory:
-        times = _time_pass(group, way.generator, options, batch)
-    if counted:
-        for phase, seconds in zip(PHASES, times, strict=True):
-            # the group is done when its last rank is
-            way.seconds[phase].append(max(group.gather(seconds)))
-    elif way is timed.communicating and memory.rise is not None:
-        own = way.generator.model.weights.resident_bytes + way.generator.cache.nbytes
-        timed.peak_memory_bytes = max(timed.peak_memory_bytes or 0, own + memory.rise)
-
-
-def _time_pass(group: Ranks, generator: Generator, options: BenchOptions, batch: int) -> tuple[float, float]:
-    """Seconds of the prefill, and per decoded token."""
-    prompts = _prompts(generator, options, batch)
-    draws = torch.zeros(batch, options.decode_steps, device=group.device)
-    group.barrier()
-    synchronize(group.device)
-    begin = time.perf_counter()
-    tokens = sample(generator.prefill(prompts), Sampling(), draws[:, 0])
-    synchronize(group.device)
-    middle = time.perf_counter()
-    generator.decode_n_tokens(tokens, draws, Sampling())
-    synchronize(group.device)
-    return middle - begin, (time.perf_counter() - middle) / options.decode_steps
-
-
-def _prompts(generator: Generator, options: BenchOptions, batch: int) -> list[list[int]]:
-    numbers = torch.Generator().manual_seed(options.seed)
-    ids: list[list[int]] = torch.randint(
-        0, generator.model.shape.vocab, (batch, options.prompt_len), generator=numbers
-    ).tolist()
-    return ids
-
-
 def _trace_models(
     group: Ranks,
     models: list[TimedModel],
@@ -283,7 +224,7 @@ def _trace_models(
         model = generator.model
         model.collectives = traced = Traced(collectives)
         eager = Generator(model, generator.rope, generator.cache, schedule=generator.schedule)
-        prompts = _prompts(generator, options, batch)
+        prompts = random_prompts(generator, options, batch)
 
         def steps(eager: Generator = eager, prompts: list[list[int]] = prompts) -> None:
             tokens = eager.prefill(prompts).argmax(-1)
