@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from ladderize.eval.sensitivity_run import write_points, write_sensitivity
     from ladderize.layout import Layout, LayoutError
     from ladderize.modeling import load, load_tokenizer, register
+    from ladderize.planning.calibration.document import CalibrationDocument
+    from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
+    from ladderize.planning.calibration.run import calibrate
     from ladderize.planning.plans.document import PlanResult
     from ladderize.planning.plans.options import PlanModel, PlanOptions
     from ladderize.planning.plans.run import plan
@@ -63,6 +66,8 @@ __all__ = [
     "BenchOptions",
     "BlockwiseOptions",
     "Budget",
+    "CalibrateOptions",
+    "CalibrationDocument",
     "CompareOptions",
     "ComparisonDocument",
     "Comparisons",
@@ -99,6 +104,7 @@ __all__ = [
     "SpdDocument",
     "SpdOptions",
     "SweepDocument",
+    "TimingsOptions",
     "TrainingBenchDocument",
     "TrainingBenchOptions",
     "UsageError",
@@ -108,6 +114,7 @@ __all__ = [
     "adapt_checkpoint",
     "bench",
     "bench_training",
+    "calibrate",
     "compare",
     "convert_checkpoint",
     "data_sources",
@@ -163,6 +170,9 @@ _HOMES = {
     "planning.plans.document": ("PlanResult",),
     "planning.plans.options": ("PlanModel", "PlanOptions"),
     "planning.plans.run": ("plan",),
+    "planning.calibration.document": ("CalibrationDocument",),
+    "planning.calibration.options": ("CalibrateOptions", "TimingsOptions"),
+    "planning.calibration.run": ("calibrate",),
     "runtime.bench.document": ("BenchDocument",),
     "runtime.bench.options": ("BenchOptions", "ModelChoice"),
     "runtime.bench.run": ("bench",),

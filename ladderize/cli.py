@@ -11,6 +11,7 @@ from ladderize import __version__
 from ladderize.commands import (
     adapt,
     bench,
+    calibrate,
     compare,
     convert,
     demo,
@@ -108,6 +109,7 @@ app.command(rich_help_panel=RECOVER, cls=Command)(plot.plot)
 app.command("eval", rich_help_panel=MEASURE, cls=ConfigurableCommand)(evaluate.evaluate)
 app.command(rich_help_panel=MEASURE, cls=Command)(compare.compare)
 app.command(rich_help_panel=MEASURE, cls=ConfigurableCommand)(bench.bench)
+app.command(rich_help_panel=MEASURE, cls=ConfigurableCommand)(calibrate.calibrate)
 app.command(rich_help_panel=MEASURE, cls=Command)(report.report)
 app.command(rich_help_panel=MEASURE, cls=Command)(generate.generate)
 app.command(rich_help_panel=MEASURE, cls=Command)(sweep.sweep)

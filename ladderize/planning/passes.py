@@ -98,6 +98,7 @@ class _Pace:
         self.width = WIDTHS[dtype]
         self.flop_s = device.peak_flop_s(dtype) * device.matmul_share
         self.bytes_s = device.memory_bandwidth_gb_s * 1e9 * device.bandwidth_share
+        self.serial = device.serial_share
         self.kernel, self.thin, self.launch = device.kernel_us * 1e-6, device.thin_us * 1e-6, device.launch_us * 1e-6
 
     def product(self, rows: float, inner: float, outer: float) -> float:
@@ -107,7 +108,8 @@ class _Pace:
         return self.roofline(2 * rows * inner * outer, size) + extra
 
     def roofline(self, flop: float, size: float) -> float:
-        return max(flop / self.flop_s, size / self.bytes_s)
+        times = flop / self.flop_s, size / self.bytes_s
+        return max(times) + self.serial * min(times)
 
     def moved(self, size: float) -> float:
         return size / self.bytes_s

@@ -49,6 +49,7 @@ FITTED = {
     "kernel_us": _Free(0, 2e3, False, 1, "us", "decode steps of two widths, or at two numbers of ranks, at batch 1"),
     "thin_us": _Free(0, 2e3, False, 1, "us", "decode steps at a batch of 2 to 256, and at batch 1"),
     "launch_us": _Free(0, 2e3, False, 1, "us", "a prefill of one short prompt"),
+    "serial_share": _Free(0, 1, False, 0.5, "", "decode steps at a batch of 1, of about 8 and of 64"),
     "contention": _Free(0, 0.9, False, 0.5, "", "a layout with overlapped sync points, prefill and decode"),
     "alpha_us": _Free(0.05, 1e6, True, 1, "us", _SMALL),
     "bus_gb_s": _Free(1e-4, 2e4, True, 1, "GB/s", _LARGE),
@@ -305,7 +306,15 @@ class _Model:
         return _deviation(silent or passes), max(_deviation(alone), 2 * _deviation(sent))
 
 
-_DEVICE_FIELDS = ("bandwidth_share", "memory_bandwidth_gb_s", "matmul_share", "kernel_us", "thin_us", "launch_us")
+_DEVICE_FIELDS = (
+    "bandwidth_share",
+    "memory_bandwidth_gb_s",
+    "matmul_share",
+    "kernel_us",
+    "thin_us",
+    "serial_share",
+    "launch_us",
+)
 LEAST_ERROR = 0.02  # of a time: runs of the same program differ by as much
 
 
