@@ -1,5 +1,6 @@
 """Which figures a calibration fits, and where they begin. Imports no torch."""
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 
@@ -28,11 +29,7 @@ def begin_device(options: CalibrateOptions, observations: Sequence[Observation])
     engine = ENGINE_OF[options.device]
     if options.hardware is not None:
         known = read_device(options.hardware)
-        return DeviceSpec(
-            options.name, known.memory_bandwidth_gb_s, known.matmul_tflop_s, known.memory_gib, known.bandwidth_share,
-            known.matmul_share, known.kernel_us, known.thin_us, known.relative_error, engine, True, source,
-            known.launch_us, known.serial_share,
-        )  # fmt: skip
+        return dataclasses.replace(known, name=options.name, engine=engine, calibrated=True, source=source)
     bandwidth, rate, kernel = BEGIN[options.device]
     rates = {seen.dtype: rate for seen in observations if seen.dtype is not None}
     return DeviceSpec(options.name, bandwidth, rates, None, 1.0, 1.0, kernel, 0.0, 0.05, engine, True, source)

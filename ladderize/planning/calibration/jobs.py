@@ -18,7 +18,7 @@ CPU_SHAPES = ((1024, 2816, 12, 16, 8), (2048, 5632, 4, 16, 8))
 GPU_SHAPES = ((4096, 14336, 8, 32, 8), (8192, 28672, 4, 64, 8))
 VOCABULARY = 8192
 PREFILL_TOKENS = {"cpu": 256, "cuda": 8192}
-LONGEST_PROMPT = 1024
+MOST_PROMPT_TOKENS = 1024
 LAYOUTS = ("dense", "ladder")  # the second tells how much a message in flight slows the compute beside it
 
 
@@ -62,7 +62,7 @@ def prefill_tokens(options: CalibrateOptions) -> int:
 
 
 def _prompt_len(options: CalibrateOptions, batch: int) -> int:
-    return max(1, min(LONGEST_PROMPT, prefill_tokens(options) // batch))
+    return max(1, min(MOST_PROMPT_TOKENS, prefill_tokens(options) // batch))
 
 
 def _bench_options(options: CalibrateOptions, ranks: int, batch: int, prompt: int) -> BenchOptions:

@@ -26,6 +26,8 @@ MODEL_COLUMNS = ("shape", "model")
 NAMED_COLUMNS = ("dtype", "tp_size", "batch_size", "prompt_len", "output_len", "variant")
 TIME_COLUMNS = ("prefill_ms", "decode_ms_per_token", "end_to_end_tokens_per_s")
 BASELINE_VARIANTS: dict[str, Variant] = {"no-comm": "no-comm", "parallel": "parallel"}
+ROW_VARIANTS: dict[str, Variant] = {PARALLEL: "parallel", NO_COMM: "no-comm"}
+PASS_QUANTITIES: tuple[Quantity, ...] = ("prefill", "decode")
 MAX_TIMINGS_BYTES = 64 << 20
 
 
@@ -105,9 +107,17 @@ def _row(row: Mapping[str, str], config: dict[str, Any], engine: str, where: str
         raise UserError(f"{where}: {error}") from None
     for quantity, seconds in times.items():
         yield layout_observation(
-            layout, quantity, seconds, ranks, variant, Workload(batch, prompt, output), engine,
-            config=config, dtype=row["dtype"], name=name,
-        )  # fmt: skip
+            layout,
+            quantity,
+            seconds,
+            ranks,
+            variant,
+            Workload(batch, prompt, output),
+            engine,
+            config=config,
+            dtype=row["dtype"],
+            name=name,
+        )
 
 
 def _count(row: Mapping[str, str], name: str, least: int, where: str) -> int:
@@ -149,16 +159,23 @@ def _bench(path: Path, shape: str | None) -> Iterator[Observation]:
         config = _row_config(row, path, shape)
         workload = Workload(row.batch_size, options.prompt_len, options.output_len)
         layout = Layout(tuple(row.attention_sync), tuple(row.mlp_sync), row.sync_tp_size)
-        variant: Variant = {PARALLEL: "parallel", NO_COMM: "no-comm"}.get(row.model, "layout")  # type: ignore[assignment]
-        quantities: tuple[Quantity, ...] = ("prefill", "decode")
-        for quantity in quantities:
+        variant = ROW_VARIANTS.get(row.model, "layout")
+        for quantity in PASS_QUANTITIES:
             seconds = row.total_ms(quantity) / 1e3
             if not 0 < seconds < LONGEST_US:
                 raise UserError(f"--timings {path}: a {quantity} of {row.model} took {seconds:g} s; time it again")
             yield layout_observation(
-                layout, quantity, seconds, row.tp_size, variant, workload, engine,
-                config=config, dtype=row.dtype, name=row.model,
-            )  # fmt: skip
+                layout,
+                quantity,
+                seconds,
+                row.tp_size,
+                variant,
+                workload,
+                engine,
+                config=config,
+                dtype=row.dtype,
+                name=row.model,
+            )
 
 
 def _row_config(row: BenchRow, path: Path, shape: str | None) -> dict[str, Any]:
