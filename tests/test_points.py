@@ -1,0 +1,285 @@
+"""Costs of single sync points: against the oracle, which files tell them, the command, and what is refused."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
+from ladderize.convert.point_sensitivity import (
+    PointChange,
+    PointCost,
+    point_changes,
+    point_costs,
+    read_point_sensitivity,
+)
+from ladderize.errors import UserError
+from ladderize.eval import window_table
+from ladderize.eval.options import PointOptions
+from ladderize.eval.points_shown import beyond_sum, draw_points
+from ladderize.eval.sensitivity import measure_points
+from ladderize.eval.suffixes import LayoutTree, Suffixes
+from ladderize.layout import Layout
+from tests.helpers import BIASES, SHAPE, edit_json, fresh_rng, invoke, one_sentence, save_llama
+from tests.oracle import Oracle
+
+LAYERS = SHAPE["num_hidden_layers"]
+
+
+@pytest.fixture
+def ids(tmp_path):
+    """Windows of random ids as a file: 12 x 16."""
+    path = tmp_path / "ids.npy"
+    np.save(path, fresh_rng().integers(3, SHAPE["vocab_size"], (12, 16)))
+    return path
+
+
+def measuring(llama, ids, out, *more):
+    arguments = ("sensitivity", llama, "--data", ids, "--mode", "points", "--samples", 12, "--out", out)
+    return invoke(*arguments, *more)
+
+
+def random_layout(rng, layers=LAYERS):
+    attention = rng.choice(["blocking", "overlapped", "dropped"], layers).tolist()
+    mlp = [*rng.choice(["blocking", "overlapped"], layers - 1).tolist(), "blocking"]
+    return Layout(tuple(attention), tuple(mlp), 4 if "dropped" in attention else None)
+
+
+def oracle_nll(blocks, layout, windows):
+    """Summed nats of each window under a layout, every rank apart."""
+    weights = dict(zip(names := list(blocks.checkpoint.tensors), blocks.read(names), strict=True))
+    ids = torch.from_numpy(windows)
+    logits, _ = Oracle(weights, blocks.model_config(layout))(ids)
+    likely = logits.double().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])
+    return -likely.sum((1, 2)).numpy()
+
+
+@pytest.mark.parametrize("extra", [{}, BIASES], ids=["plain", "biases"])
+def test_costs_against_the_oracle(tmp_path, ids, extra):
+    folder = save_llama(tmp_path / "m", seed=int(torch.randint(1 << 30, ())), **extra)
+    options = PointOptions(str(ids), 4, True, samples=12, seed=3, batch_size=5)
+    document = measure_points(folder, options)
+    blocks = Blocks(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    windows = read_windows(blocks.checkpoint, str(ids), seq_len=None, samples=12, seed=3)
+    dense = oracle_nll(blocks, Layout.dense(LAYERS), windows)
+    assert document.dense_nll == pytest.approx(dense.mean() / 15, rel=1e-5)
+    found = np.array(document.nll)
+    np.testing.assert_allclose(found[:, -1], dense, rtol=1e-5)
+    for column, cost in enumerate(document.costs):
+        expected = oracle_nll(blocks, cost.layout(LAYERS, 4), windows)
+        np.testing.assert_allclose(found[:, column], expected, rtol=1e-5)
+        assert cost.nats == pytest.approx((expected - dense).mean() / 15, abs=1e-5)
+        assert cost.low <= cost.nats <= cost.high
+        assert cost.perplexity == pytest.approx(math.exp(expected.mean() / 15), rel=1e-4)
+    single = {cost.layers[0]: cost for cost in document.costs if len(cost.layers) == 1 and cost.kind == "both"}
+    pair = next(cost for cost in document.costs if cost.layers == (1, 2) and cost.kind == "both")
+    assert beyond_sum(document, pair) == pytest.approx(pair.nats - single[1].nats - single[2].nats)
+
+
+def test_changes_are_different_models_and_all_of_them():
+    assert len(point_changes(7, dropped=True, pairs=False)) == 5 * 7 - 3
+    for dropped in (True, False):
+        changes = point_changes(5, dropped=dropped, pairs=True)
+        layouts = [change.layout(5, 4) for change in changes]
+        assert len(set(layouts)) == len(layouts)
+        assert not any(layout.is_dense for layout in layouts)
+        assert any("dropped" in layout.attention_sync for layout in layouts) == dropped
+        for change, layout in zip(changes, layouts, strict=True):
+            changed = [
+                i for i in range(5) if layout.attention_sync[i] != "blocking" or layout.entering(i) != "blocking"
+            ]
+            assert set(changed) <= set(change.layers)
+            assert max(changed) == max(change.layers)
+    for layer in range(1, 5):  # every mode that a layer can have, alone
+        wanted = {Layout.from_layers(5, ladder=[layer]), Layout.from_layers(5, spd=[layer], sync_tp_size=4)}
+        wanted.add(Layout.from_layers(5, ladder=[layer], spd=[layer], sync_tp_size=4))
+        assert wanted <= {change.layout(5, 4) for change in point_changes(5, dropped=True, pairs=False)}
+
+
+def test_layouts_that_begin_alike_share_the_work(llama, ids, monkeypatch):
+    rng = fresh_rng()
+    layouts = [random_layout(rng) for _ in range(30)]
+    layouts += [layouts[3], Layout.dense(LAYERS)]
+    blocks = Blocks(open_checkpoint(str(llama)), torch.float32, torch.device("cpu"))
+    windows = torch.from_numpy(np.load(ids))
+    alone = [
+        window_nlls(blocks, lambda i, layout=layout: blocks.layer(i, layout), windows, batch_size=12)
+        for layout in layouts
+    ]
+    suffixes, calls = Suffixes(blocks, layouts), []
+    run = blocks.run
+    monkeypatch.setattr(blocks, "run", lambda layer, state: calls.append(layer) or run(layer, state))
+    np.testing.assert_allclose(suffixes(windows), torch.stack(alone, 1).numpy(), rtol=1e-6)
+    beginnings = {(one.attention_sync[: i + 1], one.mlp_sync[:i]) for one in layouts for i in range(LAYERS)}
+    assert len(calls) == len(beginnings) == LayoutTree(layouts).layer_runs
+    with pytest.raises(ValueError, match="several sync_tp_size"):
+        LayoutTree([Layout.from_layers(4, spd=[1], sync_tp_size=n) for n in (2, 4)])
+
+
+def test_the_states_that_wait_are_few():
+    """What waits is bounded by the logarithm of the number of layouts, however they part."""
+
+    def deepest(tree, layer, members):
+        groups = tree.parting(layer, members)
+        if layer + 1 == tree.num_layers:
+            return 1
+        *others, (_, last) = groups
+        return max([deepest(tree, layer + 1, last), *(1 + deepest(tree, layer + 1, group) for _, group in others)])
+
+    rng = fresh_rng()
+    for count in (1, 2, 9, 200):
+        tree = LayoutTree([random_layout(rng, 6) for _ in range(count)])
+        assert deepest(tree, 0, list(range(count))) + 1 <= tree.states
+
+
+def test_intervals_are_of_differences():
+    """However unlike windows are: a change that costs the same in each has no spread."""
+    rng = fresh_rng()
+    dense = rng.uniform(10, 90, 40)
+    noise = rng.normal(0, 3, 40)
+    changes = point_changes(2, dropped=False, pairs=False)[:2]
+    base, (same, noisy) = point_costs(changes, np.stack([dense + 5, dense + noise, dense], 1), 10)
+    assert base == pytest.approx(dense.mean() / 10)
+    assert same.low == pytest.approx(0.5)
+    assert same.high == pytest.approx(0.5)
+    assert noisy.nats == pytest.approx(noise.mean() / 10)
+    half = 1.96 * noise.std() / 10 / math.sqrt(40)
+    assert (noisy.high - noisy.low) / 2 == pytest.approx(half, rel=0.3)
+
+
+def test_files_of_blocks_tell_what_they_know(llama, ids, tmp_path):
+    assert measuring(llama, ids, tmp_path / "p.json", "--sync-tp-size", 4).code == 0
+    points = read_point_sensitivity(tmp_path / "p.json")
+    assert (points.num_layers, points.sync_tp_size, points.pairs) == (LAYERS, 4, False)
+    known = {PointChange(cost.layers, cost.entering, cost.attention): cost for cost in points.costs}
+    for mode, more in (("each", ("--sync-tp-size", 4)), ("each-ladder", ())):
+        out = tmp_path / f"{mode}.json"
+        command = ("sensitivity", llama, "--data", ids, "--mode", mode, "--samples", 12, "--out", out)
+        assert invoke(*command, *more).code == 0
+        blocks = read_point_sensitivity(out)
+        assert blocks.fingerprint == points.fingerprint
+        assert blocks.dense_nll == pytest.approx(points.dense_nll, rel=1e-6)
+        assert [cost.layers for cost in blocks.costs] == [(layer,) for layer in range(LAYERS)]
+        for cost in blocks.costs:
+            same = known[PointChange(cost.layers, cost.entering, cost.attention)]
+            for name in ("nats", "low", "high"):
+                assert getattr(cost, name) == pytest.approx(getattr(same, name), abs=1e-6)
+        edit_json(out, nll=[[1.0, 2.0]])
+        with pytest.raises(UserError, match="nll has not 5 log-likelihoods"):
+            read_point_sensitivity(out)
+
+
+def test_files_that_tell_no_costs(llama, ids, tmp_path):
+    path = tmp_path / "p.json"
+    assert measuring(llama, ids, path, "--sync-tp-size", 2, "--pairs").code == 0
+    whole = path.read_text()
+    costs = json.loads(whole)["costs"]
+
+    def refused(message, **changes):
+        path.write_text(whole)
+        edit_json(path, **changes)
+        with pytest.raises(UserError, match=message):
+            read_point_sensitivity(path)
+
+    refused("does not tell what a single sync point costs", mode="spd")
+    refused("is not complete", complete=False)
+    refused("fingerprint is ''", fingerprint="")
+    refused("sync_tp_size is 0", sync_tp_size=0)
+    refused("dense_nll is -1.0", dense_nll=-1.0)
+    refused("it has no cost of layers 0: attention overlapped", costs=costs[1:])
+    refused("which is no change of this model's", costs=[*costs, costs[4]])
+    refused("which is no change of this model's", costs=[*costs, {**costs[4], "layers": [9]}])
+    refused("costs.* nats is '1'", costs=[{**costs[0], "nats": "1"}, *costs[1:]])
+    refused("it has a cost of layers 2:4", num_layers=LAYERS - 1)
+    path.write_text(whole)
+    assert read_point_sensitivity(path).to_dict()["costs"] == costs
+    assert isinstance(read_point_sensitivity(path).costs[0], PointCost)
+
+
+def test_other_readers_say_what_the_file_is(llama, ids, tmp_path):
+    path = tmp_path / "sensitivity.json"
+    assert measuring(llama, ids, path, "--sync-tp-size", 2).code == 0
+    convert = ("convert", llama, tmp_path / "out", "--spd", "auto", "--sync-tp-size", 2, "--sensitivity", path)
+    assert "measures single sync points (mode points)" in one_sentence(invoke(*convert))
+    assert "no report shows" in one_sentence(invoke("report", path, "--out", tmp_path / "r.html"))
+    assert "there is nothing to report on" in one_sentence(invoke("report", tmp_path, "--out", tmp_path / "r.html"))
+
+
+def test_the_command(llama, ids, tmp_path):
+    out = tmp_path / "p.json"
+    shown = measuring(llama, ids, out, "--sync-tp-size", 4, "--pairs", "--plot", tmp_path / "p")
+    assert shown.code == 0, shown.stderr
+    assert "nothing is dropped" not in shown.stderr
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    document = json.loads(out.read_text())
+    for cost in document["costs"]:
+        assert f"{cost['nats']:+.4f}" in shown.stdout
+    assert "beyond the sum" in shown.stdout
+    printed = measuring(llama, ids, out, "--sync-tp-size", 4, "--pairs", "--json")
+    assert json.loads(printed.stdout) == document
+    assert "nothing was measured" in printed.stderr
+    assert "holds a measurement with another pairs" in one_sentence(measuring(llama, ids, out, "--sync-tp-size", 4))
+    less = measuring(llama, ids, tmp_path / "o.json")
+    assert "without --sync-tp-size N nothing is dropped" in less.stderr
+    assert "dropped" not in less.stdout
+    assert "beyond" not in less.stdout
+    assert len(json.loads((tmp_path / "o.json").read_text())["costs"]) == 3 * LAYERS - 2
+
+
+def test_the_picture_of_costs_that_dwarf_others(llama, ids, tmp_path):
+    assert measuring(llama, ids, tmp_path / "p.json", "--pairs").code == 0
+    document = read_point_sensitivity(tmp_path / "p.json")
+    values = [9.0, -1.0] + [0.001] * (len(document.costs) - 2)
+    costs = [replace(c, nats=v, low=v - 0.1, high=v) for c, v in zip(document.costs, values, strict=True)]
+    assert all(path.stat().st_size for path in draw_points(replace(document, costs=costs), tmp_path / "p"))
+
+
+def test_a_killed_command_goes_on(llama, ids, tmp_path, monkeypatch):
+    out, calls = tmp_path / "p.json", []
+    more = ("--sync-tp-size", 2, "--batch-size", 3)
+    assert measuring(llama, ids, tmp_path / "whole.json", *more).code == 0
+
+    def stopped(self, batch, original=Suffixes.__call__):
+        calls.append(len(batch))
+        if len(calls) > 2:
+            raise UserError("stopped")
+        return original(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(window_table, "SAVE_SECONDS", 0.0)
+        patch.setattr(Suffixes, "__call__", stopped)
+        assert "stopped" in one_sentence(measuring(llama, ids, out, *more))
+    assert not out.exists()
+    assert "another pairs" in one_sentence(measuring(llama, ids, out, *more, "--pairs"))
+    assert "resuming after 6 of 12 windows" in measuring(llama, ids, out, *more).stderr
+    assert json.loads(out.read_text()) == json.loads((tmp_path / "whole.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--mode", "points", "--tau1", "0.1"], 2, "--tau1 has no effect with --mode points"),
+        (["--mode", "points", "--tau2", "10"], 2, "--tau2 has no effect with --mode points"),
+        (["--mode", "each-ladder", "--pairs"], 2, "--pairs has no effect without --mode points"),
+        (["--mode", "points", "--sync-tp-size", "3"], 1, "sync-tp-size 3 does not divide the 8 attention heads"),
+    ],
+)
+def test_what_is_refused(llama, ids, tmp_path, options, code, message):
+    outcome = invoke("sensitivity", llama, "--data", ids, "--out", tmp_path / "s.json", "--samples", 4, *options)
+    assert message in one_sentence(outcome)
+    assert outcome.code == code
+    assert not (tmp_path / "s.json").exists()
+
+
+def test_the_trained_model_minds_neighbours_more_than_each_alone(stories, tmp_path):
+    """Costs are super-additive, which is why a choice by their sums is measured."""
+    command = ("sensitivity", stories, "--data", f"{stories}-samples.npz:heldout", "--samples", 16, "--mode", "points")
+    out = tmp_path / "p.json"
+    assert invoke(*command, "--pairs", "--sync-tp-size", 4, "--out", out).code == 0
+    document = read_point_sensitivity(out)
+    pairs = [cost for cost in document.costs if len(cost.layers) == 2]
+    assert len(pairs) == 4 * 5 - 1
+    assert sum(beyond_sum(document, pair) > 0 for pair in pairs) > 0.8 * len(pairs)
