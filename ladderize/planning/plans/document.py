@@ -6,12 +6,13 @@ from typing import ClassVar, Literal
 from ladderize.files.records import Record
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
 from ladderize.planning.planner.document import PlanChoice
-from ladderize.planning.plans.options import PlanOptions
+from ladderize.planning.plans.options import PlanModel, PlanOptions
 from ladderize.runtime.bench.speed_row import PhaseCommunication, SpeedRow
 from ladderize.runtime.collectives.links import Interconnect, Link
 
 # predicted: from figures of other machines; calibrated: device and link were timed by `ladderize calibrate`
 Basis = Literal["predicted", "calibrated"]
+NO_WEIGHTS = "none"  # of a row: a layout of a shape, not a checkpoint
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,14 @@ class GroupLink(Record):
 
 @dataclass(frozen=True)
 class PlanResult(Record):
-    """All of plan.json but the schema in front. model: its path or the shape's name.
+    """All of plan.json but the schema in front. model: what was asked for.
 
     link, links: None and empty where only one rank was asked for. choice: the layout that was chosen, if one was to be.
     """
 
     LEFT_OUT: ClassVar = ("choice",)
 
-    model: str
+    model: PlanModel
     options: PlanOptions
     device: DeviceSpec
     link: Interconnect | None

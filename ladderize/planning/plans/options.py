@@ -17,7 +17,7 @@ WORKLOAD_KEYS = {"prompt": "prompt_len", "output": "output_len", "batch": "batch
 
 
 @dataclass(frozen=True)
-class PlanModel:
+class PlanModel(Record):
     """What is to run: a checkpoint, or a shape without weights. None is what was not said.
 
     layout: as --layout has it: names of layouts, ``parallel`` and ``no-comm``.

@@ -8,7 +8,7 @@ from ladderize.layout import DROPPED, OVERLAPPED, Layout
 from ladderize.planning.bands import band_cases, relative_band
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
 from ladderize.planning.passes import WIDTHS, PassParts, Workload, pass_parts
-from ladderize.planning.plans.document import Basis, GroupLink, PlannedRow
+from ladderize.planning.plans.document import NO_WEIGHTS, Basis, GroupLink, PlannedRow
 from ladderize.planning.plans.models import ModelToPlan, RowVariant
 from ladderize.planning.prediction import predict_parallel, predict_pass, predict_silent
 from ladderize.runtime.bench.cost_model import Prediction
@@ -118,7 +118,7 @@ class RowMaker:
             attention_sync=list(variant.layout.attention_sync),
             mlp_sync=list(variant.layout.mlp_sync),
             sync_tp_size=variant.layout.sync_tp_size,
-            weights=str(self.model.folder) if variant.own and self.model.folder is not None else "none",
+            weights=str(self.model.folder) if variant.own and self.model.folder is not None else NO_WEIGHTS,
             dtype=self.model.dtype,
             checked=False,
             emulated=False,

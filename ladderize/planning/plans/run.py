@@ -38,7 +38,7 @@ def plan(
     workloads = [Workload(batch, options.prompt_len, options.output_len) for batch in options.batch_sizes]
     groups = [PlannedGroup(ranks, device, engine, interconnect if ranks > 1 else None) for ranks in options.tp_sizes]
     result = PlanResult(
-        model=model.name,
+        model=choice,
         options=options,
         device=device,
         link=interconnect,

@@ -34,7 +34,7 @@ def group_words(result: PlanResult, row: PlannedRow) -> str:
 def _heading(result: PlanResult) -> str:
     options, engine = result.options, result.engine
     return (
-        f"{result.model}, {result.rows[0].dtype}; prompt {options.prompt_len}, output {options.output_len}; engine"
+        f"{result.model.name}, {result.rows[0].dtype}; prompt {options.prompt_len}, output {options.output_len}; engine"
         f" assumed: {engine.name} ({engine.source})"
     )
 

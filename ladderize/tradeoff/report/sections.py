@@ -4,10 +4,10 @@ it."""
 from ladderize.tradeoff.report.content.answer import MEASURE_ACCURACY, MEASURE_SPEED, Answer
 from ladderize.tradeoff.report.content.commands import (
     all_commands,
-    bench_commands,
     eval_commands,
     sensitivity_commands,
     sweep_commands,
+    time_commands,
 )
 from ladderize.tradeoff.report.content.join import ReportContent
 from ladderize.tradeoff.report.content.models_table import models_table
@@ -62,13 +62,13 @@ def _tasks(content: ReportContent) -> PageSection:
 
 
 def _speed(content: ReportContent) -> PageSection:
-    plots = tuple(speed_plots(content, bench_commands(content.found)))
+    plots = tuple(speed_plots(content, time_commands(content.found)))
     missing = "" if plots else f"Nothing was timed. `{MEASURE_SPEED}` does it."
     return PageSection("speed", "Speed", plots=plots, missing=missing)
 
 
 def _time(content: ReportContent) -> PageSection:
-    plots = tuple(time_plots(content, bench_commands(content.found)))
+    plots = tuple(time_plots(content, time_commands(content.found)))
     missing = "" if plots else f"The communication was not measured. `{MEASURE_SPEED}` does it."
     return PageSection("time", "Where the time goes", plots=plots, missing=missing)
 

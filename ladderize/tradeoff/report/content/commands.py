@@ -3,8 +3,15 @@
 from collections.abc import Iterable, Mapping
 
 from ladderize.eval.options import EvalOptions
+from ladderize.planning.plans.options import PlanModel
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.tradeoff.report.content.documents import FoundBench, FoundDocuments, FoundResults, FoundSensitivity
+from ladderize.tradeoff.report.content.documents import (
+    FoundBench,
+    FoundDocuments,
+    FoundPlan,
+    FoundResults,
+    FoundSensitivity,
+)
 from ladderize.tradeoff.sweep.by_hand import NOT_ON_THE_COMMAND_LINE, line, options_by_hand
 
 
@@ -16,8 +23,9 @@ def eval_commands(found: FoundDocuments) -> list[str]:
     return _unique(found, (_eval_command(one) for one in found.results))
 
 
-def bench_commands(found: FoundDocuments) -> list[str]:
-    return _unique(found, (_bench_command(one) for one in found.benches))
+def time_commands(found: FoundDocuments) -> list[str]:
+    """Of measured and of predicted times."""
+    return _unique(found, [*map(_bench_command, found.benches), *map(_plan_command, found.plans)])
 
 
 def sensitivity_commands(found: FoundDocuments) -> list[str]:
@@ -26,7 +34,7 @@ def sensitivity_commands(found: FoundDocuments) -> list[str]:
 
 def all_commands(found: FoundDocuments) -> list[str]:
     """What the trade-off rests on."""
-    return sweep_commands(found) or [*eval_commands(found), *bench_commands(found)]
+    return sweep_commands(found) or [*eval_commands(found), *time_commands(found)]
 
 
 def _unique(found: FoundDocuments, commands: Iterable[str]) -> list[str]:
@@ -58,6 +66,15 @@ def _bench_command(bench: FoundBench) -> str:
     if not models:
         said = {"random_weights": "SHAPE", "layout": ",".join(model for model, _ in rows), **said}
     return _line("bench", models, said, str(bench.path.name))
+
+
+def _plan_command(plan: FoundPlan) -> str:
+    asked, options = plan.document.model, plan.document.options
+    models = [] if asked.model is None else [asked.model]
+    said = _changed({**vars(asked), "model": None}, vars(PlanModel(shape="")))
+    names = {"tp_sizes": "tp_size", "batch_sizes": "batch_size"}
+    said |= {names.get(name, name): value for name, value in vars(options).items() if value is not None}
+    return _line("plan", models, said, str(plan.path.name))
 
 
 def _sensitivity_command(found: FoundSensitivity) -> str:

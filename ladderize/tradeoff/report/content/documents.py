@@ -13,12 +13,13 @@ from ladderize.eval.paired.document import ComparisonDocument, Comparisons
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
 from ladderize.files.regular import inside, resolved
+from ladderize.planning.plans.document import PlanResult
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.workflows.sweep_document import SweepDocument
 
 SWEEP = "sweep.json"
 # files of a folder that are looked at; others, such as config.json, belong to something else
-OURS = ("results*.json", "bench*.json", "sensitivity*.json")
+OURS = ("results*.json", "bench*.json", "plan*.json", "sensitivity*.json")
 # what tells the documents apart: keys that only this one has
 TELLING_KEYS = {
     "sweep": ("points", "benches"),
@@ -26,6 +27,7 @@ TELLING_KEYS = {
     "training": ("rows", "environment", "checked"),
     "vllm": ("rows", "environment", "engine"),
     "bench": ("rows", "environment"),
+    "plan": ("rows", "device", "links"),
     "sensitivity": ("blocks", "tau1"),
     "points": ("costs", "dense_nll"),
 }
@@ -57,6 +59,13 @@ class FoundBench:
 
 
 @dataclass(frozen=True)
+class FoundPlan:
+    path: Path
+    document: PlanResult
+    version: str
+
+
+@dataclass(frozen=True)
 class FoundSensitivity:
     path: Path
     document: SensitivityDocument
@@ -79,13 +88,14 @@ class FoundDocuments:
     sweeps: list[FoundSweep] = field(default_factory=list)
     results: list[FoundResults] = field(default_factory=list)
     benches: list[FoundBench] = field(default_factory=list)
+    plans: list[FoundPlan] = field(default_factory=list)
     sensitivities: list[FoundSensitivity] = field(default_factory=list)
     curves: list[FoundCurves] = field(default_factory=list)
     seen: set[Path] = field(default_factory=set)
 
     @property
     def empty(self) -> bool:
-        return not (self.sweeps or self.results or self.benches or self.sensitivities or self.curves)
+        return not (self.sweeps or self.results or self.benches or self.plans or self.sensitivities or self.curves)
 
 
 def find_documents(paths: list[Path]) -> FoundDocuments:
@@ -117,8 +127,8 @@ def _add_folder(folder: Path, found: FoundDocuments) -> None:
             _add_curves(place, found)
     if len(found.seen) == before:
         raise UserError(
-            f"{folder} has no {SWEEP}, results*.json, bench*.json or sensitivity*.json, and no training curves; name"
-            " a folder that `ladderize sweep` made, or files that eval or bench wrote"
+            f"{folder} has no {SWEEP}, results*.json, bench*.json, plan*.json or sensitivity*.json, and no training curves;"
+            " name a folder that `ladderize sweep` made, or files that eval or bench wrote"
         )
     return None
 
@@ -133,7 +143,7 @@ def _add_file(path: Path, found: FoundDocuments, command: str | None = None, *, 
     if path in found.seen:
         return
     found.seen.add(path)
-    content = read_document(path, "sweep.json, results.json, bench.json or sensitivity.json")
+    content = read_document(path, "sweep.json, results.json, bench.json, plan.json or sensitivity.json")
     version = str(content.get("ladderize_version", "unknown"))
     kind = next((kind for kind, keys in TELLING_KEYS.items() if all(key in content for key in keys)), None)
     if kind == "sweep":
@@ -156,13 +166,15 @@ def _add_file(path: Path, found: FoundDocuments, command: str | None = None, *, 
             )
     elif kind == "bench":
         found.benches.append(FoundBench(path, BenchDocument.from_dict(content, path), version, command))
+    elif kind == "plan":
+        found.plans.append(FoundPlan(path, PlanResult.from_dict(content, path), version))
     elif kind == "sensitivity":
         document = read_sensitivity(path, kind_of(str(content.get("mode"))))
         found.sensitivities.append(FoundSensitivity(path, document, command))
     else:
         raise UserError(
             f"{path} is none of the documents that a report is made of: sweep.json, results.json, bench.json,"
-            " sensitivity.json; name one of these, or a folder with them"
+            " plan.json, sensitivity.json; name one of these, or a folder with them"
         )
 
 

@@ -6,23 +6,20 @@ from pathlib import Path
 
 from ladderize.errors import UserError
 from ladderize.eval.evaluation.table import short_names
-from ladderize.runtime.bench.document import BenchDocument, BenchRow
-from ladderize.runtime.bench.speed_row import PhaseCommunication
-from ladderize.runtime.bench.spread import LEAST_ROUNDS
-from ladderize.tradeoff.report.content.documents import FoundBench, FoundDocuments, FoundResults
+from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow
+from ladderize.runtime.bench.document import BenchRow
+from ladderize.tradeoff.report.content.documents import FoundBench, FoundDocuments, FoundPlan, FoundResults
 from ladderize.tradeoff.report.content.options import DEFAULT_MARGIN, ReportOptions
 from ladderize.tradeoff.report.content.scores import add_scores, check_same_questions, compare_stored
 from ladderize.tradeoff.report.content.subjects import (
+    BARE_SUBJECT,
     BASELINE_SUBJECT,
     KIND_ORDER,
     MODEL_SUBJECT,
-    RANDOM_SUBJECT,
     Setting,
-    Spent,
     Subject,
-    Timing,
-    WithInterval,
 )
+from ladderize.tradeoff.report.content.timings import bench_timing, planned_timing
 from ladderize.workflows.sweep_document import SweepPoint
 
 
@@ -49,8 +46,8 @@ class ReportContent:
 
     @property
     def real_settings(self) -> list[Setting]:
-        """Where checkpoints were timed, not random weights."""
-        return [setting for setting in self.settings if not setting.random]
+        """Where checkpoints were timed, not shapes."""
+        return [setting for setting in self.settings if not setting.bare]
 
 
 def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportContent:
@@ -70,6 +67,8 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
         joint.add_results(results)
     for number, bench in enumerate(found.benches):
         joint.add_bench(bench, number)
+    for number, plan in enumerate(found.plans, len(found.benches)):
+        joint.add_plan(plan, number)
     joint.check_joined(found)
     joint.check_references(found)
     joint.share_times()
@@ -145,7 +144,7 @@ class _Joint:
     def add_bench(self, bench: FoundBench, number: int) -> None:
         document = bench.document
         for row in document.rows:
-            timing = _timing(row, document, number)
+            timing = bench_timing(row, document, number)
             for subject in self._subjects_of(row, bench):
                 if subject.timing(timing.setting) is not None:
                     raise UserError(f"{bench.path} has two rows of {row.model} at batch size {row.batch_size}")
@@ -163,7 +162,7 @@ class _Joint:
             key = f"{bench.path}: {row.model}: {row.weights}"
             if key in self.timed:
                 return self.timed[key]
-        kind = BASELINE_SUBJECT if not row.is_model else RANDOM_SUBJECT if row.is_random else MODEL_SUBJECT
+        kind = BASELINE_SUBJECT if not row.is_model else BARE_SUBJECT if row.is_random else MODEL_SUBJECT
         subject = Subject(
             name="" if kind == MODEL_SUBJECT else row.model,
             model=row.model,
@@ -176,6 +175,55 @@ class _Joint:
         self.subjects.append(subject)
         self.timed[key] = [subject]
         return [subject]
+
+    def add_plan(self, plan: FoundPlan, number: int) -> None:
+        """Give predicted times to all models of the same layout and size."""
+        document = plan.document
+        if not document.rows:
+            return
+        first = self._planned_subjects(document.rows[0], plan)[0]
+        if self.where and first.kind != MODEL_SUBJECT:
+            raise UserError(
+                f"{plan.path} predicts speed-ups over a dense model of another size than what"
+                f" {_some({str(path) for path in self.where.values()})} evaluates; make it of that model"
+            )
+        measured = {id(subject) for subject in self.subjects if subject.timings}
+        for row in document.rows:
+            timing = planned_timing(row, document, number, first.model)
+            same = self._planned_subjects(row, plan)
+            for subject in same:
+                if subject.timing(timing.setting) is not None:
+                    raise UserError(f"{plan.path} has two rows of {row.model} at batch size {row.batch_size}")
+                subject.timings.append(timing)
+                if subject is not same[0] and id(subject) not in measured:
+                    subject.timed_as = same[0].model
+
+    def _planned_subjects(self, row: PlannedRow, plan: FoundPlan) -> list[Subject]:
+        """What was evaluated of this layout and size; else the layout by itself."""
+        looks = (row.parameters, row.attention_sync, row.mlp_sync, row.sync_tp_size)
+        models = [subject for subject in self.subjects if subject.kind == MODEL_SUBJECT]
+        same = [subject for subject in models if _looks(subject) == looks]
+        if same and row.is_model:
+            return same
+        sizes = {r.sync_tp_size for r in plan.document.rows if r.model == row.model}
+        name = f"{row.model}, {row.sync_tp_size} virtual ranks" if len(sizes) > 1 else row.model
+        key = f"{plan.path}: {name}"
+        if key not in self.timed:
+            own = row.is_model and row.weights != NO_WEIGHTS
+            kind = BASELINE_SUBJECT if not row.is_model else MODEL_SUBJECT if own else BARE_SUBJECT
+            subject = Subject(
+                name="" if own else name,
+                model=row.model if own else name,
+                layout=row.layout,
+                attention_sync=row.attention_sync,
+                mlp_sync=row.mlp_sync,
+                sync_tp_size=row.sync_tp_size,
+                kind=kind,
+                parameters=row.parameters,
+            )
+            self.subjects.append(subject)
+            self.timed[key] = [subject]
+        return self.timed[key]
 
     def check_joined(self, found: FoundDocuments) -> None:
         """Raise UserError for times of models none of which was evaluated, where others were."""
@@ -195,7 +243,7 @@ class _Joint:
         models = [subject for subject in self.subjects if subject.kind == MODEL_SUBJECT]
         timed = [subject for subject in models if subject.timings and subject.parameters is not None]
         for subject in models:
-            same = [other for other in timed if _equally_fast(subject, other)]
+            same = [other for other in timed if _looks(subject) == _looks(other)]
             if not subject.timings and same:
                 subject.timings, subject.timed_as = list(same[0].timings), same[0].model
 
@@ -221,15 +269,14 @@ class _Joint:
         return sorted(found, key=_preference)
 
 
-def _equally_fast(one: Subject, other: Subject) -> bool:
-    return (one.parameters, one.attention_sync, one.mlp_sync, one.sync_tp_size) == (
-        other.parameters, other.attention_sync, other.mlp_sync, other.sync_tp_size,
-    )  # fmt: skip
+def _looks(subject: Subject) -> tuple[object, ...]:
+    """What its speed depends on."""
+    return subject.parameters, subject.attention_sync, subject.mlp_sync, subject.sync_tp_size
 
 
 def _preference(setting: Setting) -> tuple[object, ...]:
     return (
-        setting.random, KIND_ORDER.index(setting.kind), -setting.tp_size, setting.source, setting.batch_size,
+        setting.bare, KIND_ORDER.index(setting.kind), -setting.tp_size, setting.source, setting.batch_size,
         setting.medium, setting.prompt_len, setting.output_len,
     )  # fmt: skip
 
@@ -263,45 +310,3 @@ def _name(models: list[Subject]) -> None:
     for subject in models:  # of several sweeps
         counts[subject.name] = count = counts.get(subject.name, 0) + 1
         subject.name += f" #{count}" if count > 1 else ""
-
-
-def _timing(row: BenchRow, document: BenchDocument, number: int) -> Timing:
-    first = document.rows[0]
-    medium = document.link.name if document.link is not None else document.backend.partition(":")[0]
-    setting = Setting(
-        kind="emulated" if row.emulated else "measured",
-        tp_size=row.tp_size,
-        medium=medium,
-        batch_size=row.batch_size,
-        prompt_len=document.options.prompt_len,
-        output_len=document.options.output_len,
-        device=document.environment.device,
-        reference=first.model,
-        random=first.is_random,
-        source=number,
-    )
-    known = document.options.repeat >= LEAST_ROUNDS and row.model != first.model
-
-    def speedup(value: float, interval: list[float]) -> WithInterval:
-        return WithInterval(value, interval[0], interval[1]) if known and len(interval) == 2 else WithInterval(value)
-
-    return Timing(
-        setting=setting,
-        speedup={
-            "end_to_end": speedup(row.speedup_end_to_end, row.speedup_end_to_end_interval),
-            "prefill": speedup(row.speedup_prefill, row.speedup_prefill_interval),
-            "decode": speedup(row.speedup_decode, row.speedup_decode_interval),
-        },
-        prefill_ms=row.prefill_ms,
-        decode_ms_per_token=row.decode_ms_per_token,
-        output_tokens_per_s=row.output_tokens_per_s,
-        peak_memory_bytes=row.peak_memory_bytes,
-        spent={phase: _spent(part, row.overlaps(phase)) for phase, part in (row.communication or {}).items()},
-    )
-
-
-def _spent(part: PhaseCommunication, overlaps: bool) -> Spent:
-    low, high = part.exposed_interval_ms if len(part.exposed_interval_ms) == 2 else (None, None)
-    # a difference of two medians may come out below 0, and what is hidden above all that there is; neither can be
-    hidden = min(max(0.0, part.hidden_ms), part.alone_ms, part.no_communication_ms) if overlaps else None
-    return Spent(part.no_communication_ms, WithInterval(part.exposed_ms, low, high), hidden)

@@ -52,6 +52,18 @@ def setup_facts(found: FoundDocuments) -> list[SetupFact]:
             pairs.insert(6, ("GPUs", f"{len(environment.gpus)} x {environment.gpus[0]}, {memory}"))
             pairs.insert(7, ("CUDA, NCCL", f"{environment.cuda}, {environment.nccl}"))
         facts.setdefault(tuple(pairs), []).append(_place(bench.path.parent.name, bench.path.name))
+    for plan in found.plans:
+        planned = plan.document
+        link = planned.link
+        pairs = [
+            ("ladderize", plan.version),
+            ("figures", " and ".join(dict.fromkeys(row.basis for row in planned.rows)) + ": nothing ran"),
+            ("device", f"{planned.device.name} ({planned.device.source})"),
+            ("link", f"{link.name} ({link.source})" if link is not None else "none: one rank"),
+            *((f"link with {one.ranks} ranks", one.derived) for one in planned.links if one.derived is not None),
+            ("engine assumed", f"{planned.engine.name} ({planned.engine.source})"),
+        ]
+        facts.setdefault(tuple(pairs), []).append(_place(plan.path.parent.name, plan.path.name))
     return [SetupFact(_some_names(names), list(pairs)) for pairs, names in facts.items()]
 
 

@@ -11,7 +11,7 @@ TimingKind = Literal["measured", "emulated", "predicted"]
 KIND_ORDER: tuple[TimingKind, ...] = ("measured", "emulated", "predicted")
 PHASE_WORDS = {"end_to_end": "end to end", "prefill": "prefill", "decode": "decode"}
 FAMILIES = ("dense", "ladder", "spd", "spd + ladder", "baseline")
-MODEL_SUBJECT, RANDOM_SUBJECT, BASELINE_SUBJECT = "model", "random weights", "baseline, for timing only"
+MODEL_SUBJECT, BARE_SUBJECT, BASELINE_SUBJECT = "model", "no checkpoint", "baseline, for timing only"
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class WithInterval:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a model was timed. medium: how ranks communicate, or the emulated link. reference: the model that speed-ups
-    are over. source: which bench.json."""
+    """Where a model was timed, or its times predicted. medium: how ranks communicate, or the emulated or assumed link.
+    reference: the model that speed-ups are over. bare: a shape was timed, not a checkpoint. source: which bench.json or
+    plan.json."""
 
     kind: TimingKind
     tp_size: int
@@ -40,7 +41,7 @@ class Setting:
     output_len: int
     device: str
     reference: str
-    random: bool
+    bare: bool
     source: int
 
     @property
@@ -49,6 +50,13 @@ class Setting:
         ranks = f"{self.tp_size} rank{'s' * (self.tp_size > 1)}"
         over = f" over {self.medium}" if self.tp_size > 1 else ""
         return f"{self.kind}: {ranks}{over} ({self.device})"
+
+    @property
+    def weights_words(self) -> str:
+        """What stands behind it where it is no checkpoint that was timed."""
+        if not self.bare:
+            return ""
+        return "; a shape without weights" if self.kind == "predicted" else "; random weights"
 
     @property
     def short(self) -> str:

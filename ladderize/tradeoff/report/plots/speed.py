@@ -33,8 +33,10 @@ def speed_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]
     panels = [_panel(content, settings) for settings in drawn]
     subjects = _timed(content, content.settings)
     more = f" Drawn are {MOST_PANELS} of {len(groups)} groups; the table has all." if len(groups) > len(drawn) else ""
-    is_random = any(setting.random for setting in content.settings)
+    is_random = any(setting.bare and setting.kind != "predicted" for setting in content.settings)
     random_words = " Random weights: only the times mean something." if is_random else ""
+    if any(setting.kind == "predicted" for setting in content.settings):
+        random_words += " Predicted: nothing ran; bars are how far the prediction may be off."
     return [
         ReportPlot(
             name="speed",
@@ -66,7 +68,7 @@ def _timed(content: ReportContent, settings: list[Setting]) -> list[Subject]:
 
 
 def _panel(content: ReportContent, settings: list[Setting]) -> PlotPanel:
-    place = settings[0].place + ("; random weights" if settings[0].random else "")
+    place = settings[0].place + settings[0].weights_words
     if len(settings) == 1:
         title = f"{place}, batch {settings[0].batch_size}"
         return PlotPanel(_bars(_rows(content, settings), title), title)
@@ -174,7 +176,7 @@ def _table(content: ReportContent) -> ReportTable:
             speedups = [timing.speedup[phase] for phase in PHASE_WORDS]
             table.add(
                 subject.name,
-                setting.words + ("; random weights" if setting.random else ""),
+                setting.words + setting.weights_words,
                 *(TableCell(f"{speedup.value:.3f}", speedup.value) for speedup in speedups),
                 *(TableCell(interval_text(speedup, 3), speedup.low) for speedup in speedups),
                 TableCell(f"{timing.prefill_ms:.3f}", timing.prefill_ms),

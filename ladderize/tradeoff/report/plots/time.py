@@ -63,7 +63,7 @@ def _panel(content: ReportContent, setting: Setting, phase: str) -> PlotPanel:
             words = f"{named(subject)}: {PART_WORDS[part]} {value:.3f} ms; {setting.words}"
             if value > 0:
                 rows.append({"name": subject.name, "part": part, "order": order, "ms": value, "words": words})
-    title = setting.short + ("; random weights" if setting.random else "")
+    title = setting.short + setting.weights_words
     colours = {"domain": list(PARTS), "range": [f"var(--{part})" for part in PARTS]}
     layers: list[Spec] = [
         {
