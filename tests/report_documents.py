@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ladderize
 from ladderize.console import to_json
 from ladderize.convert.sensitivity_file import BlockSensitivity, CalibrationData, SensitivityDocument
 from ladderize.eval.options import EvalOptions
@@ -19,6 +20,7 @@ from ladderize.eval.paired.document import (
 )
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.layout import Layout
+from ladderize.planning.plans.options import PlanModel, PlanOptions
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.environment import Environment
 from ladderize.runtime.bench.options import BenchOptions
@@ -318,3 +320,20 @@ def _own_results(name: str, layout: Layout, answers: Sequence[bool], folder: Pat
     }
     entry = ModelResult(_evaluated(model_path(name), layout), harness, samples={"arc": "results.samples/arc.jsonl"})
     return EvalResults(EvalOptions(tasks=("arc",)), [entry]).to_dict()
+
+
+def plan_document(folder: Path, *, batches: tuple[int, ...] = (1, 8), checkpoint: str | None = None) -> dict[str, Any]:
+    """plan.json for the layouts of ``layouts``, and the size that ``eval_document`` says. checkpoint: what the dense
+    row is of; None: a shape."""
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config = {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2, **sizes}
+    (folder / "shape.cfg").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    options = PlanOptions("h100-sxm", (2,), "nvlink", batch_sizes=batches)
+    document = ladderize.plan(PlanModel(shape=str(folder / "shape.cfg")), options).to_dict()
+    for row in document["rows"]:
+        row["parameters"] = 1_000_000
+        if checkpoint is not None and row["model"] == "dense":
+            row.update(model=checkpoint, weights=checkpoint)
+    if checkpoint is not None:
+        document["model"] |= {"model": checkpoint, "shape": None}
+    return document

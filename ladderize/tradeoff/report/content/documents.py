@@ -127,8 +127,8 @@ def _add_folder(folder: Path, found: FoundDocuments) -> None:
             _add_curves(place, found)
     if len(found.seen) == before:
         raise UserError(
-            f"{folder} has no {SWEEP}, results*.json, bench*.json, plan*.json or sensitivity*.json, and no training curves;"
-            " name a folder that `ladderize sweep` made, or files that eval or bench wrote"
+            f"{folder} has no {SWEEP}, results*.json, bench*.json, plan*.json or sensitivity*.json, and no training"
+            " curves; name a folder that `ladderize sweep` made, or files that eval or bench wrote"
         )
     return None
 

@@ -189,7 +189,7 @@ class _Joint:
             )
         measured = {id(subject) for subject in self.subjects if subject.timings}
         for row in document.rows:
-            timing = planned_timing(row, document, number, first.model)
+            timing = planned_timing(row, document, number, first)
             same = self._planned_subjects(row, plan)
             for subject in same:
                 if subject.timing(timing.setting) is not None:

@@ -4,7 +4,7 @@ from ladderize.planning.plans.document import PlannedRow, PlanResult
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.speed_row import PhaseCommunication
 from ladderize.runtime.bench.spread import LEAST_ROUNDS
-from ladderize.tradeoff.report.content.subjects import Setting, Spent, Timing, WithInterval
+from ladderize.tradeoff.report.content.subjects import MODEL_SUBJECT, Setting, Spent, Subject, Timing, WithInterval
 
 
 def bench_timing(row: BenchRow, document: BenchDocument, number: int) -> Timing:
@@ -43,8 +43,8 @@ def bench_timing(row: BenchRow, document: BenchDocument, number: int) -> Timing:
     )
 
 
-def planned_timing(row: PlannedRow, document: PlanResult, number: int, reference: str) -> Timing:
-    """reference: the model that speed-ups are over, as the report calls it."""
+def planned_timing(row: PlannedRow, document: PlanResult, number: int, reference: Subject) -> Timing:
+    """reference: what speed-ups are over."""
     calibrated = ", calibrated" if row.basis == "calibrated" else ""
     setting = Setting(
         kind="predicted",
@@ -54,8 +54,8 @@ def planned_timing(row: PlannedRow, document: PlanResult, number: int, reference
         prompt_len=document.options.prompt_len,
         output_len=document.options.output_len,
         device=document.device.name + calibrated,
-        reference=reference,
-        bare=document.model.shape is not None,
+        reference=reference.model,
+        bare=reference.kind != MODEL_SUBJECT,
         source=number,
     )
 
