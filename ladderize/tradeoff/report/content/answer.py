@@ -101,8 +101,8 @@ def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:
         )
         if timing.setting.kind == "predicted":
             headline = (
-                f"{named(subject)} is predicted to be {_whole(timing).value:.2f}\u00d7 as fast as dense, and shown by the"
-                f" 95 % interval to be at most {margin} less accurate."
+                f"{named(subject)} is predicted to be {_whole(timing).value:.2f}\u00d7 as fast as dense, and shown by"
+                f" the 95 % interval to be at most {margin} less accurate."
             )
         numbers = [_accuracy_number(subject, content), _speed_number(timing), _pays_number([subject], content)]
         return Answer(headline, numbers, _kind_sentences(content, subject, timing.setting), subject, timing.setting)
