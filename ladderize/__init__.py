@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
     from ladderize.planning.calibration.run import calibrate
     from ladderize.planning.plans.document import PlanResult
-    from ladderize.planning.plans.options import PlanModel, PlanOptions
+    from ladderize.planning.plans.options import PlanGoal, PlanModel, PlanOptions
     from ladderize.planning.plans.run import plan
     from ladderize.runtime.bench.document import BenchDocument
     from ladderize.runtime.bench.options import BenchOptions, ModelChoice
@@ -88,6 +88,7 @@ __all__ = [
     "MergeReport",
     "ModelChoice",
     "Objective",
+    "PlanGoal",
     "PlanModel",
     "PlanOptions",
     "PlanResult",
@@ -168,7 +169,7 @@ _HOMES = {
     "layout": ("Layout", "LayoutError"),
     "modeling": ("load", "load_tokenizer", "register"),
     "planning.plans.document": ("PlanResult",),
-    "planning.plans.options": ("PlanModel", "PlanOptions"),
+    "planning.plans.options": ("PlanGoal", "PlanModel", "PlanOptions"),
     "planning.plans.run": ("plan",),
     "planning.calibration.document": ("CalibrationDocument",),
     "planning.calibration.options": ("CalibrateOptions", "TimingsOptions"),

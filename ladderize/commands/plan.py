@@ -1,5 +1,6 @@
 """``plan``."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -8,22 +9,31 @@ import typer
 import ladderize
 from ladderize.choices import Dtype
 from ladderize.commands.config_file import Config, PrintConfig
-from ladderize.commands.next_steps import command, show_next
+from ladderize.commands.next_steps import FILE, command, show_next
 from ladderize.commands.options import (
     LAYOUT,
+    LOADING,
     MEASUREMENT,
     MEMORY,
     MODELS,
     OUTPUT,
     AsJson,
+    Device,
     Revision,
+    Threads,
+    compute_options,
+    names_of,
     options_from,
     said,
 )
 from ladderize.console import Console
 from ladderize.errors import UsageError
-from ladderize.planning.plans.options import BOUNDS, PlanModel, PlanOptions
+from ladderize.files.regular import resolved
+from ladderize.planning.planner.document import TimedPhase
+from ladderize.planning.plans.options import BOUNDS, PlanGoal, PlanModel, PlanOptions, parse_workload
 from ladderize.runtime.bench.options import LAYOUT_NAMES, parse_counts
+
+CHOICE = "Choose a layout"
 
 
 def plan(
@@ -124,6 +134,96 @@ def plan(
             metavar="N", min=2, help="Tokens to generate. The prefill makes the first one.", rich_help_panel=MEASUREMENT
         ),
     ] = PlanOptions.output_len,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="The same three in one: prompt=1024,output=512,batch=16.",
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None,
+    sensitivity: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Choose a layout: what sync points cost, of sensitivity --mode points.",
+            rich_help_panel=CHOICE,
+        ),
+    ] = None,
+    sweep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Choose a layout: what those of a sweep cost after retraining. Preferred to estimates.",
+            rich_help_panel=CHOICE,
+        ),
+    ] = None,
+    max_ppl_increase: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X",
+            help="Choose the fastest within this increase: 2% of the dense perplexity, or 0.1 in perplexity.",
+            rich_help_panel=CHOICE,
+        ),
+    ] = None,
+    min_speedup: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Choose the most accurate that is this fast: 1.2.", rich_help_panel=CHOICE),
+    ] = None,
+    phase: Annotated[
+        TimedPhase | None,
+        typer.Option(
+            metavar="PHASE",
+            help="What is to be fast: end_to_end, prefill or decode.",
+            show_default="end_to_end",
+            rich_help_panel=CHOICE,
+        ),
+    ] = None,
+    verify: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Measure at most N layouts: those near the choice, and the choice on held-out windows.",
+            rich_help_panel=CHOICE,
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="With --verify: where the sensitivity's data lie now.", rich_help_panel=CHOICE
+        ),
+    ] = None,
+    held_out_data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --verify: other data to confirm the choice on.",
+            show_default="the rest of the sensitivity's",
+            rich_help_panel=CHOICE,
+        ),
+    ] = None,
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="With --verify: where a killed run keeps what it measured.",
+            show_default="beside --out",
+            rich_help_panel=CHOICE,
+        ),
+    ] = None,
+    device: Device = None,
+    threads: Threads = None,
+    recipe_out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the chosen layout as a recipe for convert.", rich_help_panel=OUTPUT),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="STEM", help="Draw STEM.png and STEM.svg: all layouts to choose from.", rich_help_panel=OUTPUT
+        ),
+    ] = None,
     show_list: Annotated[
         bool,
         typer.Option(
@@ -137,7 +237,7 @@ def plan(
     config: Config = None,
     print_config: PrintConfig = False,
 ) -> None:
-    """Predict how fast layouts are on hardware that need not be there."""
+    """Predict how fast layouts are on hardware that need not be there, and choose one."""
     console = Console(as_json)
     if show_list:
         if others := [name for name in said(ctx) if name not in ("show_list", "as_json")]:
@@ -147,26 +247,65 @@ def plan(
         show_known(KnownHardware.read(), console)
         return
     choice = options_from(PlanModel, ctx.params)
-    if hardware is None or tp_size is None:
-        missing = "--hardware" if hardware is None else "--tp-size"
+    options = _options(ctx)
+    goal = _goal(ctx)
+    if goal is not None and goal.verify is not None:
+        with console.stage(LOADING):
+            goal = dataclasses.replace(goal, device=compute_options(device, threads))
+    result = ladderize.plan(choice, options, goal, out=out, recipe_out=recipe_out, plot=plot, console=console)
+    for path in (out, recipe_out):
+        if path is not None:
+            console.note(f"wrote {path}")
+    if goal is None:
+        _show_next(console, choice, options, calibrated=result.rows[0].basis == "calibrated")
+    elif choice.model is not None:
+        _show_next_of_choice(console, choice.model, options, recipe_out)
+
+
+def _options(ctx: typer.Context) -> PlanOptions:
+    given, params = said(ctx), dict(ctx.params)
+    if params["hardware"] is None or params["tp_size"] is None:
+        missing = "--hardware" if params["hardware"] is None else "--tp-size"
         raise UsageError(f"{missing} is missing: say on what to run, for example --hardware h100-sxm --tp-size 8")
-    batches = PlanOptions.batch_sizes if batch_size is None else parse_counts(batch_size)
-    ranks = parse_counts(tp_size, "--tp-size")
-    options = options_from(PlanOptions, ctx.params, tp_sizes=ranks, batch_sizes=batches)
-    result = ladderize.plan(choice, options, out=out, console=console)
-    if out is not None:
-        console.note(f"wrote {out}")
-    _show_next(console, choice, options, calibrated=result.rows[0].basis == "calibrated")
+    batches = PlanOptions.batch_sizes if params["batch_size"] is None else parse_counts(params["batch_size"])
+    if params["workload"] is not None:
+        if twice := [name for name in ("prompt_len", "output_len", "batch_size") if name in given]:
+            raise UsageError(f"--workload and --{twice[0].replace('_', '-')} say the same; give one of them")
+        served = parse_workload(params["workload"])
+        batches = (served["batch_size"],)
+        params |= {"prompt_len": served["prompt_len"], "output_len": served["output_len"]}
+    ranks = parse_counts(params["tp_size"], "--tp-size")
+    return options_from(PlanOptions, params, tp_sizes=ranks, batch_sizes=batches)
+
+
+def _goal(ctx: typer.Context) -> PlanGoal | None:
+    """None where no layout is to be chosen."""
+    given = [name for name in said(ctx) if name in names_of(PlanGoal)]
+    return options_from(PlanGoal, ctx.params) if given else None
 
 
 def _show_next(console: Console, choice: PlanModel, options: PlanOptions, *, calibrated: bool) -> None:
     """What to do where the hardware is."""
-    ranks = max(options.tp_sizes)
-    words: list[object] = ["--tp-size", ranks, "--prompt-len", options.prompt_len, "--output-len", options.output_len]
-    words += ["--batch-size", ",".join(map(str, options.batch_sizes))]
     target = ["--random-weights", choice.shape] if choice.shape is not None else [choice.model]
-    steps = [("measure it there", command("bench", *target, *words))]
+    steps = [("measure it there", command("bench", *target, *_bench_words(options)))]
     if not calibrated:
         sizes = ",".join(map(str, options.tp_sizes))
         steps.insert(0, ("calibrate there", command("calibrate", "--tp-size", sizes, "--out", "machine.json")))
     show_next(console, *steps)
+
+
+def _show_next_of_choice(console: Console, model: str, options: PlanOptions, recipe: Path | None) -> None:
+    target = f"{resolved(model).name}-planned"  # beside where the user is, also for "." and hub ids
+    adapt = command("adapt", target, f"{target}-adapted", "--distill-from", model)
+    show_next(
+        console,
+        ("make it", command("convert", model, target, "--recipe", recipe or "RECIPE.yaml")),
+        ("recover accuracy", f"{adapt} --data {FILE} --max-tokens 20M"),
+        ("measure it there", command("bench", model, target, *_bench_words(options))),
+    )
+
+
+def _bench_words(options: PlanOptions) -> list[object]:
+    ranks = max(options.tp_sizes)
+    words: list[object] = ["--tp-size", ranks, "--prompt-len", options.prompt_len, "--output-len", options.output_len]
+    return [*words, "--batch-size", ",".join(map(str, options.batch_sizes))]

@@ -12,21 +12,21 @@ from ladderize.files.regular import read_bytes, resolved
 from ladderize.files.temporaries import replacement
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--out") -> None:
     """Raise UserError unless ``path`` can be written: found before hours of work, not after."""
-    path = resolved(path, "--out ")
+    path = resolved(path, f"{option} ")
     if path.is_dir():
-        raise UserError(f"--out {path} is a folder; name a file")
+        raise UserError(f"{option} {path} is a folder; name a file")
     if path.exists() and not path.is_file():
-        raise UserError(f"--out {path} is not a regular file; name another")
+        raise UserError(f"{option} {path} is not a regular file; name another")
     parent = path.parent
     if not parent.is_dir():
-        raise UserError(f"--out {path}: the folder {parent} does not exist")
+        raise UserError(f"{option} {path}: the folder {parent} does not exist")
     try:
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        raise UserError(f"--out {path} cannot be written: {error.strerror}") from None
+        raise UserError(f"{option} {path} cannot be written: {error.strerror}") from None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

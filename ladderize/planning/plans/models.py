@@ -15,6 +15,7 @@ from ladderize.runtime.bench.speed_row import NO_COMM, PARALLEL
 from ladderize.runtime.shapes import read_shape
 from ladderize.runtime.shards import check_activation, check_runnable
 
+CHOSEN_ROW = "chosen"
 BOUND_ROWS = dict(zip(BOUNDS, (PARALLEL, NO_COMM), strict=True))
 
 
@@ -85,8 +86,11 @@ def _check(config: dict[str, Any]) -> None:
     check_activation(config)
 
 
-def row_variants(model: ModelToPlan, choice: PlanModel, ranks: int) -> list[RowVariant]:
-    """The dense model first, which speed-ups are over; then the checkpoint's own layout, then what --layout lists.
+def row_variants(
+    model: ModelToPlan, choice: PlanModel, ranks: int, *, chosen: Layout | None = None
+) -> list[RowVariant]:
+    """The dense model first, which speed-ups are over; then the checkpoint's own layout, or the one that was chosen for
+    it, then what --layout lists.
 
     Raises UsageError for names that are none, UserError or LayoutError for what ``ranks`` cannot run.
     """
@@ -96,12 +100,15 @@ def row_variants(model: ModelToPlan, choice: PlanModel, ranks: int) -> list[RowV
     found = [RowVariant(model.name if own_is_dense and model.folder else "dense", dense, own_is_dense)]
     if not own_is_dense:
         found.append(RowVariant(model.name, model.layout, True))
-    dropping = False
+    if chosen is not None:
+        found.append(RowVariant(CHOSEN_ROW, chosen))
+    virtual = choice.sync_tp_size or (chosen.sync_tp_size if chosen is not None else None) or ranks
+    dropping = chosen is not None and bool(chosen.spd_layers)
     for name in choice.rows:
         if name in BOUNDS:
             found.append(RowVariant(BOUND_ROWS[name], dense, bound=name))
             continue
-        layout = named_layout(name, layers, choice.sync_tp_size or ranks, more=BOUNDS)
+        layout = named_layout(name, layers, virtual, more=BOUNDS)
         dropping = dropping or bool(layout.spd_layers)
         if not any(layout == other.layout and other.bound is None for other in found):
             found.append(RowVariant(name, layout))

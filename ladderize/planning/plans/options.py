@@ -79,9 +79,10 @@ class PlanOptions(Record):
 
 @dataclass(frozen=True)
 class PlanGoal:
-    """Which layout to choose: the costs in accuracy (at least one of the two files), and one of the two targets.
+    """Which layout to choose: by costs in accuracy (at least one of the two files), and one of the two targets.
 
-    verify: the most layouts to measure, on ``data``; None: none is. device, threads: what measures them.
+    verify: the most layouts to measure; None: none is. Of these measurements: data, where the sensitivity's data lie
+    now; held_out_data, to confirm a choice on; work_dir, where what was measured is kept; device, threads.
     """
 
     sensitivity: Path | None = None
@@ -91,6 +92,10 @@ class PlanGoal:
     phase: TimedPhase = "end_to_end"
     verify: int | None = None
     data: str | None = None
+    held_out_data: str | None = None
+    work_dir: Path | None = None
+    device: str | None = None
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -98,12 +103,12 @@ class PlanGoal:
             raise UsageError(
                 "to choose a layout, costs in accuracy are needed: give --sensitivity FILE or --sweep FOLDER"
             )
-        if (self.max_ppl_increase is None) == (self.min_speedup is None):
-            raise UsageError("say what to choose by: --max-ppl-increase, or --min-speedup, and not both")
-        if self.min_speedup is not None and not 1 < self.min_speedup < math.inf:
-            raise UsageError(f"--min-speedup {self.min_speedup:g} must be above 1, and finite")
-        if (self.verify is None) != (self.data is None):
-            raise UsageError("--verify and --data go together: how many layouts to measure, and on which text")
+        if self.verify is None:
+            for name in ("data", "held_out_data", "work_dir", "device", "threads"):
+                if getattr(self, name) is not None:
+                    raise UsageError(f"--{name.replace('_', '-')} has no effect without --verify")
+        elif self.sensitivity is None:
+            raise UsageError("--verify measures what --sensitivity says, on its data; give that file")
 
 
 def parse_workload(text: str) -> Mapping[str, int]:

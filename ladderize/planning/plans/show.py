@@ -1,12 +1,19 @@
 """plan.json for a person: a table for each group and batch size, and what to know when reading them. Imports no
 torch."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from ladderize.console import Console, human_bytes
-from ladderize.planning.plans.document import PlannedRow, PlanResult
+from ladderize.planning.planner.document import FrontPoint, PlanChoice, PlannedLayout
+from ladderize.planning.planner.recipe import shown_increase
+from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow, PlanResult
+from ladderize.planning.plans.models import CHOSEN_ROW
 from ladderize.planning.plans.rows import GIB
 
 # of the end-to-end time of the dense layout: where less of it is waited for, no layout is worth its loss of accuracy
 WORTH_CONVERTING = 0.03
+SHOWN_POINTS = 8  # of the front, in the table
 
 
 def show_plan(result: PlanResult, console: Console) -> None:
@@ -32,10 +39,10 @@ def group_words(result: PlanResult, row: PlannedRow) -> str:
 
 
 def _heading(result: PlanResult) -> str:
-    options, engine = result.options, result.engine
+    options = result.options
     return (
         f"{result.model.name}, {result.rows[0].dtype}; prompt {options.prompt_len}, output {options.output_len}; engine"
-        f" assumed: {engine.name} ({engine.source})"
+        f" assumed: {result.engine.name} (`ladderize plan --list` says what that is)"
     )
 
 
@@ -43,7 +50,7 @@ def _line(row: PlannedRow) -> dict[str, str]:
     low, high = row.speedup_end_to_end_interval
     slow, fast = row.end_to_end_tokens_per_s_interval
     return {
-        "layout": row.model,
+        "layout": row.model if row.weights == NO_WEIGHTS else Path(row.model).name,
         "prefill ms": _digits(row.prefill_ms),
         "exposed": _digits(row.communication["prefill"].exposed_ms),
         "decode ms": _digits(row.decode_ms_per_token),
@@ -121,3 +128,72 @@ def _link_warnings(result: PlanResult) -> list[str]:
                 f" {sizes}"
             )
     return found
+
+
+def show_choice(result: PlanResult, choice: PlanChoice, console: Console) -> None:
+    """Print the layout that was chosen, what it costs, and what it was chosen from."""
+    chosen, row = choice.chosen, next(row for row in result.rows if row.model == CHOSEN_ROW)
+    phase = {"end_to_end": "end to end", "prefill": "in prefill", "decode": "in decode"}[choice.phase]
+    low, high = row.speedup_end_to_end_interval if choice.phase == "end_to_end" else row.speedup_interval(choice.phase)
+    console.result("\nFront: no layout is faster and costs less")
+    console.table([_front_line(point) for point in _some_points(choice.front)], right=["speed-up", "perplexity"])
+    if choice.verification is not None:
+        made = choice.verification.made
+        console.result(f"\nMeasured ({made} measurements of at most {choice.verification.limit})")
+        measured = [_measured_line(one) for one in choice.verification.layouts]
+        console.table(measured, right=[key for key in measured[0] if key != "layout"])
+    console.result("")
+    console.prose(f"chosen   {chosen.layout}", indent=9)
+    console.prose(f"speed    {chosen.speedup:.3f}x {phase} ({low:.2f}-{high:.2f}), {row.basis}", indent=9)
+    console.prose(f"costs    perplexity {_cost_text(chosen)}; {choice.statement}", indent=9)
+    if choice.model is not None:
+        console.prose(f"model    {choice.model}, as the sweep retrained it", indent=9)
+    if choice.beyond is not None:
+        console.prose(
+            f"beyond   {choice.beyond.layout}: {choice.beyond.speedup:.3f}x, perplexity {_cost_text(choice.beyond)};"
+            " not retrained",
+            indent=9,
+        )
+    for note in (*choice.notes, *(choice.verification.notes if choice.verification is not None else ())):
+        console.prose(f"note     {note}", indent=9)
+    if choice.costs == "sensitivity" and choice.verification is None:
+        console.warn(
+            "costs of single sync points do not add up, so what the choice costs is an estimate, most often too low:"
+            " --verify N measures it"
+        )
+
+
+def _some_points(front: Sequence[FrontPoint]) -> list[FrontPoint]:
+    """At most SHOWN_POINTS of the front, the ends too, evenly."""
+    if len(front) <= SHOWN_POINTS:
+        return list(front)
+    return [front[round(k * (len(front) - 1) / (SHOWN_POINTS - 1))] for k in range(SHOWN_POINTS)]
+
+
+def _front_line(point: FrontPoint) -> dict[str, str]:
+    return {
+        "speed-up": f"{point.speedup:.3f}x",
+        "perplexity": shown_increase(point.nats),
+        "attention overlapped": point.attention_overlapped,
+        "attention dropped": point.attention_dropped,
+        "MLP overlapped": point.mlp_overlapped,
+    }
+
+
+def _measured_line(one: PlannedLayout) -> dict[str, str]:
+    return {
+        "layout": one.layout.partition(": ")[2],
+        "speed-up": f"{one.speedup:.3f}x",
+        "estimated": "" if one.estimated_nats is None else shown_increase(one.estimated_nats),
+        "measured": "" if one.measured is None else shown_increase(one.measured.increase),
+        "held out": "" if one.held_out is None else shown_increase(one.held_out.increase),
+    }
+
+
+def _cost_text(one: PlannedLayout) -> str:
+    costs = {
+        "estimated": one.estimated_nats,
+        "measured": None if one.measured is None else one.measured.increase,
+        "on held-out windows": None if one.held_out is None else one.held_out.increase,
+    }
+    return ", ".join(f"{shown_increase(nats)} {what}" for what, nats in costs.items() if nats is not None)
