@@ -17,7 +17,7 @@ _MESSAGES = ("message", "message_start", "vocabulary")
 # What one standard deviation of contention is: where it was measured on the link itself, and elsewhere.
 CALIBRATED_CONTENTION_ERROR, OTHER_CONTENTION_ERROR = 0.05, 0.1
 # What no figure of device and link explains, of any one time: published runs of one program differ by this much.
-SCATTER = 0.015
+SCATTER = 0.02
 TWO_SIGMA = 2  # of a 95 % band
 
 
@@ -37,17 +37,18 @@ def band_cases(
     return cases
 
 
-def relative_band(values: Sequence[float]) -> float:
+def relative_band(values: Sequence[float], *, runs: int = 1) -> float:
     """Half the width of the 95 % band of a figure, relative to it: 0.05 is 5 %.
 
-    values: of the figure in each of ``band_cases``. The errors are taken to be independent. A figure that none of them
-    changes, such as a speed-up over itself or a time of nothing, has no band.
+    values: of the figure in each of ``band_cases``. runs: whose times are in it, 2 of a speed-up. The errors are taken
+    to be independent. A figure that none of them changes, such as a speed-up over itself or a time of nothing, has no
+    band.
     """
     deviations = [(more - less) / 2 for more, less in zip(values[1::2], values[2::2], strict=True)]
     size = abs(values[0])
     if max(map(abs, deviations)) <= 1e-12 * size:
         return 0.0
-    return TWO_SIGMA * math.hypot(SCATTER * size, *deviations) / size if size else math.inf
+    return TWO_SIGMA * math.hypot(math.sqrt(runs) * SCATTER * size, *deviations) / size if size else math.inf
 
 
 def _scaled(parts: Mapping[str, PassParts], names: tuple[str, ...], factor: float) -> dict[str, PassParts]:

@@ -6,6 +6,7 @@ observations leave open is refused, not guessed. Imports no torch.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from ladderize.runtime.collectives.links import Interconnect, InterconnectRow
 STARTS = 6
 # A figure is open where timings that are right to 1 % leave it uncertain by more than its own size.
 TIMING_ERROR, OPEN = 0.01, 1.0
+START_FACTOR = 3.0  # how far off a share, a latency or a bandwidth that the search begins with may well be
+LEAST_ERROR = 0.02  # of a time: runs of the same program differ by as much
 
 
 @dataclass(frozen=True)
@@ -246,10 +249,18 @@ class _Model:
         for number in range(STARTS):
             near = first if number == 0 else first + generator.normal(0, 0.5, len(first))
             inside = np.clip(near, low + 1e-6 * (high - low), high - 1e-6 * (high - low))
-            tries.append(least_squares(self.misfit, inside, bounds=(low, high), x_scale="jac", max_nfev=200))
+            leaning = functools.partial(self._leaning, first)
+            tries.append(least_squares(leaning, inside, bounds=(low, high), x_scale="jac", max_nfev=200))
         best = min(tries, key=lambda tried: tried.cost).x
         self._check_identified(best)
         return best
+
+    def _leaning(self, first: np.ndarray, vector: np.ndarray) -> np.ndarray:
+        """The misfits, and what holds a figure near its start where the timings hardly tell it from another: a start
+        counts as one timing of usual scatter, by which the figure is known within a factor."""
+        logarithmic = np.array([kind.logarithmic for kind in self.kinds])
+        away = (vector - first)[logarithmic] / math.log(START_FACTOR)
+        return np.concatenate((self.misfit(vector), LEAST_ERROR * away))
 
     def _jacobian(self, vector: np.ndarray) -> np.ndarray:
         """d misfit / d vector by central differences, one-sided at a bound."""
@@ -315,7 +326,6 @@ _DEVICE_FIELDS = (
     "serial_share",
     "launch_us",
 )
-LEAST_ERROR = 0.02  # of a time: runs of the same program differ by as much
 
 
 def _deviation(errors: Sequence[float]) -> float:

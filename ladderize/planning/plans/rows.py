@@ -86,9 +86,9 @@ class RowPasses:
         return values["prefill"] + self.decode_steps * values["decode"] if phase == "end_to_end" else values[phase]
 
 
-def band_of(values: Sequence[float]) -> list[float]:
-    """[low, high] of a figure by its values in each of ``band_cases``."""
-    half = relative_band(values)
+def band_of(values: Sequence[float], *, runs: int = 1) -> list[float]:
+    """[low, high] of a figure by its values in each of ``band_cases``. runs: see ``relative_band``."""
+    half = relative_band(values, runs=runs)
     return [values[0] * max(0.0, 1 - half), values[0] * (1 + half)]
 
 
@@ -132,9 +132,9 @@ class RowMaker:
             speedup_prefill=speedups["prefill"][0],
             speedup_decode=speedups["decode"][0],
             speedup_end_to_end=speedups["end_to_end"][0],
-            speedup_prefill_interval=band_of(speedups["prefill"]),
-            speedup_decode_interval=band_of(speedups["decode"]),
-            speedup_end_to_end_interval=band_of(speedups["end_to_end"]),
+            speedup_prefill_interval=band_of(speedups["prefill"], runs=2),
+            speedup_decode_interval=band_of(speedups["decode"], runs=2),
+            speedup_end_to_end_interval=band_of(speedups["end_to_end"], runs=2),
             weight_bytes=self.need.weights,
             kv_cache_bytes=self.need.kv_cache,
             peak_memory_bytes=None,

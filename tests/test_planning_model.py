@@ -1,0 +1,509 @@
+"""The time model of plan: its limits in closed form, layouts against a slow simulation, links, devices, bands, fits."""
+
+import dataclasses
+import json
+import math
+import random
+
+import pytest
+
+from ladderize.errors import UserError
+from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVERLAPPED, Layout, LayoutError
+from ladderize.planning.bands import band_cases, relative_band
+from ladderize.planning.calibration.fit import OpenFigureError, fit
+from ladderize.planning.calibration.observations import Observation, expected_seconds
+from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_devices, known_engines, read_device
+from ladderize.planning.passes import PassParts, Workload, pass_parts
+from ladderize.planning.prediction import point_seconds, predict_parallel, predict_pass, predict_silent
+from ladderize.runtime.collectives.links import (
+    NO_LINK,
+    Interconnect,
+    InterconnectRow,
+    Link,
+    known_interconnects,
+    read_interconnect,
+)
+from tests.helpers import ROOT, invoke, one_sentence
+
+# an engine that does nothing but its products
+BARE = EngineFacts(
+    "bare", 0, 0, 0, 0, 0, 0, False, 0, 0, 0, 0, 0,
+    kv_per_query_head=False, whole_cache=False, masked_prefill=False, all_logits=False, replicate_vocab=False,
+    source="a test",
+)  # fmt: skip
+INSTANT = 1e30  # of a rate: whatever needs it takes no time
+
+
+def random_config() -> dict[str, object]:
+    heads, kv_heads, head_dim = (*random.choice([(8, 8), (16, 8), (16, 2)]), random.choice([32, 64]))
+    return {
+        "vocab_size": random.randint(100, 999) * 8,
+        "hidden_size": heads * head_dim,
+        "intermediate_size": random.randint(10, 99) * 64,
+        "num_hidden_layers": random.randint(2, 9),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def a_device(**changes: object) -> DeviceSpec:
+    spec = DeviceSpec(
+        "test", random.uniform(1e3, 4e3), {"bfloat16": random.uniform(200, 900)}, None, random.uniform(0.5, 1),
+        random.uniform(0.3, 1), random.uniform(1, 4), random.uniform(1, 6), 0.05, "published", False, "a test",
+    )  # fmt: skip
+    return dataclasses.replace(spec, **changes)
+
+
+def only(**rates: float) -> DeviceSpec:
+    """A device of whose limits only the given ones hold."""
+    gb_s, tflop_s = rates.get("gb_s", INSTANT), rates.get("tflop_s", INSTANT)
+    return DeviceSpec("only", gb_s, {"bfloat16": tflop_s}, None, 1, 1, 0, 0, 0, "published", False, "a test")
+
+
+def parts_of(config, device, engine=BARE, link=NO_LINK, ranks=1, workload=None, virtual=None, contention=0.0):
+    workload = workload or Workload(1, 64, 16)
+    return pass_parts(config, device, engine, link, contention, ranks, "bfloat16", workload, virtual)
+
+
+def layer_weights(config) -> int:
+    hidden, width = config["hidden_size"], config["head_dim"]
+    attention = 2 * hidden * width * (config["num_attention_heads"] + config["num_key_value_heads"])
+    return attention + 3 * hidden * config["intermediate_size"]
+
+
+# ---- limits in closed form ----
+
+
+def test_without_a_limit_of_bandwidth_only_arithmetic_counts():
+    config, batch, prompt = random_config(), random.randint(1, 5), random.randint(2, 99)
+    rate = random.uniform(0.1, 9)
+    parts = parts_of(config, only(tflop_s=rate), workload=Workload(batch, prompt, 2))["prefill"]
+    pairs = batch * prompt * (prompt + 1) / 2
+    scores = 4 * pairs * config["num_attention_heads"] * config["head_dim"]
+    products = 2 * batch * prompt * layer_weights(config)
+    head = 2 * batch * config["hidden_size"] * config["vocab_size"]
+    layers = config["num_hidden_layers"]
+    expected = (layers * (products + scores) + head) / (rate * 1e12)
+    assert predict_silent(parts).total == pytest.approx(expected)
+    assert predict_pass(parts, Layout.dense(layers)).total == pytest.approx(expected)  # one rank sends nothing
+    assert predict_parallel(parts).total == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_without_a_limit_of_arithmetic_decoding_reads_weights_and_cache(ranks):
+    config, prompt, output = random_config(), random.randint(2, 99), random.randint(2, 99)
+    rate, layers = random.uniform(1, 99), config["num_hidden_layers"]
+    parts = parts_of(config, only(gb_s=rate), ranks=ranks, workload=Workload(1, prompt, output))["decode"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    width, hidden, inner = config["head_dim"], config["hidden_size"], config["intermediate_size"] // ranks
+    heads, kv_heads = heads // ranks, max(1, kv_heads // ranks)  # KV heads are held twice where there are too few
+    inputs, outputs = hidden, heads * width + 2 * kv_heads * width
+    weights = inputs * outputs + heads * width * hidden + 3 * hidden * inner
+    vectors = inputs + outputs + heads * width + hidden + hidden + 2 * inner + inner + hidden
+    mean_context = sum(prompt + step for step in range(1, output)) / (output - 1) + 0.5
+    cache = 2 * kv_heads * width * mean_context
+    vocab = math.ceil(config["vocab_size"] / ranks)
+    numbers = layers * (weights + vectors + cache) + hidden * vocab + hidden + vocab
+    # the stream is looked up, and normed at the end: four passes over a vector
+    assert predict_silent(parts).total == pytest.approx(2 * (numbers + 4 * hidden) / (rate * 1e9), rel=2e-3)
+
+
+def test_engines_read_and_write_what_they_say():
+    """Each fact by itself, where only bandwidth counts."""
+    config, rate = random_config(), 1.0
+    workload = Workload(3, 40, 11)
+    layers, heads, width = (config[name] for name in ("num_hidden_layers", "num_attention_heads", "head_dim"))
+    groups = heads // config["num_key_value_heads"]
+
+    def numbers(phase, **facts):
+        """How many 16-bit numbers more than a bare engine."""
+        both = [
+            predict_silent(parts_of(config, only(gb_s=rate), engine, workload=workload)[phase]).total
+            for engine in (BARE, dataclasses.replace(BARE, **facts))
+        ]
+        return (both[1] - both[0]) * rate * 1e9 / 2
+
+    cache = layers * 2 * 3 * config["num_key_value_heads"] * width
+    assert numbers("decode", kv_per_query_head=True) == pytest.approx(cache * (groups - 1) * 46)
+    assert numbers("decode", whole_cache=True) == pytest.approx(cache * (51 - 46))
+    assert numbers("decode", cache_bytes=4) == pytest.approx(cache * 46)
+    assert numbers("decode", score_passes=7) == pytest.approx(0)
+    assert numbers("prefill", score_passes=2) == pytest.approx(2 * layers * 3 * heads * 40 * 41 / 2)
+    more = numbers("prefill", masked_prefill=True, score_passes=2)
+    assert more == pytest.approx(2 * layers * 3 * heads * 40 * 51 + cache * 11)
+    assert numbers("prefill", stream_passes=1) == pytest.approx(2 * layers * 3 * 40 * config["hidden_size"])
+    assert numbers("prefill", inner_passes=1) == pytest.approx(layers * 3 * 40 * config["intermediate_size"])
+    assert numbers("decode", logit_passes=1) == pytest.approx(2 * 3 * config["vocab_size"])
+    rows = 3 * 40 - 3
+    assert numbers("prefill", all_logits=True) == pytest.approx(rows * (config["hidden_size"] + config["vocab_size"]))
+
+
+def test_kernels_and_launches_count_by_themselves():
+    config = random_config()
+    layers, device = config["num_hidden_layers"], only()
+    device = dataclasses.replace(device, kernel_us=2.0, launch_us=5.0)
+    engine = dataclasses.replace(
+        BARE, attention_kernels=4, mlp_kernels=3, rest_kernels=9, attention_launches=11, mlp_launches=6,
+        message_launches=8, replicate_vocab=True,
+    )  # fmt: skip
+    parts = parts_of(config, device, engine, Link("x", 0.0, None), ranks=2)
+    assert predict_silent(parts["decode"]).total == pytest.approx((layers * 7 + 9) * 2e-6)
+    assert predict_pass(parts["decode"], Layout.dense(layers)).total == pytest.approx((layers * 7 + 9) * 2e-6)
+    # the host is the slower side of a prefill, and starts messages too, which nothing hides
+    host = layers * 17 * 5e-6 + 9 * 2e-6
+    assert predict_silent(parts["prefill"]).total == pytest.approx(host)
+    for layout in (Layout.dense(layers), Layout.from_layers(layers, ladder=range(layers))):
+        assert predict_pass(parts["prefill"], layout).total == pytest.approx(host + 2 * layers * 8 * 5e-6)
+    # a device that is slower than the host by more than the messages take it
+    slow = parts_of(config, dataclasses.replace(device, kernel_us=100.0), engine, Link("x", 0.0, None), ranks=2)
+    assert slow["prefill"].message_start == 0
+    assert predict_pass(slow["prefill"], Layout.dense(layers)).total == pytest.approx((layers * 7 + 9) * 1e-4)
+
+
+def test_times_grow_with_latency_bytes_and_ranks():
+    config, device, engine = random_config(), a_device(), known_engines()["runtime"]
+    layers = config["num_hidden_layers"]
+    alpha, bus = random.uniform(1, 50), random.uniform(1, 100)
+
+    def total(layout, alpha=alpha, bus=bus, batch=2, ranks=4, contention=0.2):
+        link = Interconnect("x", [InterconnectRow(ranks, alpha, bus)], contention, 0, False, "a test").at(ranks)[0]
+        workload = Workload(batch, 64, 16)
+        return predict_pass(
+            parts_of(config, device, engine, link, ranks, workload, 8, contention)["prefill"], layout
+        ).total
+
+    for layout in (
+        Layout.dense(layers),
+        Layout.from_layers(layers, ladder=range(layers), spd=[0], sync_tp_size=8),
+    ):
+        assert total(layout) < total(layout, alpha=2 * alpha)
+        assert total(layout) < total(layout, bus=bus / 2)
+        assert total(layout) < total(layout, batch=3)
+        assert total(layout) <= total(layout, contention=0.5)
+    messages = [Link("x", alpha, InterconnectRow(ranks, alpha, bus).beta_gb_s).seconds(1 << 20) for ranks in (2, 4, 8)]
+    assert messages == sorted(messages)
+    assert messages[0] < messages[-1]
+    silent = [predict_silent(parts_of(config, device, engine, ranks=ranks)["prefill"]).total for ranks in (1, 2, 4, 8)]
+    assert silent == sorted(silent, reverse=True)
+    ladder, dense = Layout.from_layers(layers, ladder=range(layers)), Layout.dense(layers)
+    assert total(ladder) <= total(dense)
+
+
+def test_virtual_ranks_that_are_computed_apart_cost_more():
+    config, device, engine = random_config(), a_device(), known_engines()["runtime"]
+    parts = [parts_of(config, device, engine, ranks=2, virtual=virtual)["decode"] for virtual in (None, 2, 4, 8)]
+    costs = [one.attention_apart + one.mlp_apart for one in parts]
+    assert costs == sorted(costs)
+    assert costs[-1] > costs[1]
+    assert parts[0].attention_apart == parts[0].attention
+    assert {one.attention for one in parts} == {parts[0].attention}
+    # where nothing has a price but weights, a sum of virtual ranks is one product
+    bare = parts_of(config, only(gb_s=1.0), ranks=1, virtual=8, workload=Workload(1, 2, 2))["decode"]
+    assert bare.attention_apart / bare.attention < 1.1
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    config = {**random_config(), "num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 192, "head_dim": 32}
+    with pytest.raises(LayoutError, match="--tp-size"):
+        parts_of(config, a_device(), ranks=4)
+    with pytest.raises(UserError, match="no matmul_tflop_s for float32, but for bfloat16"):
+        pass_parts(random_config(), a_device(), BARE, NO_LINK, 0, 1, "float32", Workload(1, 2, 2))
+
+
+# ---- layouts ----
+
+
+def random_parts(layers: int) -> PassParts:
+    seconds = [random.choice([0.0, random.random(), random.random()]) for _ in range(8)]
+    message = random.choice([0.0, random.random()])
+    return PassParts(layers, *seconds[:6], message, 16, random.choice([0.0, message / 3]), seconds[6], random.random())
+
+
+def random_layout(layers: int) -> Layout:
+    attention = tuple(random.choice(ATTENTION_MODES) for _ in range(layers))
+    mlp = (*(random.choice(MLP_MODES) for _ in range(layers - 1)), BLOCKING)
+    return Layout(attention, mlp, 8 if DROPPED in attention else None)
+
+
+def slow_total(parts: PassParts, layout: Layout, *, dt: float = 2e-3) -> float:
+    """The loop of DESIGN section 2, lived through in small steps of time."""
+    clock, in_flight = 0.0, 0.0
+
+    def compute(work):
+        nonlocal clock, in_flight
+        while work > 0:
+            work -= dt * (1 - parts.contention if in_flight > 0 else 1)
+            in_flight -= dt
+            clock += dt
+
+    def wait():
+        nonlocal clock, in_flight
+        clock, in_flight = clock + max(in_flight, 0.0), 0.0
+
+    for attention, mlp in zip(layout.attention_sync, layout.mlp_sync, strict=True):
+        apart = attention == DROPPED
+        compute(parts.attention_apart if apart else parts.attention)
+        wait()
+        if not apart:
+            in_flight = parts.message
+        if attention == BLOCKING:
+            wait()
+        compute(parts.mlp_apart if apart else parts.mlp)
+        wait()
+        in_flight = parts.message
+        if mlp == BLOCKING:
+            wait()
+    return clock + parts.rest + parts.vocabulary
+
+
+def test_a_pass_is_what_living_through_it_takes():
+    for _ in range(20):
+        layers = random.randint(1, 4)
+        parts = dataclasses.replace(random_parts(layers), message_start=0.0, contention=random.uniform(0, 0.8))
+        layout = random_layout(layers)
+        steps = 4 * layers
+        expected = slow_total(parts, layout)
+        assert predict_pass(parts, layout).total == pytest.approx(expected, abs=steps * 4e-3)
+
+
+def test_a_layouts_time_is_a_sum_over_layers():
+    for _ in range(50):
+        layers = random.randint(1, 7)
+        parts, layout = random_parts(layers), random_layout(layers)
+        prediction = predict_pass(parts, layout)
+        assert point_seconds(parts).total(layout) == pytest.approx(prediction.total, rel=1e-12, abs=1e-15)
+        assert prediction.exposed >= len([m for m in layout.mlp_sync if m == BLOCKING]) * parts.message - 1e-12
+        assert prediction.total >= predict_silent(parts, layout).total - 1e-12
+    with pytest.raises(ValueError, match="a layout of 3 layers for a pass of 2"):
+        predict_pass(random_parts(2), Layout.dense(3))
+
+
+# ---- links ----
+
+
+def test_links_between_measured_ranks_are_interpolated_and_said_so():
+    rows = [InterconnectRow(2, 10.0, 100.0, 8, 1 << 30), InterconnectRow(8, 22.0, 160.0, 16, 1 << 20)]
+    link = Interconnect("mine", rows, 0.1, 0.05, True, "a test")
+    link.check("here")
+    assert link.at(8) == (Link("mine", 22.0, pytest.approx(160 * 8 / 14), 16, 1 << 20, "a test"), "")
+    between, how = link.at(4)
+    assert (between.alpha_us, between.beta_gb_s) == (pytest.approx(14), pytest.approx(120 * 4 / 6))
+    assert how == "interpolated from 2 and 8 ranks"
+    beyond, how = link.at(16)
+    assert (beyond.alpha_us, beyond.beta_gb_s) == (pytest.approx(38), pytest.approx(160 * 16 / 30))
+    assert how == "extrapolated from 2 and 8 ranks"
+    assert how in beyond.source
+    assert link.at(1) == (NO_LINK, "")
+    with pytest.raises(UserError, match="measured with 2 and 8 ranks, not 32"):
+        link.at(32)
+    with pytest.raises(UserError, match="measured with 8 ranks, not 4"):
+        dataclasses.replace(link, rows=rows[1:]).at(4)
+    steep = dataclasses.replace(link, rows=[InterconnectRow(4, 5.0, None), InterconnectRow(8, 45.0, None)])
+    assert steep.at(2)[0].alpha_us == 2.5  # not negative
+    assert steep.at(2)[0].beta_gb_s is None
+
+
+def test_known_links_and_devices_are_sound():
+    for name, link in known_interconnects().items():
+        link.check(name)
+        for row in link.rows:
+            assert link.at(row.ranks)[0].alpha_us == row.alpha_us
+    for name, device in known_devices().items():
+        device.check(name)
+        assert read_device(name) == device
+    assert read_interconnect("nvlink").at(4)[1] == ""
+    assert read_interconnect("20,100").at(37)[0].alpha_us == 20
+
+
+def test_files_of_devices_and_links_are_read(tmp_path):
+    device, link = a_device(), known_interconnects()["nvlink"]
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps({"schema_version": 1, "device": device.to_dict(), "link": link.to_dict()}))
+    assert read_device(str(path)) == device
+    assert read_interconnect(str(path)) == link
+    by_hand = tmp_path / "mine.yaml"
+    by_hand.write_text(
+        "link:\n  name: mine\n  contention: 0.1\n  relative_error: 0.1\n  calibrated: false\n  source: me\n"
+        "  rows:\n  - {ranks: 2, alpha_us: 30, bus_gb_s: 12}\n"
+    )
+    assert read_interconnect(str(by_hand)).at(2)[0].beta_gb_s == pytest.approx(12)
+    with pytest.raises(UserError, match="has no device, but link"):
+        read_device(str(by_hand))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_bandwidth_gb_s": 0}, "memory_bandwidth_gb_s is 0"),
+        ({"bandwidth_share": 1.4}, "bandwidth_share is 1.4"),
+        ({"matmul_tflop_s": {"bfloat16": -5}}, "matmul_tflop_s.bfloat16 is -5"),
+        ({"matmul_tflop_s": {}}, "names no dtype"),
+        ({"kernel_us": 1e9}, "kernel_us is 1e"),
+        ({"relative_error": 7}, "relative_error is 7"),
+        ({"engine": "mine"}, "engine 'mine' is not one of"),
+        ({"name": 3}, "name is 3"),
+        ({"matmul_share": None}, "matmul_share is None"),
+    ],
+)
+def test_absurd_devices_are_refused(changes, message, tmp_path):
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps({"device": {**a_device().to_dict(), **changes}}))
+    with pytest.raises(UserError, match=message):
+        read_device(str(path))
+
+
+def test_a_device_without_a_figure_is_refused(tmp_path):
+    path = tmp_path / "device.json"
+    document = a_device().to_dict()
+    del document["matmul_share"]
+    path.write_text(json.dumps({"device": document}))
+    with pytest.raises(UserError, match="device has no matmul_share"):
+        read_device(str(path))
+    with pytest.raises(UserError, match=r"neither one of h100-sxm.* nor a file"):
+        read_device(str(tmp_path / "nothing.json"))
+    path.write_text("[1]")
+    with pytest.raises(UserError, match="object is expected"):
+        read_device(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": []}, "has no rows"),
+        ({"contention": 1.5}, "contention is 1.5"),
+        ({"rows": [{"ranks": 4, "alpha_us": -1, "bus_gb_s": 3}]}, "alpha_us of 4 ranks is -1"),
+        ({"rows": [{"ranks": 4, "alpha_us": 1, "bus_gb_s": 0}]}, "bus_gb_s of 4 ranks is 0"),
+        ({"rows": [{"ranks": 4, "alpha_us": 1, "bus_gb_s": 3}] * 2}, "must be ascending"),
+        ({"rows": [{"ranks": 1, "alpha_us": 1, "bus_gb_s": 3}]}, "at least 2"),
+        ({"rows": [{"ranks": 2, "bus_gb_s": 3}]}, "has no alpha_us"),
+    ],
+)
+def test_absurd_links_are_refused(changes, message, tmp_path):
+    path = tmp_path / "link.json"
+    path.write_text(json.dumps({"link": {**known_interconnects()["nvlink"].to_dict(), **changes}}))
+    with pytest.raises(UserError, match=message):
+        read_interconnect(str(path))
+
+
+def test_bench_emulates_a_link_of_a_file(tmp_path):
+    link = Interconnect("mine", [InterconnectRow(2, 200.0, 5.0), InterconnectRow(4, 300.0, 5.0)], 0, 0, True, "a test")
+    path, out = tmp_path / "machine.json", tmp_path / "bench.json"
+    path.write_text(json.dumps({"schema_version": 1, "link": link.to_dict()}))
+    arguments = ("bench", ROOT / "ladderize" / "demo" / "model", "--emulate-tp", 3, "--link", path)
+    refused = invoke(*arguments, "--prompt-len", 4, "--output-len", 3)
+    assert "3" in one_sentence(refused)  # heads that 3 ranks do not divide
+    arguments = (*arguments[:2], "--emulate-tp", 4, "--link", path, "--prompt-len", 4, "--output-len", 3)
+    assert invoke(*arguments, "--repeat", 1, "--out", out).code == 0
+    written = json.loads(out.read_text())["link"]
+    assert (written["alpha_us"], written["beta_gb_s"]) == (300.0, pytest.approx(5 * 4 / 6))
+
+
+# ---- bands ----
+
+
+def test_a_ratios_band_is_narrower_than_a_times():
+    config, device, link = random_config(), a_device(relative_error=0.1), known_interconnects()["nvlink"]
+    parts = parts_of(config, device, known_engines()["runtime"], link.at(8)[0], 8, contention=0.2)
+    layers = config["num_hidden_layers"]
+    dense, ladder = Layout.dense(layers), Layout.from_layers(layers, ladder=range(layers))
+    cases = [case["decode"] for case in band_cases(parts, device, link)]
+    times = [predict_pass(case, dense).total for case in cases]
+    ratios = [before / predict_pass(case, ladder).total for before, case in zip(times, cases, strict=True)]
+    assert 0 < relative_band(ratios) < relative_band(times) < 0.5
+    assert relative_band([1.0] * len(cases)) == 0
+    # all compute: twice its error, and the scatter of runs beside it
+    silent = [predict_silent(case).total for case in cases]
+    assert relative_band(silent) == pytest.approx(2 * math.hypot(0.1, 0.02), rel=1e-6)
+    surer = dataclasses.replace(device, relative_error=0.01), dataclasses.replace(link, relative_error=0.01)
+    closer = [predict_pass(case["decode"], dense).total for case in band_cases(parts, *surer)]
+    assert relative_band(closer) < relative_band(times)
+
+
+# ---- the fit ----
+
+
+def planted() -> tuple[DeviceSpec, Interconnect, list[Observation]]:
+    """A device, a link, and what they make of the least that tells their figures apart."""
+    device = a_device(launch_us=random.uniform(4, 12))
+    rows = [InterconnectRow(n, random.uniform(5, 60), random.uniform(20, 400)) for n in (2, 8)]
+    link = Interconnect("planted", rows, random.uniform(0.1, 0.5), 0.05, False, "a test")
+    sizes = [(32, 4096, 14336), (24, 2048, 8192)]
+    seen = []
+    for layers, hidden, inner in sizes:
+        config = {
+            "vocab_size": 32000, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+            "num_attention_heads": hidden // 128, "num_key_value_heads": 8, "head_dim": 128,
+        }  # fmt: skip
+        for ranks in (2, 8):
+            for batch in (1, 4, 64):
+                for variant, mode in (("no-comm", BLOCKING), ("layout", BLOCKING), ("layout", OVERLAPPED)):
+                    for quantity in ("prefill", "decode"):
+                        seen.append(
+                            Observation(
+                                quantity, 1.0, ranks, variant, config=config, dtype="bfloat16",
+                                workload=Workload(batch, 1024, 512), engine="published", variant=variant,
+                                attention_sync=[mode] * layers, mlp_sync=[mode] * (layers - 1) + [BLOCKING],
+                            )
+                        )  # fmt: skip
+    engine = known_engines()["published"]
+    return device, link, [dataclasses.replace(one, seconds=expected_seconds(one, device, engine, link)) for one in seen]
+
+
+FREE = ("bandwidth_share", "matmul_share", "kernel_us", "thin_us", "launch_us", "contention", "alpha_us", "bus_gb_s")
+
+
+def test_a_fit_finds_what_was_planted():
+    device, link, seen = planted()
+    start = dataclasses.replace(
+        device, bandwidth_share=0.7, matmul_share=0.5, kernel_us=2.0, thin_us=2.0, launch_us=6.0
+    )
+    around = dataclasses.replace(link, rows=[InterconnectRow(n, 20.0, 100.0) for n in (2, 8)], contention=0.2)
+    result = fit(seen, start, around, FREE)
+    assert result.worst_error < 0.01
+    assert result.device.bandwidth_share == pytest.approx(device.bandwidth_share, rel=0.02)
+    assert result.device.matmul_share == pytest.approx(device.matmul_share, rel=0.02)
+    assert result.device.kernel_us == pytest.approx(device.kernel_us, rel=0.05)
+    assert result.interconnect.contention == pytest.approx(link.contention, abs=0.02)
+    for found, true in zip(result.interconnect.rows, link.rows, strict=True):
+        assert found.alpha_us == pytest.approx(true.alpha_us, rel=0.05)
+        assert found.bus_gb_s == pytest.approx(true.bus_gb_s, rel=0.05)
+    assert [figure.name for figure in result.figures][-4:] == [
+        "alpha_us[2]", "alpha_us[8]", "bus_gb_s[2]", "bus_gb_s[8]"
+    ]  # fmt: skip
+
+
+def test_a_fit_refuses_what_the_timings_leave_open():
+    device, link, seen = planted()
+    decodes = [one for one in seen if one.quantity == "decode" and one.variant == "no-comm" and one.ranks == 2]
+    with pytest.raises(OpenFigureError, match="leave matmul_share open; add timings of the prefill") as error:
+        fit(decodes, device, None, ["bandwidth_share", "matmul_share"])
+    assert error.value.figure == "matmul_share"
+    dense = [one for one in seen if one.variant == "layout" and one.attention_sync == [BLOCKING] * 32]
+    with pytest.raises(OpenFigureError, match="leave contention open; add timings of a layout with overlapped"):
+        fit(dense, device, link, ["contention"])
+    small = [dataclasses.replace(dense[0], quantity="all_reduce", message_bytes=8, seconds=2e-5, ranks=8)]
+    with pytest.raises(OpenFigureError, match=r"leave bus_gb_s\[8\] open; add timings of a large all-reduce"):
+        fit(small, None, link, ["alpha_us", "bus_gb_s"])
+    large = dataclasses.replace(small[0], message_bytes=1 << 26, seconds=2e-3)
+    found = fit([*small, large], None, link, ["alpha_us", "bus_gb_s"]).interconnect.at(8)[0]
+    assert found.seconds(1 << 26) == pytest.approx(2e-3, rel=0.02)
+    with pytest.raises(UserError, match="no timings to fit"):
+        fit([], device, link, FREE)
+
+
+def test_what_is_shipped_is_what_the_published_speeds_say():
+    """devices.yaml and the nvlink law against a new fit of benchmarks/reference."""
+    from benchmarks.planning import fit_published, read_published
+
+    result, still_open = fit_published(read_published())
+    assert still_open == []
+    assert result.mean_error < 0.021
+    assert result.worst_error < 0.06
+    shipped = known_devices()["h100-sxm"]
+    for name in ("bandwidth_share", "matmul_share", "kernel_us", "thin_us", "launch_us"):
+        assert getattr(result.device, name) == pytest.approx(getattr(shipped, name), rel=0.01)
+    link = known_interconnects()["nvlink"]
+    assert result.interconnect.contention == pytest.approx(link.contention, abs=0.005)
+    for found, row in zip(result.interconnect.rows, link.rows, strict=True):
+        assert (found.alpha_us, found.bus_gb_s) == pytest.approx((row.alpha_us, row.bus_gb_s), rel=0.01)
