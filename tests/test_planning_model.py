@@ -27,10 +27,26 @@ from tests.helpers import ROOT, invoke, one_sentence
 
 # an engine that does nothing but its products
 BARE = EngineFacts(
-    "bare", 0, 0, 0, 0, 0, 0, False, 0, 0, 0, 0, 0,
-    kv_per_query_head=False, whole_cache=False, masked_prefill=False, all_logits=False, replicate_vocab=False,
+    "bare",
+    0,
+    0,
+    0,
+    0,
+    0,
+    0,
+    False,
+    0,
+    0,
+    0,
+    0,
+    0,
+    kv_per_query_head=False,
+    whole_cache=False,
+    masked_prefill=False,
+    all_logits=False,
+    replicate_vocab=False,
     source="a test",
-)  # fmt: skip
+)
 INSTANT = 1e30  # of a rate: whatever needs it takes no time
 
 
@@ -49,9 +65,19 @@ def random_config() -> dict[str, object]:
 
 def a_device(**changes: object) -> DeviceSpec:
     spec = DeviceSpec(
-        "test", random.uniform(1e3, 4e3), {"bfloat16": random.uniform(200, 900)}, None, random.uniform(0.5, 1),
-        random.uniform(0.3, 1), random.uniform(1, 4), random.uniform(1, 6), 0.05, "published", False, "a test",
-    )  # fmt: skip
+        "test",
+        random.uniform(1e3, 4e3),
+        {"bfloat16": random.uniform(200, 900)},
+        None,
+        random.uniform(0.5, 1),
+        random.uniform(0.3, 1),
+        random.uniform(1, 4),
+        random.uniform(1, 6),
+        0.05,
+        "published",
+        False,
+        "a test",
+    )
     return dataclasses.replace(spec, **changes)
 
 
@@ -144,9 +170,15 @@ def test_kernels_and_launches_count_by_themselves():
     layers, device = config["num_hidden_layers"], only()
     device = dataclasses.replace(device, kernel_us=2.0, launch_us=5.0)
     engine = dataclasses.replace(
-        BARE, attention_kernels=4, mlp_kernels=3, rest_kernels=9, attention_launches=11, mlp_launches=6,
-        message_launches=8, replicate_vocab=True,
-    )  # fmt: skip
+        BARE,
+        attention_kernels=4,
+        mlp_kernels=3,
+        rest_kernels=9,
+        attention_launches=11,
+        mlp_launches=6,
+        message_launches=8,
+        replicate_vocab=True,
+    )
     parts = parts_of(config, device, engine, Link("x", 0.0, None), ranks=2)
     assert predict_silent(parts["decode"]).total == pytest.approx((layers * 7 + 9) * 2e-6)
     assert predict_pass(parts["decode"], Layout.dense(layers)).total == pytest.approx((layers * 7 + 9) * 2e-6)
@@ -432,20 +464,33 @@ def planted() -> tuple[DeviceSpec, Interconnect, list[Observation]]:
     seen = []
     for layers, hidden, inner in sizes:
         config = {
-            "vocab_size": 32000, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
-            "num_attention_heads": hidden // 128, "num_key_value_heads": 8, "head_dim": 128,
-        }  # fmt: skip
+            "vocab_size": 32000,
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": hidden // 128,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        }
         for ranks in (2, 8):
             for batch in (1, 4, 64):
                 for variant, mode in (("no-comm", BLOCKING), ("layout", BLOCKING), ("layout", OVERLAPPED)):
                     for quantity in ("prefill", "decode"):
                         seen.append(
                             Observation(
-                                quantity, 1.0, ranks, variant, config=config, dtype="bfloat16",
-                                workload=Workload(batch, 1024, 512), engine="published", variant=variant,
-                                attention_sync=[mode] * layers, mlp_sync=[mode] * (layers - 1) + [BLOCKING],
+                                quantity,
+                                1.0,
+                                ranks,
+                                variant,
+                                config=config,
+                                dtype="bfloat16",
+                                workload=Workload(batch, 1024, 512),
+                                engine="published",
+                                variant=variant,
+                                attention_sync=[mode] * layers,
+                                mlp_sync=[mode] * (layers - 1) + [BLOCKING],
                             )
-                        )  # fmt: skip
+                        )
     engine = known_engines()["published"]
     return device, link, [dataclasses.replace(one, seconds=expected_seconds(one, device, engine, link)) for one in seen]
 
@@ -469,8 +514,11 @@ def test_a_fit_finds_what_was_planted():
         assert found.alpha_us == pytest.approx(true.alpha_us, rel=0.05)
         assert found.bus_gb_s == pytest.approx(true.bus_gb_s, rel=0.05)
     assert [figure.name for figure in result.figures][-4:] == [
-        "alpha_us[2]", "alpha_us[8]", "bus_gb_s[2]", "bus_gb_s[8]"
-    ]  # fmt: skip
+        "alpha_us[2]",
+        "alpha_us[8]",
+        "bus_gb_s[2]",
+        "bus_gb_s[8]",
+    ]
 
 
 def test_a_fit_refuses_what_the_timings_leave_open():
