@@ -27,7 +27,6 @@ from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.console import Console
 from ladderize.eval.sensitivity import column_layouts
 from ladderize.eval.suffixes import LayoutTree, Suffixes
-from ladderize.eval.window_table import table_seconds
 from ladderize.layout import Layout
 from ladderize.memory import PeakMemory
 from ladderize.ranks.group import Ranks
@@ -127,9 +126,7 @@ def main() -> None:
     per_layer = results["sensitivity, 2 windows"]["seconds"] / runs
     more_layers = (32 - args.layers) * 436e6  # weights
     results["projected to 32 layers of the 8b shape, 128 windows"] = {
-        "sensitivity_seconds": table_seconds(
-            per_layer, LayoutTree(column_layouts("spd", 32, RANKS)).layer_runs, 128, 2
-        ),
+        "sensitivity_seconds": per_layer * LayoutTree(column_layouts("spd", 32, RANKS)).layer_runs * 128 / 2,
         "sensitivity_peak_memory_bytes": results["sensitivity, 2 windows"]["peak_memory_bytes"] + more_layers,
         "distillation_10_epochs_seconds": (
             results["distillation, 1 epoch"]["seconds"] * 32 / args.layers * 10 * 128 / args.windows

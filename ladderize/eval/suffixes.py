@@ -5,7 +5,7 @@ a layout. One dense pass then serves all that differ from the dense model in lat
 of five layers each costs one layer and a little.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -41,14 +41,20 @@ class LayoutTree:
             groups[layout.entering(layer), layout.attention_sync[layer]].append(number)
         return sorted(groups.items(), key=lambda group: len(group[1]))
 
-    @cached_property
+    @property
     def layer_runs(self) -> int:
         """How many times some layer is run for one batch."""
-        runs, waiting = 0, [(0, list(range(len(self.layouts))))]
+        return sum(self.runs_by_mode.values())
+
+    @cached_property
+    def runs_by_mode(self) -> Counter[str]:
+        """The same, by the mode of the layer's attention sync point."""
+        runs: Counter[str] = Counter()
+        waiting = [(0, list(range(len(self.layouts))))]
         while waiting:
             layer, members = waiting.pop()
             groups = self.parting(layer, members)
-            runs += len(groups)
+            runs.update(attention for (_, attention), _ in groups)
             if layer + 1 < self.num_layers:
                 waiting += [(layer + 1, group) for _, group in groups]
         return runs

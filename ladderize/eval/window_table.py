@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ladderize.blocks import Blocks, check_finite, layer_seconds
+from ladderize.blocks import Blocks, check_finite, layer_seconds, timed
 from ladderize.console import Console, human_bytes, human_seconds
 from ladderize.eval.suffixes import LayoutTree, Suffixes, suffix_memory
 from ladderize.layout import Layout
@@ -83,16 +83,21 @@ def _is_row(row: object, columns: int) -> bool:
     )
 
 
-def table_seconds(layer_seconds: float, layer_runs: int, windows: int, batch_size: int) -> float:
-    """What a table takes, of which each batch runs so many layers."""
-    return layer_seconds * math.ceil(windows / batch_size) * layer_runs
+def batch_seconds(suffixes: Suffixes, batch: torch.Tensor) -> float:
+    """What a batch of ids takes, from a layer of each mode and the LM head, timed here and now."""
+    blocks, tree = suffixes.blocks, suffixes.tree
+    layers = {mode: layer_seconds(blocks, suffixes.layer(0, mode), batch) for mode in tree.runs_by_mode}
+    with torch.no_grad():
+        state = blocks.embed(batch)
+        head = min(timed(lambda: blocks.nll(state, batch), blocks.device) for _ in range(2))
+    return sum(layers[mode] * runs for mode, runs in tree.runs_by_mode.items()) + head * len(tree.layouts)
 
 
 def announcement(suffixes: Suffixes, windows: np.ndarray, batch_size: int) -> str:
-    """Time and memory of what is to come, from one layer timed here and now."""
+    """Time and memory of what is to come."""
     blocks, tree = suffixes.blocks, suffixes.tree
     batch = torch.from_numpy(windows[:batch_size])
-    seconds = table_seconds(layer_seconds(blocks, suffixes.layer(0), batch), tree.layer_runs, len(windows), batch_size)
+    seconds = batch_seconds(suffixes, batch) * math.ceil(len(windows) / batch_size)
     weights, states = suffix_memory(blocks, tree, batch.numel())
     return (
         f"{len(windows)} windows of {windows.shape[1]} tokens, {len(tree.layouts):,} models: about"
