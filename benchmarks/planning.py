@@ -19,7 +19,7 @@ from ladderize.files.documents import write_json
 from ladderize.layout import OVERLAPPED, Layout
 from ladderize.planning.bands import band_cases, relative_band
 from ladderize.planning.calibration.fit import FitResult, OpenFigureError, fit
-from ladderize.planning.calibration.observations import Observation, expected_seconds
+from ladderize.planning.calibration.observations import Observation, expected_seconds, parts_seen
 from ladderize.planning.calibration.timings import read_timings
 from ladderize.planning.hardware import DeviceSpec, known_engines, read_device
 from ladderize.planning.passes import PassParts, pass_parts
@@ -97,7 +97,7 @@ def fit_published(published: Sequence[Published]) -> tuple[FitResult, list[str]]
 
 
 def predicted(one: Published, device: DeviceSpec, link: Interconnect) -> float:
-    return expected_seconds(one.seen, device, known_engines()[ENGINE], link)
+    return expected_seconds(one.seen, parts_seen(one.seen, device, known_engines()[ENGINE], link), link)
 
 
 # ---- errors ----

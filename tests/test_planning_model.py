@@ -11,7 +11,7 @@ from ladderize.errors import UserError
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVERLAPPED, Layout, LayoutError
 from ladderize.planning.bands import band_cases, relative_band
 from ladderize.planning.calibration.fit import OpenFigureError, fit
-from ladderize.planning.calibration.observations import Observation, expected_seconds
+from ladderize.planning.calibration.observations import Observation, expected_seconds, parts_seen
 from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_devices, known_engines, read_device
 from ladderize.planning.passes import PassParts, Workload, pass_parts
 from ladderize.planning.prediction import point_seconds, predict_parallel, predict_pass, predict_silent
@@ -492,7 +492,8 @@ def planted() -> tuple[DeviceSpec, Interconnect, list[Observation]]:
                             )
                         )
     engine = known_engines()["published"]
-    return device, link, [dataclasses.replace(one, seconds=expected_seconds(one, device, engine, link)) for one in seen]
+    times = [expected_seconds(one, parts_seen(one, device, engine, link), link) for one in seen]
+    return device, link, [dataclasses.replace(one, seconds=s) for one, s in zip(seen, times, strict=True)]
 
 
 FREE = ("bandwidth_share", "matmul_share", "kernel_us", "thin_us", "launch_us", "contention", "alpha_us", "bus_gb_s")

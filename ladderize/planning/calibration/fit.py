@@ -17,11 +17,11 @@ from scipy.optimize import least_squares
 
 from ladderize.errors import UserError
 from ladderize.files.records import Record
-from ladderize.planning.calibration.observations import Observation, expected_seconds
+from ladderize.planning.calibration.observations import Observation, expected_seconds, parts_key, parts_seen
 from ladderize.planning.hardware import DeviceSpec, known_engines
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow
 
-STARTS = 6
+STARTS = 4
 # A figure is open where timings that are right to 1 % leave it uncertain by more than its own size.
 TIMING_ERROR, OPEN = 0.01, 1.0
 START_FACTOR = 3.0  # how far off a share, a latency or a bandwidth that the search begins with may well be
@@ -151,6 +151,8 @@ class _Model:
     ) -> None:
         self.observations, self.start, self.interconnect = observations, start, interconnect
         self.engines = known_engines()
+        self.keys = [parts_key(seen) for seen in observations]
+        self.distinct = dict(zip(self.keys, observations, strict=True))
         self.is_line = "alpha_per_rank_us" in free
         self.names = [name for given in free for name in self._expanded(given)]
         unknown = [name for name in self.names if _kind(name) not in FITTED]
@@ -229,10 +231,13 @@ class _Model:
 
     def predicted(self, vector: np.ndarray) -> list[float]:
         device, link = self.specs(vector)
-        return [expected_seconds(seen, device, self._engine(seen), link) for seen in self.observations]
-
-    def _engine(self, seen: Observation) -> Any:
-        return None if seen.engine is None else self.engines[seen.engine]
+        parts = {
+            key: parts_seen(seen, device, None if seen.engine is None else self.engines[seen.engine], link)
+            for key, seen in self.distinct.items()
+        }
+        return [
+            expected_seconds(seen, parts[key], link) for key, seen in zip(self.keys, self.observations, strict=True)
+        ]
 
     def misfit(self, vector: np.ndarray) -> np.ndarray:
         """log(predicted / observed) of each observation."""

@@ -1,6 +1,7 @@
 """What was timed, by whatever engine, and what the model of planning/passes.py says to it. Imports no torch."""
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,23 +46,38 @@ class Observation(Record):
         return self.ranks > 1 and self.variant != "no-comm"
 
 
-def expected_seconds(
+def parts_seen(
     seen: Observation, device: DeviceSpec | None, engine: EngineFacts | None, interconnect: Interconnect | None
-) -> float:
-    """What the model says. interconnect: None where nothing that ``seen`` times is sent."""
-    link = NO_LINK if interconnect is None or not seen.communicates else interconnect.at(seen.ranks)[0]
+) -> Mapping[str, PassParts]:
+    """The parts of the passes that ``seen`` times; of an all-reduce, of none. interconnect: None where nothing is sent.
+
+    They are the same for all observations of one ``parts_key``.
+    """
     if seen.quantity == "all_reduce":
-        return link.seconds(seen.message_bytes or 0)
+        return {}
     if device is None or engine is None or seen.config is None or seen.dtype is None or seen.workload is None:
         raise ValueError(f"a time of {seen.quantity} needs a device, an engine, a config, a dtype and a workload")
+    link = NO_LINK if interconnect is None or not seen.communicates else interconnect.at(seen.ranks)[0]
     contention = 0.0 if interconnect is None else interconnect.contention
-    parts = pass_parts(
+    return pass_parts(
         seen.config, device, engine, link, contention, seen.ranks, seen.dtype, seen.workload, seen.sync_tp_size
     )
-    if seen.quantity == "end_to_end":
-        steps = seen.workload.decode_steps
-        return _total(seen, parts["prefill"]) + steps * _total(seen, parts["decode"])
-    return _total(seen, parts[seen.quantity])
+
+
+def parts_key(seen: Observation) -> tuple[object, ...]:
+    config = json.dumps(seen.config, sort_keys=True)
+    return config, seen.dtype, seen.workload, seen.engine, seen.ranks, seen.sync_tp_size, seen.communicates
+
+
+def expected_seconds(seen: Observation, parts: Mapping[str, PassParts], interconnect: Interconnect | None) -> float:
+    """What the model says. parts: of ``parts_seen``."""
+    if seen.quantity == "all_reduce":
+        assert interconnect is not None
+        return interconnect.at(seen.ranks)[0].seconds(seen.message_bytes or 0)
+    if seen.quantity != "end_to_end":
+        return _total(seen, parts[seen.quantity])
+    assert seen.workload is not None
+    return _total(seen, parts["prefill"]) + seen.workload.decode_steps * _total(seen, parts["decode"])
 
 
 def _total(seen: Observation, parts: PassParts) -> float:
