@@ -22,6 +22,7 @@ from tests.report_documents import (
     comparison,
     eval_document,
     layouts,
+    plan_document,
     sensitivity_document,
     write_curves,
     write_document,
@@ -94,6 +95,50 @@ def test_a_page_of_evaluation_and_times(files):
     assert len(text.encode()) < 2_000_000
     numbers = [attributes for _, attributes in page.elements if attributes.get("class") == "number"]
     assert len(numbers) == 3
+
+
+@pytest.mark.parametrize("checkpoint", ["models/dense", None])
+def test_predicted_times_join_what_was_evaluated(tmp_path, checkpoint):
+    """By layout and size, whether the plan was made of the checkpoint or of a shape."""
+    write_document(tmp_path / "results.json", eval_document(layouts(), {"ladder": -0.3, "spd": -20.0, "both": -35.0}))
+    document = plan_document(tmp_path, checkpoint=checkpoint)
+    write_document(tmp_path / "plan.json", document)
+    text, outcome = page_of(tmp_path)
+    ladder = next(row for row in document["rows"] if row["model"] == "ladder")
+    speedup = f"{ladder['speedup_end_to_end']:.2f}"
+    assert f"ladder (ladder 0:4) is predicted to be {speedup}" in outcome.stdout
+    assert "predicted: 2 ranks over nvlink (h100-sxm), batch 1, 1024 + 512 tokens" in text
+    assert "predicted, not measured" in text
+    assert "predicted: nothing ran" in text
+    assert "ladderize plan" in text
+    page = Reader(text)
+    assert "plot-speed" in page.ids()
+    assert "plot-time-decode" in page.ids()
+
+
+def test_a_plan_of_a_shape_alone(tmp_path):
+    write_document(tmp_path / "plan.json", plan_document(tmp_path))
+    text, outcome = page_of(tmp_path)
+    assert "The accuracy was not measured" in outcome.stdout
+    assert "a shape without weights" in text
+    assert "Random weights" not in text
+
+
+def test_a_plan_beside_what_was_timed(files):
+    """Measured times stay in front; the predicted ones are more settings of the same models."""
+    write_document(files / "plan.json", plan_document(files))
+    text, outcome = page_of(files)
+    assert "ladder (ladder 0:4) is 1.20" in outcome.stdout
+    assert "predicted: 2 ranks over nvlink" in text
+
+
+def test_a_plan_of_another_size_is_refused(files):
+    document = plan_document(files)
+    for row in document["rows"]:
+        row["parameters"] += 1
+    write_document(files / "plan.json", document)
+    error = one_sentence(invoke("report", files, "--out", files / "page.html"))
+    assert "plan.json predicts speed-ups over a dense model of another size" in error
 
 
 def test_nothing_in_a_page_asks_the_network(files):

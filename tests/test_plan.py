@@ -1,0 +1,465 @@
+"""``ladderize plan``: its figures against a slow walk through every sync point, what it says, and what it refuses."""
+
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import ladderize
+from ladderize import PlanModel, PlanOptions
+from ladderize.checkpoint.reading import read_checkpoint, read_config
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.planning.hardware import known_devices, known_engines
+from ladderize.planning.passes import Workload, pass_parts
+from ladderize.planning.plans.document import PlanResult
+from ladderize.runtime.collectives.links import read_interconnect
+from tests.helpers import ROOT, SHAPE, fresh_rng, invoke, make_layout, one_sentence, save_llama
+
+H100 = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "8")
+TINY = ("--prompt-len", "12", "--output-len", "9")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("plan") / "dense")
+
+
+@pytest.fixture
+def hardware(tmp_path):
+    """A file of a device and a link with random figures, which were "calibrated" with 2 and 4 ranks."""
+    rng = fresh_rng()
+    device = {
+        "name": "box",
+        "memory_bandwidth_gb_s": float(rng.uniform(10, 3000)),
+        "matmul_tflop_s": {"float32": float(rng.uniform(0.1, 100)), "bfloat16": float(rng.uniform(0.1, 900))},
+        "memory_gib": 1.0,
+        "bandwidth_share": float(rng.uniform(0.3, 1)),
+        "matmul_share": float(rng.uniform(0.3, 1)),
+        "kernel_us": float(rng.uniform(0, 5)),
+        "thin_us": float(rng.uniform(0, 5)),
+        "launch_us": float(rng.uniform(0, 5)),
+        "relative_error": 0.05,
+        "engine": random.choice(list(known_engines())),
+        "calibrated": True,
+        "source": "a test",
+    }
+    rows = [
+        {"ranks": ranks, "alpha_us": float(rng.uniform(1, 90)), "bus_gb_s": float(rng.uniform(0.1, 300))}
+        for ranks in (2, 4)
+    ]
+    link = {
+        "name": "wire",
+        "rows": rows,
+        "contention": float(rng.uniform(0, 0.5)),
+        "relative_error": 0.1,
+        "calibrated": True,
+        "source": "a test",
+    }
+    path = tmp_path / "box.yaml"
+    path.write_text(yaml.safe_dump({"device": device, "link": link}))
+    return path
+
+
+def planned(*arguments):
+    outcome = invoke("plan", *arguments, "--json")
+    assert outcome.code == 0, outcome
+    return PlanResult.from_dict(json.loads(outcome.stdout), "plan.json")
+
+
+def edited(path, key, **changes):
+    content = yaml.safe_load(path.read_text())
+    content[key] |= changes
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+# ---- its figures ----
+
+
+def slow_walk(parts, layout):
+    """Seconds of a pass, one sub-module after the other: (all, of it compute)."""
+    clock = compute = parts.rest
+    clock += parts.vocabulary
+    in_flight = False
+    for layer in range(layout.num_layers):
+        apart = layout.attention_sync[layer] == DROPPED
+        for own, mode in (
+            (parts.attention_apart if apart else parts.attention, layout.attention_sync[layer]),
+            (parts.mlp_apart if apart else parts.mlp, layout.mlp_sync[layer]),
+        ):
+            compute += own
+            clock += own
+            if in_flight:  # the part of the message that runs beside this compute costs nothing
+                hidden = min(own, parts.message - parts.message_start, (1 - parts.contention) * parts.message)
+                clock += parts.message - hidden
+            in_flight = mode == OVERLAPPED
+            if mode == BLOCKING:
+                clock += parts.message
+    return clock, compute
+
+
+@pytest.mark.parametrize("name", ["dense", "ladder gaps", "spd some", "mixed", "same layer"])
+def test_figures_are_those_of_a_slow_walk(dense, hardware, tmp_path, name):
+    layout = make_layout(name)
+    model = dense
+    if not layout.is_dense:
+        model = tmp_path / "model"
+        ladderize.convert_checkpoint(dense, model, layout, verify=False)
+    batches = random.sample(range(1, 300), 2)
+    result = planned(
+        model,
+        "--hardware",
+        hardware,
+        "--tp-size",
+        "2",
+        "--batch-size",
+        ",".join(map(str, batches)),
+        *TINY,
+        "--layout",
+        "ladder=1:,spd=:3,parallel,no-comm",
+        "--sync-tp-size",
+        "4",
+    )
+    layouts = {
+        "dense": Layout.dense(4),
+        "ladder=1:": Layout.from_layers(4, ladder=[1, 2, 3]),
+        "spd=:3": Layout.from_layers(4, spd=[0, 1, 2], sync_tp_size=4),
+        str(model): layout,
+    }
+    wire = read_interconnect(str(hardware))
+    for batch in batches:
+        for row in result.rows_of(2, batch):
+            if not row.is_model:
+                continue
+            workload = Workload(batch, 12, 9)
+            own = layouts[row.model]
+            parts = pass_parts(
+                read_config(dense),
+                result.device,
+                known_engines()[result.device.engine],
+                wire.at(2)[0],
+                wire.contention,
+                2,
+                "float32",
+                workload,
+                own.sync_tp_size,
+            )
+            (prefill, compute), (decode, _) = (slow_walk(parts[phase], own) for phase in ("prefill", "decode"))
+            first = [slow_walk(parts[phase], Layout.dense(4))[0] for phase in ("prefill", "decode")]
+            whole = prefill + 8 * decode
+            assert row.prefill_ms == pytest.approx(1e3 * prefill)
+            assert row.decode_ms_per_token == pytest.approx(1e3 * decode)
+            assert row.end_to_end_ms == pytest.approx(1e3 * whole)
+            assert row.end_to_end_tokens_per_s == pytest.approx(batch * 9 / whole)
+            assert row.output_tokens_per_s == pytest.approx(batch / decode)
+            assert row.speedup_end_to_end == pytest.approx((first[0] + 8 * first[1]) / whole)
+            assert row.speedup_prefill == pytest.approx(first[0] / prefill)
+            assert row.communication["prefill"].exposed_ms == pytest.approx(1e3 * (prefill - compute))
+            assert row.communication["prefill"].all_reduces == 8 - own.count(DROPPED)
+            assert row.attention_sync == list(own.attention_sync)
+    assert result.rows_of(2, batches[0])[0].model == (str(model) if layout.is_dense else "dense")
+
+
+def test_bounds_and_bands_of_a_known_shape():
+    result = planned("--shape", "70b", *H100, "--batch-size", "1,16")
+    names = ["dense", "ladder", "spd", "spd+ladder", "parallel baseline", "no-comm baseline"]
+    for batch in (1, 16):
+        rows = {row.model: row for row in result.rows_of(8, batch)}
+        assert list(rows) == names
+        assert rows["dense"].speedup_end_to_end_interval == [1.0, 1.0]
+        assert all(row.end_to_end_ms >= rows["no-comm baseline"].end_to_end_ms for row in rows.values())
+        assert rows["no-comm baseline"].exposed_end_to_end_ms == 0
+        for row in rows.values():
+            for value, (low, high) in (
+                (row.speedup_end_to_end, row.speedup_end_to_end_interval),
+                (row.prefill_ms, row.prefill_ms_interval),
+                (row.decode_ms_per_token, row.decode_ms_per_token_interval),
+                (row.end_to_end_tokens_per_s, row.end_to_end_tokens_per_s_interval),
+            ):
+                assert low <= value <= high
+            assert row.basis == "predicted"
+            assert row.peak_memory_bytes is None
+    assert "samples_ms" not in result.rows[0].to_dict()
+
+
+def test_memory_is_that_of_the_tensors(dense, hardware):
+    """One rank's dense weights, and keys and values of all its heads."""
+    result = planned(dense, "--hardware", hardware, "--tp-size", "1", "--batch-size", "3", "--layout", "dense", *TINY)
+    row = result.rows[0]
+    stored = sum(tensor.nbytes for tensor in read_checkpoint(dense).tensors.values())
+    assert row.weight_bytes == stored - 4 * SHAPE["hidden_size"]  # the last norm is not counted
+    assert row.kv_cache_bytes == 2 * 4 * SHAPE["num_key_value_heads"] * 4 * 3 * 21 * 4  # layers ... head_dim, columns
+    assert row.memory_need_bytes > row.weight_bytes + row.kv_cache_bytes
+    assert row.fits
+
+
+def test_what_does_not_fit_is_said(hardware):
+    outcome = invoke("plan", "--shape", "8b", "--hardware", hardware, "--tp-size", "2", "--layout", "dense")
+    assert outcome.code == 0
+    assert "2 x box over wire, batch 1: it does not fit: weights" in outcome.stderr
+    assert "each, which has 1.07 GB" in outcome.stderr
+    edited(hardware, "device", memory_gib=None)
+    assert "fit" not in invoke("plan", "--shape", "8b", "--hardware", hardware, "--tp-size", "2").stderr
+
+
+# ---- what it says ----
+
+
+def test_where_converting_is_not_worth_it():
+    said = "converting is not worth it there"
+    slow = invoke("plan", "--shape", "8b", *H100[:2], "--link", "500,1", "--tp-size", "2")
+    assert said not in slow.stdout
+    fast = invoke("plan", "--shape", "8b", *H100[:2], "--link", "0,1e6", "--tp-size", "2", "--batch-size", "1,64")
+    assert fast.stdout.count(said) == 2
+    alone = invoke("plan", "--shape", "8b", *H100[:2], "--tp-size", "1")
+    assert "One rank sends nothing" in alone.stdout
+
+
+def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
+    def basis(ranks):
+        return {row.basis for row in planned(dense, "--hardware", hardware, "--tp-size", ranks, *TINY).rows}
+
+    assert basis("2") == {"calibrated"}
+    assert basis("8") == {"predicted"}  # extrapolated
+    outcome = invoke("plan", dense, "--hardware", hardware, "--tp-size", "2,8", *TINY)
+    assert "Warning: wire was not timed with 8 ranks: extrapolated from 2 and 4 ranks" in outcome.stderr
+    assert "batch 1 (calibrated)" in outcome.stdout
+    assert "batch 1 (predicted)" in outcome.stdout
+    edited(hardware, "link", calibrated=False)
+    assert basis("2") == {"predicted"}
+    edited(hardware, "link", calibrated=True)
+    edited(hardware, "device", calibrated=False)
+    assert basis("2") == {"predicted"}
+
+
+def test_messages_beyond_the_timed_sizes_are_named():
+    outcome = invoke("plan", "--shape", "8b", *H100[:2], "--link", "nccl_pcie", "--tp-size", "4", "--layout", "dense")
+    assert "extrapolated beyond the sizes that nccl_pcie was timed at with 4 ranks: messages of 8.39 MB" in (
+        outcome.stderr
+    )
+
+
+def test_the_list_names_everything():
+    outcome = invoke("plan", "--list")
+    assert outcome.code == 0
+    for name in (*known_devices(), *known_engines(), "nvlink", "nccl_pcie", "70b"):
+        assert name in outcome.stdout
+    known = json.loads(invoke("plan", "--list", "--json").stdout)
+    assert {"devices", "links", "engines", "shapes"} <= known.keys()
+    assert "--link has no effect with --list" in one_sentence(invoke("plan", "--list", "--link", "nvlink"))
+
+
+def test_a_file_and_json_alone_on_stdout(tmp_path):
+    outcome = invoke("plan", "--shape", "1b", *H100, "--json", "--out", tmp_path / "plan.json")
+    assert json.loads(outcome.stdout) == json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_a_plan_of_a_shape_imports_no_torch():
+    code = f"import sys; sys.argv = ['ladderize', 'plan', '--shape', '70b', *{H100!r}]\n"
+    code += "from ladderize.cli import main\nmain()\nassert not {'torch', 'transformers'} & set(sys.modules)"
+    outcome = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "8 x h100-sxm over nvlink, batch 1 (predicted)" in outcome.stdout
+
+
+# ---- what it refuses ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shape", "8b"), "--hardware is missing"),
+        (("--shape", "8b", "--hardware", "h100-sxm"), "--tp-size is missing"),
+        (("--shape", "8b", "--hardware", "h1000", "--tp-size", "1"), "--hardware h1000 is neither one of"),
+        (("--shape", "8c", *H100), "--shape 8c is neither one of"),
+        (H100, "name a checkpoint, or a shape with --shape, and not both"),
+        (("model", "--shape", "8b", *H100), "and not both"),
+        (("model", "--num-layers", "2", *H100), "--num-layers goes with --shape"),
+        (("--shape", "8b", "--revision", "x", *H100), "--revision has no effect with --shape"),
+        (("--shape", "8b", *H100, "--layout", "rungs"), "--layout rungs is not one of dense, ladder, spd, spd+ladder,"),
+        (("--shape", "8b", *H100, "--layout", "ladder,ladder"), "or one twice"),
+        (("--shape", "8b", *H100, "--layout", "ladder=40:"), "out of range for a model of 32 layers"),
+        (("--shape", "8b", *H100, "--layout", "ladder", "--sync-tp-size", "8"), "--sync-tp-size has no effect"),
+        (("--shape", "8b", *H100, "--sync-tp-size", "4"), "--tp-size 8 does not divide the 4 virtual ranks"),
+        (("--shape", "8b", *H100[:-1], "3"), "--tp-size 3 does not divide the 32 attention heads"),
+        (("--shape", "8b", *H100[:-1], "0"), "not a comma-separated list of positive integers"),
+        (("--shape", "8b", *H100[:-1], "32"), "--link nvlink was measured with 2, 4 and 8 ranks, not 32"),
+        (("--shape", "8b", *H100[:-1], "1"), "--link has no effect with one rank"),
+        (("--shape", "8b", *H100[:2], "--tp-size", "8"), "8 ranks send messages: give --link"),
+        (("--shape", "8b", *H100[:2], "--tp-size", "8", "--link", "wire"), "--link 'wire' is neither"),
+        (("--shape", "8b", *H100, "--engine", "rocket"), "--engine rocket is not one of published"),
+        (("--shape", "8b", *H100, "--prompt-len", "140000"), "over the model's 131072 positions"),
+        (("--shape", "8b", *H100, "--workload", "prompt=1"), "must say all of prompt, output, batch"),
+        (("--shape", "8b", *H100, "--workload", "prompt=1,output=x,batch=2"), "is not of the form prompt=1024"),
+        (
+            ("--shape", "8b", *H100, "--workload", "prompt=9,output=9,batch=2", "--batch-size", "2"),
+            "--workload and --batch-size say the same",
+        ),
+        (("--shape", "8b", *H100, "--recipe-out", "r.yaml"), "--recipe-out has no effect where no layout is chosen"),
+        (("--shape", "8b", *H100, "--plot", "front"), "--plot has no effect where no layout is chosen"),
+        (("--shape", "8b", *H100, "--phase", "decode"), "costs in accuracy are needed"),
+        (("--shape", "8b", *H100, "--max-ppl-increase", "2%"), "give --sensitivity FILE or --sweep FOLDER"),
+        (("--shape", "8b", *H100, "--sensitivity", "s.json"), "give --max-ppl-increase or --min-speedup"),
+        (
+            ("--shape", "8b", *H100, "--sensitivity", "s.json", "--min-speedup", "1.1", "--max-ppl-increase", "2%"),
+            "give one of them",
+        ),
+        (("--shape", "8b", *H100, "--sensitivity", "s.json", "--max-ppl-increase", "much"), "is not an increase"),
+        (("--shape", "8b", *H100, "--sensitivity", "s.json", "--min-speedup", "0.9"), "must be a number above 1"),
+        (
+            ("--shape", "8b", *H100, "--sensitivity", "s.json", "--min-speedup", "1.1", "--data", "x"),
+            "--data has no effect without --verify",
+        ),
+        (
+            ("--shape", "8b", *H100, "--sensitivity", "s.json", "--min-speedup", "1.1", "--batch-size", "1,2"),
+            "a layout is chosen for one group and one workload",
+        ),
+        (("--shape", "8b", *H100, "--out", "no/such/plan.json"), "does not exist"),
+    ],
+)
+def test_what_is_refused(arguments, message):
+    assert message in one_sentence(invoke("plan", *arguments))
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "message"),
+    [
+        ("device", {"memory_bandwidth_gb_s": -3.0}, "memory_bandwidth_gb_s is -3"),
+        ("device", {"bandwidth_share": 1.7}, "bandwidth_share is 1.7, but must be between"),
+        ("device", {"kernel_us": "fast"}, "kernel_us is 'fast', but must be of type float"),
+        ("device", {"matmul_tflop_s": {}}, "matmul_tflop_s names no dtype"),
+        ("device", {"matmul_tflop_s": {"float16": 9.0}}, "no matmul_tflop_s for bfloat16"),
+        ("device", {"engine": "rocket"}, "engine 'rocket' is not one of"),
+        ("link", {"rows": []}, "link has no rows"),
+        ("link", {"contention": 2.0}, "contention is 2"),
+    ],
+)
+def test_a_file_with_absurd_figures(hardware, key, changes, message):
+    edited(hardware, key, **changes)
+    assert message in one_sentence(invoke("plan", "--shape", "8b", "--hardware", hardware, "--tp-size", "2"))
+
+
+@pytest.mark.parametrize("key", ["memory_bandwidth_gb_s", "engine", "source"])
+def test_a_file_that_lacks_a_figure(hardware, key):
+    content = yaml.safe_load(hardware.read_text())
+    del content["device"][key]
+    hardware.write_text(yaml.safe_dump(content))
+    error = one_sentence(invoke("plan", "--shape", "8b", "--hardware", hardware, "--tp-size", "2"))
+    assert f"device has no {key}" in error
+
+
+def test_a_device_without_a_link_needs_one(hardware):
+    content = yaml.safe_load(hardware.read_text())
+    hardware.write_text(yaml.safe_dump({"device": content["device"]}))
+    error = one_sentence(invoke("plan", "--shape", "8b", "--hardware", hardware, "--tp-size", "2"))
+    assert "has no link" in error
+    assert "or give --link" in error
+
+
+def test_python_gives_the_same(tmp_path):
+    result = ladderize.plan(PlanModel(shape="1b"), PlanOptions("h100-sxm", (2, 4), "nvlink", batch_sizes=(1, 8)))
+    assert result == planned("--shape", "1b", *H100[:4], "--tp-size", "2,4", "--batch-size", "1,8")
+    with pytest.raises(ladderize.UsageError, match="--batch-size"):
+        PlanOptions("h100-sxm", (2,), "nvlink", batch_sizes=())
+
+
+# ---- from a plan to a converted model ----
+
+
+@pytest.fixture(scope="module")
+def costs(dense, tmp_path_factory):
+    """What the sync points of the dense model cost, with 4 virtual ranks, on random ids."""
+    folder = tmp_path_factory.mktemp("costs")
+    ids = torch.randint(3, SHAPE["vocab_size"], (12, 24)).numpy().astype(np.uint16)
+    np.save(folder / "ids.npy", ids)
+    outcome = invoke(
+        "sensitivity",
+        dense,
+        "--data",
+        folder / "ids.npy",
+        "--mode",
+        "points",
+        "--sync-tp-size",
+        "4",
+        "--samples",
+        "4",
+        "--out",
+        folder / "s.json",
+    )
+    assert outcome.code == 0, outcome
+    return folder / "s.json"
+
+
+def choice_of(model, costs, *more, ranks="4"):
+    return invoke(
+        "plan",
+        model,
+        "--hardware",
+        "h100-sxm",
+        "--link",
+        "nvlink",
+        "--tp-size",
+        ranks,
+        *TINY,
+        "--sensitivity",
+        costs,
+        *more,
+    )
+
+
+def test_plan_recipe_convert_bench(dense, costs, tmp_path):
+    """One story: what is chosen and verified is converted as it was planned, and runs."""
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "model"
+    budget = ("--max-ppl-increase", "500%", "--verify", "3")
+    outcome = choice_of(dense, costs, *budget, "--recipe-out", recipe, "--out", tmp_path / "plan.json")
+    assert outcome.code == 0, outcome
+    choice = PlanResult.from_dict(json.loads((tmp_path / "plan.json").read_text()), "plan.json").choice
+    assert choice.verification.made <= 3
+    assert choice.statement in outcome.stdout
+    assert f"convert {dense} dense-planned --recipe {recipe}" in outcome.stdout
+    assert not list(tmp_path.glob("*-work"))
+    assert invoke("convert", dense, out, "--recipe", recipe, "--no-verify").code == 0
+    assert Layout.from_config(read_config(out)) == choice.chosen.as_layout
+    timed = invoke(
+        "bench", dense, out, "--repeat", "1", "--warmup", "1", *TINY, "--baselines", "", "--json", "--dtype", "float32"
+    )
+    assert timed.code == 0, timed
+    assert json.loads(timed.stdout)["rows"][1]["attention_sync"] == choice.chosen.attention_sync
+
+
+def test_the_choice_is_a_row_with_the_speed_that_it_was_chosen_for(dense, costs):
+    for phase in ("end_to_end", "prefill", "decode"):
+        outcome = choice_of(dense, costs, "--min-speedup", "1.02", "--phase", phase, "--json")
+        assert outcome.code == 0, outcome
+        result = PlanResult.from_dict(json.loads(outcome.stdout), "plan.json")
+        (row,) = [row for row in result.rows if row.model == "chosen"]
+        speedup = row.speedup_end_to_end if phase == "end_to_end" else row.speedup(phase)
+        assert result.choice.chosen.speedup == pytest.approx(speedup)
+        assert result.choice.chosen.speedup >= 1.02
+        assert result.choice.statement == "not verified"
+        assert "not verified" not in outcome.stderr
+
+
+def test_choices_that_are_refused(dense, costs, tmp_path):
+    assert "--tp-size 8 does not divide; measure it with --sync-tp-size 8" in one_sentence(
+        choice_of(dense, costs, "--min-speedup", "1.02", ranks="8")
+    )
+    assert "no layout reaches --min-speedup 50; the fastest is" in one_sentence(
+        choice_of(dense, costs, "--min-speedup", "50")
+    )
+    other = save_llama(tmp_path / "other", seed=int(torch.randint(1, 1 << 20, ())))
+    assert "was measured on another model" in one_sentence(choice_of(other, costs, "--min-speedup", "1.02"))
+    ladder = tmp_path / "ladder"
+    ladderize.convert_checkpoint(dense, ladder, Layout.from_layers(4, ladder=range(4)), verify=False)
+    assert "is not dense (4 layers: ladder 0:4); a layout is chosen for the dense model" in one_sentence(
+        choice_of(ladder, costs, "--min-speedup", "1.02")
+    )
+    shape = ("--shape", dense, *H100[:4], "--tp-size", "4", *TINY, "--sensitivity", costs, "--min-speedup", "1.02")
+    assert invoke("plan", *shape).code == 0
+    assert "--shape has no weights; name the checkpoint" in one_sentence(invoke("plan", *shape, "--verify", "3"))
+    assert "--sync-tp-size 8" in one_sentence(choice_of(dense, costs, "--min-speedup", "1.02", "--sync-tp-size", "8"))
