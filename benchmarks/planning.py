@@ -29,11 +29,18 @@ from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, k
 REFERENCE = Path(__file__).parent / "reference"
 SPEEDS, PHASES = "llama_70b_speed.csv", "llama_70b_phases.csv"
 ENGINE = "published"
-DEVICE_FIGURES = ("bandwidth_share", "matmul_share", "kernel_us", "thin_us", "launch_us")
+DEVICE_FIGURES = ("bandwidth_share", "matmul_share", "kernel_us", "thin_us", "thin_share", "launch_us")
 LINK_FIGURES = ("contention", "alpha_us", "alpha_per_rank_us", "bus_gb_s")
 VARIANTS = ("dense", "ladder", "parallel", "no-comm")
 # Where the search begins: a data sheet's peaks, and round numbers for the rest.
-ROUND_DEVICE = {"bandwidth_share": 0.8, "matmul_share": 0.5, "kernel_us": 2, "thin_us": 2, "launch_us": 5}
+ROUND_DEVICE = {
+    "bandwidth_share": 0.8,
+    "matmul_share": 0.5,
+    "kernel_us": 2,
+    "thin_us": 2,
+    "thin_share": 0,
+    "launch_us": 5,
+}
 ROUND_ROWS = [InterconnectRow(ranks, 15.0, 300.0) for ranks in (2, 4, 8)]
 
 

@@ -68,10 +68,11 @@ class DeviceSpec(Record):
 
     memory_bandwidth_gb_s (1e9 bytes), matmul_tflop_s (by dtype, without sparsity), memory_gib: of the data sheet, or
     measured. bandwidth_share, matmul_share: what of these peaks is reached. kernel_us: the cost of starting a kernel.
-    thin_us: what a product of 2 to 256 rows takes more. launch_us: of the host, for each operation that it starts one
-    by one. serial_share: of a product's arithmetic and memory traffic, what of the shorter does not run beside the
-    longer: 0 on a GPU, about a half on a CPU's core. relative_error: of a time of compute, one standard deviation.
-    engine: whose timings the figures were fitted to. calibrated: on this device itself, by ``ladderize calibrate``.
+    thin_us, thin_share: what a product of 2 to 256 rows takes more: this long, and this much of its time. launch_us: of
+    the host, for each operation that it starts one by one. serial_share: of a product's arithmetic and memory traffic,
+    what of the shorter does not run beside the longer: 0 on a GPU, about a half on a CPU's core. relative_error: of a
+    time of compute, one standard deviation. engine: whose timings the figures were fitted to. calibrated: on this
+    device itself, by ``ladderize calibrate``.
     """
 
     name: str
@@ -88,6 +89,7 @@ class DeviceSpec(Record):
     source: str
     launch_us: float = 0.0
     serial_share: float = 0.0
+    thin_share: float = 0.0
 
     def check(self, where: str) -> None:
         """Raise UserError, which begins with ``where``, for figures that no device has."""
@@ -99,6 +101,7 @@ class DeviceSpec(Record):
             "kernel_us": (self.kernel_us, 0.0, 1e5),
             "thin_us": (self.thin_us, 0.0, 1e5),
             "launch_us": (self.launch_us, 0.0, 1e5),
+            "thin_share": (self.thin_share, 0.0, 1.0),
             "serial_share": (self.serial_share, 0.0, 1.0),
             "relative_error": (self.relative_error, 0.0, 1.0),
             **{f"matmul_tflop_s.{dtype}": (rate, 1e-4, 1e6) for dtype, rate in self.matmul_tflop_s.items()},

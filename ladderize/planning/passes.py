@@ -98,14 +98,15 @@ class _Pace:
         self.width = WIDTHS[dtype]
         self.flop_s = device.peak_flop_s(dtype) * device.matmul_share
         self.bytes_s = device.memory_bandwidth_gb_s * 1e9 * device.bandwidth_share
-        self.serial = device.serial_share
+        self.serial, self.thin_share = device.serial_share, device.thin_share
         self.kernel, self.thin, self.launch = device.kernel_us * 1e-6, device.thin_us * 1e-6, device.launch_us * 1e-6
 
     def product(self, rows: float, inner: float, outer: float) -> float:
         """[rows, inner] times [inner, outer], without its start."""
         size = self.width * (inner * outer + rows * (inner + outer))
-        extra = self.thin if THIN_ROWS[0] <= rows <= THIN_ROWS[1] else 0.0
-        return self.roofline(2 * rows * inner * outer, size) + extra
+        seconds = self.roofline(2 * rows * inner * outer, size)
+        is_thin = THIN_ROWS[0] <= rows <= THIN_ROWS[1]
+        return seconds * (1 + self.thin_share) + self.thin if is_thin else seconds
 
     def roofline(self, flop: float, size: float) -> float:
         times = flop / self.flop_s, size / self.bytes_s

@@ -51,6 +51,9 @@ FITTED = {
     "matmul_tflop_s": _Free(1e-3, 1e4, True, 1, "TFLOP/s", _PREFILL),
     "kernel_us": _Free(0, 2e3, False, 1, "us", "decode steps of two widths, or at two numbers of ranks, at batch 1"),
     "thin_us": _Free(0, 2e3, False, 1, "us", "decode steps at a batch of 2 to 256, and at batch 1"),
+    "thin_share": _Free(
+        0, 0.5, False, 0.1, "", "decode steps of wide products and of narrow ones at a batch of 2 to 256"
+    ),
     "launch_us": _Free(0, 2e3, False, 1, "us", "a prefill of one short prompt"),
     "serial_share": _Free(0, 1, False, 0.5, "", "decode steps at a batch of 1, of about 8 and of 64"),
     "contention": _Free(0, 0.9, False, 0.5, "", "a layout with overlapped sync points, prefill and decode"),
@@ -328,6 +331,7 @@ _DEVICE_FIELDS = (
     "matmul_share",
     "kernel_us",
     "thin_us",
+    "thin_share",
     "serial_share",
     "launch_us",
 )

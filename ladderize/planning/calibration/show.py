@@ -15,6 +15,7 @@ FIGURE_NAMES = {
     "kernel_us": "start of a kernel",
     "launch_us": "the host's start of an operation",
     "thin_us": "extra of a product of few rows",
+    "thin_share": "extra share of a product of few rows",
     "serial_share": "serial share of arithmetic and memory",
     "alpha_us": "latency of an all-reduce",
     "alpha_per_rank_us": "latency for each more rank",
