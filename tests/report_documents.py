@@ -322,11 +322,13 @@ def _own_results(name: str, layout: Layout, answers: Sequence[bool], folder: Pat
     return EvalResults(EvalOptions(tasks=("arc",)), [entry]).to_dict()
 
 
-def plan_document(folder: Path, *, batches: tuple[int, ...] = (1, 8), checkpoint: str | None = None) -> dict[str, Any]:
+def plan_document(
+    folder: Path, *, batches: tuple[int, ...] = (1, 8), checkpoint: str | None = None, layers: int = 4
+) -> dict[str, Any]:
     """plan.json for the layouts of ``layouts``, and the size that ``eval_document`` says. checkpoint: what the dense
     row is of; None: a shape."""
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    config = {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2, **sizes}
+    config = {"model_type": "llama", "num_hidden_layers": layers, "num_key_value_heads": 2, **sizes}
     (folder / "shape.cfg").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
     options = PlanOptions("h100-sxm", (2,), "nvlink", batch_sizes=batches)
     document = ladderize.plan(PlanModel(shape=str(folder / "shape.cfg")), options).to_dict()

@@ -16,7 +16,7 @@ from ladderize.tradeoff.report.content.options import ReportOptions
 from ladderize.tradeoff.report.run import report
 from tests import browser as harness
 from tests.browser import DESKTOP, PHONE, Browser
-from tests.report_documents import bench_document, eval_document, layouts, write_document
+from tests.report_documents import bench_document, eval_document, layouts, plan_document, write_document
 
 pytestmark = pytest.mark.skipif(harness.missing() is not None, reason=str(harness.missing()))
 
@@ -42,7 +42,7 @@ def models() -> dict[str, Layout]:
 
 @pytest.fixture(scope="module")
 def page(models: dict[str, Layout], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of measured and emulated times at three batch sizes."""
+    """A report of measured and emulated times at three batch sizes, and of predicted ones."""
     folder = tmp_path_factory.mktemp("report")
     points = {name: random.uniform(-4, 0.3) for name in models}
     faster = {name: random.uniform(0.9, 1.6) for name in models}
@@ -50,7 +50,9 @@ def page(models: dict[str, Layout], tmp_path_factory: pytest.TempPathFactory) ->
     write_document(folder / "bench.json", bench_document(models, faster, batches=(1, 4, 16)))
     emulated = bench_document(models, {name: 1 + 1.3 * (x - 1) for name, x in faster.items()}, emulated=True)
     write_document(folder / "emulated.json", emulated)
-    report([folder / name for name in ("results.json", "bench.json", "emulated.json")], folder / "page.html")
+    write_document(folder / "plan.json", plan_document(folder, layers=12))
+    names = ("results.json", "bench.json", "emulated.json", "plan.json")
+    report([folder / name for name in names], folder / "page.html")
     return folder / "page.html"
 
 
@@ -136,24 +138,22 @@ def test_hovering_says_the_same(browser: Browser, page: Path) -> None:
     assert said.split() == (mark.get_attribute("aria-label") or "").split()
 
 
-def test_measured_and_emulated_differ_in_shape_and_word(browser: Browser, page: Path) -> None:
+def test_kinds_of_times_differ_in_shape_and_word(browser: Browser, page: Path) -> None:
     show(browser, page)
-    seen: dict[str, set[str]] = {"measured": set(), "emulated": set()}
+    seen: dict[str, set[str]] = {kind: set() for kind in ("measured", "emulated", "predicted")}
     choice = browser.find("#plot-tradeoff select[data-parameter=setting]")[0]
     for option in choice.find_elements("css selector", "option"):
-        kind = "emulated" if "emulated" in option.text else "measured"
+        (kind,) = (kind for kind in seen if kind in option.text)
         option.click()
         browser.run("return settled()")
         marks = browser.find(f"#plot-tradeoff {MARK}")
         for mark in marks:
             label = mark.get_attribute("aria-label") or ""
             assert kind in label
-            assert len({"measured", "emulated", "predicted"} & set(re.findall(r"\w+", label))) == 1
+            assert len(seen.keys() & set(re.findall(r"\w+", label))) == 1
             seen[kind].add(re.sub(r"[-\d.]+", "0", mark.get_attribute("d") or ""))
-    emulated, measured = seen["emulated"], seen["measured"]
-    assert emulated
-    assert measured
-    assert not emulated & measured
+    assert all(seen.values())
+    assert all(not one & other for one, other in itertools.combinations(seen.values(), 2))
 
 
 def test_the_light_and_the_dark_page_draw_in_other_colours(browser: Browser, page: Path) -> None:
