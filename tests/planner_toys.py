@@ -7,8 +7,9 @@ import numpy as np
 
 from ladderize.convert.point_sensitivity import PointCost, PointSensitivity, point_changes
 from ladderize.convert.sensitivity_file import CalibrationData
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED
-from ladderize.planning.planner.front import LAYER_OPTIONS, OptionCosts
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.planning.planner.document import LayoutNll
+from ladderize.planning.planner.front import LAYER_OPTIONS, OptionCosts, chosen_options
 
 NATS = np.array([0, 0.4, 1.0, 0.3, 0.8, 1.5])  # of the options, about, next to each other
 
@@ -81,3 +82,29 @@ def sensitivity_of(layers, *, sync_tp_size, pairs):
         costs=costs,
         nll=[[dense_nll * 15] * (len(costs) + 1)] * 8,
     )
+
+
+class FakeMeasurer:
+    """Exact costs by a formula, which are more than sums. worse: factors of the held-out ones, one after the other.
+
+    Keeps what it was asked for, and measures nothing twice, as the real one does."""
+
+    def __init__(self, costs, *, convexity=None, pairs=0.3, held_out=lambda layout: 1.0):
+        self.costs, self.held_out = costs, held_out
+        self.convexity = np.random.uniform(0, 1) if convexity is None else convexity
+        self.extra = np.abs(np.random.normal(0, pairs, (6, 6)))
+        self.asked: list[tuple[Layout, bool]] = []
+
+    def truth(self, chosen):
+        layers, options = np.arange(len(chosen)), np.asarray(chosen)
+        single = self.costs.nats[layers, options]
+        between = np.sqrt(single[:-1] * single[1:]) * self.extra[options[:-1], options[1:]]
+        return float(single.sum() + between.sum() + self.convexity * single.sum() ** 2)
+
+    def measure(self, layouts, held_out):
+        self.asked += [(layout, held_out) for layout in layouts]
+        factors = [self.held_out(layout) if held_out else 1.0 for layout in layouts]
+        increases = [
+            factor * self.truth(chosen_options(layout)) for factor, layout in zip(factors, layouts, strict=True)
+        ]
+        return [LayoutNll(1.5 + increase, 0.02, increase, 0.01) for increase in increases]

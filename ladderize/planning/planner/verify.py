@@ -16,12 +16,14 @@ import numpy as np
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
 from ladderize.layout import Layout
+from ladderize.planning.planner.belief import believed_costs
 from ladderize.planning.planner.choose import SLACK, TimedLayouts, choose_point
 from ladderize.planning.planner.document import ChoiceTarget, LayoutNll, MeasuredCheck, PlannedLayout
 from ladderize.planning.planner.front import LAYER_OPTIONS, LayoutFront
 
 LEAST_MEASUREMENTS = 2  # one to choose by, one to confirm
-FRONT_SHARE = 1 / 3  # of the measurements, to find where on the front the budget ends
+FRONT_MEASUREMENTS = 5  # at most, to find where on the front the budget ends
+UNLIKELY = 0.01  # to be within the budget: such layouts are not measured
 NEAR_ENOUGH = 0.01  # of the most that can be saved: nearer than that, the front is not searched further
 NEIGHBOURS = 2000  # that are looked at, the most promising by their sums
 
@@ -97,7 +99,7 @@ def verified_choice(
         start = choose_point(space.speedup(front.seconds), front.nats, target)
         search.cost(front.chosen[start])
         _try_neighbours(search, front, target)
-    chosen, verified = _confirmed(search, target)
+    chosen, verified = _confirmed(search, front, target)
     check = MeasuredCheck(
         verified=verified,
         limit=limit,
@@ -109,8 +111,9 @@ def verified_choice(
 
 
 def _reserved(limit: int) -> int:
-    """Measurements that are kept for held-out windows: two where there are many, since the first may fail."""
-    return 1 if limit < 6 else 2
+    """Measurements that are kept for held-out windows; where there are many, also for what to do if these say no:
+    measure a less costly layout on both."""
+    return 1 if limit < 6 else 3 if limit < 12 else 5
 
 
 def _search_front(search: _Search, front: LayoutFront, budget: float, start: int) -> None:
@@ -120,7 +123,7 @@ def _search_front(search: _Search, front: LayoutFront, budget: float, start: int
     by as much as the last measured one was, meets the budget; or half-way, where that leads nowhere.
     """
     faster, slower = -1, len(front) - 1  # over budget, and within: what lies between is not known; the last is dense
-    allowed = max(1, round(FRONT_SHARE * (search.limit - _reserved(search.limit))))
+    allowed = min(FRONT_MEASUREMENTS, search.limit - _reserved(search.limit))
     whole = front.seconds[-1] - front.seconds[0]
     point = start
     while allowed > 0 and slower - faster > 1:
@@ -162,41 +165,26 @@ def _best(search: _Search, target: ChoiceTarget, among: Sequence[np.ndarray]) ->
 def _most_promising(
     search: _Search, front: LayoutFront, target: ChoiceTarget, best: np.ndarray | None
 ) -> np.ndarray | None:
-    """The next layout to measure: none of the measured, and what is gained by it times how likely it meets the
-    target is the most."""
-    costs = search.space.costs
-    dense = np.zeros(costs.num_layers, np.int8)
-    base = dense if best is None else best
-    base_seconds, base_estimate = costs.totals(base)
-    base_cost = 0.0 if best is None else search.cost(best)
-    around = np.concatenate([_neighbours(search.space, base), front.chosen])
-    seconds, estimates = costs.totals(around)
-    new = np.array([one.tobytes() not in search.measured for one in around])
-    ratio = _ratio(search, float(base_estimate), base_cost)
-    predicted = base_cost + ratio * (estimates - base_estimate)
-    # an estimate of a difference is about as wrong as the difference is large
-    scatter = 0.3 * np.abs(ratio * (estimates - base_estimate)) + 0.02 * abs(base_cost) + 1e-6
+    """The next layout to measure: what is gained by it, times how likely it is within the bound, is the most."""
+    space = search.space
+    base = np.zeros(space.costs.num_layers, np.int8) if best is None else best
+    around = np.concatenate([_neighbours(space, base), front.chosen])
+    known = np.array(search.candidates()).reshape(-1, space.costs.num_layers)
+    mean, spread = believed_costs(space.costs, known, np.array([search.cost(one) for one in known]), around)
+    seconds = space.costs.totals(around)[0]
+    worth = np.array([one.tobytes() not in search.measured for one in around])
     if target.max_nats is not None:
-        worth = new & (seconds < base_seconds * (1 - SLACK))
-        gain = base_seconds - seconds
-        likely = _normal((target.max_nats - predicted) / scatter)
+        gain = np.maximum(search.seconds(base) - seconds, 0.0)
+        likely = _normal((target.max_nats - mean) / (spread + 1e-9))
+        score = np.where(likely > UNLIKELY, gain * likely, 0.0)
     else:
         assert target.min_speedup is not None
-        worth = new & (search.space.speedup(seconds) >= target.min_speedup * (1 - SLACK))
-        gain = np.ones(len(around))
-        likely = _normal((base_cost - predicted) / scatter)
-    score = np.where(worth, gain * likely, -1.0)
+        worth &= space.speedup(seconds) >= target.min_speedup * (1 - SLACK)
+        below = (search.cost(base) - mean) / (spread + 1e-9)  # expected improvement
+        score = (spread + 1e-9) * (below * _normal(below) + np.exp(-(below**2) / 2) / math.sqrt(2 * math.pi))
+    score = np.where(worth, score, 0.0)
     index = int(np.argmax(score))
-    return around[index] if score[index] > 0 and likely[index] > 1e-3 else None
-
-
-def _ratio(search: _Search, estimate: float, cost: float) -> float:
-    """By how much real costs are more than their sums, near a layout."""
-    if estimate > 0 and cost > 0:
-        return min(max(cost / estimate, 0.25), 10.0)
-    pairs = [(search.space.costs.totals(one)[1], search.cost(one)) for one in search.candidates()]
-    found = [real / sums for sums, real in pairs if sums > 0 and real > 0]
-    return float(np.median(found)) if found else 1.0
+    return around[index] if score[index] > 0 else None
 
 
 def _normal(values: np.ndarray) -> np.ndarray:
@@ -236,30 +224,62 @@ def _neighbours(space: TimedLayouts, chosen: np.ndarray) -> np.ndarray:
     return np.concatenate([one, two])
 
 
-def _confirmed(search: _Search, target: ChoiceTarget) -> tuple[np.ndarray, bool]:
+def _confirmed(search: _Search, front: LayoutFront, target: ChoiceTarget) -> tuple[np.ndarray, bool]:
     """The best layout, and whether it was measured on held-out windows: one after the other, until one is within the
-    budget there too."""
-    left = search.candidates()
-    while (best := _best(search, target, left)) is not None:
-        layout = search.space.layout(best)
-        if search.made >= search.limit:
-            search.notes.append(
-                f"{layout} was not measured on held-out windows, because the {search.limit} measurements of --verify"
-                " were made before"
-            )
-            return best, False
+    budget there too.
+
+    Where held-out windows cost more than the others, they do so for all layouts, so the next has to be within as much
+    less of the budget; if no layout was measured that is, another of the front is.
+    """
+    if target.max_nats is None:
+        best = _best(search, target, search.candidates())
+        assert best is not None
+        search.cost(best, held_out=True)
+        return best, True
+    budget, allowed = target.max_nats + SLACK, target.max_nats + SLACK
+    while True:
+        left = [one for one in search.candidates() if one.tobytes() not in search.held_out]
+        within = [one for one in left if search.cost(one) <= allowed]
+        best = min(within, key=search.seconds, default=None)
+        if best is None and search.made + 2 <= search.limit:
+            best = _less_costly(search, front, allowed)
+            if best is not None and search.cost(best) > allowed:
+                continue
+        if best is None or search.made >= search.limit:
+            return _unconfirmed(search, target, left), False
         cost = search.cost(best, held_out=True)
-        if target.max_nats is None or cost <= target.max_nats + SLACK:
+        if cost <= budget:
             return best, True
         search.notes.append(
-            f"{layout} is over budget on held-out windows ({cost:+.4f} nats of {target.max_nats:.4f}), so the next"
-            " best was taken"
+            f"{search.space.layout(best)} is over budget on held-out windows ({cost:+.4f} nats of"
+            f" {target.max_nats:.4f}), so another was taken"
         )
-        left = [one for one in left if one is not best]
-    assert target.max_nats is not None
-    least = min(search.measured.values(), key=lambda found: found.increase)
-    raise UserError(
-        f"none of the {len(search.measured)} layouts that were measured stays within --max-ppl-increase"
-        f" {target.max_ppl_increase} ({target.max_nats:.4f} nats) on both windows, the least increase is"
-        f" {least.increase:.4f} nats; give a larger one, or a larger --verify"
+        allowed = min(allowed, search.cost(best) * budget / cost)
+
+
+def _less_costly(search: _Search, front: LayoutFront, allowed: float) -> np.ndarray | None:
+    """The fastest point of the front that was not measured and is well believed to be within ``allowed`` nats."""
+    known = np.array(search.candidates())
+    mean, spread = believed_costs(
+        search.space.costs, known, np.array([search.cost(one) for one in known]), front.chosen
     )
+    new = np.array([one.tobytes() not in search.measured for one in front.chosen])
+    fitting = np.flatnonzero(new & (mean + spread <= allowed) & (search.space.speedup(front.seconds) > 1 + SLACK))
+    return front.chosen[fitting[0]] if len(fitting) else None
+
+
+def _unconfirmed(search: _Search, target: ChoiceTarget, left: Sequence[np.ndarray]) -> np.ndarray:
+    """The least costly of what is left, if it is within the budget at all."""
+    best = min(left, key=search.cost, default=None)
+    if best is None or target.max_nats is None or search.cost(best) > target.max_nats + SLACK:
+        least = min(search.measured.values(), key=lambda found: found.increase)
+        raise UserError(
+            f"none of the {len(search.measured)} layouts that were measured stays within --max-ppl-increase"
+            f" {target.max_ppl_increase} ({target.max_nats or 0.0:.4f} nats) on all windows; the least increase is"
+            f" {least.increase:.4f} nats, so give a larger budget, or a larger --verify"
+        )
+    search.notes.append(
+        f"{search.space.layout(best)} was not measured on held-out windows: the {search.limit} measurements of --verify"
+        " did not suffice"
+    )
+    return best

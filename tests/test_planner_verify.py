@@ -1,0 +1,164 @@
+"""``plan --verify``: what is chosen was measured, on held-out windows too, with no more measurements than allowed."""
+
+import math
+
+import numpy as np
+import pytest
+
+from ladderize.errors import UsageError, UserError
+from ladderize.planning.planner.choose import TimedLayouts, choose_point, read_target
+from ladderize.planning.planner.costs import estimate_costs
+from ladderize.planning.planner.document import ChoiceTarget
+from ladderize.planning.planner.plan import PlanCosts, plan_layout
+from ladderize.planning.planner.verify import verified_choice
+from tests.planner_toys import FakeMeasurer, FakeSeconds, all_options, random_costs, sensitivity_of
+
+
+def toy(layers):
+    """All layouts of a random model, their front, and a budget that some faster layout is within."""
+    space = TimedLayouts(random_costs(layers, alike=True, pairs=False), float(np.random.uniform(0, 4e-4)), 2)
+    front = space.front()
+    budget = float(np.quantile(front.nats[:-1], np.random.uniform(0.1, 0.7))) * 1.001
+    return space, front, ChoiceTarget(max_ppl_increase="a budget", max_nats=budget)
+
+
+def true_saving(space, target, measurer):
+    """Seconds that the fastest layout within the budget saves, of all there are."""
+    every = np.array(list(all_options(space.costs.num_layers)))
+    within = [measurer.truth(chosen) <= target.max_nats for chosen in every]
+    return space.dense_seconds - space.constant - space.costs.totals(every[within])[0].min()
+
+
+def test_what_is_chosen_was_measured_and_is_within_the_budget():
+    """Additive choices are often over it; these never are."""
+    over, saved = 0, []
+    for _ in range(25):
+        space, front, target = toy(4)
+        measurer = FakeMeasurer(space.costs)
+        limit = int(np.random.randint(2, 20))
+        additive = front.chosen[choose_point(space.speedup(front.seconds), front.nats, target)]
+        over += measurer.truth(additive) > target.max_nats
+        try:
+            chosen, check = verified_choice(space, front, target, measurer, limit)
+        except UserError:
+            assert limit < 6
+            continue
+        assert len(measurer.asked) == check.made <= limit
+        assert len(set(measurer.asked)) == len(measurer.asked)  # nothing is measured twice
+        assert chosen.measured.increase <= target.max_nats
+        assert check.verified == (chosen.held_out is not None)
+        assert chosen in check.layouts
+        assert {one.as_layout for one in check.layouts} == {layout for layout, held_out in measurer.asked}
+        faster = [one for one in check.layouts if one.speedup > chosen.speedup]
+        assert all(one.measured.increase > target.max_nats for one in faster)
+        if limit >= 12:
+            found = space.dense_seconds - chosen.ms / 1000
+            best = true_saving(space, target, measurer)
+            assert found <= best * (1 + 1e-9)
+            saved.append(found / best)
+    assert over
+    assert np.mean(saved) > 0.85
+
+
+def test_exact_estimates_are_confirmed():
+    space, front, target = toy(5)
+    measurer = FakeMeasurer(space.costs, convexity=0.0, pairs=0.0)
+    chosen, check = verified_choice(space, front, target, measurer, 8)
+    point = choose_point(space.speedup(front.seconds), front.nats, target)
+    assert chosen.ms == pytest.approx(1000 * (space.constant + front.seconds[point]))
+    assert check.verified
+    assert check.notes == []
+    assert chosen.held_out.increase == pytest.approx(chosen.estimated_nats)
+
+
+def test_what_is_over_budget_on_held_out_windows_is_given_up():
+    """All cost more there, so a less costly layout is measured, on both windows."""
+    replaced = 0
+    for _ in range(6):
+        space, front, target = toy(6)
+        factor = float(np.random.uniform(1.1, 1.6))
+        measurer = FakeMeasurer(space.costs, held_out=lambda layout, factor=factor: factor)
+        try:
+            chosen, check = verified_choice(space, front, target, measurer, 16)
+        except UserError:
+            continue
+        assert len(measurer.asked) == check.made <= 16
+        assert chosen.measured.increase <= target.max_nats
+        failed = [one for one in check.layouts if one.held_out and one.held_out.increase > target.max_nats]
+        assert len(check.notes) == len(failed) + (not check.verified)
+        assert chosen not in failed
+        if check.verified:
+            assert chosen.held_out.increase <= target.max_nats
+            replaced += bool(failed)
+        for one, note in zip(failed, check.notes, strict=False):
+            assert one.layout in "".join(check.notes)
+            assert "on held-out windows" in note
+    assert replaced
+
+
+def test_none_that_holds_is_refused_and_none_that_could_be_confirmed_is_said():
+    """Held-out windows say no to all. Where costs are less than sums, several are within the budget before."""
+    refused = unverified = 0
+    for _ in range(20):
+        space, front, target = toy(4)
+        limit = int(np.random.randint(2, 6))
+        convexity = float(np.random.choice([0.5, -0.5 / np.max(front.nats)]))
+        measurer = FakeMeasurer(space.costs, convexity=convexity, pairs=0.0, held_out=lambda layout: 100.0)
+        try:
+            chosen, check = verified_choice(space, front, target, measurer, limit)
+        except UserError as error:
+            assert "stays within --max-ppl-increase a budget" in str(error)  # noqa: PT017
+            refused += 1
+            continue
+        assert not check.verified
+        assert chosen.held_out is None
+        assert chosen.measured.increase <= target.max_nats
+        assert "was not measured on held-out windows" in check.notes[-1]
+        unverified += 1
+    assert refused
+    assert unverified
+
+
+def test_the_most_accurate_that_is_fast_enough():
+    better = 0
+    for _ in range(30):
+        space, front, _ = toy(4)
+        speedups = space.speedup(front.seconds)
+        target = read_target(None, float(1 + np.random.uniform(0.2, 0.9) * (speedups[0] - 1)))
+        measurer = FakeMeasurer(space.costs, pairs=3.0)
+        chosen, check = verified_choice(space, front, target, measurer, 10)
+        assert check.verified
+        assert len(measurer.asked) == check.made <= 10
+        assert chosen.speedup >= target.min_speedup * (1 - 1e-6)
+        assert chosen.measured.increase == min(one.measured.increase for one in check.layouts)
+        additive = measurer.truth(front.chosen[choose_point(speedups, front.nats, target)])
+        assert chosen.measured.increase <= additive + 1e-9
+        better += chosen.measured.increase < additive - 1e-6
+    assert better
+
+
+def test_of_many_layers():
+    space, front, target = toy(24)
+    measurer = FakeMeasurer(space.costs)
+    chosen, check = verified_choice(space, front, target, measurer, 12)
+    assert len(measurer.asked) == check.made <= 12
+    assert chosen.measured.increase <= target.max_nats
+    assert chosen.speedup > 1
+
+
+def test_a_verified_plan():
+    seconds = {"prefill": FakeSeconds(), "decode": FakeSeconds()}
+    points = estimate_costs(sensitivity_of(4, sync_tp_size=2, pairs=False), "s.json")
+    costs = random_costs(4, alike=True)
+    costs.nats[:] = points.nats
+    measurer = FakeMeasurer(costs)
+    choice = plan_layout(
+        seconds, 15, "decode", read_target("60%", None), PlanCosts(points, None, 2), measurer=measurer, limit=12
+    )
+    assert choice.statement == "verified on held-out windows"
+    assert choice.chosen.nats == choice.chosen.held_out.increase <= math.log(1.6)
+    assert choice.verification.made == len(measurer.asked)
+    with pytest.raises(UsageError, match="--verify 1 is too few"):
+        plan_layout(
+            seconds, 15, "decode", read_target("60%", None), PlanCosts(points, None, 2), measurer=measurer, limit=1
+        )
