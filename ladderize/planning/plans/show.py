@@ -47,18 +47,20 @@ def _heading(result: PlanResult) -> str:
 
 
 def _line(row: PlannedRow) -> dict[str, str]:
+    """As narrow as a terminal of 80 columns."""
     low, high = row.speedup_end_to_end_interval
     slow, fast = row.end_to_end_tokens_per_s_interval
+    name = row.model.removesuffix(" baseline") if row.weights == NO_WEIGHTS else Path(row.model).name
     return {
-        "layout": row.model if row.weights == NO_WEIGHTS else Path(row.model).name,
-        "prefill ms": _digits(row.prefill_ms),
-        "exposed": _digits(row.communication["prefill"].exposed_ms),
-        "decode ms": _digits(row.decode_ms_per_token),
-        "exposed ": _digits(row.communication["decode"].exposed_ms),
+        "layout": name,
+        "prefill": _digits(row.prefill_ms),
+        "waited": _digits(row.communication["prefill"].exposed_ms),
+        "decode": _digits(row.decode_ms_per_token),
+        "waited ": _digits(row.communication["decode"].exposed_ms),
         "tokens/s": _digits(row.end_to_end_tokens_per_s),
-        "band": f"{_digits(slow)}-{_digits(fast)}",
+        "\u00b1": f"{(fast - slow) / 2 / row.end_to_end_tokens_per_s:.0%}",
         "speed-up": f"{row.speedup_end_to_end:.2f}x",
-        "band ": f"{low:.2f}-{high:.2f}" if high > low else "",
+        "band": f"{low:.2f}-{high:.2f}" if high > low else "",
     }
 
 
@@ -89,8 +91,8 @@ def _verdicts(result: PlanResult) -> list[str]:
 
 def _explanations(result: PlanResult) -> list[str]:
     lines = [
-        "exposed: ms of prefill, and of one decode step, that communication adds. tokens/s: new tokens of the batch"
-        " over prefill and decode. speed-up: end to end, over dense. Bands: 95 %.",
+        "prefill, decode: ms, of decode for one step; waited: ms of it that communication adds (exposed). tokens/s: new"
+        " tokens of the batch over prefill and decode. speed-up: end to end, over dense. \u00b1 and band: 95 %.",
     ]
     if any(row.basis == "predicted" for row in result.rows):
         lines.append(
