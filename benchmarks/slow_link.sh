@@ -7,6 +7,8 @@
 #   benchmarks/slow_link.sh 200mbit benchmarks/results/slow_link_vllm.json --engine vllm
 # Measures prefill and decoding of the same model in vLLM (make test-vllm makes its environment): each rank in its namespace, and
 # vLLM's own all-reduces and ladderize's messages over gloo; anything else is an error.
+#   benchmarks/slow_link.sh 200mbit OUT.json -- calibrate --tp-size 2 --backend gloo ...
+# Runs this command of ladderize's with these options in both namespaces, and no others.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rate=${1:-200mbit}
@@ -43,6 +45,10 @@ case " $* " in
   *" --train "*) arguments+=(--backend gloo --batch-size 2 --seq-len 128) ;;
   *) arguments+=(--backend gloo --prompt-len 128 --output-len 2 --replicate-vocab) ;;
 esac
+if [ "${1:-}" = -- ]; then
+  shift
+  arguments=()
+fi
 arguments+=("$@")
 variables=()
 if [ -n "$vllm" ]; then

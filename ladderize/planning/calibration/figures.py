@@ -77,7 +77,7 @@ def free_of_timings(
     them.
 
     The link's latency and bandwidth are free at every number of ranks that sends; contention where a layout overlaps;
-    the device's shares where at least three passes were timed without communication, prefills and decode steps.
+    the device's shares where prefills and decode steps of two workloads were timed without communication.
     """
     sending = sorted({seen.ranks for seen in observations if seen.communicates})
     begin = link
@@ -97,7 +97,8 @@ def free_of_timings(
         else:
             notes.append(f"held: contention at {ASSUMED_CONTENTION:g}, since no layout here overlaps")
     silent = [seen for seen in observations if not seen.communicates]
-    if len(silent) >= 3 and {"prefill", "decode"} <= {seen.quantity for seen in silent}:
+    passes = {(seen.ranks, str(seen.config), seen.workload) for seen in silent}
+    if len(passes) > 1 and {"prefill", "decode"} <= {seen.quantity for seen in silent}:
         free += ["bandwidth_share", "matmul_share"]
         notes.append("fitted: the device's shares of its peaks, from passes without communication")
     else:
@@ -105,7 +106,7 @@ def free_of_timings(
     if not free:
         raise UsageError(
             "--timings leave nothing to fit: they have no passes of several ranks, or --link holds their link, and less"
-            " than three passes without communication; leave --link out, or add such timings"
+            " than two workloads without communication; leave --link out, or add such timings"
         )
     return begin, free, notes
 

@@ -79,7 +79,7 @@ def _from_run(options: CalibrateOptions, out: Path | None, console: Console) -> 
             for ranks in options.tp_sizes:
                 kept = folder.folder / f"ranks-{ranks}.json"
                 if kept.is_file():
-                    console.note(f"{ranks} ranks were timed before: {kept}")
+                    console.note(f"--tp-size {ranks} was timed before: {kept}")
                     timed.append(RankTimings.from_dict(read_document(kept, "calibration's timings"), kept))
                 else:
                     timed.append(_time(options, ranks, jobs[ranks], console))
