@@ -105,7 +105,7 @@ def compare(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_dense(one: Observation) -> bool:
-    return one.variant == "layout" and one.layout.is_dense
+    return one.group.startswith("dense,")
 
 
 def row(kind: str, about: dict[str, Any], measured: float, predicted: float) -> dict[str, Any]:
