@@ -1,0 +1,257 @@
+"""The planner's files: costs from a sweep, the recipe, the picture."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.convert.recipe import read_recipe
+from ladderize.errors import UsageError, UserError
+from ladderize.eval.options import EvalOptions
+from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult, Perplexity
+from ladderize.files.documents import write_json
+from ladderize.layout import Layout
+from ladderize.planning.planner.choose import describe, layout_seconds, option_seconds, read_target
+from ladderize.planning.planner.costs import estimate_costs
+from ladderize.planning.planner.document import PlanChoice
+from ladderize.planning.planner.front import chosen_layout
+from ladderize.planning.planner.front_plot import draw_front
+from ladderize.planning.planner.plan import PlanCosts, plan_layout, read_plan_costs
+from ladderize.planning.planner.recipe import write_plan_recipe
+from ladderize.planning.planner.retrained import read_retrained_costs
+from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
+from tests.helpers import save_llama
+from tests.planner_toys import FakeMeasurer, FakeSeconds, all_options, random_costs, sensitivity_of
+
+LAYERS = 4
+RETRAINED = {
+    "ladder 2": ({"ladder": [2, 3]}, "full", 0.01),
+    "ladder 2, not retrained": ({"ladder": [2, 3]}, "none", 0.4),
+    "ladder all": ({"ladder": range(4)}, "full", 0.05),
+    "spd all": ({"spd": range(4), "sync_tp_size": 2}, "blocks", 0.12),
+    "both": ({"spd": range(4), "ladder": range(4), "sync_tp_size": 2}, "lora", 0.3),
+    "for 4": ({"spd": [1], "sync_tp_size": 4}, "none", 0.001),
+}
+
+
+def results(layout, nll, *, windows=4):
+    """results.json of one model. nll: of each window, in nats per token, of 10 tokens each."""
+    perplexity = Perplexity(
+        perplexity=math.exp(float(np.mean(nll))),
+        stderr=0.05,
+        nll_per_token=float(np.mean(nll)),
+        tokens=10 * windows,
+        windows=windows,
+        seq_len=11,
+        tokens_per_s=1.0,
+        data_sha256="d" * 64,
+        ids_sha256="i" * 64,
+        window_nll=(10 * np.asarray(nll)).tolist(),
+        window_tokens=[10] * windows,
+    )
+    model = EvaluatedModel(
+        model="model",
+        layout=str(layout),
+        **layout.to_config(),
+        parameters=1,
+        dtype="float32",
+        device="cpu",
+        torch_version="2",
+        transformers_version="5",
+        add_bos_token=None,
+        perplexity=perplexity,
+    )
+    return EvalResults(EvalOptions(tasks=()), [ModelResult(model)]).to_dict()
+
+
+def write_sweep(folder, model):
+    """A finished sweep of RETRAINED, and what each window costs more there."""
+    folder.mkdir(exist_ok=True)
+    dense_nll = np.random.uniform(1, 2, 4)
+    differences, points = {}, []
+    for name, (layers, adapted, nats) in {"dense": ({}, "none", 0.0), **RETRAINED}.items():
+        layout = Layout.from_layers(LAYERS, **layers)
+        differences[name] = nats * (1 + np.random.uniform(-0.2, 0.2, 4)) if nats else np.zeros(4)
+        write_json(folder / f"{name}.json", results(layout, dense_nll + differences[name]))
+        points.append(
+            SweepPoint(
+                name=name,
+                layout=str(layout),
+                **layout.to_config(),
+                adapted=adapted,
+                tokens=None,
+                model=str(model) if name == "dense" else f"models/{name}",
+                results=f"{name}.json",
+                adaptation=None,
+                stages=[],
+            )
+        )
+    document = SweepDocument(
+        model=str(model),
+        command="ladderize sweep",
+        complete=True,
+        margin=1.0,
+        points=points,
+        stages=[],
+        sensitivities=[],
+        benches=[],
+    )
+    write_json(folder / "sweep.json", document.to_dict())
+    return document, differences
+
+
+@pytest.fixture
+def model(tmp_path):
+    return save_llama(tmp_path / "model")
+
+
+def mark(model):
+    return fingerprint(read_checkpoint(model))
+
+
+def test_costs_of_a_sweep_are_those_of_its_perplexities(tmp_path, model):
+    _, differences = write_sweep(tmp_path / "sweep", model)
+    for path in (tmp_path / "sweep", tmp_path / "sweep" / "sweep.json"):
+        found = read_retrained_costs(path, num_layers=LAYERS, fingerprint=mark(model), sync_tp_size=2)
+        assert [one.name for one in found.layouts] == [name for name in RETRAINED if name != "for 4"]
+        (note,) = found.notes
+        assert "for 4 is left out" in note
+    for one in found.layouts:
+        layers, _, _ = RETRAINED[one.name]
+        assert one.layout == Layout.from_layers(LAYERS, **layers)
+        assert one.cost.increase == pytest.approx(differences[one.name].mean())
+        assert one.cost.increase_stderr == pytest.approx(differences[one.name].std(ddof=1) / 2)
+        assert one.model == str((tmp_path / "sweep" / "models" / one.name).resolve())
+
+
+def test_the_choice_is_among_what_was_retrained(tmp_path, model):
+    _, differences = write_sweep(tmp_path / "sweep", model)
+    seconds = {"prefill": FakeSeconds(), "decode": FakeSeconds()}
+    points_file = tmp_path / "points.json"
+    sensitivity = sensitivity_of(LAYERS, sync_tp_size=2, pairs=True)
+    write_json(points_file, replace(sensitivity, fingerprint=mark(model)).to_dict())
+    target = read_target("16%", None)
+    read = {"num_layers": LAYERS, "fingerprint": mark(model)}
+    alone = plan_layout(
+        seconds,
+        15,
+        "end_to_end",
+        target,
+        read_plan_costs(None, tmp_path / "sweep", **read, sync_tp_size=2),
+    )
+    both = plan_layout(
+        seconds,
+        15,
+        "end_to_end",
+        target,
+        read_plan_costs(points_file, tmp_path / "sweep", **read, sync_tp_size=None),
+    )
+    # by hand
+    constant, layer = option_seconds(seconds, 15, "end_to_end")
+    within = {
+        name: layout_seconds(Layout.from_layers(LAYERS, **layers), constant, layer)
+        for name, (layers, _, _) in RETRAINED.items()
+        if name != "for 4" and differences[name].mean() <= math.log(1.16)
+    }
+    best = min(within, key=lambda name: (within[name], differences[name].mean()))
+    assert alone.chosen == both.chosen
+    assert alone.model.endswith(best)
+    assert alone.chosen.ms == pytest.approx(1000 * within[best])
+    assert alone.statement == "measured by the sweep"
+    assert PlanChoice.from_dict(both.to_dict(), "plan.json") == both
+    assert alone.beyond is None
+    assert both.beyond is not None or any("not retrained" in note for note in both.notes)
+    if both.beyond is not None:
+        assert both.beyond.measured is None
+        assert both.beyond.estimated_nats <= both.target.max_nats
+    # the front: undominated, and ends with the dense layout
+    assert alone.front[-1].speedup == 1
+    speeds, nats = [point.speedup for point in alone.front], [point.nats for point in alone.front]
+    assert speeds == sorted(speeds, reverse=True)
+    assert nats == sorted(nats, reverse=True)
+
+
+def test_sweeps_of_others_are_refused(tmp_path, model):
+    folder = tmp_path / "sweep"
+    document, _ = write_sweep(folder, model)
+    right = {"num_layers": LAYERS, "fingerprint": mark(model), "sync_tp_size": None}
+    other = save_llama(tmp_path / "other", seed=1)
+    for wrong, message in (
+        ({"num_layers": 5}, "4 layers, but this one has 5"),
+        ({"fingerprint": mark(other)}, "sweep of another model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_retrained_costs(folder, **right | wrong)
+    with pytest.raises(UserError, match="sync_tp_size 2 and 4; say with --sync-tp-size"):
+        read_plan_costs(None, folder, **right)
+    with pytest.raises(UsageError, match="give --sensitivity or --sweep"):
+        read_plan_costs(None, None, **right)
+    dense = json.loads((folder / "dense.json").read_text())
+    changed = json.loads((folder / "both.json").read_text())
+    changed["models"][0]["ladderize"]["perplexity"]["data_sha256"] = "e" * 64
+    write_json(folder / "both.json", changed)
+    with pytest.raises(UserError, match="both is of other data"):
+        read_retrained_costs(folder, **right)
+    del dense["models"][0]["ladderize"]["perplexity"]
+    write_json(folder / "dense.json", dense)
+    with pytest.raises(UserError, match="the dense model has no perplexity"):
+        read_retrained_costs(folder, **right)
+    first, *others = document.points
+    away = replace(document, points=[replace(first, results="../../secret.json"), *others])
+    write_json(folder / "sweep.json", away.to_dict())
+    with pytest.raises(UserError, match="lies outside of its folder"):
+        read_retrained_costs(folder, **right)
+
+
+def test_verify_does_not_go_with_a_sweep(tmp_path, model):
+    write_sweep(tmp_path / "sweep", model)
+    costs = read_plan_costs(None, tmp_path / "sweep", num_layers=LAYERS, fingerprint=mark(model), sync_tp_size=2)
+    measurer = FakeMeasurer(random_costs(LAYERS, alike=True))
+    with pytest.raises(UsageError, match="does not go with --sweep"):
+        plan_layout({"decode": FakeSeconds()}, 15, "decode", read_target("2%", None), costs, measurer=measurer, limit=8)
+
+
+# ---- what is written ----
+
+
+def choice_of(layers=LAYERS, *, limit=None, pairs=True):
+    points = PlanCosts(estimated(layers, pairs), None, 2)
+    costs = random_costs(layers, alike=True)
+    costs.nats[:] = points.points.nats
+    measurer = FakeMeasurer(costs) if limit else None
+    seconds = {"prefill": FakeSeconds(), "decode": FakeSeconds()}
+    target = read_target("40%", None)
+    return plan_layout(seconds, 15, "end_to_end", target, points, measurer=measurer, limit=limit)
+
+
+def estimated(layers, pairs):
+    return estimate_costs(sensitivity_of(layers, sync_tp_size=2, pairs=pairs), "a file\nwith a line.json")
+
+
+def test_a_recipe_makes_the_layout(tmp_path):
+    """Of every layout of three layers, named or not."""
+    choice = choice_of(3)
+    source = Layout.dense(3)
+    for options in all_options(3):
+        layout = chosen_layout(options, 2)
+        chosen = describe(layout, seconds=1.0, dense_seconds=1.2, estimated_nats=0.01)
+        path = tmp_path / "recipe.yaml"
+        write_plan_recipe(path, replace(choice, chosen=chosen))
+        assert read_recipe(path).layout(source) == layout
+    text = path.read_text().replace("\n# ", " ")
+    assert text.startswith(
+        "# Chosen by `ladderize plan` for --max-ppl-increase 40%, by the costs of a file?with a line"
+    )
+    assert "1.200x of the dense layout's speed, predicted" in text
+    assert "+1.01% estimated (not verified)" in text
+
+
+def test_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    for choice in (choice_of(12), choice_of(LAYERS, limit=10)):
+        for path in draw_front(choice, tmp_path / "front"):
+            assert path.stat().st_size > 5000
