@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ladderize.convert.point_sensitivity import PointChange, PointCost, PointSensitivity
-from ladderize.eval.sensitivity_plot import block_ticks
+from ladderize.eval.sensitivity_plot import block_ticks, draw_symlog
 from ladderize.figure import save_figure
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, format_ranges
 
@@ -122,9 +122,9 @@ def draw_points(document: PointSensitivity, stem: Path) -> list[Path]:
 def _finish(axes: "Axes", document: PointSensitivity, values: list[float]) -> None:
     """Axes of values in nats per token; logarithmic where a few dwarf the others."""
     axes.axhline(0, color="black", linewidth=0.6)
-    median = statistics.median(map(abs, values)) if values else 0.0
-    if max(values, default=0.0) > DWARFED * median > 0:
-        axes.set_yscale("symlog", linthresh=median, linscale=0.6)
+    threshold = max(statistics.median(map(abs, values)), 1e-3) if values else 1.0
+    if max(values, default=0.0) > DWARFED * threshold:
+        draw_symlog(axes, min(values), max(values), threshold)
     axes.set_xticks(block_ticks(document.num_layers))
     axes.set_xlim(-0.6, document.num_layers - 0.4)
     axes.set_xlabel("layer")

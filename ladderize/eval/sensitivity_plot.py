@@ -59,7 +59,7 @@ def draw_sensitivity(document: SensitivityDocument, stem: Path) -> list[Path]:
             )
     threshold = max(document.tau1, 1e-3)
     if highest > 20 * threshold:  # a few blocks dwarf the others: linear around 0, logarithmic above
-        _draw_symlog(axes, min(entry.low for entry in blocks), highest, threshold)
+        draw_symlog(axes, min(entry.low for entry in blocks), highest, threshold)
     axes.axhline(0, color="black", linewidth=0.6)
     axes.set_xticks(block_ticks(len(blocks)))
     axes.set_xlabel("block i")
@@ -92,7 +92,7 @@ def value_ticks(lowest: float, highest: float, threshold: float) -> list[float]:
     return [*(-value for value in reversed(side(-lowest))), 0.0, *side(highest)]
 
 
-def _draw_symlog(axes: "Axes", lowest: float, highest: float, threshold: float) -> None:
+def draw_symlog(axes: "Axes", lowest: float, highest: float, threshold: float) -> None:
     """A scale that is linear within the threshold; the axis ends where the values do, also below 0."""
     axes.set_yscale("symlog", linthresh=threshold, linscale=0.6)
     axes.set_ylim(min(0.0, 1.5 * lowest) - 0.1 * threshold, 1.5 * highest)
