@@ -52,20 +52,22 @@ def scored(suffixes: Suffixes, windows: np.ndarray, batch: int) -> np.ndarray:
 
 def added_up(layout: Layout, costs: list[PointCost], how: str) -> float:
     """The cost of a layout as a sum. how: ``points`` sums single sync points; ``layers`` sums layers, whose two modes
-    were measured together; ``pairs`` adds what two neighbours that are changed alike cost more than apart."""
-    table = {(cost.layers, cost.entering, cost.attention): cost.nats for cost in costs}
+    were measured together; ``alike`` adds what two neighbours that are changed alike cost more than apart; ``pairs`` of
+    all neighbours."""
+    table = {(cost.layers, *cost.steps): cost.nats for cost in costs}
     steps = [(layout.entering(i), layout.attention_sync[i]) for i in range(layout.num_layers)]
-    total = 0.0
-    for layer, (entering, attention) in enumerate(steps):
-        if how == "points":
-            total += table.get(((layer,), entering, BLOCKING), 0.0) + table.get(((layer,), BLOCKING, attention), 0.0)
-        else:
-            total += table.get(((layer,), entering, attention), 0.0)
-    if how == "pairs":
-        for layer, (first, second) in enumerate(itertools.pairwise(steps)):
-            known = ((layer, layer + 1), *second)
-            if (first == second or (layer == 0 and first[1] == second[1])) and known in table:
-                total += table[known] - table[((layer,), *first)] - table[((layer + 1,), *second)]
+
+    def alone(layer: int, entering: str, attention: str) -> float:
+        return table.get(((layer,), (entering, attention)), 0.0)
+
+    if how == "points":
+        return sum(alone(i, step[0], BLOCKING) + alone(i, BLOCKING, step[1]) for i, step in enumerate(steps))
+    total = sum(alone(i, *step) for i, step in enumerate(steps))
+    unlike = {(cost.layers, *cost.steps) for cost in costs if cost.before} if how == "alike" else set()
+    for layer, (first, second) in enumerate(itertools.pairwise(steps) if how != "layers" else ()):
+        known = ((layer, layer + 1), first, second)
+        if known in table and known not in unlike:
+            total += table[known] - alone(layer, *first) - alone(layer + 1, *second)
     return total
 
 
@@ -96,7 +98,7 @@ def main() -> None:
     dense, costs = point_costs(changes, table[: args.windows][:, [*columns, 0]], tokens)
     increases = means["choose"] - dense
     additive = {}
-    for how in ("points", "layers", "pairs"):
+    for how in ("points", "layers", "alike", "pairs"):
         sums = np.array([added_up(layout, costs, how) for layout in layouts])
         additive[how] = {
             "mean_error_nats": float(np.abs(sums - increases).mean()),

@@ -1,5 +1,6 @@
 """The planner: the exact front against brute force, costs from sensitivity files, and what is chosen."""
 
+import dataclasses
 import itertools
 import math
 
@@ -8,7 +9,7 @@ import pytest
 
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import write_json
-from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED
+from ladderize.layout import DROPPED, OVERLAPPED
 from ladderize.planning.planner.choose import TimedLayouts, choose_point, in_nats, option_seconds, read_target
 from ladderize.planning.planner.costs import estimate_costs, read_accuracy_costs
 from ladderize.planning.planner.document import PlanChoice
@@ -118,23 +119,25 @@ def test_costs_of_single_changes_and_pairs():
     layers = 3
     sensitivity = sensitivity_of(layers, sync_tp_size=2, pairs=True)
     costs = estimate_costs(sensitivity, "s.json")
-    known = {(cost.layers, cost.entering, cost.attention): cost.nats for cost in sensitivity.costs}
+    known = {(cost.layers, *cost.steps): cost.nats for cost in sensitivity.costs}
     for layer, (number, (entering, attention)) in itertools.product(range(layers), enumerate(LAYER_OPTIONS)):
         if number == 0:
             assert costs.nats[layer, 0] == 0
         elif layer == 0 and entering == OVERLAPPED:
             assert costs.nats[0, number] == math.inf
         else:
-            assert costs.nats[layer, number] == max(0.0, known[(layer,), entering, attention])
-    for (places, entering, attention), nats in known.items():
+            assert costs.nats[layer, number] == max(0.0, known[(layer,), (entering, attention)])
+    for (places, *steps), nats in known.items():
         if len(places) == 2:
             chosen = np.zeros(layers, int)
-            for layer in places:
-                chosen[layer] = LAYER_OPTIONS.index((entering if layer else BLOCKING, attention))
+            for layer, step in zip(places, steps, strict=True):
+                chosen[layer] = LAYER_OPTIONS.index(step)
             options = OptionCosts(np.zeros((layers, 6)), costs.nats, costs.pairs)
             alone = [costs.nats[layer, chosen[layer]] for layer in places]
             assert options.totals(chosen)[1] == pytest.approx(max(nats, *alone))
-    # a pair of two kinds: the mean of what is known of both
+    # where only neighbours of one kind are known, a pair of two kinds: the mean of what is known of both
+    alike = dataclasses.replace(sensitivity, costs=[cost for cost in sensitivity.costs if not cost.before])
+    costs = estimate_costs(alike, "s.json")
     for earlier, later in itertools.permutations(range(1, 6), 2):
         expected = (costs.pairs[1, earlier, earlier] + costs.pairs[1, later, later]) / 2
         assert costs.pairs[1, earlier, later] == pytest.approx(expected)

@@ -77,10 +77,15 @@ def test_costs_against_the_oracle(tmp_path, ids, extra):
     single = {cost.layers[0]: cost for cost in document.costs if len(cost.layers) == 1 and cost.kind == "both"}
     pair = next(cost for cost in document.costs if cost.layers == (1, 2) and cost.kind == "both")
     assert beyond_sum(document, pair) == pytest.approx(pair.nats - single[1].nats - single[2].nats)
+    dropped = {c.layers[0]: c for c in document.costs if len(c.layers) == 1 and c.kind == "attention dropped"}
+    unlike = next(c for c in document.costs if c.layers == (1, 2) and c.kind == "attention dropped then both")
+    assert unlike.layout(LAYERS, 4) == Layout.from_layers(LAYERS, ladder=[2], spd=[1, 2], sync_tp_size=4)
+    assert beyond_sum(document, unlike) == pytest.approx(unlike.nats - dropped[1].nats - single[2].nats)
 
 
 def test_changes_are_different_models_and_all_of_them():
     assert len(point_changes(7, dropped=True, pairs=False)) == 5 * 7 - 3
+    assert len(point_changes(7, dropped=True, pairs=True)) == 5 * 7 - 3 + 25 * 5 + 10
     for dropped in (True, False):
         changes = point_changes(5, dropped=dropped, pairs=True)
         layouts = [change.layout(5, 4) for change in changes]
@@ -215,7 +220,7 @@ def test_the_command(llama, ids, tmp_path):
     assert "nothing is dropped" not in shown.stderr
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     document = json.loads(out.read_text())
-    for cost in document["costs"]:
+    for cost in (cost for cost in document["costs"] if not cost["before"]):
         assert f"{cost['nats']:+.4f}" in shown.stdout
     assert "beyond the sum" in shown.stdout
     printed = measuring(llama, ids, out, "--sync-tp-size", 4, "--pairs", "--json")
@@ -276,10 +281,10 @@ def test_what_is_refused(llama, ids, tmp_path, options, code, message):
 
 def test_the_trained_model_minds_neighbours_more_than_each_alone(stories, tmp_path):
     """Costs are super-additive, which is why a choice by their sums is measured."""
-    command = ("sensitivity", stories, "--data", f"{stories}-samples.npz:heldout", "--samples", 16, "--mode", "points")
+    command = ("sensitivity", stories, "--data", f"{stories}-samples.npz:heldout", "--samples", 4, "--mode", "points")
     out = tmp_path / "p.json"
     assert invoke(*command, "--pairs", "--sync-tp-size", 4, "--out", out).code == 0
     document = read_point_sensitivity(out)
     pairs = [cost for cost in document.costs if len(cost.layers) == 2]
-    assert len(pairs) == 4 * 5 - 1
+    assert len(pairs) == 3 * 25 + 10
     assert sum(beyond_sum(document, pair) > 0 for pair in pairs) > 0.8 * len(pairs)

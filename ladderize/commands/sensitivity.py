@@ -70,7 +70,9 @@ def sensitivity(
     pairs: Annotated[
         bool,
         typer.Option(
-            "--pairs", help="Mode points: also change two neighbouring layers alike.", rich_help_panel=MEASUREMENT
+            "--pairs",
+            help="Mode points: also change two neighbouring layers together, in each way. About six times the work.",
+            rich_help_panel=MEASUREMENT,
         ),
     ] = False,
     tau1: Tau1 = None,

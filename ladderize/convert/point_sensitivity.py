@@ -4,7 +4,7 @@ what those of the modes ``each`` and ``each-ladder`` know of it. Imports no torc
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,30 +26,49 @@ from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVER
 
 @dataclass(frozen=True, order=True)
 class PointChange(Record):
-    """Layers of a dense model whose sync points are changed alike: one, or two neighbours. entering: the mode of the
-    MLP sync point that enters each of them (none enters layer 0). attention: the mode of their own attention sync."""
+    """Layers of a dense model whose sync points are changed: one, or two neighbours. entering: the mode of the MLP sync
+    point that enters each of them (none enters layer 0). attention: the mode of their own attention sync point. before:
+    these two modes of the first of two neighbours, where they are not those of the second."""
 
     layers: tuple[int, ...]
     entering: str
     attention: str
+    before: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def steps(self) -> list[tuple[str, str]]:
+        """Of each of the layers the mode that enters it and that of its attention."""
+        entering = [self.entering if layer else BLOCKING for layer in self.layers]
+        steps = [(mode, self.attention) for mode in entering]
+        return [(self.before[0], self.before[1]), *steps[1:]] if self.before else steps
 
     def layout(self, num_layers: int, sync_tp_size: int | None) -> Layout:
         """The dense layout with this change. sync_tp_size: of dropped sync points; others have none."""
-        attention = tuple(self.attention if layer in self.layers else BLOCKING for layer in range(num_layers))
-        mlp = tuple(self.entering if layer + 1 in self.layers else BLOCKING for layer in range(num_layers))
-        return Layout(attention, mlp, sync_tp_size if self.attention == DROPPED else None)
+        attention, mlp = [BLOCKING] * num_layers, [BLOCKING] * num_layers
+        for layer, (entering, mode) in zip(self.layers, self.steps, strict=True):
+            attention[layer] = mode
+            if layer:
+                mlp[layer - 1] = entering
+        return Layout(tuple(attention), tuple(mlp), sync_tp_size if DROPPED in attention else None)
 
     @property
     def kind(self) -> str:
         """What the layers become, by the name that a layout has for it; of single sync points these are said."""
-        if self.entering == BLOCKING:
-            return f"attention {self.attention}"
-        if self.attention == BLOCKING:
-            return f"entering MLP {self.entering}"
-        return "ladder" if self.attention == OVERLAPPED else "both"
+        return " then ".join(
+            dict.fromkeys(map(_kind, [self.before, self.steps[-1]] if self.before else self.steps[-1:]))
+        )
 
     def __str__(self) -> str:
         return f"layers {format_ranges(self.layers)}: {self.kind}"
+
+
+def _kind(step: Sequence[str]) -> str:
+    entering, attention = step
+    if entering == BLOCKING:
+        return f"attention {attention}"
+    if attention == BLOCKING:
+        return f"entering MLP {entering}"
+    return "ladder" if attention == OVERLAPPED else "both"
 
 
 @dataclass(frozen=True, order=True)
@@ -78,19 +97,21 @@ class PointSensitivity(SensitivityRun):
 
 
 def point_changes(num_layers: int, *, dropped: bool, pairs: bool) -> list[PointChange]:
-    """All changes of one layer, then of two neighbours if ``pairs``: 2 or 5 a layer, those with a ``dropped`` sync
-    point among them or not. What would be the same model as an earlier one is left out."""
-    kinds = [(entering, mode) for mode in ATTENTION_MODES if dropped or mode != DROPPED for entering in MLP_MODES]
-    kinds.remove((BLOCKING, BLOCKING))
-    places: list[tuple[int, ...]] = [(layer,) for layer in range(num_layers)]
-    places += [(layer, layer + 1) for layer in range(num_layers - 1)] if pairs else []
-    changes = []
-    for layers in places:
-        for entering, attention in kinds:
-            entered = entering == BLOCKING or layers[-1] > 0  # layer 0 has no MLP before it
-            twice = layers == (0, 1) and attention == BLOCKING  # this is the change of layer 1
-            if entered and not twice:
-                changes.append(PointChange(layers, entering, attention))
+    """All changes of one layer, 2 or 5 of each, then of two neighbours if ``pairs``: whatever the one and the other
+    become. dropped: those with dropped sync points are among them."""
+    modes = [mode for mode in ATTENTION_MODES if dropped or mode != DROPPED]
+    every = [(entering, attention) for attention in modes for entering in MLP_MODES][1:]  # the first changes nothing
+
+    def possible(layer: int) -> list[tuple[str, str]]:
+        return every if layer else [step for step in every if step[0] == BLOCKING]  # no MLP before layer 0
+
+    changes = [PointChange((layer,), *step) for layer in range(num_layers) for step in possible(layer)]
+    for layer in range(num_layers - 1 if pairs else 0):
+        for step in possible(layer + 1):
+            for before in possible(layer):
+                change = PointChange((layer, layer + 1), *step)
+                alike = change.steps[0] == before
+                changes.append(change if alike else replace(change, before=before))
     return changes
 
 
@@ -148,7 +169,7 @@ def _problems(document: PointSensitivity) -> Iterator[str]:
     if not math.isfinite(document.dense_nll) or document.dense_nll < 0:
         yield f"dense_nll is {document.dense_nll}, which is no mean of negative log-likelihoods"
     expected = point_changes(document.num_layers, dropped=document.sync_tp_size is not None, pairs=document.pairs)
-    found = [PointChange(cost.layers, cost.entering, cost.attention) for cost in document.costs]
+    found = [PointChange(cost.layers, cost.entering, cost.attention, before=cost.before) for cost in document.costs]
     for cost in document.costs:
         if not all(map(math.isfinite, (cost.nats, cost.low, cost.high))):
             yield f"the cost of {cost} is not a number"

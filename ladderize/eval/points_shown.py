@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ladderize.convert.point_sensitivity import PointChange, PointCost, PointSensitivity
+from ladderize.convert.point_sensitivity import PointCost, PointSensitivity
 from ladderize.eval.sensitivity_plot import block_ticks, draw_symlog
 from ladderize.figure import save_figure
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, format_ranges
@@ -40,16 +40,15 @@ def shown_kinds(document: PointSensitivity) -> list[str]:
 
 
 def costs_by_place(document: PointSensitivity) -> dict[tuple[tuple[int, ...], str], PointCost]:
-    """(layers, kind of change) -> its cost."""
+    """(layers, kind of change) -> its cost; of neighbours those that are changed alike."""
     names = {step: name for name, step in CHANGES_OF_A_LAYER.items()}
-    return {(cost.layers, names[cost.entering, cost.attention]): cost for cost in document.costs}
+    return {(cost.layers, names[cost.entering, cost.attention]): cost for cost in document.costs if not cost.before}
 
 
 def beyond_sum(document: PointSensitivity, pair: PointCost) -> float:
-    """How much more two neighbours cost that are changed alike than both alone, in nats per token."""
-    alone = {PointChange(cost.layers, cost.entering, cost.attention): cost.nats for cost in document.costs}
-    singles = [PointChange((i,), pair.entering if i else BLOCKING, pair.attention) for i in pair.layers]
-    return pair.nats - sum(alone[change] for change in singles)
+    """How much more two neighbours cost together than both alone, in nats per token."""
+    alone = {(cost.layers[0], cost.steps[0]): cost.nats for cost in document.costs if len(cost.layers) == 1}
+    return pair.nats - sum(alone[layer, step] for layer, step in zip(pair.layers, pair.steps, strict=True))
 
 
 def point_rows(document: PointSensitivity) -> Iterator[dict[str, str]]:
@@ -107,7 +106,11 @@ def draw_points(document: PointSensitivity, stem: Path) -> list[Path]:
     _finish(axes[0], document, [cost.nats for cost in document.costs if len(cost.layers) == 1])
     axes[0].set_title("What the change of one layer costs", fontsize=10)
     if document.pairs:
-        _finish(axes[1], document, [beyond_sum(document, cost) for cost in document.costs if len(cost.layers) == 2])
+        _finish(
+            axes[1],
+            document,
+            [beyond_sum(document, cost) for (layers, _), cost in costs_by_place(document).items() if len(layers) == 2],
+        )
         axes[1].set_title("What neighbours changed alike cost beyond the sum of each alone", fontsize=10)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, fontsize=8, ncols=3, loc="outside lower center")

@@ -7,7 +7,7 @@ import numpy as np
 
 from ladderize.convert.point_sensitivity import PointSensitivity, read_point_sensitivity
 from ladderize.errors import UserError
-from ladderize.layout import BLOCKING, DROPPED
+from ladderize.layout import DROPPED
 from ladderize.planning.planner.front import LAYER_OPTIONS
 
 
@@ -66,11 +66,11 @@ def estimate_costs(sensitivity: PointSensitivity, file: str) -> AccuracyCosts:
     for cost in sensitivity.costs:
         if len(cost.layers) == 1:
             (layer,) = cost.layers
-            nats[layer, _option(layer, cost.entering, cost.attention)] = max(cost.nats, 0.0)
+            nats[layer, LAYER_OPTIONS.index(cost.steps[0])] = max(cost.nats, 0.0)
     known = np.full((layers - 1, count, count), np.nan)
     for cost in sensitivity.costs:
         if len(cost.layers) == 2:
-            options = [_option(layer, cost.entering, cost.attention) for layer in cost.layers]
+            options = [LAYER_OPTIONS.index(step) for step in cost.steps]
             alone = [nats[layer, option] for layer, option in zip(cost.layers, options, strict=True)]
             if np.isfinite(alone).all():
                 known[cost.layers[0], options[0], options[1]] = max(cost.nats, *alone) - sum(alone)
@@ -80,11 +80,6 @@ def estimate_costs(sensitivity: PointSensitivity, file: str) -> AccuracyCosts:
     if not np.isfinite(nats[:, [i for i, (_, mode) in enumerate(LAYER_OPTIONS) if mode == DROPPED]]).any():
         notes.append("the sensitivity file has no costs of dropped sync points, so none is dropped")
     return AccuracyCosts(file, nats, _filled(known), sensitivity.dense_nll, sensitivity.sync_tp_size, notes)
-
-
-def _option(layer: int, entering: str, attention: str) -> int:
-    """No MLP sync point enters layer 0."""
-    return LAYER_OPTIONS.index((entering if layer else BLOCKING, attention))
 
 
 def _filled(known: np.ndarray) -> np.ndarray:
