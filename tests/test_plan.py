@@ -13,11 +13,13 @@ import yaml
 import ladderize
 from ladderize import PlanModel, PlanOptions
 from ladderize.checkpoint.reading import read_checkpoint, read_config
+from ladderize.files.documents import write_json
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.planning.hardware import known_devices, known_engines
 from ladderize.planning.passes import Workload, pass_parts
 from ladderize.planning.plans.document import PlanResult
 from ladderize.runtime.collectives.links import read_interconnect
+from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
 from tests.helpers import ROOT, SHAPE, fresh_rng, invoke, make_layout, one_sentence, save_llama
 
 H100 = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "8")
@@ -463,3 +465,50 @@ def test_choices_that_are_refused(dense, costs, tmp_path):
     assert invoke("plan", *shape).code == 0
     assert "--shape has no weights; name the checkpoint" in one_sentence(invoke("plan", *shape, "--verify", "3"))
     assert "--sync-tp-size 8" in one_sentence(choice_of(dense, costs, "--min-speedup", "1.02", "--sync-tp-size", "8"))
+
+
+def sweep_of(folder, dense, **layouts):
+    """A sweep's folder: each layout converted and evaluated on the same ids, "retrained" by nothing."""
+    np.save(folder / "ids.npy", torch.randint(3, SHAPE["vocab_size"], (6, 24)).numpy().astype(np.uint16))
+    points = []
+    for name, layout in {"dense": Layout.dense(4), **layouts}.items():
+        model = folder / name
+        ladderize.convert_checkpoint(dense, model, layout, verify=False)
+        out = folder / f"{name}.json"
+        assert invoke("eval", model, "--perplexity", folder / "ids.npy", "--out", out).code == 0
+        points.append(
+            SweepPoint(
+                name=name,
+                layout=str(layout),
+                attention_sync=list(layout.attention_sync),
+                mlp_sync=list(layout.mlp_sync),
+                sync_tp_size=layout.sync_tp_size,
+                adapted="none",
+                tokens=None,
+                model=name,
+                results=out.name,
+                adaptation=None,
+                stages=[],
+                timed=None,
+            )
+        )
+    document = SweepDocument(
+        model=str(dense), command="", complete=True, margin=1.0, points=points, stages=[], sensitivities=[], benches=[]
+    )
+    write_json(folder / "sweep.json", document.to_dict())
+    return folder
+
+
+def test_a_choice_among_the_layouts_of_a_sweep(dense, tmp_path):
+    """The costs are those of whole layouts, and what is chosen lies there already."""
+    both = Layout.from_layers(4, ladder=range(4), spd=range(4), sync_tp_size=4)
+    sweep = sweep_of(tmp_path, dense, ladder=Layout.from_layers(4, ladder=range(4)), both=both)
+    outcome = invoke("plan", dense, *H100[:4], "--tp-size", "4", *TINY, "--sweep", sweep, "--max-ppl-increase", "9999%")
+    assert outcome.code == 0, outcome
+    assert "as the sweep retrained it" in outcome.stdout
+    assert f"bench {dense} {tmp_path / 'both'} --tp-size 4" in outcome.stdout
+    assert "convert" not in outcome.stdout.partition("next:")[2]
+    error = one_sentence(
+        invoke("plan", dense, *H100[:4], "--tp-size", "8", *TINY, "--sweep", sweep, "--min-speedup", "2")
+    )
+    assert "dropped sync points of 4 virtual ranks, which --tp-size 8 does not divide" in error

@@ -259,7 +259,8 @@ def plan(
     if goal is None:
         _show_next(console, choice, options, calibrated=result.rows[0].basis == "calibrated")
     elif choice.model is not None:
-        _show_next_of_choice(console, choice.model, options, recipe_out)
+        retrained = result.choice.model if result.choice is not None else None
+        _show_next_of_choice(console, choice.model, options, recipe_out, retrained)
 
 
 def _options(ctx: typer.Context) -> PlanOptions:
@@ -294,15 +295,17 @@ def _show_next(console: Console, choice: PlanModel, options: PlanOptions, *, cal
     show_next(console, *steps)
 
 
-def _show_next_of_choice(console: Console, model: str, options: PlanOptions, recipe: Path | None) -> None:
-    target = f"{resolved(model).name}-planned"  # beside where the user is, also for "." and hub ids
-    adapt = command("adapt", target, f"{target}-adapted", "--distill-from", model)
-    show_next(
-        console,
-        ("make it", command("convert", model, target, "--recipe", recipe or "RECIPE.yaml")),
-        ("recover accuracy", f"{adapt} --data {FILE} --max-tokens 20M"),
-        ("measure it there", command("bench", model, target, *_bench_words(options))),
-    )
+def _show_next_of_choice(
+    console: Console, model: str, options: PlanOptions, recipe: Path | None, retrained: str | None
+) -> None:
+    """retrained: the checkpoint of a sweep that was chosen, which needs neither conversion nor adaptation."""
+    target = retrained or f"{resolved(model).name}-planned"  # beside where the user is, also for "." and hub ids
+    steps = [("measure it there", command("bench", model, target, *_bench_words(options)))]
+    if retrained is None:
+        adapt = command("adapt", target, f"{target}-adapted", "--distill-from", model)
+        make = command("convert", model, target, "--recipe", recipe or "RECIPE.yaml")
+        steps = [("make it", make), ("recover accuracy", f"{adapt} --data {FILE} --max-tokens 20M"), *steps]
+    show_next(console, *steps)
 
 
 def _bench_words(options: PlanOptions) -> list[object]:
