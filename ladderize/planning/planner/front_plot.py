@@ -117,7 +117,7 @@ def _limit(axes: "Axes", choice: PlanChoice, checked: list[PlannedLayout]) -> No
     known = [one.nats for one in (choice.chosen, choice.beyond, *checked) if one is not None and one.nats is not None]
     shown = [_percent_of(nats) for nats in [*known, *([choice.target.max_nats] if choice.target.max_nats else [])]]
     heights = [_percent_of(point.nats) for point in choice.front]
-    top = min(max(heights), 4 * max([*shown, 1e-3]))
+    top = min(max(heights), 2.5 * max([*shown, 1e-3]))
     low = min([0.0, *shown, *heights])
     axes.set_ylim(low - 0.04 * (top - low), top + 0.08 * (top - low))
     inside = [point.speedup for point, height in zip(choice.front, heights, strict=True) if height <= 1.1 * top]
