@@ -269,6 +269,11 @@ def test_a_plan_of_a_shape_imports_no_torch():
     assert "8 x h100-sxm over nvlink, batch 1 (predicted)" in outcome.stdout
 
 
+def test_the_next_command_is_of_the_same_model():
+    outcome = invoke("plan", "--shape", "8b", "--num-layers", "3", "--dtype", "float16", *H100)
+    assert "bench --random-weights 8b --num-layers 3 --dtype float16 --tp-size 8" in outcome.stdout
+
+
 # ---- what it refuses ----
 
 

@@ -287,7 +287,9 @@ def _goal(ctx: typer.Context) -> PlanGoal | None:
 
 def _show_next(console: Console, choice: PlanModel, options: PlanOptions, *, calibrated: bool) -> None:
     """What to do where the hardware is."""
-    target = ["--random-weights", choice.shape] if choice.shape is not None else [choice.model]
+    target = ["--random-weights", str(choice.shape)] if choice.model is None else [choice.model]
+    own = {"--num-layers": choice.num_layers, "--dtype": None if choice.dtype == "auto" else choice.dtype}
+    target += [str(word) for option, value in own.items() if value is not None for word in (option, value)]
     steps = [("measure it there", command("bench", *target, *_bench_words(options)))]
     if not calibrated:
         sizes = ",".join(map(str, options.tp_sizes))
