@@ -223,6 +223,7 @@ def test_the_command(llama, ids, tmp_path):
     for cost in (cost for cost in document["costs"] if not cost["before"]):
         assert f"{cost['nats']:+.4f}" in shown.stdout
     assert "beyond the sum" in shown.stdout
+    assert f"ladderize plan {llama} --sensitivity {out} " in shown.stdout
     printed = measuring(llama, ids, out, "--sync-tp-size", 4, "--pairs", "--json")
     assert json.loads(printed.stdout) == document
     assert "nothing was measured" in printed.stderr

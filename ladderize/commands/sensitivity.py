@@ -33,6 +33,7 @@ from ladderize.convert.sensitivity_file import POINTS, Mode, kind_of
 from ladderize.errors import UsageError
 from ladderize.eval.options import PointOptions, SensitivityOptions
 from ladderize.files.regular import resolved
+from ladderize.layout import DEFAULT_RANKS
 
 
 def sensitivity(
@@ -185,3 +186,6 @@ def _points(model: str, out: Path, options: PointOptions, plot: Path | None, ove
     console.note(f"wrote {out}")
     if plot is not None:
         console.note(f"wrote {' and '.join(map(str, draw_points(document, plot)))}")
+    machine = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", options.sync_tp_size or DEFAULT_RANKS)
+    chosen = command("plan", model, "--sensitivity", out, *machine, "--max-ppl-increase", "2%", "--verify", 16)
+    show_next(console, ("choose a layout by it", chosen))
