@@ -458,7 +458,7 @@ def test_a_ratios_band_is_narrower_than_a_times():
 def planted() -> tuple[DeviceSpec, Interconnect, list[Observation]]:
     """A device, a link, and what they make of the least that tells their figures apart."""
     device = a_device(launch_us=random.uniform(4, 12))
-    rows = [InterconnectRow(n, random.uniform(5, 60), random.uniform(20, 400)) for n in (2, 8)]
+    rows = [InterconnectRow(n, random.uniform(5, 60), random.uniform(8, 60)) for n in (2, 8)]
     link = Interconnect("planted", rows, random.uniform(0.1, 0.5), 0.05, False, "a test")
     sizes = [(32, 4096, 14336), (24, 2048, 8192)]
     seen = []
@@ -504,7 +504,7 @@ def test_a_fit_finds_what_was_planted():
     start = dataclasses.replace(
         device, bandwidth_share=0.7, matmul_share=0.5, kernel_us=2.0, thin_us=2.0, launch_us=6.0
     )
-    around = dataclasses.replace(link, rows=[InterconnectRow(n, 20.0, 100.0) for n in (2, 8)], contention=0.2)
+    around = dataclasses.replace(link, rows=[InterconnectRow(n, 20.0, 25.0) for n in (2, 8)], contention=0.2)
     result = fit(seen, start, around, FREE)
     assert result.worst_error < 0.01
     assert result.device.bandwidth_share == pytest.approx(device.bandwidth_share, rel=0.02)
