@@ -57,8 +57,7 @@ def estimate_costs(sensitivity: PointSensitivity, file: str) -> AccuracyCosts:
 
     A cost below 0 counts as 0, as in ``convert --max-ppl-increase``: a change that takes a sum of partials away helps
     by noise, and no speed is bought with that. For the same reason neighbours together cost at least what the dearer
-    costs alone. A pair of two kinds, which is not measured, costs more by the mean of what pairs of either kind do:
-    were it nothing, the choice would alternate kinds to avoid what is known of pairs.
+    costs alone. Pairs that were not measured cost nothing more.
     """
     layers, count = sensitivity.num_layers, len(LAYER_OPTIONS)
     nats = np.full((layers, count), np.inf)
@@ -67,32 +66,16 @@ def estimate_costs(sensitivity: PointSensitivity, file: str) -> AccuracyCosts:
         if len(cost.layers) == 1:
             (layer,) = cost.layers
             nats[layer, LAYER_OPTIONS.index(cost.steps[0])] = max(cost.nats, 0.0)
-    known = np.full((layers - 1, count, count), np.nan)
+    pairs = np.zeros((layers - 1, count, count))
     for cost in sensitivity.costs:
         if len(cost.layers) == 2:
             options = [LAYER_OPTIONS.index(step) for step in cost.steps]
             alone = [nats[layer, option] for layer, option in zip(cost.layers, options, strict=True)]
             if np.isfinite(alone).all():
-                known[cost.layers[0], options[0], options[1]] = max(cost.nats, *alone) - sum(alone)
+                pairs[cost.layers[0], options[0], options[1]] = max(cost.nats, *alone) - sum(alone)
     notes = []
-    if np.isnan(known).all():
+    if not sensitivity.pairs:
         notes.append("no pairs of neighbours were measured, so estimated costs are sums over layers")
     if not np.isfinite(nats[:, [i for i, (_, mode) in enumerate(LAYER_OPTIONS) if mode == DROPPED]]).any():
         notes.append("the sensitivity file has no costs of dropped sync points, so none is dropped")
-    return AccuracyCosts(file, nats, _filled(known), sensitivity.dense_nll, sensitivity.sync_tp_size, notes)
-
-
-def _filled(known: np.ndarray) -> np.ndarray:
-    """What pairs cost more, [L - 1, 6, 6], where NaN is not known: then the mean of what is known of the earlier
-    layer's option and of the later's; 0 where that is nothing, and beside a dense layer."""
-    filled = np.zeros_like(known)
-    for between, table in enumerate(known):
-        for earlier in range(1, len(LAYER_OPTIONS)):
-            for later in range(1, len(LAYER_OPTIONS)):
-                value = table[earlier, later]
-                if np.isnan(value):
-                    kinds = [row[~np.isnan(row)] for row in (table[earlier], table[:, later])]
-                    means = [row.mean() for row in kinds if len(row)]
-                    value = np.mean(means) if means else 0.0
-                filled[between, earlier, later] = value
-    return filled
+    return AccuracyCosts(file, nats, pairs, sensitivity.dense_nll, sensitivity.sync_tp_size, notes)
