@@ -2,7 +2,9 @@
 
 import ast
 import functools
+import json
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -349,7 +351,17 @@ def test_the_story_runs_as_it_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert told >= 10
 
 
-CHEAP = {"convert", "inspect", "sensitivity"}
+CHEAP = {"convert", "inspect", "sensitivity", "plan"}
+
+
+def lessened(arguments: list[str]) -> list[str]:
+    """A cheap command with less work, for a model of 64 positions."""
+    if arguments[0] == "sensitivity":
+        return [*arguments, "--samples=4"]
+    if arguments[0] == "plan":
+        words = [re.sub("^prompt=.*", "prompt=16,output=16,batch=4", word) for word in arguments]
+        return words if words != arguments else [*words, "--prompt-len=16", "--output-len=16"]
+    return [*arguments, *QUICK.get(arguments[0], [])]
 
 
 @pytest.fixture(scope="module")
@@ -363,6 +375,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(MODEL / name, folder / "llama-8b" / name)
     (folder / "wiki.txt").write_text("".join(documents(100, test=False)), encoding="utf-8")
     shutil.copytree(ROOT / "examples", folder / "examples")
+    machine = parse_yaml((ROOT / "examples" / "hardware" / "my-card.yaml").read_text(encoding="utf-8"))
+    (folder / "machine.json").write_text(json.dumps(machine), encoding="utf-8")
     return folder
 
 
@@ -373,5 +387,14 @@ def test_cheap_commands_run(page: Path, workplace: Path, tmp_path: Path, monkeyp
         (tmp_path / entry.name).symlink_to(entry)
     monkeypatch.chdir(tmp_path)
     for _, arguments in commands_of(page):
-        if arguments[:1] and arguments[0] in CHEAP and page != STORY and Path(arguments[1]).is_dir():
-            run([*arguments, *(["--samples=4"] if arguments[0] == "sensitivity" else QUICK.get(arguments[0], []))])
+        if not arguments or arguments[0] not in CHEAP or page == STORY or "--sweep" in arguments:
+            continue
+        if Path(arguments[1]).is_dir():
+            run(lessened(arguments))
+
+
+@each_page
+def test_plans_in_the_pages_are_those_of_now(page: Path) -> None:
+    """Whoever changes a figure of devices or links runs scripts/plans_in_docs.py."""
+    text = page.read_text(encoding="utf-8")
+    assert runpy.run_path(str(ROOT / "scripts" / "plans_in_docs.py"))["renewed"](text) == text
