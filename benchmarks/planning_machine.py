@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from ladderize.figure import save_figure
 from ladderize.planning.calibration.document import CalibrationDocument
@@ -171,6 +172,10 @@ def draw(rows: dict[str, list[dict[str, Any]]]) -> None:
         axes.set(xlabel=f"measured, {label}", ylabel=f"predicted, {label}", xlim=(low, high), ylim=(low, high))
         if kind == "time":
             axes.set(xscale="log", yscale="log")
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.set_major_formatter(ScalarFormatter())
+                axis.set_minor_formatter(NullFormatter())
         axes.legend()
     save_figure(figure, PLOT)
 
