@@ -22,7 +22,9 @@ UNEVEN = 0.1  # of a time: as much as groups may differ before it is said
 ENGINE_OF = {"cpu": "runtime-cpu", "cuda": "runtime"}
 
 
-def begin_device(options: CalibrateOptions, observations: Sequence[Observation]) -> DeviceSpec:
+def begin_device(
+    options: CalibrateOptions, observations: Sequence[Observation], memory_gib: float | None = None
+) -> DeviceSpec:
     """The device before its figures are fitted: peaks that are held where ``--hardware`` names it, else shares of 1 of
     what is measured."""
     source = "ladderize calibrate, on the device itself"
@@ -32,7 +34,7 @@ def begin_device(options: CalibrateOptions, observations: Sequence[Observation])
         return dataclasses.replace(known, name=options.name, engine=engine, calibrated=True, source=source)
     bandwidth, rate, kernel = BEGIN[options.device]
     rates = {seen.dtype: rate for seen in observations if seen.dtype is not None}
-    return DeviceSpec(options.name, bandwidth, rates, None, 1.0, 1.0, kernel, 0.0, 0.05, engine, True, source)
+    return DeviceSpec(options.name, bandwidth, rates, memory_gib, 1.0, 1.0, kernel, 0.0, 0.05, engine, True, source)
 
 
 def begin_link(options: CalibrateOptions, timed: Sequence[RankTimings]) -> Interconnect | None:

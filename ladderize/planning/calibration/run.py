@@ -16,7 +16,7 @@ from ladderize.planning.calibration.figures import (
     uneven_ranks,
 )
 from ladderize.planning.calibration.fit import fit
-from ladderize.planning.calibration.jobs import calibration_jobs
+from ladderize.planning.calibration.jobs import CalibrationJob, calibration_jobs
 from ladderize.planning.calibration.measure import measure_jobs
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
 from ladderize.planning.calibration.timings import read_timings
@@ -68,9 +68,9 @@ def _from_run(options: CalibrateOptions, out: Path | None, console: Console) -> 
     check_device(options.device)
     for ranks in options.tp_sizes:
         check_group_size(ranks, options.device)
-    if options.hardware is not None:
-        read_device(options.hardware)  # what is wrong with it is found before minutes of timing
     jobs = {ranks: calibration_jobs(options, ranks) for ranks in options.tp_sizes}
+    if options.hardware is not None:  # what is wrong with it is found before minutes of timing
+        read_device(options.hardware).peak_flop_s(jobs[options.tp_sizes[0]][0].specs[0].dtype)
     if out is None or already_started():
         timed = [_time(options, ranks, jobs[ranks], console) for ranks in options.tp_sizes]
     else:
@@ -87,7 +87,7 @@ def _from_run(options: CalibrateOptions, out: Path | None, console: Console) -> 
     return _fitted(options, timed)
 
 
-def _time(options: CalibrateOptions, ranks: int, jobs: list, console: Console) -> RankTimings:  # type: ignore[type-arg]
+def _time(options: CalibrateOptions, ranks: int, jobs: list[CalibrationJob], console: Console) -> RankTimings:
     if ranks > 1 and not already_started():
         console.note(f"starting {ranks} ranks")
     timed: RankTimings = run(measure_jobs, jobs, console, tp_size=ranks, device=options.device, threads=options.threads)
@@ -103,7 +103,8 @@ def _identity(options: CalibrateOptions) -> dict[str, object]:
 
 def _fitted(options: CalibrateOptions, timed: list[RankTimings]) -> CalibrationDocument:
     observations = [seen for one in timed for seen in one.observations]
-    device = begin_device(options, observations)
+    memory = timed[0].group.environment.gpu_memory_bytes
+    device = begin_device(options, observations, None if memory is None else memory / 2**30)
     link = begin_link(options, timed)
     result = fit(observations, device, link, free_of_run(options, observations))
     assert result.device is not None
