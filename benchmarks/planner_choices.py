@@ -89,7 +89,7 @@ def timed(link: str, batch: int, phase: str, layers: int) -> tuple[float, np.nda
         config,
         device,
         known_engines()[device.engine],
-        interconnect.at(RANKS)[0],
+        interconnect.at(RANKS),
         interconnect.contention,
         RANKS,
         "bfloat16",

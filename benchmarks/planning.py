@@ -169,7 +169,7 @@ def _parts(one: Published, device: DeviceSpec, link: Interconnect) -> dict[str, 
     seen = one.seen
     assert seen.config is not None
     assert seen.workload is not None
-    sent = link.at(seen.ranks)[0]
+    sent = link.at(seen.ranks)
     engine = known_engines()[ENGINE]
     return pass_parts(seen.config, device, engine, sent, link.contention, seen.ranks, str(seen.dtype), seen.workload)
 
@@ -295,7 +295,7 @@ def link_rows() -> dict[str, Any]:
     for ranks, published in known_links():
         if published.name == "nccl_nvlink_h100":
             sizes = _sizes(published.min_bytes, published.max_bytes or published.min_bytes)
-            ours = link.at(ranks)[0]
+            ours = link.at(ranks)
             errors = [ours.seconds(size) / published.seconds(size) - 1 for size in sizes]
             table[f"{published.name}, {ranks} ranks"] = summary(errors)
     _print("published all-reduces alone (not fitted)", table)

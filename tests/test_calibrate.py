@@ -281,8 +281,10 @@ def test_overlapping_layouts_free_contention_and_silent_passes_the_device(tmp_pa
     assert found["contention"] == pytest.approx(link.contention, abs=0.02)
     assert found["matmul_share"] == pytest.approx(share, rel=0.05)
     assert document.device.calibrated
+    assert document.device.engine == "published"
     chosen = TimingsOptions((tmp_path / "table.csv",), "h100-sxm", free=("matmul_share",), link="nvlink")
     assert [figure.name for figure in ladderize.calibrate(chosen).figures] == ["matmul_share"]
+    assert not ladderize.calibrate(chosen).device.calibrated  # one of its two shares is still assumed
 
 
 def test_timings_of_our_own_bench(shapes, tmp_path, monkeypatch):
@@ -301,6 +303,18 @@ def test_timings_of_our_own_bench(shapes, tmp_path, monkeypatch):
     assert sorted(1e3 * one.seconds for one in seen) == pytest.approx(
         sorted(row[key] for row in rows for key in ("prefill_ms", "decode_ms_per_token"))
     )
+    scheduled = json.loads(measured.read_text())
+    for row in scheduled["rows"]:
+        row["schedule"] = "domino"
+    (tmp_path / "domino.json").write_text(json.dumps(scheduled))
+    plain = calibration.read_timings(tmp_path / "domino.json", engine="published", shape=str(shapes[1]))
+    assert {one.quantity for one in plain} == {"decode"}  # what domino hides of a prefill is none of the link's
+    # the device that comes of them is of the engine that was timed, not of the one that --hardware's figures are of
+    fitted = TimingsOptions((measured,), "h100-sxm", shape=str(shapes[1]), name="own", link="20,5", free=("kernel_us",))
+    changed = [dataclasses.replace(one, dtype="bfloat16") for one in seen]
+    monkeypatch.setattr("ladderize.planning.calibration.run.read_timings", lambda *_, **__: changed)
+    assert ladderize.calibrate(fitted).device.engine == "runtime-cpu"
+    monkeypatch.undo()
     message = one_sentence(
         invoke("calibrate", "--timings", measured, "--hardware", device, "--out", tmp_path / "link.json")
     )

@@ -144,7 +144,7 @@ def test_figures_are_those_of_a_slow_walk(dense, hardware, tmp_path, name):
                 read_config(dense),
                 result.device,
                 known_engines()[result.device.engine],
-                wire.at(2)[0],
+                wire.at(2),
                 wire.contention,
                 2,
                 "float32",

@@ -127,7 +127,7 @@ def test_without_a_limit_of_arithmetic_decoding_reads_weights_and_cache(ranks):
     inputs, outputs = hidden, heads * width + 2 * kv_heads * width
     weights = inputs * outputs + heads * width * hidden + 3 * hidden * inner
     vectors = inputs + outputs + heads * width + hidden + hidden + 2 * inner + inner + hidden
-    mean_context = sum(prompt + step for step in range(1, output)) / (output - 1) + 0.5
+    mean_context = sum(prompt + step for step in range(1, output)) / (output - 1)
     cache = 2 * kv_heads * width * mean_context
     vocab = math.ceil(config["vocab_size"] / ranks)
     numbers = layers * (weights + vectors + cache) + hidden * vocab + hidden + vocab
@@ -199,7 +199,7 @@ def test_times_grow_with_latency_bytes_and_ranks():
     alpha, bus = random.uniform(1, 50), random.uniform(1, 100)
 
     def total(layout, alpha=alpha, bus=bus, batch=2, ranks=4, contention=0.2):
-        link = Interconnect("x", [InterconnectRow(ranks, alpha, bus)], contention, 0, False, "a test").at(ranks)[0]
+        link = Interconnect("x", [InterconnectRow(ranks, alpha, bus)], contention, 0, False, "a test").at(ranks)
         workload = Workload(batch, 64, 16)
         return predict_pass(
             parts_of(config, device, engine, link, ranks, workload, 8, contention)["prefill"], layout
@@ -318,34 +318,33 @@ def test_links_between_measured_ranks_are_interpolated_and_said_so():
     rows = [InterconnectRow(2, 10.0, 100.0, 8, 1 << 30), InterconnectRow(8, 22.0, 160.0, 16, 1 << 20)]
     link = Interconnect("mine", rows, 0.1, 0.05, True, "a test")
     link.check("here")
-    assert link.at(8) == (Link("mine", 22.0, pytest.approx(160 * 8 / 14), 16, 1 << 20, "a test"), "")
-    between, how = link.at(4)
+    assert link.at(8) == Link("mine", 22.0, pytest.approx(160 * 8 / 14), 16, 1 << 20, "a test")
+    between = link.at(4)
     assert (between.alpha_us, between.beta_gb_s) == (pytest.approx(14), pytest.approx(120 * 4 / 6))
-    assert how == "interpolated from 2 and 8 ranks"
-    beyond, how = link.at(16)
+    assert between.derived == "interpolated from 2 and 8 ranks"
+    beyond = link.at(16)
     assert (beyond.alpha_us, beyond.beta_gb_s) == (pytest.approx(38), pytest.approx(160 * 16 / 30))
-    assert how == "extrapolated from 2 and 8 ranks"
-    assert how in beyond.source
-    assert link.at(1) == (NO_LINK, "")
+    assert beyond.derived == "extrapolated from 2 and 8 ranks"
+    assert link.at(1) == NO_LINK
     with pytest.raises(UserError, match="measured with 2 and 8 ranks, not 32"):
         link.at(32)
     with pytest.raises(UserError, match="measured with 8 ranks, not 4"):
         dataclasses.replace(link, rows=rows[1:]).at(4)
     steep = dataclasses.replace(link, rows=[InterconnectRow(4, 5.0, None), InterconnectRow(8, 45.0, None)])
-    assert steep.at(2)[0].alpha_us == 2.5  # not negative
-    assert steep.at(2)[0].beta_gb_s is None
+    assert steep.at(2).alpha_us == 2.5  # not negative
+    assert steep.at(2).beta_gb_s is None
 
 
 def test_known_links_and_devices_are_sound():
     for name, link in known_interconnects().items():
         link.check(name)
         for row in link.rows:
-            assert link.at(row.ranks)[0].alpha_us == row.alpha_us
+            assert link.at(row.ranks).alpha_us == row.alpha_us
     for name, device in known_devices().items():
         device.check(name)
         assert read_device(name) == device
-    assert read_interconnect("nvlink").at(4)[1] == ""
-    assert read_interconnect("20,100").at(37)[0].alpha_us == 20
+    assert read_interconnect("nvlink").at(4).derived == ""
+    assert read_interconnect("20,100").at(37).alpha_us == 20
 
 
 def test_files_of_devices_and_links_are_read(tmp_path):
@@ -359,7 +358,7 @@ def test_files_of_devices_and_links_are_read(tmp_path):
         "link:\n  name: mine\n  contention: 0.1\n  relative_error: 0.1\n  calibrated: false\n  source: me\n"
         "  rows:\n  - {ranks: 2, alpha_us: 30, bus_gb_s: 12}\n"
     )
-    assert read_interconnect(str(by_hand)).at(2)[0].beta_gb_s == pytest.approx(12)
+    assert read_interconnect(str(by_hand)).at(2).beta_gb_s == pytest.approx(12)
     with pytest.raises(UserError, match="has no device, but link"):
         read_device(str(by_hand))
 
@@ -409,6 +408,10 @@ def test_a_device_without_a_figure_is_refused(tmp_path):
         ({"rows": [{"ranks": 4, "alpha_us": 1, "bus_gb_s": 3}] * 2}, "must be ascending"),
         ({"rows": [{"ranks": 1, "alpha_us": 1, "bus_gb_s": 3}]}, "at least 2"),
         ({"rows": [{"ranks": 2, "bus_gb_s": 3}]}, "has no alpha_us"),
+        ({"rows": [{"ranks": 2, "alpha_us": 1, "bus_gb_s": 3, "min_bytes": 9, "max_bytes": 8}]}, "no range of sizes"),
+        ({"any_ranks": {"name": "x", "alpha_us": 1, "beta_gb_s": 3}}, "delete one of them"),
+        ({"rows": [], "any_ranks": {"name": "x", "alpha_us": -5, "beta_gb_s": 3}}, "alpha_us is -5"),
+        ({"rows": [], "any_ranks": {"name": "x", "alpha_us": 5, "beta_gb_s": 0}}, "beta_gb_s is 0"),
     ],
 )
 def test_absurd_links_are_refused(changes, message, tmp_path):
@@ -436,7 +439,7 @@ def test_bench_emulates_a_link_of_a_file(tmp_path):
 
 def test_a_ratios_band_is_narrower_than_a_times():
     config, device, link = random_config(), a_device(relative_error=0.1), known_interconnects()["nvlink"]
-    parts = parts_of(config, device, known_engines()["runtime"], link.at(8)[0], 8, contention=0.2)
+    parts = parts_of(config, device, known_engines()["runtime"], link.at(8), 8, contention=0.2)
     layers = config["num_hidden_layers"]
     dense, ladder = Layout.dense(layers), Layout.from_layers(layers, ladder=range(layers))
     cases = [case["decode"] for case in band_cases(parts, device, link)]
@@ -535,7 +538,7 @@ def test_a_fit_refuses_what_the_timings_leave_open():
     with pytest.raises(OpenFigureError, match=r"leave bus_gb_s\[8\] open; add timings of a large all-reduce"):
         fit(small, None, link, ["alpha_us", "bus_gb_s"])
     large = dataclasses.replace(small[0], message_bytes=1 << 26, seconds=2e-3)
-    found = fit([*small, large], None, link, ["alpha_us", "bus_gb_s"]).interconnect.at(8)[0]
+    found = fit([*small, large], None, link, ["alpha_us", "bus_gb_s"]).interconnect.at(8)
     assert found.seconds(1 << 26) == pytest.approx(2e-3, rel=0.02)
     with pytest.raises(UserError, match="no timings to fit"):
         fit([], device, link, FREE)

@@ -83,7 +83,8 @@ def pass_parts(
     pace = _Pace(device, dtype)
     prompt, batch = workload.prompt_len, workload.batch_size
     end = prompt + workload.output_len
-    seen = end if engine.whole_cache else prompt + (1 + workload.output_len) / 2
+    # step j of output_len - 1 sees the prompt and j new tokens
+    seen = end if engine.whole_cache else prompt + workload.output_len / 2
     passes = {
         "prefill": _Pass(shape, engine, pace, batch, prompt, float(end if engine.masked_prefill else prompt)),
         "decode": _Pass(shape, engine, pace, batch, 1, seen, is_graph=True),

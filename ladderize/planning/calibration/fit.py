@@ -25,6 +25,7 @@ STARTS = 4
 # A figure is open where timings that are right to 1 % leave it uncertain by more than its own size.
 TIMING_ERROR, OPEN = 0.01, 1.0
 START_FACTOR = 3.0  # how far off a share, a latency or a bandwidth that the search begins with may well be
+PART_OF_A_PASS = 2  # how much larger the error of a message may be than that of the pass that it is a part of
 LEAST_ERROR = 0.02  # of a time: runs of the same program differ by as much
 
 
@@ -61,6 +62,9 @@ FITTED = {
     "bus_gb_s": _Free(1e-4, 2e4, True, 1, "GB/s", _LARGE),
     "alpha_per_rank_us": _Free(0, 1e4, False, 1, "us", f"{_SMALL}, at three numbers of ranks"),
 }
+
+
+OF_A_LINK = ("alpha_us", "bus_gb_s", "alpha_per_rank_us", "contention")
 
 
 class OpenFigureError(UserError):
@@ -134,7 +138,7 @@ def fit(
         FittedFigure(name, model.value(index, found), float(errors[index]), model.kinds[index].unit)
         for index, name in enumerate(model.names)
     ]
-    compute, sent = model.spread(residuals)
+    compute, sent = model.spread(residuals, device)
     if device is not None and model.frees_device:
         device = dataclasses.replace(device, relative_error=compute)
     if link is not None and model.frees_link:
@@ -158,13 +162,12 @@ class _Model:
         self.distinct = dict(zip(self.keys, observations, strict=True))
         self.is_line = "alpha_per_rank_us" in free
         self.names = [name for given in free for name in self._expanded(given)]
-        unknown = [name for name in self.names if _kind(name) not in FITTED]
+        unknown = [name for name in self.names if figure_kind(name) not in FITTED]
         if unknown or len(set(self.names)) < len(self.names):
             raise ValueError(f"free figures {list(free)}: {unknown or 'one stands twice'}")
-        self.kinds = [FITTED[_kind(name)] for name in self.names]
-        on_link = {"contention", "alpha_us", "bus_gb_s", "alpha_per_rank_us"}
-        self.frees_link = any(_kind(name) in on_link for name in self.names)
-        self.frees_device = any(_kind(name) not in on_link for name in self.names)
+        self.kinds = [FITTED[figure_kind(name)] for name in self.names]
+        self.frees_link = any(figure_kind(name) in OF_A_LINK for name in self.names)
+        self.frees_device = frees_device(self.names)
         self.observed = np.log([seen.seconds for seen in observations])
 
     def _expanded(self, name: str) -> list[str]:
@@ -184,8 +187,8 @@ class _Model:
 
     def _held(self, name: str) -> float:
         """Where the figure starts from."""
-        kind, number = _kind(name), _number(name)
-        if kind in ("alpha_us", "bus_gb_s", "alpha_per_rank_us", "contention"):
+        kind, number = figure_kind(name), _number(name)
+        if kind in OF_A_LINK:
             assert self.interconnect is not None
             if kind == "contention":
                 return self.interconnect.contention
@@ -311,18 +314,25 @@ class _Model:
         sizes = [self.value(index, vector) if kind.logarithmic else kind.scale for index, kind in enumerate(self.kinds)]
         return errors * np.array(sizes)
 
-    def spread(self, residuals: Sequence[Residual]) -> tuple[float, float]:
-        """One standard deviation of times of compute, and of messages, from the residuals.
+    def spread(self, residuals: Sequence[Residual], device: DeviceSpec | None) -> tuple[float, float]:
+        """One standard deviation of times of compute, and of messages, from the residuals; both at most 1.
 
-        Where times of whole passes were seen, a message is taken to be as uncertain as what they show when it is a
-        third of them.
+        Of times of whole passes a message is only a part: it is taken to be ``PART_OF_A_PASS`` times as uncertain as
+        they are, and as the compute in them is. device: as it was fitted, or held.
         """
         pairs = list(zip(self.observations, residuals, strict=True))
         silent = [r.relative_error for seen, r in pairs if not seen.communicates]
         passes = [r.relative_error for seen, r in pairs if seen.quantity != "all_reduce"]
         alone = [r.relative_error for seen, r in pairs if seen.quantity == "all_reduce"]
         sent = [r.relative_error for seen, r in pairs if seen.communicates and seen.quantity != "all_reduce"]
-        return _deviation(silent or passes), max(_deviation(alone), 2 * _deviation(sent))
+        # figures that were fitted to the same timings make residuals smaller than errors
+        larger = math.sqrt(len(pairs) / max(1, len(pairs) - len(self.names)))
+        compute = min(1.0, larger * _deviation(silent or passes))
+        message = max(_deviation(alone), PART_OF_A_PASS * _deviation(sent)) * larger
+        if not alone:
+            known = compute if self.frees_device or device is None else device.relative_error
+            message = max(message, PART_OF_A_PASS * known)
+        return compute, min(1.0, message)
 
 
 _DEVICE_FIELDS = (
@@ -341,8 +351,14 @@ def _deviation(errors: Sequence[float]) -> float:
     return max(LEAST_ERROR, math.sqrt(sum(error**2 for error in errors) / len(errors))) if errors else LEAST_ERROR
 
 
-def _kind(name: str) -> str:
+def figure_kind(name: str) -> str:
+    """The name in ``FITTED`` of ``alpha_us[4]`` or ``matmul_tflop_s.bfloat16``."""
     return name.partition("[")[0].partition(".")[0]
+
+
+def frees_device(free: Sequence[str]) -> bool:
+    """Whether a figure of a device is among these."""
+    return any(figure_kind(name) not in OF_A_LINK for name in free)
 
 
 def _number(name: str) -> int | None:

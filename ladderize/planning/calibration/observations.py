@@ -57,7 +57,7 @@ def parts_seen(
         return {}
     if device is None or engine is None or seen.config is None or seen.dtype is None or seen.workload is None:
         raise ValueError(f"a time of {seen.quantity} needs a device, an engine, a config, a dtype and a workload")
-    link = NO_LINK if interconnect is None or not seen.communicates else interconnect.at(seen.ranks)[0]
+    link = NO_LINK if interconnect is None or not seen.communicates else interconnect.at(seen.ranks)
     contention = 0.0 if interconnect is None else interconnect.contention
     return pass_parts(
         seen.config, device, engine, link, contention, seen.ranks, seen.dtype, seen.workload, seen.sync_tp_size
@@ -73,7 +73,7 @@ def expected_seconds(seen: Observation, parts: Mapping[str, PassParts], intercon
     """What the model says. parts: of ``parts_seen``."""
     if seen.quantity == "all_reduce":
         assert interconnect is not None
-        return interconnect.at(seen.ranks)[0].seconds(seen.message_bytes or 0)
+        return interconnect.at(seen.ranks).seconds(seen.message_bytes or 0)
     if seen.quantity != "end_to_end":
         return _total(seen, parts[seen.quantity])
     assert seen.workload is not None

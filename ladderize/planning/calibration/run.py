@@ -15,7 +15,7 @@ from ladderize.planning.calibration.figures import (
     free_of_timings,
     uneven_ranks,
 )
-from ladderize.planning.calibration.fit import fit
+from ladderize.planning.calibration.fit import figure_kind, fit, frees_device
 from ladderize.planning.calibration.jobs import CalibrationJob, calibration_jobs
 from ladderize.planning.calibration.measure import measure_jobs
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
@@ -152,6 +152,9 @@ def largest_cache_bytes() -> int | None:
 # ---- timed before ----
 
 
+CALIBRATING = {"bandwidth_share", "matmul_share"}  # what a device is calibrated by, on top of its data sheet
+
+
 def _from_timings(options: TimingsOptions) -> CalibrationDocument:
     device = read_device(options.hardware)
     engine = options.engine or device.engine
@@ -162,12 +165,21 @@ def _from_timings(options: TimingsOptions) -> CalibrationDocument:
     begin, free, notes = free_of_timings(options, observations, link)
     result = fit(observations, device, begin, free)
     assert result.device is not None
-    fitted = {name.partition("[")[0] for name in free}
-    on_link = {"alpha_us", "bus_gb_s", "contention", "alpha_per_rank_us"}
+    (timed, *others) = sorted({seen.engine for seen in observations if seen.engine is not None})
+    if frees_device(free):
+        if others:
+            raise UserError(
+                f"--timings are of the engines {timed} and {' and '.join(others)}, and a device's figures go with one;"
+                " name files of one engine"
+            )
+        device = dataclasses.replace(
+            result.device, engine=timed, calibrated=CALIBRATING.issubset(map(figure_kind, free)), source=_source(options)
+        )
+    elif (timed, others) != (device.engine, []):
+        names = " and ".join((timed, *others))
+        notes.append(f"these timings are of the engine {names}, the device's figures of {device.engine}: see --engine")
     return CalibrationDocument(
-        device=dataclasses.replace(result.device, calibrated=True, source=_source(options))
-        if fitted - on_link
-        else device,
+        device=device,
         link=result.interconnect,
         figures=result.figures,
         mean_error=result.mean_error,

@@ -54,10 +54,13 @@ def _table(path: Path, engine: str, shape: str | None) -> Iterator[Observation]:
     text = read_text(path, MAX_TIMINGS_BYTES)
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     reader = csv.DictReader(io.StringIO("\n".join(lines)))
-    columns = list(reader.fieldnames or [])
+    try:
+        columns, rows = list(reader.fieldnames or []), list(reader)
+    except csv.Error as error:
+        raise UserError(f"--timings {path} is no table ({error}); correct it") from None
     _check_columns(path, columns, shape)
     configs: dict[str, dict[str, Any]] = {}
-    for number, row in enumerate(reader, 1):
+    for number, row in enumerate(rows, 1):
         where = f"--timings {path}, row {number}"
         if None in row or None in row.values():
             raise UserError(f"{where} has not as many cells as the {len(columns)} columns; correct it")
@@ -161,6 +164,8 @@ def _bench(path: Path, shape: str | None) -> Iterator[Observation]:
         layout = Layout(tuple(row.attention_sync), tuple(row.mlp_sync), row.sync_tp_size)
         variant = ROW_VARIANTS.get(row.model, "layout")
         for quantity in PASS_QUANTITIES:
+            if quantity == "prefill" and row.schedule != "sequential":
+                continue  # what a schedule hides is no property of the link
             seconds = row.total_ms(quantity) / 1e3
             if not 0 < seconds < LONGEST_US:
                 raise UserError(f"--timings {path}: a {quantity} of {row.model} took {seconds:g} s; time it again")

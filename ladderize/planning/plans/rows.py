@@ -32,12 +32,12 @@ class PlannedGroup:
 
     @property
     def link(self) -> Link:
-        return Link("none", 0.0, None) if self.interconnect is None else self.interconnect.at(self.ranks)[0]
+        return Link("none", 0.0, None) if self.interconnect is None else self.interconnect.at(self.ranks)
 
     @property
     def derived(self) -> str | None:
         """How the link at this number of ranks is known, where it was not timed."""
-        return None if self.interconnect is None else self.interconnect.at(self.ranks)[1] or None
+        return None if self.interconnect is None else self.interconnect.at(self.ranks).derived or None
 
     @property
     def basis(self) -> Basis:

@@ -1,6 +1,6 @@
 """bench.json for a person: a table for each phase, and what to know when reading them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -8,6 +8,7 @@ from ladderize.console import Console, human_bytes
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.speed_row import PHASES, PhaseCommunication
 from ladderize.runtime.bench.spread import LEAST_ROUNDS
+from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.schedule import Schedule
 
 
@@ -181,10 +182,18 @@ def _verdict(document: BenchDocument) -> list[str]:
     return lines
 
 
+def link_warnings(link: Link | None, ranks: int, outside: Sequence[int]) -> Iterator[str]:
+    """How far an emulated link's times are known. outside: bytes of messages that it was not measured at, ascending."""
+    if link is None:
+        return
+    if link.derived:
+        yield f"{link.name} was not measured with {ranks} ranks: its times are {link.derived}"
+    if outside:
+        yield f"extrapolated beyond the sizes that {link.name} was measured at: messages of {_range(outside)}"
+
+
 def _warnings(document: BenchDocument, labels: Sequence[str]) -> list[str]:
-    link, found = document.link, []
-    if link is not None and (outside := document.message_bytes_outside_link_range):
-        found.append(f"extrapolated beyond the sizes that {link.name} was measured at: messages of {_range(outside)}")
+    found = list(link_warnings(document.link, document.options.ranks, document.message_bytes_outside_link_range))
     if document.options.repeat < LEAST_ROUNDS:
         found.append(
             f"with fewer than {LEAST_ROUNDS} rounds nobody knows how far rounds disagree: no intervals; raise --repeat"
@@ -215,5 +224,5 @@ def _is_impossible(communication: PhaseCommunication) -> bool:
     return communication.alone_ms > 0 and waited_text(communication) == "?"
 
 
-def _range(sizes: list[int]) -> str:
+def _range(sizes: Sequence[int]) -> str:
     return human_bytes(sizes[0]) if len(sizes) == 1 else f"{human_bytes(sizes[0])} to {human_bytes(sizes[-1])}"

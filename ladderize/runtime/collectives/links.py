@@ -19,7 +19,8 @@ REACH = 2  # how many times fewer or more ranks than measured ones a link is ext
 class Link(Record):
     """The time of one all-reduce over the whole group: ``alpha_us`` + bytes / ``beta_gb_s`` (GB = 1e9 bytes).
 
-    beta_gb_s: None where only the latency is known; longer messages than ``max_bytes`` are then refused.
+    beta_gb_s: None where only the latency is known; longer messages than ``max_bytes`` are then refused. derived: how
+    the figures follow from those of other numbers of ranks; "" where they are of this one.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Link(Record):
     min_bytes: int = 0
     max_bytes: int | None = None
     source: str = "given by hand"
+    derived: str = ""
 
     def seconds(self, size: int) -> float:
         if self.beta_gb_s is None:
@@ -86,6 +88,8 @@ class Interconnect(Record):
         """Raise UserError, which begins with ``where``, for figures that no link has."""
         if not self.rows and self.any_ranks is None:
             raise UserError(f"{where} has no rows; give at least one: ranks, alpha_us, bus_gb_s")
+        if self.rows and self.any_ranks is not None:
+            raise UserError(f"{where} has rows and any_ranks, which says the same for any ranks; delete one of them")
         counts = [row.ranks for row in self.rows]
         if any(count < 2 for count in counts) or counts != sorted(set(counts)):
             raise UserError(
@@ -95,22 +99,29 @@ class Interconnect(Record):
             _check_range(f"{where}: alpha_us of {row.ranks} ranks", row.alpha_us, 0, LONGEST_US)
             if row.bus_gb_s is not None:
                 _check_range(f"{where}: bus_gb_s of {row.ranks} ranks", row.bus_gb_s, SLOWEST_GB_S, 1e6)
+            _check_sizes(f"{where}: {row.ranks} ranks", row)
+        if self.any_ranks is not None:
+            _check_range(f"{where}: alpha_us", self.any_ranks.alpha_us, 0, LONGEST_US)
+            if self.any_ranks.beta_gb_s is not None:
+                _check_range(f"{where}: beta_gb_s", self.any_ranks.beta_gb_s, SLOWEST_GB_S, 1e9)
+            _check_sizes(where, self.any_ranks)
         _check_range(f"{where}: contention", self.contention, 0, 0.99)
         _check_range(f"{where}: relative_error", self.relative_error, 0, 1)
 
-    def at(self, ranks: int) -> tuple[Link, str]:
-        """The link of a group of ``ranks``, and how it is known: "" for a row, else what it was derived from.
+    def at(self, ranks: int) -> Link:
+        """The link of a group of ``ranks``.
 
-        The latency is a line in the number of ranks, as of a ring; the bus bandwidth changes between the rows and stays
-        beyond them. Raises UserError where the rows do not reach so far.
+        Between the rows and beyond them it is derived: the latency is a line in the number of ranks, as of a ring; the
+        bus bandwidth changes between the rows and stays beyond them. Raises UserError where the rows do not reach so
+        far.
         """
         if ranks == 1:
-            return NO_LINK, ""
+            return NO_LINK
         if self.any_ranks is not None:
-            return self.any_ranks, ""
+            return self.any_ranks
         for row in self.rows:
             if row.ranks == ranks:
-                return self._link(row, self.source), ""
+                return self._link(row)
         counts = [row.ranks for row in self.rows]
         measured = f"measured with {_listed(counts)} ranks, not {ranks}"
         if len(counts) < 2 or not counts[0] / REACH <= ranks <= counts[-1] * REACH:
@@ -119,10 +130,10 @@ class Interconnect(Record):
             )
         between = counts[0] < ranks < counts[-1]
         how = f"{'interpolated' if between else 'extrapolated'} from {_listed(counts)} ranks"
-        return self._link(self._between(ranks), f"{how}; {self.source}"), how
+        return self._link(self._between(ranks), how)
 
-    def _link(self, row: InterconnectRow, source: str) -> Link:
-        return Link(self.name, row.alpha_us, row.beta_gb_s, row.min_bytes, row.max_bytes, source)
+    def _link(self, row: InterconnectRow, derived: str = "") -> Link:
+        return Link(self.name, row.alpha_us, row.beta_gb_s, row.min_bytes, row.max_bytes, self.source, derived)
 
     def _between(self, ranks: int) -> InterconnectRow:
         """On the line through the two rows next to ``ranks``."""
@@ -153,7 +164,7 @@ def ring_share(ranks: int) -> float:
 
 def parse_link(text: str, ranks: int) -> Link:
     """``200,1``, the name of a known link, or a file with a link; for a group of ``ranks``."""
-    return read_interconnect(text).at(ranks)[0]
+    return read_interconnect(text).at(ranks)
 
 
 def read_interconnect(text: str) -> Interconnect:
@@ -237,6 +248,15 @@ def known_links() -> list[tuple[int, Link]]:
         )
         for row in rows
     ]  # fmt: skip
+
+
+def _check_sizes(where: str, sizes: Link | InterconnectRow) -> None:
+    """Raise UserError unless the sizes of the messages that were timed are a range."""
+    if sizes.min_bytes < 0 or (sizes.max_bytes is not None and sizes.max_bytes < sizes.min_bytes):
+        raise UserError(
+            f"{where}: min_bytes is {sizes.min_bytes} and max_bytes {sizes.max_bytes}, which is no range of sizes;"
+            " correct it"
+        )
 
 
 def _check_range(what: str, value: float, least: float, most: float) -> None:

@@ -2,7 +2,7 @@
 them."""
 
 from ladderize.console import Console, human_bytes
-from ladderize.runtime.bench.report import row_labels, schedule_text, short_ms, waited_text
+from ladderize.runtime.bench.report import link_warnings, row_labels, schedule_text, short_ms, waited_text
 from ladderize.runtime.bench.spread import LEAST_ROUNDS
 from ladderize.runtime.bench.training.document import PassCommunication, TrainingBenchDocument, TrainingBenchRow
 from ladderize.runtime.bench.training.steps import STEP_PASSES
@@ -112,12 +112,7 @@ def _explanations(document: TrainingBenchDocument, labels: list[str]) -> list[st
 
 
 def _warnings(document: TrainingBenchDocument, labels: list[str]) -> list[str]:
-    found = []
-    if document.link is not None and (outside := document.message_bytes_outside_link_range):
-        found.append(
-            f"extrapolated beyond the sizes that {document.link.name} was measured at: messages of"
-            f" {human_bytes(outside[0])} to {human_bytes(outside[-1])}"
-        )
+    found = list(link_warnings(document.link, document.options.ranks, document.message_bytes_outside_link_range))
     if document.options.repeat < LEAST_ROUNDS:
         found.append(
             f"with fewer than {LEAST_ROUNDS} rounds nobody knows how far rounds disagree: no intervals; raise --repeat"
