@@ -173,7 +173,10 @@ def _from_timings(options: TimingsOptions) -> CalibrationDocument:
                 " name files of one engine"
             )
         device = dataclasses.replace(
-            result.device, engine=timed, calibrated=CALIBRATING.issubset(map(figure_kind, free)), source=_source(options)
+            result.device,
+            engine=timed,
+            calibrated=CALIBRATING.issubset(map(figure_kind, free)),
+            source=_source(options),
         )
     elif (timed, others) != (device.engine, []):
         names = " and ".join((timed, *others))
