@@ -22,7 +22,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from ladderize.figure import save_figure
 from ladderize.planning.calibration.document import CalibrationDocument
-from ladderize.planning.calibration.figures import begin_device, free_of_run
+from ladderize.planning.calibration.figures import UNFITTED_OF_RUN, begin_device, free_of_run
 from ladderize.planning.calibration.fit import fit
 from ladderize.planning.calibration.observations import Observation, expected_seconds, parts_seen
 from ladderize.planning.calibration.timings import read_timings
@@ -52,7 +52,7 @@ def main() -> None:
                 content[name] = ladderize(link, arguments)
                 found["links"][link] = content
                 args.out.write_text(json.dumps(found, indent=1) + "\n")
-    rows = {link: compare(content) for link, content in found["links"].items()}
+    rows = {link: compare(as_timed(content)) for link, content in found["links"].items()}
     for link, own in rows.items():
         show(f"{link}, medians of the rounds", own)
     for link, content in found["links"].items():
@@ -88,6 +88,21 @@ def ladderize(link: str, arguments: list[str]) -> dict[str, Any]:
 # ---- predicted against measured ----
 
 
+def refitted(content: dict[str, Any], observations: list[Observation]) -> dict[str, Any]:
+    """The calibration with its figures fitted to ``observations``, as ``ladderize calibrate`` fits now."""
+    seen = CalibrationDocument.from_dict(content["calibration"], "calibration")
+    assert seen.options is not None
+    free, device = free_of_run(seen.options, observations), begin_device(seen.options, observations)
+    result = fit(observations, device, seen.link, free, unfitted=UNFITTED_OF_RUN)
+    again = dataclasses.replace(seen, device=result.device, link=result.interconnect)
+    return {**content, "calibration": again.to_dict()}
+
+
+def as_timed(content: dict[str, Any]) -> dict[str, Any]:
+    """Of the medians of the rounds."""
+    return refitted(content, CalibrationDocument.from_dict(content["calibration"], "calibration").observations)
+
+
 def undisturbed(content: dict[str, Any]) -> dict[str, Any]:
     """The same of the fastest round of each: what other programs took is not in it, so what is left is the model's."""
     seen = CalibrationDocument.from_dict(content["calibration"], "calibration")
@@ -95,11 +110,7 @@ def undisturbed(content: dict[str, Any]) -> dict[str, Any]:
         dataclasses.replace(one, seconds=min(samples) / 1e3) if samples else one
         for one, samples in zip(seen.observations, seen.samples_ms, strict=True)
     ]
-    assert seen.options is not None
-    free = free_of_run(seen.options, observations)
-    result = fit(observations, begin_device(seen.options, observations), seen.link, free)
-    again = dataclasses.replace(seen, device=result.device, link=result.interconnect)
-    found = {"calibration": again.to_dict()}
+    found = refitted(content, observations)
     for shape, *_ in HELD_OUT:
         fastest = [
             {

@@ -8,7 +8,7 @@ from ladderize.errors import UsageError
 from ladderize.layout import OVERLAPPED
 from ladderize.planning.calibration.document import RankTimings
 from ladderize.planning.calibration.fit import FITTED, Residual
-from ladderize.planning.calibration.observations import Observation
+from ladderize.planning.calibration.observations import Observation, Quantity
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
 from ladderize.planning.hardware import DeviceSpec, read_device
 from ladderize.planning.passes import THIN_ROWS
@@ -17,6 +17,9 @@ from ladderize.runtime.collectives.links import ASSUMED_CONTENTION, ASSUMED_ERRO
 LINK_FIGURES = ("alpha_us", "bus_gb_s", "contention")
 # where a fit begins that knows nothing: GB/s, TFLOP/s, us for a kernel
 BEGIN = {"cpu": (10.0, 0.1, 10.0), "cuda": (2000.0, 300.0, 3.0)}
+# Ranks that compute wait for each other, and on a CPU for threads that have to wake up: over gloo a message of a pass
+# takes twice as long as one alone. Passes are what is predicted, so a run's link is fitted to them.
+UNFITTED_OF_RUN: tuple[Quantity, ...] = ("all_reduce",)
 BEGIN_LINK = 20.0, 5.0  # us, GB/s
 UNEVEN = 0.1  # of a time: as much as groups may differ before it is said
 ENGINE_OF = {"cpu": "runtime-cpu", "cuda": "runtime"}

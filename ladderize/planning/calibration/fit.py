@@ -8,7 +8,7 @@ observations leave open is refused, not guessed. Imports no torch.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 
 from ladderize.errors import UserError
 from ladderize.files.records import Record
-from ladderize.planning.calibration.observations import Observation, expected_seconds, parts_key, parts_seen
+from ladderize.planning.calibration.observations import Observation, Quantity, expected_seconds, parts_key, parts_seen
 from ladderize.planning.hardware import DeviceSpec, known_engines
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow
 
@@ -113,19 +113,22 @@ def fit(
     start: DeviceSpec | None,
     interconnect: Interconnect | None,
     free: Sequence[str],
+    *,
+    unfitted: Collection[Quantity] = (),
 ) -> FitResult:
     """start, interconnect: the figures that are held, and where the free ones begin; interconnect also says which
     numbers of ranks there are rows for.
 
     free: names of ``FITTED``. ``matmul_tflop_s.bfloat16`` is of one dtype. ``alpha_us`` and ``bus_gb_s`` are fitted for
     every number of ranks by itself (``alpha_us[4]`` for one of them) unless ``alpha_per_rank_us`` is free too: then
-    latencies are a line in the ranks, and one bus bandwidth is for all of them.
+    latencies are a line in the ranks, and one bus bandwidth is for all of them. unfitted: quantities that nothing is
+    fitted to; their residuals are there, but in no error.
 
     Raises OpenFigureError for what the observations leave open, and says what to time.
     """
     if not observations:
         raise UserError("there are no timings to fit; time something first")
-    model = _Model(observations, start, interconnect, free)
+    model = _Model(observations, start, interconnect, free, unfitted)
     found = model.solve()
     device, link = model.specs(found)
     errors = model.standard_errors(found)
@@ -133,12 +136,13 @@ def fit(
         Residual(seen.group, seen.seconds, predicted, predicted / seen.seconds - 1)
         for seen, predicted in zip(observations, model.predicted(found), strict=True)
     ]
-    sizes = [abs(residual.relative_error) for residual in residuals]
+    fitted = [pair for pair, used in zip(zip(observations, residuals, strict=True), model.used, strict=True) if used]
+    sizes = [abs(residual.relative_error) for _, residual in fitted]
     figures = [
         FittedFigure(name, model.value(index, found), float(errors[index]), model.kinds[index].unit)
         for index, name in enumerate(model.names)
     ]
-    compute, sent = model.spread(residuals, device)
+    compute, sent = model.spread(fitted, device)
     if device is not None and model.frees_device:
         device = dataclasses.replace(device, relative_error=compute)
     if link is not None and model.frees_link:
@@ -155,7 +159,9 @@ class _Model:
         start: DeviceSpec | None,
         interconnect: Interconnect | None,
         free: Sequence[str],
+        unfitted: Collection[Quantity],
     ) -> None:
+        self.used = np.array([seen.quantity not in unfitted for seen in observations])
         self.observations, self.start, self.interconnect = observations, start, interconnect
         self.engines = known_engines()
         self.keys = [parts_key(seen) for seen in observations]
@@ -246,8 +252,9 @@ class _Model:
         ]
 
     def misfit(self, vector: np.ndarray) -> np.ndarray:
-        """log(predicted / observed) of each observation."""
-        return np.log(self.predicted(vector)) - self.observed
+        """log(predicted / observed) of each observation that figures are fitted to."""
+        misfit: np.ndarray = (np.log(self.predicted(vector)) - self.observed)[self.used]
+        return misfit
 
     def solve(self) -> np.ndarray:
         """The best of several optima; raises UserError where a figure is left open."""
@@ -308,19 +315,18 @@ class _Model:
         """Of each figure, in its unit, as the scatter of the residuals makes it."""
         if not len(vector):
             return vector
-        freedom = max(1, len(self.observations) - len(vector))
+        freedom = max(1, int(self.used.sum()) - len(vector))
         variance = float(np.sum(self.misfit(vector) ** 2)) / freedom
         errors = np.sqrt(np.maximum(np.diag(self._covariance(vector)), 0) * variance)
         sizes = [self.value(index, vector) if kind.logarithmic else kind.scale for index, kind in enumerate(self.kinds)]
         return errors * np.array(sizes)
 
-    def spread(self, residuals: Sequence[Residual], device: DeviceSpec | None) -> tuple[float, float]:
+    def spread(self, pairs: Sequence[tuple[Observation, Residual]], device: DeviceSpec | None) -> tuple[float, float]:
         """One standard deviation of times of compute, and of messages, from the residuals; both at most 1.
 
         Of times of whole passes a message is only a part: it is taken to be ``PART_OF_A_PASS`` times as uncertain as
         they are, and as the compute in them is. device: as it was fitted, or held.
         """
-        pairs = list(zip(self.observations, residuals, strict=True))
         silent = [r.relative_error for seen, r in pairs if not seen.communicates]
         passes = [r.relative_error for seen, r in pairs if seen.quantity != "all_reduce"]
         alone = [r.relative_error for seen, r in pairs if seen.quantity == "all_reduce"]

@@ -9,6 +9,7 @@ from ladderize.files.documents import check_writable, read_document, write_json
 from ladderize.files.work import ABOUT, WorkFolder, work_folder
 from ladderize.planning.calibration.document import CalibrationDocument, RankTimings
 from ladderize.planning.calibration.figures import (
+    UNFITTED_OF_RUN,
     begin_device,
     begin_link,
     free_of_run,
@@ -106,10 +107,15 @@ def _fitted(options: CalibrateOptions, timed: list[RankTimings]) -> CalibrationD
     memory = timed[0].group.environment.gpu_memory_bytes
     device = begin_device(options, observations, None if memory is None else memory / 2**30)
     link = begin_link(options, timed)
-    result = fit(observations, device, link, free_of_run(options, observations))
+    result = fit(observations, device, link, free_of_run(options, observations), unfitted=UNFITTED_OF_RUN)
     assert result.device is not None
     notes = [*_cache_notes(options, timed), *uneven_ranks(observations, result.residuals)]
-    if link is None:
+    if link is not None:
+        notes.append(
+            "nothing is fitted to all-reduces alone: in a pass one takes as long as it is waited for, and that is what"
+            " is predicted"
+        )
+    else:
         notes.append("one rank was timed, so the file has no link; time more with --tp-size, or name a link to plan")
     return CalibrationDocument(
         device=result.device,

@@ -31,8 +31,8 @@ def show_calibration(document: CalibrationDocument, console: Console) -> None:
     console.table(list(_residual_rows(document)), right=["timings", "mean error", "worst"])
     console.result("")
     console.prose(
-        f"{len(document.residuals)} timings, fitted with a mean error of {document.mean_error:.1%}, the worst"
-        f" {document.worst_error:.1%}"
+        f"{len(document.residuals)} timings; what was fitted to has a mean error of {document.mean_error:.1%}, the"
+        f" worst {document.worst_error:.1%}"
     )
     for figure in document.figures:
         if is_loose(figure):
