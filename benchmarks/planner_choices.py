@@ -57,7 +57,7 @@ class KnownCosts:
         return float(self.increases(held_out)[self.number[layout]])
 
     def measure(self, layouts: list[Layout], held_out: bool) -> list[LayoutNll]:
-        return [LayoutNll(0.0, None, self.cost(layout, held_out), None) for layout in layouts]
+        return [LayoutNll(0.0, None, self.cost(layout, held_out), None, 0) for layout in layouts]
 
 
 def sensitivity_of(document: dict) -> PointSensitivity:

@@ -85,12 +85,13 @@ def sensitivity_of(layers, *, sync_tp_size, pairs):
 
 
 class FakeMeasurer:
-    """Exact costs by a formula, which are more than sums. worse: factors of the held-out ones, one after the other.
+    """Exact costs by a formula, which are more than sums. held_out: by how much costs are more on held-out windows.
+    blind: the others say nothing of any cost. stderr: of each, as is said.
 
     Keeps what it was asked for, and measures nothing twice, as the real one does."""
 
-    def __init__(self, costs, *, convexity=None, pairs=0.3, held_out=lambda layout: 1.0):
-        self.costs, self.held_out = costs, held_out
+    def __init__(self, costs, *, convexity=None, pairs=0.3, held_out=lambda layout: 1.0, blind=False, stderr=0.0):
+        self.costs, self.held_out, self.blind, self.stderr = costs, held_out, blind, stderr
         self.convexity = np.random.uniform(0, 1) if convexity is None else convexity
         self.extra = np.abs(np.random.normal(0, pairs, (6, 6)))
         self.asked: list[tuple[Layout, bool]] = []
@@ -103,8 +104,8 @@ class FakeMeasurer:
 
     def measure(self, layouts, held_out):
         self.asked += [(layout, held_out) for layout in layouts]
-        factors = [self.held_out(layout) if held_out else 1.0 for layout in layouts]
+        factors = [self.held_out(layout) if held_out else 0.0 if self.blind else 1.0 for layout in layouts]
         increases = [
             factor * self.truth(chosen_options(layout)) for factor, layout in zip(factors, layouts, strict=True)
         ]
-        return [LayoutNll(1.5 + increase, 0.02, increase, 0.01) for increase in increases]
+        return [LayoutNll(1.5 + increase, 0.02, increase, self.stderr, 32) for increase in increases]

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import Console
 from ladderize.convert.point_sensitivity import read_point_sensitivity
 from ladderize.errors import LadderizeError, UserError
+from ladderize.eval import window_table
 from ladderize.eval.suffixes import Suffixes
 from ladderize.layout import Layout, LayoutError
 from ladderize.planning.planner import measure
@@ -81,7 +83,7 @@ def expected(llama, layout, windows):
         value
         for row in (nll, increase)
         for value in (row.mean(), math.sqrt(((row - row.mean()) ** 2).sum() / (count - 1) / count))
-    ]
+    ] + [count]
 
 
 def test_costs_are_those_of_the_oracle_on_either_windows(llama, ids, points, measuring):
@@ -93,7 +95,7 @@ def test_costs_are_those_of_the_oracle_on_either_windows(llama, ids, points, mea
         for held_out, part in ((False, windows[:SAMPLES]), (True, windows[SAMPLES:])):
             found = measurer.measure(layouts, held_out)
             for layout, cost in zip(layouts, found, strict=True):
-                found_values = [cost.nll, cost.stderr, cost.increase, cost.increase_stderr]
+                (found_values,) = values([cost])
                 assert found_values == pytest.approx(expected(llama, layout, part), abs=2e-6, rel=1e-5)
             assert (found[1].increase, found[1].increase_stderr) == (0, 0)
         single = [cost.layout(4, 4) for cost in points.costs]
@@ -135,8 +137,21 @@ def test_each_is_measured_once_and_a_killed_run_goes_on(measuring, tmp_path, mon
         assert values(measurer.measure(layouts[::-1], True)) == about(whole[1][::-1])
         assert len(scored) == count
         assert measurer.weights is None
-        measurer.remove()
+    measurer.tidy()
     assert not (tmp_path / "work").exists()
+
+
+def test_weights_that_are_in_memory_need_no_more_room(llama, measuring, monkeypatch):
+    asked = []
+    monkeypatch.setattr(window_table, "check_room", lambda need, *_: asked.append(need))
+    ladders = [Layout.from_layers(4, ladder=[layer]) for layer in (1, 2)]
+    with measuring() as measurer:
+        for _ in range(2):
+            measurer.tables["choose"].clear()
+            measurer.measure(ladders, False)
+    weights = sum(tensor.nbytes for tensor in read_checkpoint(llama).tensors.values())
+    first, second = asked
+    assert first - second == pytest.approx(weights, rel=0.01)
 
 
 def test_a_damaged_record_is_measured_again(measuring, tmp_path):

@@ -12,11 +12,15 @@ import yaml
 
 import ladderize
 from ladderize import PlanModel, PlanOptions
+from ladderize.checkpoint import reading
 from ladderize.checkpoint.reading import read_checkpoint, read_config
+from ladderize.errors import UserError
+from ladderize.eval.suffixes import Suffixes
 from ladderize.files.documents import write_json
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.planning.hardware import known_devices, known_engines
 from ladderize.planning.passes import Workload, pass_parts
+from ladderize.planning.plans import run
 from ladderize.planning.plans.document import PlanResult
 from ladderize.runtime.collectives.links import read_interconnect
 from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
@@ -220,6 +224,39 @@ def test_where_converting_is_not_worth_it():
     assert fast.stdout.count(said) == 2
     alone = invoke("plan", "--shape", "8b", *H100[:2], "--tp-size", "1")
     assert "One rank sends nothing" in alone.stdout
+    # of one layer it is the vocabulary's collectives that take long, which no layout hides
+    small = (
+        "--shape",
+        "8b",
+        "--num-layers",
+        "1",
+        *H100[:2],
+        "--engine",
+        "runtime",
+        "--tp-size",
+        "2",
+        "--link",
+        "0,100",
+    )
+    served = ("--workload", "prompt=1,output=64,batch=64")
+    dense = planned(*small, *served).rows[0]
+    assert dense.exposed_end_to_end_ms > 0.2 * dense.end_to_end_ms
+    assert said in invoke("plan", *small, *served).stdout
+
+
+def test_no_two_columns_have_one_name():
+    header = next(line for line in invoke("plan", "--shape", "8b", *H100).stdout.splitlines() if "tokens/s" in line)
+    names = header.split("  ")
+    names = [name.strip() for name in names if name.strip()]
+    assert len(names) == len(set(names)) == 9
+
+
+def test_long_prompts_need_a_fused_attention():
+    said = "the engine published writes all attention scores of a prompt to memory"
+    long = ("--shape", "8b", *H100, "--prompt-len", "8000")
+    assert said in invoke("plan", *long).stderr
+    assert said not in invoke("plan", *long, "--engine", "runtime").stderr
+    assert said not in invoke("plan", "--shape", "8b", *H100).stderr
 
 
 def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
@@ -272,6 +309,10 @@ def test_a_plan_of_a_shape_imports_no_torch():
 def test_the_next_command_is_of_the_same_model():
     outcome = invoke("plan", "--shape", "8b", "--num-layers", "3", "--dtype", "float16", *H100)
     assert "bench --random-weights 8b --num-layers 3 --dtype float16 --tp-size 8" in outcome.stdout
+    rows = ("--layout", "spd=1:,parallel,ladder,no-comm", "--sync-tp-size", "16")
+    outcome = invoke("plan", "--shape", "8b", *rows, *H100)
+    told = "--layout dense,spd=1:,ladder --sync-tp-size 16 --baselines parallel,no-comm --tp-size 8"
+    assert f"bench --random-weights 8b {told}" in outcome.stdout
 
 
 # ---- what it refuses ----
@@ -303,6 +344,8 @@ def test_the_next_command_is_of_the_same_model():
         (("--shape", "8b", *H100, "--prompt-len", "140000"), "over the model's 131072 positions"),
         (("--shape", "8b", *H100, "--workload", "prompt=1"), "must say all of prompt, output, batch"),
         (("--shape", "8b", *H100, "--workload", "prompt=1,output=x,batch=2"), "is not of the form prompt=1024"),
+        (("--shape", "8b", *H100, "--workload", f"prompt=1,output=2,batch={'9' * 400}"), "is not of the form prompt"),
+        (("--shape", "8b", *H100, "--batch-size", "9" * 400), "--batch-size must be at most 1,048,576"),
         (
             ("--shape", "8b", *H100, "--workload", "prompt=9,output=9,batch=2", "--batch-size", "2"),
             "--workload and --batch-size say the same",
@@ -323,6 +366,26 @@ def test_the_next_command_is_of_the_same_model():
             "--data has no effect without --verify",
         ),
         (
+            (
+                "--shape",
+                "8b",
+                *H100,
+                "--sensitivity",
+                "s.json",
+                "--sweep",
+                "s",
+                "--min-speedup",
+                "1.1",
+                "--verify",
+                "3",
+            ),
+            "does not go with --sweep",
+        ),
+        (
+            ("--shape", "8b", *H100, "--sensitivity", "s.json", "--min-speedup", "1.1", "--verify", "1"),
+            "--verify 1 is too few",
+        ),
+        (
             ("--shape", "8b", *H100, "--sensitivity", "s.json", "--min-speedup", "1.1", "--batch-size", "1,2"),
             "a layout is chosen for one group and one workload",
         ),
@@ -341,6 +404,11 @@ def test_what_is_refused(arguments, message):
         ("device", {"kernel_us": "fast"}, "kernel_us is 'fast', but must be of type float"),
         ("device", {"matmul_tflop_s": {}}, "matmul_tflop_s names no dtype"),
         ("device", {"matmul_tflop_s": {"float16": 9.0}}, "no matmul_tflop_s for bfloat16"),
+        (
+            "link",
+            {"contention": None},
+            "contention is None, but must be of type float; correct the file, or give --link",
+        ),
         ("device", {"engine": "rocket"}, "engine 'rocket' is not one of"),
         ("link", {"rows": []}, "link has no rows"),
         ("link", {"contention": 2.0}, "contention is 2"),
@@ -428,6 +496,9 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     choice = PlanResult.from_dict(json.loads((tmp_path / "plan.json").read_text()), "plan.json").choice
     assert choice.verification.made <= 3
     assert choice.statement in outcome.stdout
+    front = outcome.stdout.partition("Front:")[2].partition("Measured")[0]
+    (line,) = [line for line in front.splitlines() if "chosen" in line]
+    assert f"{choice.chosen.speedup:.3f}x" in line
     assert f"convert {dense} dense-planned --recipe {recipe}" in outcome.stdout
     assert not list(tmp_path.glob("*-work"))
     assert invoke("convert", dense, out, "--recipe", recipe, "--no-verify").code == 0
@@ -437,6 +508,38 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     )
     assert timed.code == 0, timed
     assert json.loads(timed.stdout)["rows"][1]["attention_sync"] == choice.chosen.attention_sync
+
+
+def test_what_is_wrong_with_the_rows_is_found_before_measuring(dense, costs, tmp_path):
+    budget = ("--max-ppl-increase", "500%", "--verify", "3", "--out", tmp_path / "plan.json")
+    for layout in ("rungs", "ladder=40:"):
+        outcome = choice_of(dense, costs, *budget, "--layout", layout)
+        one_sentence(outcome)
+        assert "of 3:" not in outcome.stderr
+    assert choice_of(dense, costs, *budget, "--layout", "dense", "--sync-tp-size", "4").code == 0
+
+
+def test_what_was_measured_is_kept_until_the_plan_is_written(dense, costs, tmp_path, monkeypatch):
+    def full(path, document):
+        raise UserError("the disk is full")
+
+    budget = ("--max-ppl-increase", "500%", "--verify", "3", "--out", tmp_path / "plan.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_json", full)
+        assert "the disk is full" in one_sentence(choice_of(dense, costs, *budget))
+    assert list(tmp_path.glob("*-work"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Suffixes, "__call__", None)  # nothing is computed again
+        assert choice_of(dense, costs, *budget).code == 0
+    assert not list(tmp_path.glob("*-work"))
+
+
+def test_a_hub_id_whose_weights_are_not_here_yet(dense, costs, tmp_path, monkeypatch):
+    light = tmp_path / "light"
+    light.mkdir()
+    (light / "config.json").write_text((dense / "config.json").read_text())
+    monkeypatch.setattr(reading, "_snapshot", lambda *_, allow_patterns=None, **__: light if allow_patterns else dense)
+    assert choice_of("org/tiny", costs, "--min-speedup", "1.02").code == 0
 
 
 def test_the_choice_is_a_row_with_the_speed_that_it_was_chosen_for(dense, costs):
@@ -467,7 +570,7 @@ def test_choices_that_are_refused(dense, costs, tmp_path):
         choice_of(ladder, costs, "--min-speedup", "1.02")
     )
     shape = ("--shape", dense, *H100[:4], "--tp-size", "4", *TINY, "--sensitivity", costs, "--min-speedup", "1.02")
-    assert invoke("plan", *shape).code == 0
+    assert "a shape has no weights, so nobody can tell whether" in invoke("plan", *shape).stdout
     assert "--shape has no weights; name the checkpoint" in one_sentence(invoke("plan", *shape, "--verify", "3"))
     assert "--sync-tp-size 8" in one_sentence(choice_of(dense, costs, "--min-speedup", "1.02", "--sync-tp-size", "8"))
 

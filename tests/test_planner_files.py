@@ -188,6 +188,8 @@ def test_sweeps_of_others_are_refused(tmp_path, model):
             read_retrained_costs(folder, **right | wrong)
     with pytest.raises(UserError, match="sync_tp_size 2 and 4; say with --sync-tp-size"):
         read_plan_costs(None, folder, **right)
+    with pytest.raises(UserError, match="--sync-tp-size 8 has no effect: no layout of"):
+        read_plan_costs(None, folder, **right | {"sync_tp_size": 8})
     with pytest.raises(UsageError, match="give --sensitivity or --sweep"):
         read_plan_costs(None, None, **right)
     dense = json.loads((folder / "dense.json").read_text())
@@ -205,14 +207,6 @@ def test_sweeps_of_others_are_refused(tmp_path, model):
     write_json(folder / "sweep.json", away.to_dict())
     with pytest.raises(UserError, match="lies outside of its folder"):
         read_retrained_costs(folder, **right)
-
-
-def test_verify_does_not_go_with_a_sweep(tmp_path, model):
-    write_sweep(tmp_path / "sweep", model)
-    costs = read_plan_costs(None, tmp_path / "sweep", num_layers=LAYERS, fingerprint=mark(model), sync_tp_size=2)
-    measurer = FakeMeasurer(random_costs(LAYERS, alike=True))
-    with pytest.raises(UsageError, match="does not go with --sweep"):
-        plan_layout({"decode": FakeSeconds()}, 15, "decode", read_target("2%", None), costs, measurer=measurer, limit=8)
 
 
 # ---- what is written ----

@@ -132,6 +132,17 @@ def test_a_plan_beside_what_was_timed(files):
     assert "predicted: 2 ranks over nvlink" in text
 
 
+def test_a_plan_of_a_checkpoint_that_was_timed_only(tmp_path):
+    """Nothing was evaluated, so nothing but the path says that both are of one model."""
+    timed = {name: layout for name, layout in layouts().items() if name == "dense"}
+    write_document(tmp_path / "bench.json", bench_document(timed, {}))
+    write_document(tmp_path / "plan.json", plan_document(tmp_path, checkpoint="models/dense"))
+    text, _ = page_of(tmp_path)
+    assert "predicted: 2 ranks over nvlink" in text
+    assert "dense" in text
+    assert "dense #2" not in text
+
+
 def test_a_plan_of_another_size_is_refused(files):
     document = plan_document(files)
     for row in document["rows"]:

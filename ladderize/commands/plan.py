@@ -288,13 +288,27 @@ def _goal(ctx: typer.Context) -> PlanGoal | None:
 def _show_next(console: Console, choice: PlanModel, options: PlanOptions, *, calibrated: bool) -> None:
     """What to do where the hardware is."""
     target = ["--random-weights", str(choice.shape)] if choice.model is None else [choice.model]
-    own = {"--num-layers": choice.num_layers, "--dtype": None if choice.dtype == "auto" else choice.dtype}
+    own: dict[str, object] = {
+        "--num-layers": choice.num_layers,
+        "--dtype": None if choice.dtype == "auto" else choice.dtype,
+    }
+    if choice.model is None:
+        own |= _layout_words(choice)
     target += [str(word) for option, value in own.items() if value is not None for word in (option, value)]
     steps = [("measure it there", command("bench", *target, *_bench_words(options)))]
     if not calibrated:
         sizes = ",".join(map(str, options.tp_sizes))
         steps.insert(0, ("calibrate there", command("calibrate", "--tp-size", sizes, "--out", "machine.json")))
     show_next(console, *steps)
+
+
+def _layout_words(choice: PlanModel) -> dict[str, object]:
+    """What ``bench --random-weights`` takes to time the rows of the plan; without --layout it has the same default."""
+    if choice.layout is None:
+        return {"--sync-tp-size": choice.sync_tp_size}
+    layouts = list(dict.fromkeys(["dense", *(name for name in choice.rows if name not in BOUNDS)]))
+    baselines = ",".join(name for name in choice.rows if name in BOUNDS)
+    return {"--layout": ",".join(layouts), "--sync-tp-size": choice.sync_tp_size, "--baselines": baselines or None}
 
 
 def _show_next_of_choice(

@@ -23,10 +23,14 @@ def usual_batch(batch_size: int | None, windows: np.ndarray) -> int:
     return min(batch_size or max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
 
 
-def check_table_memory(blocks: Blocks, tree: LayoutTree, batch_size: int, seq_len: int, what: str) -> None:
-    """Raise UserError unless the weights and a pass over so many windows of ``seq_len`` tokens have room."""
+def check_table_memory(
+    blocks: Blocks, tree: LayoutTree, batch_size: int, seq_len: int, what: str, *, loaded: bool = False
+) -> None:
+    """Raise UserError unless the weights and a pass over so many windows of ``seq_len`` tokens have room. loaded: the
+    weights have theirs already."""
+    weights, work = suffix_memory(blocks, tree, batch_size * seq_len)
     check_room(
-        sum(suffix_memory(blocks, tree, batch_size * seq_len)),
+        work if loaded else weights + work,
         blocks.device,
         f"{what} with {batch_size:,} windows of {seq_len:,} tokens at a time",
         "lower --batch-size or --seq-len" if batch_size > 1 else "choose a machine with more",

@@ -14,13 +14,14 @@ from ladderize.layout import DROPPED, OVERLAPPED, Layout, format_ranges
 TimedPhase = Literal["end_to_end", "prefill", "decode"]  # what of a workload is to be fast
 CostSource = Literal["sensitivity", "sweep"]
 EXP_LIMIT = 700.0  # of which exp is a float still
+LEAST_MEASUREMENTS = 2  # of --verify: one to choose by, one to confirm
 VERIFIED, NOT_VERIFIED = "verified on held-out windows", "not verified"
 BY_SWEEP = "measured by the sweep"
 
 
 @dataclass(frozen=True)
 class LayoutNll(Record):
-    """What a layout really costs on some windows, in nats per token: nll with its standard error, and its difference
+    """What a layout really costs on so many windows, in nats per token: nll with its standard error, and its difference
     to the dense model's on the same windows with the standard error of that (paired by window). Of a single
     window there is no standard error."""
 
@@ -28,6 +29,7 @@ class LayoutNll(Record):
     stderr: float | None
     increase: float
     increase_stderr: float | None
+    windows: int
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class PlannedLayout(Record):
     """A layout with its time and its costs.
 
     ms: of what is to be fast: prefill and all decode steps, the prefill, or one decode step. speedup: over the dense
-    layout. estimated_nats: from costs of single changes, or (from a sweep) of this layout as it was retrained; None
-    where nothing tells. measured, held_out: on the windows that it was chosen on, and on others.
+    layout. estimated_nats: from costs of single changes; None of a sweep's layout. measured: on the windows that it was
+    chosen on, or by the sweep, as it was retrained. held_out: on others.
     """
 
     layout: str

@@ -125,9 +125,9 @@ class LayoutMeasurer:
     ) -> None:
         self.work.__exit__(kind, error, trace)
 
-    def remove(self) -> None:
-        """Delete what is kept, once the plan is written."""
-        self.work.remove()
+    def tidy(self) -> None:
+        """Delete what is kept, once the context has ended and the plan is written."""
+        MeasuredLayouts.tidy(self.work.folder, self.work.identity)
 
     def measured(self, layout: Layout, held_out: bool) -> bool:
         """Whether a layout's cost is known already, from this run or an earlier one."""
@@ -162,6 +162,7 @@ class LayoutMeasurer:
             batch_size,
             windows.shape[1],
             f"measuring {len(missing)} layouts",
+            loaded=self.weights is not None,
         )
         if self.weights is None:
             with self.console.stage("loading the weights"):
@@ -206,6 +207,7 @@ def _summary(nll: np.ndarray, dense: np.ndarray) -> LayoutNll:
         stderr=stderr(nll),
         increase=float(increase.mean()),
         increase_stderr=stderr(increase),
+        windows=len(nll),
     )
 
 

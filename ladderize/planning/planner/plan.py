@@ -23,7 +23,7 @@ from ladderize.planning.planner.costs import AccuracyCosts, read_accuracy_costs
 from ladderize.planning.planner.document import ChoiceTarget, FrontPoint, PlanChoice, TimedPhase
 from ladderize.planning.planner.front import OptionCosts
 from ladderize.planning.planner.retrained import RetrainedCosts, read_retrained_costs
-from ladderize.planning.planner.verify import LEAST_MEASUREMENTS, MeasuresLayouts, verified_choice
+from ladderize.planning.planner.verify import MeasuresLayouts, verified_choice
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,11 @@ def read_plan_costs(
                 f"{retrained.file} has layouts of sync_tp_size {' and '.join(map(str, sizes))}; say with"
                 " --sync-tp-size which are meant"
             )
+        if sync_tp_size is not None and points is None and not retrained.sync_tp_sizes:
+            raise UserError(
+                f"--sync-tp-size {sync_tp_size} has no effect: no layout of {retrained.file} drops sync points of so"
+                " many virtual ranks; leave it out"
+            )
         sync_tp_size = next(iter(retrained.sync_tp_sizes), sync_tp_size)
     return PlanCosts(points, retrained, sync_tp_size)
 
@@ -86,23 +91,15 @@ def plan_layout(
     """The fastest layout within the budget, or the most accurate that is fast enough, and the front that it is from.
 
     seconds: of the phases ``prefill`` and ``decode`` (one step), as far as ``phase`` needs them. measurer, limit: real
-    costs are measured, at most so often (``--verify N``). Costs of a sweep are preferred to estimates; what a
-    sensitivity file suggests then is beside it, as not retrained. Raises UserError where nothing meets the target, and
-    UsageError for a check that cannot be made.
+    costs are measured, at most so often (``--verify N``); not where there are those of a sweep, which are preferred to
+    estimates. What a sensitivity file suggests is then beside them, as not retrained. Raises UserError where nothing
+    meets the target.
     """
-    if measurer is not None and costs.retrained is not None:
-        raise UsageError(
-            "--verify measures layouts that were not retrained, and does not go with --sweep, whose costs are measured"
-            " already; leave one of them out"
-        )
-    if measurer is not None and (limit is None or limit < LEAST_MEASUREMENTS):
-        raise UsageError(
-            f"--verify {limit} is too few; {LEAST_MEASUREMENTS} is the least: one layout to choose, and to confirm it"
-        )
     constant, layer = option_seconds(seconds, decode_steps, phase)
     if costs.retrained is None:
         assert costs.points is not None
         return _by_estimates(constant, layer, phase, target, costs.points, measurer, limit, console)
+    assert measurer is None
     beyond, notes = None, []
     if costs.points is not None:
         try:

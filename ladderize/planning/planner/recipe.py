@@ -9,7 +9,7 @@ import yaml
 from ladderize.convert.recipe import Recipe
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
-from ladderize.planning.planner.document import PlanChoice
+from ladderize.planning.planner.document import PlanChoice, PlannedLayout
 
 
 def recipe_text(choice: PlanChoice) -> str:
@@ -36,13 +36,19 @@ def _about(choice: PlanChoice) -> list[str]:
         f"Chosen by `ladderize plan` for {asked}, by the costs of {choice.costs_file}.",
         f"{chosen.layout}. {what.capitalize()}: {chosen.speedup:.3f}x of the dense layout's speed, predicted.",
     ]
-    costs = {
-        "estimated": chosen.estimated_nats,
-        "measured": chosen.measured.increase if chosen.measured is not None else None,
-        "on held-out windows": chosen.held_out.increase if chosen.held_out is not None else None,
-    }
-    told = [f"{shown_increase(nats)} {name}" for name, nats in costs.items() if nats is not None]
-    return [*sentences, f"Perplexity: {', '.join(told)} ({choice.statement})."]
+    return [*sentences, f"Perplexity: {cost_words(chosen)} ({choice.statement})."]
+
+
+def cost_words(one: PlannedLayout) -> str:
+    """``+1.20% estimated, +1.43% measured, +1.51% (standard error 0.30) on 16 held-out windows``."""
+    told = [] if one.estimated_nats is None else [f"{shown_increase(one.estimated_nats)} estimated"]
+    if one.measured is not None:
+        told.append(f"{shown_increase(one.measured.increase)} measured")
+    if (found := one.held_out) is not None:
+        error = found.increase_stderr
+        percent = "" if error is None else f" (standard error {100 * math.exp(min(found.increase, 30.0)) * error:.2f})"
+        told.append(f"{shown_increase(found.increase)}{percent} on {found.windows} held-out windows")
+    return ", ".join(told)
 
 
 def shown_increase(nats: float) -> str:

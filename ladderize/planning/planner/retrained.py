@@ -133,6 +133,7 @@ def _cost(path: Path, point: SweepPoint, own: Perplexity, base: Perplexity) -> L
         stderr=own.stderr / own.perplexity if own.stderr is not None and own.perplexity > 0 else None,
         increase=own.nll_per_token - base.nll_per_token,
         increase_stderr=_paired_stderr(own, base),
+        windows=own.windows,
     )
 
 

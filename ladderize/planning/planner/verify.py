@@ -21,7 +21,6 @@ from ladderize.planning.planner.choose import SLACK, TimedLayouts, choose_point
 from ladderize.planning.planner.document import ChoiceTarget, LayoutNll, MeasuredCheck, PlannedLayout
 from ladderize.planning.planner.front import LAYER_OPTIONS, LayoutFront
 
-LEAST_MEASUREMENTS = 2  # one to choose by, one to confirm
 FRONT_MEASUREMENTS = 5  # at most, to find where on the front the budget ends
 UNLIKELY = 0.01  # to be within the budget: such layouts are not measured
 NEAR_ENOUGH = 0.01  # of the most that can be saved: nearer than that, the front is not searched further
@@ -65,6 +64,9 @@ class _Search:
 
     def seconds(self, chosen: np.ndarray) -> float:
         return float(self.space.costs.totals(chosen)[0])
+
+    def estimate(self, chosen: np.ndarray) -> float:
+        return float(self.space.costs.totals(chosen)[1])
 
     def described(self, chosen: np.ndarray) -> PlannedLayout:
         key = chosen.tobytes()
@@ -224,62 +226,103 @@ def _neighbours(space: TimedLayouts, chosen: np.ndarray) -> np.ndarray:
     return np.concatenate([one, two])
 
 
+@dataclass
+class _Bar:
+    """What a layout has to stay within to be worth a held-out measurement: as measured, and as estimated."""
+
+    measured: float
+    estimated: float = math.inf
+
+    def passes(self, search: _Search, chosen: np.ndarray) -> bool:
+        return search.cost(chosen) <= self.measured and search.estimate(chosen) <= self.estimated
+
+    def lower(self, search: _Search, failed: np.ndarray, budget: float) -> None:
+        """Where held-out windows cost more than the others, they do so for all layouts, so the next has to be within as
+        much less. Where the others say next to nothing of what held-out ones do, estimates tell how much less."""
+        held_out, measured = search.cost(failed, held_out=True), search.cost(failed)
+        if 2 * measured >= held_out:
+            self.measured = min(self.measured, measured * budget / held_out)
+        else:
+            self.estimated = min(self.estimated, search.estimate(failed) * budget / held_out)
+
+
 def _confirmed(search: _Search, front: LayoutFront, target: ChoiceTarget) -> tuple[np.ndarray, bool]:
     """The best layout, and whether it was measured on held-out windows: one after the other, until one is within the
-    budget there too.
-
-    Where held-out windows cost more than the others, they do so for all layouts, so the next has to be within as much
-    less of the budget; if no layout was measured that is, another of the front is.
-    """
+    budget there too; if none is left that was measured and may be, another of the front is."""
     if target.max_nats is None:
         best = _best(search, target, search.candidates())
         assert best is not None
         search.cost(best, held_out=True)
         return best, True
-    budget, allowed = target.max_nats + SLACK, target.max_nats + SLACK
+    budget = target.max_nats + SLACK
+    bar = _Bar(budget)
     while True:
         left = [one for one in search.candidates() if one.tobytes() not in search.held_out]
-        within = [one for one in left if search.cost(one) <= allowed]
-        best = min(within, key=search.seconds, default=None)
+        best = min((one for one in left if bar.passes(search, one)), key=search.seconds, default=None)
         if best is None and search.made + 2 <= search.limit:
-            best = _less_costly(search, front, allowed)
-            if best is not None and search.cost(best) > allowed:
+            best = _less_costly(search, front, bar)
+            if best is not None and not bar.passes(search, best):
                 continue
         if best is None or search.made >= search.limit:
-            return _unconfirmed(search, target, left), False
+            return _unconfirmed(search, target, left, bar), False
         cost = search.cost(best, held_out=True)
         if cost <= budget:
+            _note_doubt(search, best, target.max_nats)
             return best, True
         search.notes.append(
             f"{search.space.layout(best)} is over budget on held-out windows ({cost:+.4f} nats of"
             f" {target.max_nats:.4f}), so another was taken"
         )
-        allowed = min(allowed, search.cost(best) * budget / cost)
+        bar.lower(search, best, budget)
 
 
-def _less_costly(search: _Search, front: LayoutFront, allowed: float) -> np.ndarray | None:
-    """The fastest point of the front that was not measured and is well believed to be within ``allowed`` nats."""
+def _note_doubt(search: _Search, chosen: np.ndarray, budget: float) -> None:
+    """Say where the held-out windows are too few to be sure of."""
+    found = search.held_out[chosen.tobytes()]
+    if found.increase_stderr is not None and budget - found.increase < found.increase_stderr:
+        search.notes.append(
+            f"on other windows it may well be over budget: {found.windows} held-out windows say {found.increase:+.4f}"
+            f" nats of {budget:.4f}, with a standard error of {found.increase_stderr:.4f}; a"
+            " sensitivity of more --samples is confirmed on more windows"
+        )
+
+
+def _less_costly(search: _Search, front: LayoutFront, bar: _Bar) -> np.ndarray | None:
+    """The fastest point of the front that was not measured and is well believed to pass."""
     known = np.array(search.candidates())
     mean, spread = believed_costs(
         search.space.costs, known, np.array([search.cost(one) for one in known]), front.chosen
     )
     new = np.array([one.tobytes() not in search.measured for one in front.chosen])
-    fitting = np.flatnonzero(new & (mean + spread <= allowed) & (search.space.speedup(front.seconds) > 1 + SLACK))
+    within = (mean + spread <= bar.measured) & (front.nats <= bar.estimated)
+    fitting = np.flatnonzero(new & within & (search.space.speedup(front.seconds) > 1 + SLACK))
     return front.chosen[fitting[0]] if len(fitting) else None
 
 
-def _unconfirmed(search: _Search, target: ChoiceTarget, left: Sequence[np.ndarray]) -> np.ndarray:
+def _unconfirmed(search: _Search, target: ChoiceTarget, left: Sequence[np.ndarray], bar: _Bar) -> np.ndarray:
     """The least costly of what is left, if it is within the budget at all."""
-    best = min(left, key=search.cost, default=None)
+    hopeful = [one for one in left if bar.passes(search, one)]
+    best = min(hopeful or left, key=search.cost, default=None)
     if best is None or target.max_nats is None or search.cost(best) > target.max_nats + SLACK:
-        least = min(search.measured.values(), key=lambda found: found.increase)
+        worst = [
+            max(found.increase, search.held_out.get(key, found).increase) for key, found in search.measured.items()
+        ]
         raise UserError(
             f"none of the {len(search.measured)} layouts that were measured stays within --max-ppl-increase"
             f" {target.max_ppl_increase} ({target.max_nats or 0.0:.4f} nats) on all windows; the least increase is"
-            f" {least.increase:.4f} nats, so give a larger budget, or a larger --verify"
+            f" {min(worst):.4f} nats, so give a larger budget, or a larger --verify"
         )
     search.notes.append(
-        f"{search.space.layout(best)} was not measured on held-out windows: the {search.limit} measurements of --verify"
-        " did not suffice"
+        f"{search.space.layout(best)} was not measured on held-out windows: {_why_not(search, best, bar)}"
     )
     return best
+
+
+def _why_not(search: _Search, chosen: np.ndarray, bar: _Bar) -> str:
+    if search.made + 2 > search.limit:
+        reason = f"the {search.limit} measurements of --verify did not suffice"
+    else:
+        reason = "no other layout is likely enough to be within the budget there"
+    return (
+        reason if bar.passes(search, chosen) else f"{reason}; where it costs as much more there, it is over budget too"
+    )

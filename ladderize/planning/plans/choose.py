@@ -1,10 +1,13 @@
 """Which layout to choose for a model on a group: what the planner needs to know, and measures. Imports torch only to
 measure."""
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.model_check import check_model
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import Console
 from ladderize.convert.point_sensitivity import read_point_sensitivity
@@ -32,8 +35,9 @@ def choose_layout(
     *,
     out: Path | None,
     console: Console,
-) -> PlanChoice:
-    """The layout that meets the goal best on this group. out: of the plan, beside which lies what was measured so far.
+) -> tuple[PlanChoice, Callable[[], None]]:
+    """The layout that meets the goal best on this group. out: of the plan, beside which lies what was measured so far;
+    the second of what is returned removes that, once the plan is written.
 
     Raises UserError for costs of another model or of a number of virtual ranks that the group cannot run, and where
     nothing meets the goal; UsageError for a check that cannot be made.
@@ -46,7 +50,7 @@ def choose_layout(
         goal.sensitivity,
         goal.sweep,
         num_layers=model.config["num_hidden_layers"],
-        fingerprint=fingerprint(read_checkpoint(model.folder)) if model.folder is not None else None,
+        fingerprint=None if choice.model is None else _fingerprint(choice.model, choice.revision),
         sync_tp_size=choice.sync_tp_size,
     )
     _check_virtual_ranks(costs, group, goal)
@@ -54,7 +58,13 @@ def choose_layout(
     seconds = {phase: point_seconds(one) for phase, one in parts.items()}
     target = read_target(goal.max_ppl_increase, goal.min_speedup)
     if goal.verify is None:
-        return plan_layout(seconds, workload.decode_steps, goal.phase, target, costs, console=console)
+        found = plan_layout(seconds, workload.decode_steps, goal.phase, target, costs, console=console)
+        if choice.model is None:
+            note = (
+                f"a shape has no weights, so nobody can tell whether {found.costs_file} is of the model that is meant"
+            )
+            found = dataclasses.replace(found, notes=[*found.notes, note])
+        return found, lambda: None
     with _measurer(choice, goal, out, console) as measurer:
         found = plan_layout(
             seconds,
@@ -66,8 +76,12 @@ def choose_layout(
             limit=goal.verify,
             console=console,
         )
-        measurer.remove()
-    return found
+    return found, measurer.tidy
+
+
+def _fingerprint(model: str, revision: str | None) -> str:
+    """Of the weights, which are downloaded if they are a hub's and not here."""
+    return fingerprint(read_checkpoint(check_model(model, revision)))
 
 
 def _check_virtual_ranks(costs: PlanCosts, group: PlannedGroup, goal: PlanGoal) -> None:

@@ -35,11 +35,6 @@ class PlannedRow(SpeedRow):
     fits: bool | None
     communication: dict[str, PhaseCommunication]
 
-    @property
-    def exposed_share(self) -> float:
-        """Of the end-to-end time, what is waited for communication."""
-        return self.exposed_end_to_end_ms / self.end_to_end_ms
-
 
 @dataclass(frozen=True)
 class GroupLink(Record):

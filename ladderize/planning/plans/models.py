@@ -87,10 +87,10 @@ def _check(config: dict[str, Any]) -> None:
 
 
 def row_variants(
-    model: ModelToPlan, choice: PlanModel, ranks: int, *, chosen: Layout | None = None
+    model: ModelToPlan, choice: PlanModel, ranks: int, *, choosing: bool = False, chosen: Layout | None = None
 ) -> list[RowVariant]:
     """The dense model first, which speed-ups are over; then the checkpoint's own layout, or the one that was chosen for
-    it, then what --layout lists.
+    it, then what --layout lists. choosing: one is chosen, now or later, and --sync-tp-size says from which.
 
     Raises UsageError for names that are none, UserError or LayoutError for what ``ranks`` cannot run.
     """
@@ -103,7 +103,7 @@ def row_variants(
     if chosen is not None:
         found.append(RowVariant(CHOSEN_ROW, chosen))
     virtual = choice.sync_tp_size or (chosen.sync_tp_size if chosen is not None else None) or ranks
-    dropping = chosen is not None and bool(chosen.spd_layers)
+    dropping = choosing
     for name in choice.rows:
         if name in BOUNDS:
             found.append(RowVariant(BOUND_ROWS[name], dense, bound=name))

@@ -1,6 +1,7 @@
 """What ``ladderize plan`` was asked for, and all that its arguments alone decide. Imports no torch."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,10 @@ from ladderize.checkpoint.llama import MOST_LAYERS
 from ladderize.choices import Dtype, check_choices
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
-from ladderize.planning.planner.document import TimedPhase
+from ladderize.planning.planner.document import LEAST_MEASUREMENTS, TimedPhase
 from ladderize.runtime.bench.options import LAYOUT_NAMES, layout_names
 
+MOST_ROWS = 1 << 20  # of a batch
 BOUNDS = ("parallel", "no-comm")  # what is no layout: rows for comparison
 WORKLOAD_KEYS = {"prompt": "prompt_len", "output": "output_len", "batch": "batch_size"}
 
@@ -70,6 +72,8 @@ class PlanOptions(Record):
         for name, values in (("--tp-size", self.tp_sizes), ("--batch-size", self.batch_sizes)):
             if not values or any(type(value) is not int or value < 1 for value in values):
                 raise UsageError(f"{name} {values} must name positive integers")
+        if max(self.batch_sizes) > MOST_ROWS:
+            raise UsageError(f"--batch-size must be at most {MOST_ROWS:,}")
         for name, least in (("prompt_len", 1), ("output_len", 2)):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
@@ -107,8 +111,19 @@ class PlanGoal:
             for name in ("data", "held_out_data", "work_dir", "device", "threads"):
                 if getattr(self, name) is not None:
                     raise UsageError(f"--{name.replace('_', '-')} has no effect without --verify")
-        elif self.sensitivity is None:
+            return
+        if self.sweep is not None:
+            raise UsageError(
+                "--verify measures layouts that were not retrained, and does not go with --sweep, whose costs are"
+                " measured already; leave one of them out"
+            )
+        if self.sensitivity is None:
             raise UsageError("--verify measures what --sensitivity says, on its data; give that file")
+        if self.verify < LEAST_MEASUREMENTS:
+            raise UsageError(
+                f"--verify {self.verify} is too few; {LEAST_MEASUREMENTS} is the least: one layout to choose, and to"
+                " confirm it"
+            )
 
 
 def parse_workload(text: str) -> Mapping[str, int]:
@@ -116,7 +131,7 @@ def parse_workload(text: str) -> Mapping[str, int]:
     found: dict[str, int] = {}
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
-        if key not in WORKLOAD_KEYS or WORKLOAD_KEYS[key] in found or not value.isascii() or not value.isdigit():
+        if key not in WORKLOAD_KEYS or WORKLOAD_KEYS[key] in found or not re.fullmatch("[0-9]{1,12}", value):
             raise UsageError(f"--workload {text!r} is not of the form prompt=1024,output=512,batch=16")
         found[WORKLOAD_KEYS[key]] = int(value)
     if len(found) < len(WORKLOAD_KEYS):

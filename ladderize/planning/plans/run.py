@@ -47,9 +47,11 @@ def plan(
     interconnect = chosen_link(options)
     workloads = [Workload(batch, options.prompt_len, options.output_len) for batch in options.batch_sizes]
     groups = [PlannedGroup(ranks, device, engine, interconnect if ranks > 1 else None) for ranks in options.tp_sizes]
-    found = None
+    for group in groups:  # what is wrong with them is found before minutes of measuring
+        row_variants(model, choice, group.ranks, choosing=goal is not None)
+    found, tidy = None, None
     if goal is not None:
-        found = choose_layout(model, choice, goal, groups[0], workloads[0], out=out, console=console)
+        found, tidy = choose_layout(model, choice, goal, groups[0], workloads[0], out=out, console=console)
     layout = found.chosen.as_layout if found is not None else None
     result = PlanResult(
         model=choice,
@@ -73,6 +75,8 @@ def plan(
             from ladderize.planning.planner.front_plot import draw_front
 
             console.note(f"wrote {' and '.join(map(str, draw_front(found, plot)))}")
+    if tidy is not None:
+        tidy()
     return result
 
 
@@ -99,7 +103,7 @@ def _check_outputs(
 def _rows(
     model: ModelToPlan, choice: PlanModel, group: PlannedGroup, workloads: list[Workload], chosen: Layout | None
 ) -> Iterator[PlannedRow]:
-    found = row_variants(model, choice, group.ranks, chosen=chosen)
+    found = row_variants(model, choice, group.ranks, choosing=chosen is not None, chosen=chosen)
     for workload in workloads:
         maker = RowMaker(model, group, workload)
         yield from (maker.row(variant) for variant in found)
@@ -127,7 +131,8 @@ def chosen_link(options: PlanOptions) -> Interconnect | None:
         try:
             return read_interconnect(options.hardware)
         except UserError as error:
-            raise UserError(f"{error}, or give --link") from None
+            advice = ", or" if "; " in str(error) else "; correct the file, or"
+            raise UserError(f"{error}{advice} give --link") from None
     raise UsageError(
         f"{max(options.tp_sizes)} ranks send messages: give --link, a name that `ladderize plan --list` shows,"
         " ALPHA_US,BETA_GB_S, or a file"

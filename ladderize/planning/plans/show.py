@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ladderize.console import Console, human_bytes
 from ladderize.planning.planner.document import FrontPoint, PlanChoice, PlannedLayout
-from ladderize.planning.planner.recipe import shown_increase
+from ladderize.planning.planner.recipe import cost_words, shown_increase
 from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow, PlanResult
 from ladderize.planning.plans.models import CHOSEN_ROW
 from ladderize.planning.plans.rows import GIB
@@ -14,6 +14,7 @@ from ladderize.planning.plans.rows import GIB
 # of the end-to-end time of the dense layout: where less of it is waited for, no layout is worth its loss of accuracy
 WORTH_CONVERTING = 0.03
 SHOWN_POINTS = 8  # of the front, in the table
+LONG_PROMPT = 4096  # tokens, from which attention that is not fused takes much of a prefill
 
 
 def show_plan(result: PlanResult, console: Console) -> None:
@@ -28,7 +29,7 @@ def show_plan(result: PlanResult, console: Console) -> None:
     console.result("")
     for line in (*_verdicts(result), *_explanations(result)):
         console.prose(line)
-    for warning in (*_memory_warnings(result), *_link_warnings(result)):
+    for warning in (*_memory_warnings(result), *_link_warnings(result), *_engine_warnings(result)):
         console.warn(warning)
 
 
@@ -54,9 +55,9 @@ def _line(row: PlannedRow) -> dict[str, str]:
     return {
         "layout": name,
         "prefill": _digits(row.prefill_ms),
-        "waited": _digits(row.communication["prefill"].exposed_ms),
+        "prefill wait": _digits(row.communication["prefill"].exposed_ms),
         "decode": _digits(row.decode_ms_per_token),
-        "waited ": _digits(row.communication["decode"].exposed_ms),
+        "decode wait": _digits(row.communication["decode"].exposed_ms),
         "tokens/s": _digits(row.end_to_end_tokens_per_s),
         "\u00b1": f"{(fast - slow) / 2 / row.end_to_end_tokens_per_s:.0%}",
         "speed-up": f"{row.speedup_end_to_end:.2f}x",
@@ -81,17 +82,25 @@ def _verdicts(result: PlanResult) -> list[str]:
             continue
         for batch in result.options.batch_sizes:
             dense = result.rows_of(ranks, batch)[0]
-            if dense.exposed_share < WORTH_CONVERTING:
+            share = _layers_share(dense, result.options.output_len - 1)
+            if share < WORTH_CONVERTING:
                 lines.append(
-                    f"{group_words(result, dense)}: dense waits for communication {dense.exposed_share:.1%} of its"
+                    f"{group_words(result, dense)}: dense waits for communication of its layers {share:.1%} of its"
                     " time: converting is not worth it there."
                 )
     return lines
 
 
+def _layers_share(row: PlannedRow, decode_steps: int) -> float:
+    """Of the end-to-end time, what is waited for all-reduces of layers: the vocabulary's, no layout hides."""
+    vocabulary = {phase: row.communication[phase].vocabulary_alone_ms for phase in ("prefill", "decode")}
+    waited = row.exposed_end_to_end_ms - vocabulary["prefill"] - decode_steps * vocabulary["decode"]
+    return waited / row.end_to_end_ms
+
+
 def _explanations(result: PlanResult) -> list[str]:
     lines = [
-        "prefill, decode: ms, of decode for one step; waited: ms of it that communication adds (exposed). tokens/s: new"
+        "prefill, decode: ms, of decode for one step; wait: ms of it that communication adds (exposed). tokens/s: new"
         " tokens of the batch over prefill and decode. speed-up: end to end, over dense. \u00b1 and band: 95 %.",
     ]
     if any(row.basis == "predicted" for row in result.rows):
@@ -132,13 +141,24 @@ def _link_warnings(result: PlanResult) -> list[str]:
     return found
 
 
+def _engine_warnings(result: PlanResult) -> list[str]:
+    prompt = result.options.prompt_len
+    if prompt < LONG_PROMPT or not result.engine.score_passes:
+        return []
+    return [
+        f"the engine {result.engine.name} writes all attention scores of a prompt to memory, which takes long at"
+        f" {prompt} tokens: with a fused attention prefills are shorter, and more of them is communication; --engine"
+        " runtime has one"
+    ]
+
+
 def show_choice(result: PlanResult, choice: PlanChoice, console: Console) -> None:
     """Print the layout that was chosen, what it costs, and what it was chosen from."""
     chosen, row = choice.chosen, next(row for row in result.rows if row.model == CHOSEN_ROW)
     phase = {"end_to_end": "end to end", "prefill": "in prefill", "decode": "in decode"}[choice.phase]
     low, high = row.speedup_end_to_end_interval if choice.phase == "end_to_end" else row.speedup_interval(choice.phase)
     console.result("\nFront: no layout is faster and costs less")
-    console.table([_front_line(point) for point in _some_points(choice.front)], right=["speed-up", "perplexity"])
+    console.table(_front_lines(choice), right=["speed-up", "perplexity"])
     if choice.verification is not None:
         made = choice.verification.made
         console.result(f"\nMeasured ({made} measurements of at most {choice.verification.limit})")
@@ -147,12 +167,12 @@ def show_choice(result: PlanResult, choice: PlanChoice, console: Console) -> Non
     console.result("")
     console.prose(f"chosen   {chosen.layout}", indent=9)
     console.prose(f"speed    {chosen.speedup:.3f}x {phase} ({low:.2f}-{high:.2f}), {row.basis}", indent=9)
-    console.prose(f"costs    perplexity {_cost_text(chosen)}; {choice.statement}", indent=9)
+    console.prose(f"costs    perplexity {cost_words(chosen)}; {choice.statement}", indent=9)
     if choice.model is not None:
         console.prose(f"model    {choice.model}, as the sweep retrained it", indent=9)
     if choice.beyond is not None:
         console.prose(
-            f"beyond   {choice.beyond.layout}: {choice.beyond.speedup:.3f}x, perplexity {_cost_text(choice.beyond)};"
+            f"beyond   {choice.beyond.layout}: {choice.beyond.speedup:.3f}x, perplexity {cost_words(choice.beyond)};"
             " not retrained",
             indent=9,
         )
@@ -172,13 +192,30 @@ def _some_points(front: Sequence[FrontPoint]) -> list[FrontPoint]:
     return [front[round(k * (len(front) - 1) / (SHOWN_POINTS - 1))] for k in range(SHOWN_POINTS)]
 
 
-def _front_line(point: FrontPoint) -> dict[str, str]:
+def _front_lines(choice: PlanChoice) -> list[dict[str, str]]:
+    """The chosen layout among them, marked, also where it was found beside the front by measuring."""
+    one = choice.chosen
+    nats = one.nats if one.estimated_nats is None else one.estimated_nats
+    chosen = FrontPoint.of(one.as_layout, ms=one.ms, speedup=one.speedup, nats=nats or 0.0)
+    on_front = any(_points(point) == _points(chosen) for point in choice.front)
+    others = [point for point in _some_points(choice.front) if _points(point) != _points(chosen)]
+    mark = "chosen" if on_front else "chosen, beside the front"
+    lines = [(point.speedup, _front_line(point, "")) for point in others] + [(one.speedup, _front_line(chosen, mark))]
+    return [line for _, line in sorted(lines, key=lambda line: -line[0])]
+
+
+def _points(point: FrontPoint) -> tuple[str, str, str]:
+    return point.attention_overlapped, point.attention_dropped, point.mlp_overlapped
+
+
+def _front_line(point: FrontPoint, mark: str) -> dict[str, str]:
     return {
         "speed-up": f"{point.speedup:.3f}x",
         "perplexity": shown_increase(point.nats),
         "attention overlapped": point.attention_overlapped,
         "attention dropped": point.attention_dropped,
         "MLP overlapped": point.mlp_overlapped,
+        "choice": mark,
     }
 
 
@@ -190,12 +227,3 @@ def _measured_line(one: PlannedLayout) -> dict[str, str]:
         "measured": "" if one.measured is None else shown_increase(one.measured.increase),
         "held out": "" if one.held_out is None else shown_increase(one.held_out.increase),
     }
-
-
-def _cost_text(one: PlannedLayout) -> str:
-    costs = {
-        "estimated": one.estimated_nats,
-        "measured": None if one.measured is None else one.measured.increase,
-        "on held-out windows": None if one.held_out is None else one.held_out.increase,
-    }
-    return ", ".join(f"{shown_increase(nats)} {what}" for what, nats in costs.items() if nats is not None)

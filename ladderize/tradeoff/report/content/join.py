@@ -205,11 +205,17 @@ class _Joint:
         same = [subject for subject in models if _looks(subject) == looks]
         if same and row.is_model:
             return same
+        own = row.is_model and row.weights != NO_WEIGHTS
+        timed = [one for one in self.timed.get(_normal(row.model), []) if own and one.parameters is None]
+        for subject in timed:  # nothing else tells its size
+            _check_layout(subject, row.attention_sync, row.mlp_sync, plan.path)
+            subject.parameters = row.parameters
+        if timed:
+            return timed
         sizes = {r.sync_tp_size for r in plan.document.rows if r.model == row.model}
         name = f"{row.model}, {row.sync_tp_size} virtual ranks" if len(sizes) > 1 else row.model
         key = f"{plan.path}: {name}"
         if key not in self.timed:
-            own = row.is_model and row.weights != NO_WEIGHTS
             kind = BASELINE_SUBJECT if not row.is_model else MODEL_SUBJECT if own else BARE_SUBJECT
             subject = Subject(
                 name="" if own else name,
