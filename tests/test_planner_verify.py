@@ -134,19 +134,25 @@ def test_none_that_holds_is_refused_and_none_that_could_be_confirmed_is_said():
         if refused and unverified:
             break
         space, front, target = toy(4)
-        limit = int(np.random.randint(2, 6))
+        limit = int(np.random.randint(2, 17))
         convexity = float(np.random.choice([0.5, -0.5 / np.max(front.nats)]))
         measurer = FakeMeasurer(space.costs, convexity=convexity, pairs=0.0, held_out=lambda layout: 100.0)
         try:
             chosen, check = verified_choice(space, front, target, measurer, limit)
         except UserError as error:
             assert "stays within --max-ppl-increase a budget" in str(error)  # noqa: PT017
+            least = float(str(error).partition("the least increase is ")[2].partition(" nats")[0])
+            assert least >= target.max_nats - 1e-4
             refused += 1
             continue
-        assert not check.verified
+        if check.verified:  # one that costs less than nothing, a hundred times
+            assert chosen.held_out.increase <= target.max_nats
+            continue
         assert chosen.held_out is None
         assert chosen.measured.increase <= target.max_nats
         assert "was not measured on held-out windows" in check.notes[-1]
+        assert ("of --verify did not suffice" in check.notes[-1]) == (check.made + 2 > limit)
+        assert "where it costs as much more there, it is over budget too" in check.notes[-1]
         unverified += 1
     assert refused
     assert unverified
