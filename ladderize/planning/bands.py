@@ -46,9 +46,11 @@ def relative_band(values: Sequence[float], *, runs: int = 1) -> float:
     """
     deviations = [(more - less) / 2 for more, less in zip(values[1::2], values[2::2], strict=True)]
     size = abs(values[0])
+    if not size:
+        return 0.0
     if max(map(abs, deviations)) <= 1e-12 * size:
         return 0.0
-    return TWO_SIGMA * math.hypot(math.sqrt(runs) * SCATTER * size, *deviations) / size if size else math.inf
+    return TWO_SIGMA * math.hypot(math.sqrt(runs) * SCATTER * size, *deviations) / size
 
 
 def _scaled(parts: Mapping[str, PassParts], names: tuple[str, ...], factor: float) -> dict[str, PassParts]:

@@ -234,7 +234,8 @@ class _Pass:
         return head + pace.moved(4 * self.stream + sampled) + pace.started(engine.rest_kernels)
 
     def vocabulary(self, link: Link) -> float:
-        """The embedding's all-reduce, and the gathering of the logits that are sampled."""
+        """The embedding's all-reduce, and the gathering of the logits that are sampled, which counts as a message of as
+        many bytes, as in an emulated group."""
         if self.shape.replicate_vocab:
             return 0.0
         gathered = self.batch * self.shape.own_vocab * self.shape.tp_size * self.pace.width

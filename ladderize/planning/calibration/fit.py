@@ -19,13 +19,14 @@ from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.planning.calibration.observations import Observation, Quantity, expected_seconds, parts_key, parts_seen
 from ladderize.planning.hardware import DeviceSpec, known_engines
-from ladderize.runtime.collectives.links import Interconnect, InterconnectRow
+from ladderize.runtime.collectives.links import ASSUMED_ERROR, Interconnect, InterconnectRow
 
 STARTS = 4
 # A figure is open where timings that are right to 1 % leave it uncertain by more than its own size.
 TIMING_ERROR, OPEN = 0.01, 1.0
 START_FACTOR = 3.0  # how far off a share, a latency or a bandwidth that the search begins with may well be
 PART_OF_A_PASS = 2  # how much larger the error of a message may be than that of the pass that it is a part of
+LEAST_FREEDOM = 3  # timings more than figures: with fewer, residuals say nothing of how wrong a link is
 LEAST_ERROR = 0.02  # of a time: runs of the same program differ by as much
 
 
@@ -325,7 +326,8 @@ class _Model:
         """One standard deviation of times of compute, and of messages, from the residuals; both at most 1.
 
         Of times of whole passes a message is only a part: it is taken to be ``PART_OF_A_PASS`` times as uncertain as
-        they are, and as the compute in them is. device: as it was fitted, or held.
+        they are, and as the compute in them is; and as one that nobody timed where there are hardly more timings than
+        figures. device: as it was fitted, or held.
         """
         silent = [r.relative_error for seen, r in pairs if not seen.communicates]
         passes = [r.relative_error for seen, r in pairs if seen.quantity != "all_reduce"]
@@ -335,6 +337,8 @@ class _Model:
         larger = math.sqrt(len(pairs) / max(1, len(pairs) - len(self.names)))
         compute = min(1.0, larger * _deviation(silent or passes))
         message = max(_deviation(alone), PART_OF_A_PASS * _deviation(sent)) * larger
+        if len(pairs) - len(self.names) < LEAST_FREEDOM:
+            message = max(message, ASSUMED_ERROR)
         if not alone:
             known = compute if self.frees_device or device is None else device.relative_error
             message = max(message, PART_OF_A_PASS * known)
