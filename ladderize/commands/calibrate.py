@@ -41,7 +41,10 @@ def calibrate(
         Path,
         typer.Option(
             metavar="FILE",
-            help="The JSON file to write; --hardware and --link take it. A killed run goes on when it is run again (not under torchrun).",
+            help=(
+                "The JSON file to write; --hardware and --link take it. A killed run goes on when it is run again (not"
+                " under torchrun)."
+            ),
             rich_help_panel=OUTPUT,
         ),
     ],
