@@ -198,7 +198,7 @@ def read_interconnect(text: str) -> Interconnect:
 # NVLink as the Ladder Residual authors' published speeds show it (benchmarks/planning.py fits these figures):
 # microseconds for 2 ranks, and for each one more; GB/s; contention
 NVLINK_ALPHA_US, NVLINK_ALPHA_PER_RANK_US, NVLINK_BUS_GB_S, NVLINK_CONTENTION = 12.8, 2.25, 398.0, 0.26
-NVLINK_BYTES = 16 << 10, 1 << 30
+NVLINK_BYTES = 0, 1 << 30  # shorter ones than the 16 KiB that were timed take the same latency
 # of a link that nothing of this kind is known of
 ASSUMED_CONTENTION, ASSUMED_ERROR = NVLINK_CONTENTION, 0.15
 
