@@ -260,10 +260,13 @@ def test_long_prompts_need_a_fused_attention():
 
 
 def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
-    def basis(ranks):
-        return {row.basis for row in planned(dense, "--hardware", hardware, "--tp-size", ranks, *TINY).rows}
+    def basis(ranks, *more):
+        return {row.basis for row in planned(dense, "--hardware", hardware, "--tp-size", ranks, *TINY, *more).rows}
 
     assert basis("2") == {"calibrated"}
+    for engine in known_engines():
+        timed = engine == yaml.safe_load(hardware.read_text())["device"]["engine"]
+        assert basis("2", "--engine", engine) == {"calibrated" if timed else "predicted"}
     assert basis("8") == {"predicted"}  # extrapolated
     outcome = invoke("plan", dense, "--hardware", hardware, "--tp-size", "2,8", *TINY)
     assert "Warning: wire was not timed with 8 ranks: extrapolated from 2 and 4 ranks" in outcome.stderr

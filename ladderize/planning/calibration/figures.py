@@ -10,6 +10,7 @@ from ladderize.planning.calibration.document import RankTimings
 from ladderize.planning.calibration.fit import FITTED, Residual
 from ladderize.planning.calibration.observations import Observation, Quantity
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
+from ladderize.planning.calibration.timed import RUNTIME_ENGINES
 from ladderize.planning.hardware import DeviceSpec, read_device
 from ladderize.planning.passes import THIN_ROWS
 from ladderize.runtime.collectives.links import ASSUMED_CONTENTION, ASSUMED_ERROR, Interconnect, InterconnectRow
@@ -22,7 +23,6 @@ BEGIN = {"cpu": (10.0, 0.1, 10.0), "cuda": (2000.0, 300.0, 3.0)}
 UNFITTED_OF_RUN: tuple[Quantity, ...] = ("all_reduce",)
 BEGIN_LINK = 20.0, 5.0  # us, GB/s
 UNEVEN = 0.1  # of a time: as much as groups may differ before it is said
-ENGINE_OF = {"cpu": "runtime-cpu", "cuda": "runtime"}
 
 
 def begin_device(
@@ -31,7 +31,7 @@ def begin_device(
     """The device before its figures are fitted: peaks that are held where ``--hardware`` names it, else shares of 1 of
     what is measured."""
     source = "ladderize calibrate, on the device itself"
-    engine = ENGINE_OF[options.device]
+    engine = RUNTIME_ENGINES[options.device]
     if options.hardware is not None:
         known = read_device(options.hardware)
         return dataclasses.replace(known, name=options.name, engine=engine, calibrated=True, source=source)

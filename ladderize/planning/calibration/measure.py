@@ -8,7 +8,7 @@ from ladderize.console import Console
 from ladderize.planning.calibration.document import RankTimings, TimedGroup
 from ladderize.planning.calibration.jobs import CalibrationJob
 from ladderize.planning.calibration.observations import Observation
-from ladderize.planning.calibration.timed import layout_observation
+from ladderize.planning.calibration.timed import RUNTIME_ENGINES, layout_observation
 from ladderize.planning.passes import Workload
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.alone_times import AloneTimes
@@ -20,8 +20,6 @@ from ladderize.runtime.bench.timing import TimedPass, time_passes
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.spec import WeightCache, open_generator
-
-ENGINES = {"cpu": "runtime-cpu", "cuda": "runtime"}
 
 
 def measure_jobs(group: Ranks, jobs: list[CalibrationJob], console: Console) -> RankTimings:
@@ -100,7 +98,7 @@ def _observations(group: Ranks, passes: list[TimedPass]) -> tuple[list[Observati
                     group.size,
                     "no-comm" if silent and group.size > 1 else "layout",
                     Workload(one.batch, one.options.prompt_len, one.options.output_len),
-                    ENGINES[group.device.type],
+                    RUNTIME_ENGINES[group.device.type],
                     config=one.model.spec.config,
                     dtype=one.model.spec.dtype,
                     name=one.model.name,

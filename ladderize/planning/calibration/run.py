@@ -28,6 +28,7 @@ from ladderize.ranks.group import already_started
 from ladderize.runtime.collectives.links import read_interconnect
 from ladderize.runtime.launch import check_group_size, run
 
+SHARES = {"bandwidth_share", "matmul_share"}  # with both fitted, a device of a data sheet counts as calibrated
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -158,9 +159,6 @@ def largest_cache_bytes() -> int | None:
 # ---- timed before ----
 
 
-CALIBRATING = {"bandwidth_share", "matmul_share"}  # what a device is calibrated by, on top of its data sheet
-
-
 def _from_timings(options: TimingsOptions) -> CalibrationDocument:
     device = read_device(options.hardware)
     engine = options.engine or device.engine
@@ -181,7 +179,7 @@ def _from_timings(options: TimingsOptions) -> CalibrationDocument:
         device = dataclasses.replace(
             result.device,
             engine=timed,
-            calibrated=CALIBRATING.issubset(map(figure_kind, free)),
+            calibrated=(device.calibrated and timed == device.engine) or SHARES.issubset(map(figure_kind, free)),
             source=_source(options),
         )
     elif (timed, others) != (device.engine, []):

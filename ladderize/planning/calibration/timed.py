@@ -6,6 +6,8 @@ from ladderize.layout import Layout
 from ladderize.planning.calibration.observations import Observation, Quantity, Variant
 from ladderize.planning.passes import Workload
 
+RUNTIME_ENGINES = {"cpu": "runtime-cpu", "cuda": "runtime"}  # what ladderize's own runtime is called on a device
+
 
 def layout_observation(
     layout: Layout,

@@ -13,7 +13,7 @@ from ladderize.files.documents import read_document
 from ladderize.files.regular import read_text, resolved
 from ladderize.layout import Layout, LayoutError
 from ladderize.planning.calibration.observations import Observation, Quantity, Variant
-from ladderize.planning.calibration.timed import layout_observation
+from ladderize.planning.calibration.timed import RUNTIME_ENGINES, layout_observation
 from ladderize.planning.passes import WIDTHS, Workload
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.options import named_layout
@@ -156,7 +156,7 @@ def _bench(path: Path, shape: str | None) -> Iterator[Observation]:
     document = BenchDocument.from_dict(read_document(path, "bench.json"), path)
     if document.emulated:
         raise UserError(f"--timings {path} was emulated, so its messages are those of --link; name a measured one")
-    engine = "runtime-cpu" if document.environment.device == "cpu" else "runtime"
+    engine = RUNTIME_ENGINES[document.environment.device]
     options = document.options
     for row in document.rows:
         config = _row_config(row, path, shape)

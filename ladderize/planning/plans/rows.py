@@ -41,9 +41,10 @@ class PlannedGroup:
 
     @property
     def basis(self) -> Basis:
-        """Calibrated: all that the figures depend on was timed."""
-        timed = self.interconnect is None or (self.interconnect.calibrated and self.derived is None)
-        return "calibrated" if self.device.calibrated and timed else "predicted"
+        """Calibrated: all that the figures depend on was timed, with this engine."""
+        link = self.interconnect is None or (self.interconnect.calibrated and self.derived is None)
+        device = self.device.calibrated and self.engine.name == self.device.engine
+        return "calibrated" if device and link else "predicted"
 
     def parts(self, model: ModelToPlan, workload: Workload, sync_tp_size: int | None) -> Parts:
         """By phase; raises UserError where the device or the link has no figures for it."""
