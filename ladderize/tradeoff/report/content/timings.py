@@ -1,8 +1,10 @@
 """From a row of bench.json or plan.json to the times of a subject."""
 
+from collections.abc import Callable
+
 from ladderize.planning.plans.document import PlannedRow, PlanResult
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
-from ladderize.runtime.bench.speed_row import PhaseCommunication
+from ladderize.runtime.bench.speed_row import PhaseCommunication, SpeedRow
 from ladderize.runtime.bench.spread import LEAST_ROUNDS
 from ladderize.tradeoff.report.content.subjects import MODEL_SUBJECT, Setting, Spent, Subject, Timing, WithInterval
 
@@ -24,23 +26,8 @@ def bench_timing(row: BenchRow, document: BenchDocument, number: int) -> Timing:
         source=number,
     )
     known = document.options.repeat >= LEAST_ROUNDS and row.model != first.model
-
-    def speedup(value: float, interval: list[float]) -> WithInterval:
-        return WithInterval(value, interval[0], interval[1]) if known and len(interval) == 2 else WithInterval(value)
-
-    return Timing(
-        setting=setting,
-        speedup={
-            "end_to_end": speedup(row.speedup_end_to_end, row.speedup_end_to_end_interval),
-            "prefill": speedup(row.speedup_prefill, row.speedup_prefill_interval),
-            "decode": speedup(row.speedup_decode, row.speedup_decode_interval),
-        },
-        prefill_ms=row.prefill_ms,
-        decode_ms_per_token=row.decode_ms_per_token,
-        output_tokens_per_s=row.output_tokens_per_s,
-        peak_memory_bytes=row.peak_memory_bytes,
-        spent={phase: _spent(part, row.overlaps(phase)) for phase, part in (row.communication or {}).items()},
-    )
+    spent = {phase: _spent(part, row.overlaps(phase)) for phase, part in (row.communication or {}).items()}
+    return _timing(row, setting, spent, lambda interval: known and len(interval) == 2)
 
 
 def planned_timing(row: PlannedRow, document: PlanResult, number: int, reference: Subject) -> Timing:
@@ -59,8 +46,17 @@ def planned_timing(row: PlannedRow, document: PlanResult, number: int, reference
         source=number,
     )
 
+    spent = {phase: _spent(part, row.has_overlap) for phase, part in row.communication.items()}
+    return _timing(row, setting, spent, lambda interval: interval[0] < interval[1])
+
+
+def _timing(
+    row: SpeedRow, setting: Setting, spent: dict[str, Spent], has_interval: Callable[[list[float]], bool]
+) -> Timing:
+    """has_interval: whether these two numbers of a speed-up are the ends of one."""
+
     def speedup(value: float, interval: list[float]) -> WithInterval:
-        return WithInterval(value, *interval) if interval[0] < interval[1] else WithInterval(value)
+        return WithInterval(value, *interval) if has_interval(interval) else WithInterval(value)
 
     return Timing(
         setting=setting,
@@ -72,8 +68,8 @@ def planned_timing(row: PlannedRow, document: PlanResult, number: int, reference
         prefill_ms=row.prefill_ms,
         decode_ms_per_token=row.decode_ms_per_token,
         output_tokens_per_s=row.output_tokens_per_s,
-        peak_memory_bytes=None,
-        spent={phase: _spent(part, row.has_overlap) for phase, part in row.communication.items()},
+        peak_memory_bytes=row.peak_memory_bytes,
+        spent=spent,
     )
 
 
