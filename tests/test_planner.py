@@ -214,7 +214,7 @@ def test_choice_is_that_of_brute_force():
         front = space.front()
         every = np.array([costs.totals(chosen) for chosen in all_options(3)])
         speedups, nats = space.speedup(every[:, 0]), every[:, 1]
-        budget = float(np.random.choice(nats[speedups > 1])) * 1.001 + 1e-6
+        budget = max(float(np.random.choice(nats[speedups > 1])), 0.0) * 1.001 + 1e-6  # pairs can be below 0
         target = in_nats(read_target(f"{100 * math.expm1(budget):.12f}%", None), 0.0)
         point = choose_point(space.speedup(front.seconds), front.nats, target)
         assert space.speedup(front.seconds)[point] == pytest.approx(speedups[nats <= target.max_nats].max())
