@@ -20,6 +20,7 @@ from ladderize.cli import main
 from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.layout import Layout, parse_ranges
+from ladderize.runtime.decode import Sampling, sample
 
 ROOT = Path(__file__).resolve().parent.parent
 STORIES = ROOT.parent / "shared" / "fixtures" / "stories260K"
@@ -94,6 +95,19 @@ def fresh_rng() -> np.random.Generator:
 
 def random_ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, SHAPE["vocab_size"], shape)
+
+
+def clearly_chosen(
+    model: torch.nn.Module, prompt: list[int], new: list[int], sampling: Sampling | None = None, row: int = 0
+) -> bool:
+    """Whether a model of transformers chooses the tokens ``new`` after ``prompt`` also with logits that are off by ten
+    times what rounding does: only then must another order of the sums choose them too. sampling: None is greedy; row:
+    its number of this text."""
+    sampling = sampling or Sampling()
+    draws = sampling.draws(1, len(new), row)[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
+    return all(sample(logits + 1e-5 * torch.randn_like(logits), sampling, draws).tolist() == new for _ in range(12))
 
 
 def listing(folder: Path) -> list[str]:

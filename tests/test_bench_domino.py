@@ -66,11 +66,10 @@ def test_stalls_of_random_schedules():
     numbers = torch.Generator().manual_seed(int(torch.randint(1 << 30, ())))
     for _ in range(50):
         count = int(torch.randint(1, 9, (), generator=numbers))
-        starts = torch.rand(count, generator=numbers).double().cumsum(0).tolist()
-        waits = sorted(
-            start + float(gap) for start, gap in zip(starts, torch.rand(count, generator=numbers) * 3, strict=True)
-        )
-        alone = (torch.rand(count, generator=numbers) * 2).tolist()
+        # float64: no two moments are equal
+        starts, gaps, alone = torch.rand(3, count, generator=numbers, dtype=torch.float64)
+        starts, alone = starts.cumsum(0).tolist(), (alone * 2).tolist()
+        waits = sorted(start + 3 * gap for start, gap in zip(starts, gaps.tolist(), strict=True))
         times = list(zip(starts, waits, strict=True))
         stalls = by_hand(times, alone)
         hidden = [min(a, cover) for a, cover in zip(alone, covers(times, alone), strict=True)]

@@ -224,9 +224,8 @@ def test_of_vllms_report_on_all_options_the_wrong_one_is_told():
 
 def timed_rows(tmp_path, rounds=5, batch=3):
     served = served_models(specs(), VllmBenchOptions(tp_size=2, baselines=("plugin",)), tmp_path)
-    rng = random.Random()
     timed = [
-        Timed(row, {phase: [rng.uniform(0.01, 0.02) for _ in range(rounds)] for phase in ("prefill", "decode")})
+        Timed(row, {phase: [random.uniform(0.01, 0.02) for _ in range(rounds)] for phase in ("prefill", "decode")})
         for row in served
     ]
     options = VllmBenchOptions(tp_size=2, repeat=rounds, output_len=11, baselines=("plugin",))

@@ -1,6 +1,7 @@
 """``ladderize generate --from-bos``: samples that depend on their number only, in a file that survives anything."""
 
 import errno
+import itertools
 import json
 import random
 import sys
@@ -9,6 +10,7 @@ import time
 import pytest
 import torch
 
+from ladderize import load
 from ladderize.demo.inputs import MODEL
 from ladderize.modeling import load_tokenizer
 from ladderize.runtime.decode import Generator, Sampling
@@ -16,7 +18,7 @@ from ladderize.runtime.spec import checkpoint_spec, eos_ids
 from ladderize.runtime.texts.corpus import CorpusDocument
 from ladderize.runtime.texts.corpus_file import CorpusFile
 from tests import warm
-from tests.helpers import SHAPE, edit_json, invoke, listing, make_model, one_sentence, save_llama
+from tests.helpers import SHAPE, clearly_chosen, edit_json, invoke, listing, make_model, one_sentence, save_llama
 
 EOS = 5
 LENGTH = 20
@@ -89,19 +91,27 @@ def test_text_is_the_ids_without_special_tokens(tmp_path):
 
 def test_a_sample_depends_on_its_number_and_the_seed_only(model, tmp_path):
     rows = ids_of(write(model, tmp_path / "whole.jsonl", 10, batch=8))
-    assert len({tuple(row) for row in rows}) == 10
+    long = [row for row in rows if len(row) > 8]  # two texts that end at once can be the same by chance
+    assert len({tuple(row) for row in long}) == len(long)
     for batch in (1, 3):
         assert ids_of(write(model, tmp_path / f"{batch}.jsonl", 10, batch=batch)) == rows
     assert ids_of(write(model, tmp_path / "fewer.jsonl", 5, batch=8)) == rows[:5]
-    assert not any(row in rows for row in ids_of(write(model, tmp_path / "other.jsonl", 10, seed=1)))
+    assert not any(row in long for row in ids_of(write(model, tmp_path / "other.jsonl", 10, seed=1)))
 
 
-def test_two_ranks_make_the_same(model, tmp_path):
+def test_two_ranks_make_the_same(tmp_path):
+    """A model of which no draw falls on the border between two tokens, where rounding decides."""
+    for number in itertools.count():
+        model = save_llama(tmp_path / f"model{number}", seed=int(torch.randint(1 << 30, ())), eos_token_id=EOS)
+        one = write(model, tmp_path / f"one{number}.jsonl", 10)
+        whole, sampling = load(model), Sampling(temperature=1.0)
+        if all(clearly_chosen(whole, row[:1], row[1:], sampling, n) for n, row in enumerate(ids_of(one))):
+            break
     arguments = [part for part in command(model, tmp_path / "two.jsonl", 10) if part not in ("--threads", 1)]
     outcome = invoke(*arguments, "--tp-size", 2, "--json")
     assert outcome.code == 0, outcome.stderr
     assert json.loads(outcome.stdout)["tp_size"] == 2
-    assert (tmp_path / "two.jsonl").read_bytes() == write(model, tmp_path / "one.jsonl", 10)
+    assert (tmp_path / "two.jsonl").read_bytes() == one
 
 
 def test_a_batch_ends_when_all_that_is_wanted_of_it_has(model, tmp_path, monkeypatch):
@@ -218,8 +228,9 @@ def test_kill_9_at_any_moment(model, tmp_path):
     time.sleep(random.uniform(0, 0.3))
     process.kill()
     process.communicate()
-    assert not out.exists()
-    assert write(model, out, samples) == write(model, tmp_path / "whole.jsonl", samples)
+    whole = write(model, tmp_path / "whole.jsonl", samples)
+    assert not out.exists() or out.read_bytes() == whole  # a fast run may have come to its end
+    assert write(model, out, samples) == whole
     assert listing(tmp_path) == ["self.jsonl", "whole.jsonl"]
 
 

@@ -55,6 +55,14 @@ def numbers(value: object, path: str = "") -> dict[str, object]:
     return {path: value}
 
 
+def near(path: str, leaf: object, *, relative: float, absolute: float) -> object:
+    """What a leaf must equal; the share of equal first choices may differ by a position where two tokens are all but as
+    good."""
+    if not isinstance(leaf, float):
+        return leaf
+    return pytest.approx(leaf, rel=relative, abs=0.007 if path.endswith("same_top_share") else absolute)
+
+
 def check_same(folder: Path, alone: dict, out: str) -> None:
     together = json.loads((folder / out).read_text())
     assert together["options"] == alone["options"]
@@ -66,10 +74,7 @@ def check_same(folder: Path, alone: dict, out: str) -> None:
             {path: leaf for path, leaf in numbers(entry).items() if not path.endswith(("tokens_per_s", "dataset"))}
             for entry in (ours, theirs)
         )
-        assert found == {
-            path: pytest.approx(leaf, rel=1e-4, abs=1e-6) if isinstance(leaf, float) else leaf
-            for path, leaf in expected.items()
-        }
+        assert found == {path: near(path, leaf, relative=1e-4, absolute=1e-6) for path, leaf in expected.items()}
         for task, path in one["samples"].items():
             lines, others = (
                 [json.loads(line) for line in (folder / file).read_text().splitlines()]
@@ -81,10 +86,7 @@ def check_same(folder: Path, alone: dict, out: str) -> None:
                 {k: v for k, v in line.items() if k not in answers} for line in lines
             ]
     expected, found = numbers(alone["comparisons"]), numbers(together["comparisons"])
-    assert found == {
-        path: pytest.approx(leaf, rel=1e-3, abs=1e-5) if isinstance(leaf, float) else leaf
-        for path, leaf in expected.items()
-    }
+    assert found == {path: near(path, leaf, relative=1e-3, absolute=1e-5) for path, leaf in expected.items()}
 
 
 def test_accelerate_launch(workplace, alone):

@@ -41,6 +41,11 @@ def by_hf(pair, ids):
     return run(pair, ids)
 
 
+def assert_same_top(found, expected):
+    """But for a position where two tokens are all but as good, and rounding decides which is the first choice."""
+    assert found.same_top_share == pytest.approx(expected.same_top_share, abs=1.5 / expected.tokens)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_same_results(pair, ids, by_hf, tp_size):
     found = run(pair, ids, backend="runtime", tp_size=tp_size, batch_size=3)
@@ -59,7 +64,7 @@ def test_the_same_results(pair, ids, by_hf, tp_size):
     assert expected.mean_kl > 0.01, "nothing to compare"
     assert converted.mean_kl == pytest.approx(expected.mean_kl, rel=1e-3)
     assert converted.p99_kl == pytest.approx(expected.p99_kl, rel=1e-3)
-    assert converted.same_top_share == expected.same_top_share
+    assert_same_top(converted, expected)
     np.testing.assert_allclose(converted.window_kl, expected.window_kl, rtol=2e-3, atol=1e-5)
 
 
@@ -85,7 +90,7 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(tmp_path):
     expected = evaluate(models, EvalOptions(**shared)).models[1].model.predictions
     found = evaluate(models, EvalOptions(**shared, backend="runtime", tp_size=2)).models[1].model.predictions
     assert found.mean_kl == pytest.approx(expected.mean_kl, rel=1e-3)
-    assert found.same_top_share == expected.same_top_share
+    assert_same_top(found, expected)
 
 
 def test_the_command(pair, ids, tmp_path):
