@@ -359,7 +359,7 @@ def lessened(arguments: list[str]) -> list[str]:
     if arguments[0] == "sensitivity":
         return [*arguments, "--samples=4"]
     if arguments[0] == "plan":
-        # random weights of no use may have no layout within 2 %
+        # 4 windows of random weights do not tell whether a layout is within 2 %
         arguments = [re.sub("^[0-9]+%$", "90%", word) for word in arguments]
         words = [re.sub("^prompt=.*", "prompt=16,output=16,batch=4", word) for word in arguments]
         return words if words != arguments else [*words, "--prompt-len=16", "--output-len=16"]

@@ -1,5 +1,6 @@
 """``plan --verify``: what is chosen was measured, on held-out windows too, with no more measurements than allowed."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -183,6 +184,43 @@ def test_of_many_layers():
     assert len(measurer.asked) == check.made <= 12
     assert chosen.measured.increase <= target.max_nats
     assert chosen.speedup > 1
+
+
+def untold(truth):
+    """Layouts of these costs whose estimates say nothing: all are 0, as of random weights on few windows."""
+    costs = dataclasses.replace(truth, nats=np.where(np.isfinite(truth.nats), 0.0, np.inf))
+    return TimedLayouts(costs, float(np.random.uniform(0, 4e-4)), 2)
+
+
+def test_estimates_that_say_nothing():
+    """As many of the fastest layout's last layers are kept as the budget allows."""
+    for _ in range(2):
+        layers = int(np.random.randint(8, 25))
+        truth = random_costs(layers, alike=True, pairs=False)
+        measurer, space = FakeMeasurer(truth), untold(truth)
+        front = space.front()
+        suffixes = [np.where(np.arange(layers) < first, 0, front.chosen[0]) for first in range(layers)]
+        budget = np.random.uniform(1.01, 9) * measurer.truth(suffixes[-1])
+        longest = next(one for one in suffixes if measurer.truth(one) <= budget)
+        target = ChoiceTarget(max_ppl_increase="a budget", max_nats=budget)
+        chosen, check = verified_choice(space, front, target, measurer, 16)
+        assert chosen.measured.increase <= budget
+        assert check.verified
+        assert chosen.ms <= 1000 * (space.constant + space.costs.totals(longest)[0]) * (1 + 1e-9)
+
+
+def test_half_is_given_back_where_nothing_tells_what_held_out_windows_cost():
+    for _ in range(2):
+        truth = random_costs(int(np.random.randint(8, 25)), alike=True, pairs=False)
+        truth.nats[1:] = truth.nats[1]
+        measurer, space = FakeMeasurer(truth, convexity=0.0, pairs=0.0, held_out=lambda _: 2.0), untold(truth)
+        front = space.front()
+        budget = np.random.uniform(2.01, 9) * truth.nats[-1, front.chosen[0, -1]]
+        target = ChoiceTarget(max_ppl_increase="a budget", max_nats=budget)
+        chosen, check = verified_choice(space, front, target, measurer, 16)
+        assert check.verified
+        assert 2 * chosen.measured.increase == pytest.approx(chosen.held_out.increase)
+        assert 0 < chosen.held_out.increase <= budget
 
 
 def test_a_verified_plan():

@@ -527,7 +527,9 @@ def test_a_fit_finds_what_was_planted():
 
 def test_a_fit_refuses_what_the_timings_leave_open():
     device, link, seen = planted()
-    decodes = [one for one in seen if one.quantity == "decode" and one.variant == "no-comm" and one.ranks == 2]
+    silent = [one for one in seen if one.variant == "no-comm" and one.ranks == 2]
+    # of batch 1, where no device's products take longer than reading the weights
+    decodes = [one for one in silent if one.quantity == "decode" and one.workload.batch_size == 1]
     with pytest.raises(OpenFigureError, match="leave matmul_share open; add timings of the prefill") as error:
         fit(decodes, device, None, ["bandwidth_share", "matmul_share"])
     assert error.value.figure == "matmul_share"

@@ -23,7 +23,8 @@ from ladderize.planning.planner.costs import AccuracyCosts, read_accuracy_costs
 from ladderize.planning.planner.document import ChoiceTarget, FrontPoint, PlanChoice, TimedPhase
 from ladderize.planning.planner.front import OptionCosts
 from ladderize.planning.planner.retrained import RetrainedCosts, read_retrained_costs
-from ladderize.planning.planner.verify import MeasuresLayouts, verified_choice
+from ladderize.planning.planner.search import MeasuresLayouts
+from ladderize.planning.planner.verify import verified_choice
 
 
 @dataclass(frozen=True)
