@@ -5,12 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 
-.PHONY: demo test test-vllm lint format install install-dev clean
+.PHONY: demo test pytest test-vllm lint format install install-dev clean
 
 demo: install
 	$(BIN)/ladderize demo
 
-test: lint
+test: lint pytest
+
+pytest: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-vllm: $(VENV_VLLM)/.installed

@@ -22,6 +22,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
+from tests.warm import PATIENCE
+
 Scheme = Literal["light", "dark"]
 PHONE, DESKTOP = 390, 1280
 SHARED = Path(__file__).with_name("browser.js")
@@ -69,7 +71,7 @@ class Browser:
         self._drain()  # what the page before it left
         self.requests, self.messages = [], []
         self.driver.get(page.resolve().as_uri())
-        WebDriverWait(self.driver, 30).until(lambda _: self.find(ready), f"no {ready} in {page.name}")
+        WebDriverWait(self.driver, PATIENCE).until(lambda _: self.find(ready), f"no {ready} in {page.name}")
         if self.scripts:  # without them there are no timers to wait with, and nothing that changes
             self.run("return settled()")
         self._drain()
@@ -177,8 +179,8 @@ def browser() -> Iterator[Browser]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(executable_path=shutil.which("chromedriver")))
     try:
-        driver.set_script_timeout(60)
-        driver.set_page_load_timeout(60)
+        driver.set_script_timeout(PATIENCE)
+        driver.set_page_load_timeout(PATIENCE)
         yield Browser(driver)
     finally:
         driver.quit()

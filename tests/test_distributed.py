@@ -2,7 +2,6 @@
 collectives."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -67,10 +66,8 @@ def test_debug_shows_the_traceback_of_a_rank(monkeypatch, capfd):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_takes_the_group_down(tmp_path, victim):
-    begin = time.monotonic()
     with pytest.raises(UserError, match=rf"rank {victim} was killed by SIGKILL.*; the whole group was stopped"):
         distributed.run(die, victim, tmp_path / "pid", tp_size=2, device="cpu")
-    assert time.monotonic() - begin < 30  # of which most is starting; the message names the dead rank at once
     other = int((tmp_path / f"pid.{1 - victim}").read_text())
     with pytest.raises(ProcessLookupError):
         os.kill(other, 0)

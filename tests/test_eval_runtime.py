@@ -1,6 +1,7 @@
 """`eval --backend runtime` against `--backend hf`: the same tasks, perplexity and distance between predictions."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.layout import LayoutError
-from tests.helpers import fresh_rng, invoke, make_model, one_sentence, run_ranks
+from tests import warm
+from tests.helpers import fresh_rng, invoke, make_model, one_sentence
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +120,19 @@ def test_what_the_runtime_cannot_do_is_one_sentence(pair, ids, tmp_path):
 
 
 def test_ranks_of_a_launcher_are_joined(pair, ids, by_hf, tmp_path):
-    """Two models one after the other in one group of processes, and lm-eval in each of them."""
+    """Two models one after the other in one group of processes, and lm-eval in each of them. Rank 0 alone writes and
+    prints."""
     out = tmp_path / "results.json"
     shared = ("--perplexity", ids, "--seq-len", 33, "--dtype", "float32", "--out", out, "--device", "cpu")
     tasks = ("--tasks", "demo_agreement", "--limit", 9, "--include-path", TASKS)
-    outcome = run_ranks("eval", *pair, *shared, *tasks, "--backend", "runtime", "--tp-size", 2)
+    command = ["eval", *pair, *shared, *tasks, "--backend", "runtime", "--tp-size", 2, "--json"]
+    outcome = warm.run_group([sys.executable, "-m", "ladderize", *command])
     assert outcome.returncode == 0, outcome.stderr
-    for found, expected in zip(json.loads(out.read_text())["models"], by_hf.models, strict=True):
+    document = json.loads(outcome.stdout)
+    assert document == json.loads(out.read_text())
+    predictions = document["models"][1]["ladderize"]["predictions"]
+    np.testing.assert_allclose(predictions["window_kl"], by_hf.models[1].model.predictions.window_kl, 2e-3, 1e-5)
+    for found, expected in zip(document["models"], by_hf.models, strict=True):
         nll = found["ladderize"]["perplexity"]["window_nll"]
         np.testing.assert_allclose(nll, expected.model.perplexity.window_nll, atol=1e-3)
         assert found["results"]["demo_agreement"] == pytest.approx(expected.tasks["demo_agreement"])

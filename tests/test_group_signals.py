@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -22,11 +24,13 @@ def work(group, folder, save_seconds):
         (folder / f"{group.rank}.pid").write_text(str(os.getpid()))
         while not stopped():
             time.sleep(0.01)
+        (folder / f"{group.rank}.stopping").touch()
         time.sleep(save_seconds)
         (folder / f"{group.rank}.saved").touch()
         raise UserError("stopped by a signal after step 7")
 
 
+LONGER = 2 * warm.PATIENCE
 LEADER = """
 import sys
 from pathlib import Path
@@ -42,21 +46,15 @@ for number, seconds in enumerate(sys.argv[2:]):
 """
 
 
-def pids(folder, count=2):
-    """Of the ranks, once all have begun."""
-    deadline = time.monotonic() + 60
-    while len(files := sorted(folder.glob("*.pid"))) < count or not all(file.read_text() for file in files):
-        assert time.monotonic() < deadline, "the ranks have not begun"
-        time.sleep(0.01)
-    return [int(file.read_text()) for file in files]
+def numbers(folder):
+    """The process ids of the ranks that have begun."""
+    return [int(text) for file in sorted(folder.glob("*.pid")) if (text := file.read_text())]
 
 
-def outcome_of(folder):
-    deadline = time.monotonic() + 30
-    while not (folder / "outcome").exists():
-        assert time.monotonic() < deadline, "the ranks have not ended"
-        time.sleep(0.01)
-    return (folder / "outcome").read_text()
+def catches(pid, number):
+    """Whether a process has a handler for a signal."""
+    (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def test_signals_and_deaths(tmp_path):
@@ -65,10 +63,10 @@ def test_signals_and_deaths(tmp_path):
         # (signals, to whom, seconds that saving takes, what is raised, whether the ranks have saved)
         ([signal.SIGTERM], "leader", 0.2, "UserError: stopped by a signal after step 7", True),
         ([signal.SIGINT], "leader", 0.2, "UserError: stopped by a signal after step 7", True),
-        ([signal.SIGTERM, signal.SIGTERM], "leader", 60, "UserError: stopped by SIGTERM; run the same", False),
-        ([signal.SIGTERM, signal.SIGINT], "leader", 60, "KeyboardInterrupt", False),
-        ([signal.SIGKILL], "rank", 60, "UserError: rank 1 was killed by SIGKILL", False),
-        ([signal.SIGKILL], "leader", 60, None, False),
+        ([signal.SIGTERM, signal.SIGTERM], "leader", LONGER, "UserError: stopped by SIGTERM; run the same", False),
+        ([signal.SIGTERM, signal.SIGINT], "leader", LONGER, "KeyboardInterrupt", False),
+        ([signal.SIGKILL], "rank", LONGER, "UserError: rank 1 was killed by SIGKILL", False),
+        ([signal.SIGKILL], "leader", LONGER, None, False),
     ]
     for number in range(len(scenarios)):
         (tmp_path / str(number)).mkdir()
@@ -76,28 +74,29 @@ def test_signals_and_deaths(tmp_path):
     leader = warm.WarmProcess([sys.executable, "-c", LEADER, tmp_path, *seconds])
     for number, (signals, whom, _, raised, saved) in enumerate(scenarios):
         folder = tmp_path / str(number)
-        ranks = pids(folder)
-        begin = time.monotonic()
-        for signal_number in signals:
+        warm.wait_until(lambda: len(numbers(folder)) == 2 and catches(leader.pid, signal.SIGTERM), leader)  # noqa: B023
+        ranks = numbers(folder)
+        for place, signal_number in enumerate(signals):
             os.kill(leader.pid if whom == "leader" else ranks[1], signal_number)
-            time.sleep(0.3)
+            if place < len(signals) - 1:  # two that come at once may be one
+                warm.wait_until(lambda: len(list(folder.glob("*.stopping"))) == 2, leader)  # noqa: B023
         if raised is not None:
-            assert raised in outcome_of(folder)
-        assert all_gone(ranks), number
-        assert time.monotonic() - begin < 15, number  # not the minute that saving takes
+            warm.wait_until((folder / "outcome").exists)
+            assert raised in (folder / "outcome").read_text()
+        assert all_gone(ranks), number  # before they have saved
         assert len(list(folder.glob("*.saved"))) == (2 if saved else 0), number
     assert "stopping after the step under way" in leader.communicate()[1]
 
 
 def test_a_signal_before_the_ranks_can_save():
     """Then there is nothing to wait for."""
-    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
     process.start()
 
     def lead():
         with handing_on_signals([process]):
             os.kill(os.getpid(), signal.SIGTERM)
-            process.join(10)
+            process.join(warm.PATIENCE)
             raise UserError("rank 0 was killed by SIGTERM; the whole group was stopped")
 
     with pytest.raises(UserError, match="stopped by SIGTERM"):

@@ -62,7 +62,7 @@ def command(name, place, out):
 
 def kill(moment, *arguments):
     process = warm.WarmProcess([sys.executable, "-c", KILLED_AT, moment, *map(str, arguments)])
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate()
     assert process.returncode == -signal.SIGKILL, stderr
 
 

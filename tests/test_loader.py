@@ -19,6 +19,7 @@ from ladderize.runtime.shapes import known_shapes
 from ladderize.runtime.shards import Shape, Slice
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, shape_spec
 from tests.helpers import ROOT, SHAPE, invoke, make_model, save_llama
+from tests.warm import PATIENCE
 
 CPU = torch.device("cpu")
 
@@ -125,7 +126,7 @@ def test_a_rank_never_holds_the_whole_model(tmp_path, pack):
     for rank in (0, 3):
         arguments = [sys.executable, "-c", SCRIPT, tmp_path / "m", "4", str(rank), *(["pack"] if pack else [])]
         # not forked: what a child shares with its parent would be counted when it is first touched
-        outcome = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, timeout=120)
+        outcome = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
         assert outcome.returncode == 0, outcome.stderr
         rise, held, mapped = json.loads(outcome.stdout)
         assert held < 0.3 * size

@@ -4,8 +4,6 @@ import contextlib
 import io
 import re
 
-import pytest
-
 import ladderize
 from tests.helpers import ROOT
 
@@ -25,7 +23,6 @@ def quiet_calls(code: str) -> str:
     return re.sub(r"(?<![\w.])print\(", "show(", code)
 
 
-@pytest.mark.timeout(600)
 def test_the_examples_run_and_functions_are_silent(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     shown: list[str] = []

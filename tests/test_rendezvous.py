@@ -3,7 +3,6 @@
 import os
 import socket
 import sys
-import time
 
 import pytest
 
@@ -13,10 +12,16 @@ from tests.helpers import invoke, one_sentence
 
 HALF = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-# Joins the group that its variables name, and prints what all ranks say.
+# Says that it has started; when it may go, joins the group that its variables name, and prints what all ranks say.
 JOIN = """
+import os, sys
+from pathlib import Path
 from ladderize.console import error_boundary
 from ladderize.ranks.group import join_ranks
+from tests.warm import wait_until
+place = Path(sys.argv[1])
+(place / os.environ["RANK"]).touch()
+wait_until((place / "go").exists)
 with error_boundary(False):
     ranks = join_ranks("cpu")
     print(ranks.gather(ranks.rank))
@@ -64,36 +69,32 @@ def test_what_makes_sense_is_read():
     assert (found.rank, found.world_size, found.master_port, found.rendezvous_seconds) == (0, 2, 29500, 7)
 
 
-def start(rank, size, port, *, seconds, host="localhost"):
-    """One rank of a group; the others may never come."""
+def start(place, rank, size, port, *, seconds, host="localhost"):
+    """One rank of a group, which has started and joins when the file ``go`` is in ``place``; others may never come."""
     variables = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "LADDERIZE_RENDEZVOUS_SECONDS": str(seconds)}
     variables |= {"RANK": str(rank), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
-    return warm.WarmProcess([sys.executable, "-c", JOIN], env={**os.environ, **variables})
+    process = warm.WarmProcess([sys.executable, "-c", JOIN, place], env={**os.environ, **variables})
+    warm.wait_until((place / str(rank)).exists, process)
+    return process
 
 
 def end(process):
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate()
     return process.returncode, stdout, stderr
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def test_ranks_that_come_at_different_times_meet():
-    port = free_port()
-    late = start(1, 2, port, seconds=60)
-    time.sleep(0.5)
-    early = start(0, 2, port, seconds=60)
-    for process in (late, early):
+def test_ranks_that_come_at_different_times_meet(tmp_path):
+    port = warm.free_port()
+    (tmp_path / "go").touch()
+    processes = [start(tmp_path, rank, 2, port, seconds=600) for rank in (1, 0)]
+    for process in processes:
         assert end(process)[:2] == (0, "[0, 1]\n")
 
 
-def test_whoever_is_missing_is_named():
-    port = free_port()
-    processes = [start(rank, 4, port, seconds=2) for rank in (0, 2)]
+def test_whoever_is_missing_is_named(tmp_path):
+    port = warm.free_port()
+    processes = [start(tmp_path, rank, 4, port, seconds=2) for rank in (0, 2)]
+    (tmp_path / "go").touch()
     for process in processes:
         code, _, stderr = end(process)
         assert code == 1
@@ -108,17 +109,19 @@ def test_whoever_is_missing_is_named():
         (0, "no.such.host.invalid", "MASTER_ADDR is 'no.such.host.invalid', which does not resolve to an address"),
     ],
 )
-def test_an_address_where_nobody_is(rank, host, expected):
-    code, _, stderr = end(start(rank, 2, free_port(), seconds=1, host=host))
+def test_an_address_where_nobody_is(tmp_path, rank, host, expected):
+    (tmp_path / "go").touch()
+    code, _, stderr = end(start(tmp_path, rank, 2, warm.free_port(), seconds=1, host=host))
     assert code == 1
     assert stderr.startswith(f"Error: {expected}")
     assert stderr.count("\n") == 1
 
 
-def test_a_port_of_another_program():
+def test_a_port_of_another_program(tmp_path):
+    (tmp_path / "go").touch()
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        server, client = (start(rank, 2, port, seconds=2) for rank in (0, 1))
+        server, client = (start(tmp_path, rank, 2, port, seconds=2) for rank in (0, 1))
         _, _, stderr = end(server)
         assert stderr == f"Error: MASTER_PORT {port} is taken by another program on this machine; choose another port\n"
         code, _, stderr = end(client)

@@ -21,6 +21,7 @@ from ladderize.errors import UserError
 from ladderize.eval.backends.runtime_lm import RuntimeLM
 from ladderize.modeling import load_tokenizer
 from tests.helpers import LAYOUTS, ROOT, edit_json, fresh_rng, make_model
+from tests.warm import PATIENCE
 
 WORDS = (
     "the cat cats sees see a dog and on one two plus is many green big it 3 7 ( , . end".split()  # noqa: SIM905
@@ -165,7 +166,7 @@ def test_other_defaults_of_generation_are_refused(tmp_path):
 def lm_eval_results(out: Path, *arguments: object) -> dict:
     command = [sys.executable, "-m", "ladderize.lm_eval", "run", *map(str, arguments), "--output_path", str(out)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "HF_HOME": str(out / "home")}
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert outcome.returncode == 0, outcome.stderr[-3000:]
     (found,) = out.rglob("results_*.json")
     return json.loads(found.read_text())

@@ -29,28 +29,16 @@ def text(tmp_path_factory):
     return folder / "*.jsonl"
 
 
-def run(out, text, *options):
-    arguments = [
-        "--sync-tp-size",
-        4,
-        "--data",
-        text,
-        "--seq-len",
-        64,
-        "--samples",
-        48,
-        "--heldout",
-        16,
-        "--calibration-samples",
-        16,
-    ]
-    return invoke(
-        "spd", MODEL, out, *arguments, "--epochs", 2, "--no-verify", "--threads", 1, "--spd-fraction", 0.875, *options
-    )
+def run(out, text, *options, samples=12, heldout=4, calibration=4):
+    """``ladderize spd`` on a little text."""
+    sizes = ["--samples", samples, "--heldout", heldout, "--calibration-samples", calibration, "--seq-len", 64]
+    what = ["--sync-tp-size", 4, "--spd-fraction", 0.875, "--epochs", 1, "--no-verify", "--threads", 1]
+    return invoke("spd", MODEL, out, "--data", text, *sizes, *what, *options)
 
 
 def test_the_story(tmp_path, text):
-    shown = run(tmp_path / "out", text)
+    """Each step wins something, for which it takes more text."""
+    shown = run(tmp_path / "out", text, "--epochs", 2, samples=48, heldout=16, calibration=16)
     assert shown.code == 0, shown.stderr
     assert listing(tmp_path) == ["out"]
     assert {"head_map.json", "sensitivity.json", "spd.json", "ladderize.yaml"} <= set(listing(tmp_path / "out"))
@@ -112,7 +100,7 @@ def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
 
 def test_classes_decide_what_a_block_gets(tmp_path, text):
     def document(name, *options):
-        return json.loads(run(tmp_path / name, text, "--epochs", 1, "--json", *options).stdout)
+        return json.loads(run(tmp_path / name, text, "--json", *options).stdout)
 
     alone = document("a", "--head-grouping", "none", "--distill", "sensitive", "--tau1", 100, "--tau2", 200)
     assert list(alone["perplexity"]) == ["dense", "sync points dropped"]
@@ -225,7 +213,7 @@ def test_options_from_python_are_checked_too(wrong):
 
 
 def test_a_document_of_an_earlier_version_is_read(tmp_path, text):
-    assert run(tmp_path / "out", text, "--epochs", 1, "--head-grouping", "none").code == 0
+    assert run(tmp_path / "out", text, "--head-grouping", "none").code == 0
     content = json.loads((tmp_path / "out" / "spd.json").read_text())
     former = json.loads(
         json.dumps(content).replace('"selection"', '"spd_selection"').replace('"selected"', '"dropped"')

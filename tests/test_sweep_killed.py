@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,14 +29,6 @@ def content(place, **changes):
 
 def start(file, out, *options):
     return warm.WarmProcess([sys.executable, "-c", COMMAND, "sweep", file, "--out", out, *options])
-
-
-def wait_for(condition, process, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert not process.has_ended(), process.communicate()
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.02)
 
 
 def processes_in(folder) -> list[int]:
@@ -74,15 +65,12 @@ def check_it_goes_on(file, out):
 def test_sigkill_loses_only_what_was_not_saved(place, tmp_path):
     out, file = tmp_path / "out", write(tmp_path / "s.yaml", content(place))
     process = start(file, out)
-    wait_for(saved(out), process)
+    warm.wait_until(saved(out), process)
     workers = processes_in(out)
     assert len(workers) >= 1
     process.kill()
     process.exit_code()
-    deadline = time.monotonic() + 20
-    while processes_in(out) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_in(out) == []  # no worker outlives it
+    warm.wait_until(lambda: processes_in(out) == [])  # no worker outlives it
     statuses = [stage["status"] for stage in stages_of(read(out)).values()]
     assert statuses.count("running") == 1
     check_it_goes_on(file, out)
@@ -91,11 +79,11 @@ def test_sigkill_loses_only_what_was_not_saved(place, tmp_path):
 def test_ctrl_c_saves_what_runs_and_says_so(place, tmp_path):
     out, file = tmp_path / "out", write(tmp_path / "s.yaml", content(place))
     process = start(file, out)
-    wait_for(saved(out), process)
+    warm.wait_until(saved(out), process)
     other = invoke("sweep", file, "--out", out)
     assert f"another sweep runs in {out}" in one_sentence(other)
     os.kill(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate()
     assert process.returncode == 130, (stdout, stderr)
     assert "complete stages are kept" in stderr
     assert processes_in(out) == []
@@ -106,11 +94,11 @@ def test_ctrl_c_saves_what_runs_and_says_so(place, tmp_path):
 def test_a_worker_that_is_killed_is_a_failed_stage(place, tmp_path):
     out, file = tmp_path / "out", write(tmp_path / "s.yaml", content(place))
     process = start(file, out)
-    wait_for(saved(out), process)
+    warm.wait_until(saved(out), process)
     for worker in processes_in(out):
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
-    _, stderr = process.communicate(timeout=100)
+    _, stderr = process.communicate()
     assert process.returncode == 1
     assert "was killed by SIGKILL (out of memory, perhaps)" in stderr
     check_it_goes_on(file, out)

@@ -13,13 +13,14 @@ from ladderize.runtime.collectives.emulated import Emulated
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.training import vocab_losses
 from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
+from tests.warm import PATIENCE
 
 
 class Meeting:
     """Where the threads of a group meet to exchange messages."""
 
     def __init__(self, ranks):
-        self.barrier, self.messages = threading.Barrier(ranks, timeout=30), [None] * ranks
+        self.barrier, self.messages = threading.Barrier(ranks, timeout=PATIENCE), [None] * ranks
 
 
 class Threads(Collectives):

@@ -5,20 +5,46 @@ They are forked from one that has imported both and nothing of ladderize (``warm
 about, or a package must be missing, it starts a process of its own.
 """
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
+# Seconds that a test waits for what must come. A slow machine takes its time, and is no failure; pytest's own timeout
+# (pyproject.toml) is longer.
+PATIENCE = 600.0
+
+
+def wait_until(condition: Callable[[], object], process: "WarmProcess | None" = None) -> None:
+    """Return when ``condition()`` is true. Fails after PATIENCE, or when the process that shall make it true ends."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if process is not None and process.has_ended():
+            assert condition(), process.communicate()
+            return
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.005)
+
+
+def free_port() -> int:
+    """A port on which nobody listens, outside the range (ip_local_port_range) from which other programs are given
+    theirs before it is used."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
 
 
 class WarmPython:
@@ -48,7 +74,7 @@ class WarmPython:
     def close(self) -> None:
         assert self.server.stdin is not None
         self.server.stdin.close()
-        self.server.wait(timeout=30)
+        self.server.wait(timeout=PATIENCE)
 
     def preload(self, *modules: str) -> None:
         """Import more, for tests that start many processes which need them."""
@@ -96,7 +122,7 @@ class WarmProcess:
             self.returncode = self._server.ask({"wait": self.pid})
         return self.returncode
 
-    def communicate(self, timeout: float = 240) -> tuple[str, str]:
+    def communicate(self, timeout: float = PATIENCE) -> tuple[str, str]:
         """Wait for the end; stdout and stderr. Raises TimeoutExpired, after killing it, if it takes longer."""
         deadline = time.monotonic() + timeout
         while not self.has_ended():
@@ -115,7 +141,7 @@ def run(
     *,
     env: Mapping[str, str] | None = None,
     cwd: object = None,
-    timeout: float = 240,
+    timeout: float = PATIENCE,
     **same: object,
 ) -> subprocess.CompletedProcess[str]:
     """``subprocess.run`` of this Python, with the streams captured as text. Raises TimeoutExpired as that does."""
@@ -126,17 +152,14 @@ def run(
 
 
 def run_group(
-    command: Sequence[object], *, ranks: int = 2, timeout: float = 200, **environment: str
+    command: Sequence[object], *, ranks: int = 2, timeout: float = PATIENCE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """A group of this Python's processes, with the variables that torchrun gives them.
 
     Streams are those of all ranks, rank 0's first; the exit code is the first that is not 0. A rank that fails ends the
     others, as it does under torchrun.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", **environment}
     started = [
         WarmProcess(command, cwd=ROOT, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -5,7 +5,6 @@ import math
 import random
 import signal
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -47,14 +46,10 @@ def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     process = warm.WarmProcess(
         [sys.executable, "-m", "ladderize", *map(str, [*command[:2], tmp_path / "out", *command[2:]])]
     )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not process.has_ended():
-        metrics = work / "metrics.jsonl"
-        if metrics.is_file() and f'"step": {kill},' in metrics.read_text():
-            process.kill()
-            break
-        time.sleep(0.002)
-    _, stderr = process.communicate(timeout=60)
+    metrics = work / "metrics.jsonl"
+    warm.wait_until(lambda: metrics.is_file() and f'"step": {kill},' in metrics.read_text(), process)
+    process.kill()
+    _, stderr = process.communicate()
     assert process.returncode == -signal.SIGKILL, stderr
     assert work.is_dir()
     outcome = adapt(place, tmp_path / "out", *more, steps=30)

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 
 from ladderize.adapt.retrain.hf_engine import HFEngine
 from tests import warm
-from tests.helpers import run_ranks
 from tests.retrain.commands import adapt, arguments, losses_of, succeed
 
 
@@ -17,10 +16,15 @@ def command(place, out, *more):
     return [adapt, model, out, *options]
 
 
+def run_group(*words, **environment):
+    warm.warm_python().preload("accelerate", "datasets", "peft")
+    return warm.run_group([sys.executable, "-m", "ladderize", *words], **environment)
+
+
 def test_two_processes_make_the_steps_of_one(place, tmp_path):
     succeed(place, tmp_path / "one", "--distill-from", place / "dense", steps=4)
     more = ["--distill-from", place / "dense", "--micro-batch-size", 1]
-    outcome = run_ranks(*command(place, tmp_path / "two", *more))
+    outcome = run_group(*command(place, tmp_path / "two", *more))
     assert outcome.returncode == 0, outcome.stderr[-2000:]
     # Adam's first steps are as long for a gradient that is nothing but rounding: 2e-5 was seen
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
@@ -43,12 +47,8 @@ def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):
 
         patch.setattr(HFEngine, "losses", losses)
         assert "killed" in adapt(place, tmp_path / "two", *more, steps=4).stderr
-    warm.warm_python().preload("accelerate", "datasets", "peft")
-    outcome = warm.run_group(
-        [sys.executable, "-m", "ladderize", *command(place, tmp_path / "two", *more, "--micro-batch-size", 1)],
-        ACCELERATE_USE_FSDP="true",
-        FSDP_VERSION="2",
-    )
+    again = command(place, tmp_path / "two", *more, "--micro-batch-size", 1)
+    outcome = run_group(*again, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     assert outcome.returncode == 0, outcome.stderr[-2000:]
     assert "resuming after step 2" in outcome.stderr
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)

@@ -127,7 +127,7 @@ def test_convert_and_serve(tmp_path):
         assert len(members) >= 4  # the server, its engine, two workers
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) in (0, -signal.SIGTERM), (tmp_path / "server.log").read_text()[-4000:]
-        assert all_gone(members, seconds=20)
+        assert all_gone(members)
     log = (tmp_path / "server.log").read_text()
     assert "Resolved architecture: LadderizedLlamaForCausalLM" in log
     assert "Traceback" not in log[log.rindex("/v1/completions") :]
