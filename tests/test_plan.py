@@ -279,6 +279,30 @@ def test_a_figure_is_calibrated_where_device_and_link_are(dense, hardware):
     assert basis("2") == {"predicted"}
 
 
+def test_what_a_calibration_left_uncertain_is_said(hardware):
+    arguments = ("--shape", "8b", "--hardware", hardware, "--tp-size", "2", "--layout", "dense")
+    assert "hardly show" not in invoke("plan", *arguments).stderr
+    edited(hardware, "device", uncertain=["thin_us"])
+    edited(hardware, "link", uncertain=["alpha_us[2]", "contention"])
+    said = invoke("plan", *arguments).stderr
+    assert "timings hardly show thin_us, alpha_us[2], contention (uncertain" in " ".join(said.split())
+    alone = invoke("plan", *arguments[:4], "--tp-size", "1").stderr
+    assert "timings hardly show thin_us (uncertain" in " ".join(alone.split())
+
+
+def test_the_nvlink_of_other_devices_is_said():
+    def said(device, link="nvlink"):
+        arguments = ("--shape", "8b", "--hardware", device, "--link", link, "--tp-size", "2", "--layout", "dense")
+        return " ".join(invoke("plan", *arguments).stderr.split())
+
+    for name, device in known_devices().items():
+        differs = device.nvlink_gb_s != known_devices()["h100-sxm"].nvlink_gb_s
+        assert ("is NVLink of 450 GB/s" in said(name)) == differs
+        assert "is NVLink" not in said(name, "20,100")
+    assert "and a100-80gb has one of 300: give --link" in said("a100-80gb")
+    assert "and l40s has none: give --link" in said("l40s")
+
+
 def test_messages_beyond_the_timed_sizes_are_named():
     outcome = invoke("plan", "--shape", "8b", *H100[:2], "--link", "nccl_pcie", "--tp-size", "4", "--layout", "dense")
     assert "extrapolated beyond the sizes that nccl_pcie was timed at with 4 ranks: messages of 8.39 MB" in (

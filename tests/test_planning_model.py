@@ -12,7 +12,14 @@ from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVER
 from ladderize.planning.bands import band_cases, relative_band
 from ladderize.planning.calibration.fit import OpenFigureError, fit
 from ladderize.planning.calibration.observations import Observation, expected_seconds, parts_seen
-from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_devices, known_engines, read_device
+from ladderize.planning.hardware import (
+    LIKE_ANOTHER,
+    DeviceSpec,
+    EngineFacts,
+    known_devices,
+    known_engines,
+    read_device,
+)
 from ladderize.planning.passes import PassParts, Workload, pass_parts
 from ladderize.planning.prediction import point_seconds, predict_parallel, predict_pass, predict_silent
 from ladderize.runtime.collectives.links import (
@@ -361,6 +368,24 @@ def test_files_of_devices_and_links_are_read(tmp_path):
     assert read_interconnect(str(by_hand)).at(2).beta_gb_s == pytest.approx(12)
     with pytest.raises(UserError, match="has no device, but link"):
         read_device(str(by_hand))
+
+
+def test_a_device_may_be_like_a_known_one(tmp_path):
+    known = known_devices()["h100-sxm"]
+    own = {key: value for key, value in a_device().to_dict().items() if key not in LIKE_ANOTHER}
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps({"device": {**own, "like": known.name, "thin_us": 7.5}}))
+    found = read_device(str(path))
+    for key in LIKE_ANOTHER:
+        assert getattr(found, key) == (7.5 if key == "thin_us" else getattr(known, key))
+    assert {key: found.to_dict()[key] for key in own} == own
+    path.write_text(json.dumps({"device": {**own, "like": "h1000"}}))
+    with pytest.raises(UserError, match="device: like h1000 is not one of h100-sxm, h200"):
+        read_device(str(path))
+    del own["relative_error"]  # no other device's error
+    path.write_text(json.dumps({"device": {**own, "like": known.name}}))
+    with pytest.raises(UserError, match="device has no relative_error"):
+        read_device(str(path))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 facts of the engine whose timings these were. Imports no torch."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ladderize.errors import UserError
 from ladderize.files.records import Record
@@ -12,6 +14,18 @@ from ladderize.files.yaml12 import read_yaml
 
 DEVICE_TABLE = Path(__file__).parent / "devices.yaml"
 ENGINE_TABLE = Path(__file__).parent / "engines.yaml"
+# what a device that says ``like: h100-sxm`` need not give: no data sheet has it
+LIKE_ANOTHER = (
+    "bandwidth_share",
+    "matmul_share",
+    "kernel_us",
+    "thin_us",
+    "thin_share",
+    "launch_us",
+    "serial_share",
+    "engine",
+    "calibrated",
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,9 @@ class DeviceSpec(Record):
     the host, for each operation that it starts one by one. serial_share: of a product's arithmetic and memory traffic,
     what of the shorter does not run beside the longer: 0 on a GPU, about a half on a CPU's core. relative_error: of a
     time of compute, one standard deviation. engine: whose timings the figures were fitted to. calibrated: on this
-    device itself, by ``ladderize calibrate``.
+    device itself, by ``ladderize calibrate``. nvlink_gb_s: of its NVLink, to all others, in one direction; 0 where it
+    has none, None where nobody says. uncertain: names of figures that were fitted and are uncertain by more than their
+    size.
     """
 
     name: str
@@ -90,6 +106,8 @@ class DeviceSpec(Record):
     launch_us: float = 0.0
     serial_share: float = 0.0
     thin_share: float = 0.0
+    nvlink_gb_s: float | None = None
+    uncertain: list[str] = field(default_factory=list)
 
     def check(self, where: str) -> None:
         """Raise UserError, which begins with ``where``, for figures that no device has."""
@@ -104,6 +122,7 @@ class DeviceSpec(Record):
             "thin_share": (self.thin_share, 0.0, 1.0),
             "serial_share": (self.serial_share, 0.0, 1.0),
             "relative_error": (self.relative_error, 0.0, 1.0),
+            "nvlink_gb_s": (self.nvlink_gb_s or 0.0, 0.0, 1e6),
             **{f"matmul_tflop_s.{dtype}": (rate, 1e-4, 1e6) for dtype, rate in self.matmul_tflop_s.items()},
         }
         for key, (value, least, most) in bounds.items():
@@ -126,8 +145,21 @@ class DeviceSpec(Record):
 
 def known_devices() -> dict[str, DeviceSpec]:
     """The rows of devices.yaml, by name."""
-    rows = read_yaml(DEVICE_TABLE)
-    return {name: DeviceSpec.from_dict({"name": name, **row}, f"{DEVICE_TABLE}: {name}") for name, row in rows.items()}
+    found: dict[str, DeviceSpec] = {}
+    for name, row in read_yaml(DEVICE_TABLE).items():
+        where = f"{DEVICE_TABLE}: {name}"
+        found[name] = DeviceSpec.from_dict({"name": name, **_completed(row, found, where)}, where)
+    return found
+
+
+def _completed(row: Mapping[str, Any], devices: Mapping[str, DeviceSpec], where: str) -> dict[str, Any]:
+    """With the figures of the device that ``like`` names, as far as they may be another's and are not given."""
+    if "like" not in row:
+        return {**row}
+    name = str(row["like"])
+    if name not in devices:
+        raise UserError(f"{where}: like {name} is not one of {', '.join(devices)}; name one of them")
+    return {**{key: getattr(devices[name], key) for key in LIKE_ANOTHER}, **row}
 
 
 def known_engines() -> dict[str, EngineFacts]:
@@ -145,6 +177,7 @@ def read_device(text: str, *, option: str = "--hardware") -> DeviceSpec:
     if not names_a_file(text):
         raise UserError(f"{option} {text} is neither one of {', '.join(devices)} nor a file; name one of them")
     where = f"{text}: device"
-    device = DeviceSpec.from_dict(read_section(Path(text), "device", option), where)
+    section = read_section(Path(text), "device", option)
+    device = DeviceSpec.from_dict(_completed(section, devices, where), where)
     device.check(where)
     return device

@@ -85,6 +85,11 @@ class FittedFigure(Record):
     standard_error: float
     unit: str
 
+    @property
+    def is_uncertain(self) -> bool:
+        """By more than its size."""
+        return self.standard_error > abs(self.value)
+
 
 @dataclass(frozen=True)
 class Residual(Record):
@@ -145,10 +150,18 @@ def fit(
     ]
     compute, sent = model.spread(fitted, device)
     if device is not None and model.frees_device:
-        device = dataclasses.replace(device, relative_error=compute)
+        own = [figure for figure in figures if figure_kind(figure.name) not in OF_A_LINK]
+        device = dataclasses.replace(device, relative_error=compute, uncertain=_uncertain(device.uncertain, own))
     if link is not None and model.frees_link:
-        link = dataclasses.replace(link, relative_error=sent)
+        own = [figure for figure in figures if figure_kind(figure.name) in OF_A_LINK]
+        link = dataclasses.replace(link, relative_error=sent, uncertain=_uncertain(link.uncertain, own))
     return FitResult(device, link, figures, residuals, sum(sizes) / len(sizes), max(sizes))
+
+
+def _uncertain(before: Sequence[str], fitted: Sequence[FittedFigure]) -> list[str]:
+    """Names of figures that are, where some were before."""
+    held = set(before) - {figure.name for figure in fitted}
+    return sorted(held | {figure.name for figure in fitted if figure.is_uncertain})
 
 
 class _Model:

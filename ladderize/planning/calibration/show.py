@@ -35,18 +35,13 @@ def show_calibration(document: CalibrationDocument, console: Console) -> None:
         f" worst {document.worst_error:.1%}"
     )
     for figure in document.figures:
-        if is_loose(figure):
+        if figure.is_uncertain:
             console.prose(
                 f"{_named(figure)} is uncertain by more than its size: these timings hardly depend on it, and"
                 " predictions of times like these do not either"
             )
     for note in document.notes:
         console.prose(note)
-
-
-def is_loose(figure: FittedFigure) -> bool:
-    """Whether its standard error is larger than the figure."""
-    return figure.standard_error > abs(figure.value)
 
 
 def _figure_row(figure: FittedFigure) -> dict[str, Any]:

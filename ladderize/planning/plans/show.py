@@ -29,7 +29,7 @@ def show_plan(result: PlanResult, console: Console) -> None:
     console.result("")
     for line in (*_verdicts(result), *_explanations(result)):
         console.prose(line)
-    for warning in (*_memory_warnings(result), *_link_warnings(result), *_engine_warnings(result)):
+    for warning in (*_memory_warnings(result), *_link_warnings(result), *_uncertain(result), *_engine_warnings(result)):
         console.warn(warning)
 
 
@@ -128,7 +128,13 @@ def _memory_warnings(result: PlanResult) -> list[str]:
 
 
 def _link_warnings(result: PlanResult) -> list[str]:
-    found = []
+    found, link, own = [], result.link, result.device.nvlink_gb_s
+    if link is not None and link.nvlink_gb_s is not None and own not in (None, link.nvlink_gb_s):
+        has = f"one of {own:g}" if own else "none"
+        found.append(
+            f"--link {link.name} is NVLink of {link.nvlink_gb_s:g} GB/s in each direction, and {result.device.name} has"
+            f" {has}: give --link ALPHA_US,BETA_GB_S, or a file of its own link"
+        )
     for one in result.links:
         if one.derived is not None:
             found.append(f"{one.link.name} was not timed with {one.ranks} ranks: {one.derived}")
@@ -139,6 +145,17 @@ def _link_warnings(result: PlanResult) -> list[str]:
                 f" {sizes}"
             )
     return found
+
+
+def _uncertain(result: PlanResult) -> list[str]:
+    """Of figures of a calibration: what its timings hardly showed."""
+    names = result.device.uncertain + (result.link.uncertain if result.link is not None else [])
+    if not names:
+        return []
+    return [
+        f"the calibration's timings hardly show {', '.join(names)} (uncertain by more than its size): times that"
+        " depend on it more than those did are guesses"
+    ]
 
 
 def _engine_warnings(result: PlanResult) -> list[str]:

@@ -3,7 +3,7 @@ torch."""
 
 import csv
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ladderize.errors import UsageError, UserError
@@ -73,7 +73,9 @@ class Interconnect(Record):
     """One link at every number of ranks. rows: ascending by ranks; empty where ``any_ranks`` was given by hand.
 
     contention: while a message is in flight, compute runs at the rate 1 - contention. relative_error: of a message's
-    time, one standard deviation. calibrated: measured on this link itself, by ``ladderize calibrate``.
+    time, one standard deviation. calibrated: measured on this link itself, by ``ladderize calibrate``. nvlink_gb_s: of
+    the NVLink that it was measured over, in one direction; None of other links, and where nobody says. uncertain: names
+    of figures that were fitted and are uncertain by more than their size.
     """
 
     name: str
@@ -83,6 +85,8 @@ class Interconnect(Record):
     calibrated: bool
     source: str
     any_ranks: Link | None = None
+    nvlink_gb_s: float | None = None
+    uncertain: list[str] = field(default_factory=list)
 
     def check(self, where: str) -> None:
         """Raise UserError, which begins with ``where``, for figures that no link has."""
@@ -198,6 +202,7 @@ def read_interconnect(text: str) -> Interconnect:
 # NVLink as the Ladder Residual authors' published speeds show it (benchmarks/planning.py fits these figures):
 # microseconds for 2 ranks, and for each one more; GB/s; contention
 NVLINK_ALPHA_US, NVLINK_ALPHA_PER_RANK_US, NVLINK_BUS_GB_S, NVLINK_CONTENTION = 12.8, 2.25, 398.0, 0.26
+NVLINK_DIRECTION_GB_S = 450.0  # of H100's data sheet: 900 in both directions
 NVLINK_BYTES = 0, 1 << 30  # shorter ones than the 16 KiB that were timed take the same latency
 # of a link that nothing of this kind is known of
 ASSUMED_CONTENTION, ASSUMED_ERROR = NVLINK_CONTENTION, 0.15
@@ -216,7 +221,9 @@ def known_interconnects() -> dict[str, Interconnect]:
         for n in (2, 4, 8)
     ]
     source = "fitted to the speeds of H100 with NVLink that the Ladder Residual authors published (a line in the ranks)"
-    interconnects["nvlink"] = Interconnect("nvlink", rows, NVLINK_CONTENTION, 0.05, False, source)
+    interconnects["nvlink"] = Interconnect(
+        "nvlink", rows, NVLINK_CONTENTION, 0.05, False, source, nvlink_gb_s=NVLINK_DIRECTION_GB_S
+    )
     return interconnects
 
 
