@@ -202,6 +202,14 @@ SPECIAL = {
         {"model": {"head_dim": 8, "rope_parameters": YARN}, "sizes": (ROW,), "recompute": True},
     ),
     "wide heads, LoRA": ("spd some", SCHEDULES[5], {"model": {"head_dim": 8}, "lora": LORA_TARGETS, "layers": (0, 1)}),
+    # what the frozen attention adds needs no gradient, and the stream that it is added to does
+    "frozen under a trained sum": ("mixed", SCHEDULES[2], {"layers": (1,)}),
+    "LoRA of MLPs": (
+        "ladder all",
+        SCHEDULES[0],
+        {"lora": ("gate_proj", "up_proj", "down_proj"), "layers": range(LAYERS)},
+    ),
+    "LoRA of MLPs, domino": ("ladder gaps", SCHEDULES[4], {"lora": ("down_proj",), "layers": (0, 2)}),
     "nothing counts": ("same layer", SCHEDULES[1], {"scored": 0.0}),
     "nothing counts for LoRA": ("dense", SCHEDULES[1], {"scored": 0.0, "lora": LORA_TARGETS, "layers": (2,)}),
     "bfloat16": ("mixed", SCHEDULES[2], {"compute": torch.bfloat16, "teacher": True}),

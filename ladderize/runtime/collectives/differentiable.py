@@ -92,6 +92,10 @@ class _Hold(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         link: _Link = ctx.link
+        for number in sorted({*link.direct, *link.handles}):  # of products without a gradient: they have no backward
+            total = link.total(number)
+            assert total is not None
+            link.totals[number] = total
         parts = [link.totals.pop(number) for number in sorted(link.totals)]
         if not parts:
             return None, None, None
