@@ -108,3 +108,15 @@ class Oracle:
         streams.append(hidden)
         head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
         return linear(hidden, head), streams
+
+
+def assert_likeliest(logits_of, prompt, tokens, tolerance=1e-3):
+    """Each token has the highest logit after the prompt and the tokens before it, or one as high but for rounding.
+
+    Which of two nearly equal logits is the higher one depends on their last bits, and the texts differ from there on:
+    so each token is judged after those that were chosen. logits_of: ids [n] -> [n, vocab].
+    """
+    logits = logits_of([*prompt, *tokens])[len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.as_tensor(tokens)[:, None])[:, 0]
+    behind = (logits.amax(-1) - chosen).tolist()
+    assert max(behind, default=0.0) < tolerance, f"logits behind the highest ones: {behind}"

@@ -30,10 +30,17 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def random_order(kv_heads: int, heads: int = HEADS) -> tuple[int, ...]:
-    """Groups in a random order and heads in a random order within them; never the old order."""
+    """Groups in a random order and heads in a random order within them; neither is the old one where there is another.
+
+    Where each rank has one group, the order within it changes nothing.
+    """
+
+    def other(count: int) -> list[int]:
+        order = torch.randperm(count).tolist()
+        return order if count == 1 or order != sorted(order) else other(count)
+
     group = heads // kv_heads
-    order = [j * group + i for j in torch.randperm(kv_heads).tolist() for i in torch.randperm(group).tolist()]
-    return tuple(order) if order != sorted(order) else random_order(kv_heads, heads)
+    return tuple(j * group + i for j in other(kv_heads) for i in other(group))
 
 
 def map_for(source: Path, layers=(0, 2), *, kv_heads: int = KV_HEADS, ranks: int = 4) -> HeadMap:

@@ -196,7 +196,7 @@ def test_targets_are_all_projections_of_a_layer():
 def test_lora_trains_and_merges(name, tmp_path):
     base, adapter = save_base(tmp_path / "base", name), tmp_path / "adapter"
     losses = adapt(base, adapter, layers=range(4), steps=8)
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]  # 0.43 of it, and a standard deviation of 0.07
     outcome = ladderize_merge(adapter, tmp_path / "out", "--json")
     assert outcome.code == 0, outcome.stderr
     ids = random_ids(2, 9)

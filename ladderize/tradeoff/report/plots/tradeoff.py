@@ -1,6 +1,7 @@
 """The trade-off: speed-up against accuracy, or against perplexity, with the Pareto front."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,8 +96,9 @@ def _rows_of(
     front = pareto_front([(speed.value, sign * score.value) for _, speed, score in placed])
     if not placed:
         return []
-    ends = [end for _, speed, _ in placed for end in (speed.value, speed.low, speed.high) if end is not None]
-    labelled = _labelled([(speed.value, score.value) for _, speed, score in placed], front, ends)
+    across = _shares([speed for _, speed, _ in placed])
+    up = _shares([score for _, _, score in placed], lambda value: sign * math.asinh(value / 2))  # about the scales' way
+    labelled = _labelled(list(zip(across, up, strict=True)), front)
     return [
         {
             "setting": f"s{number}",
@@ -119,22 +121,28 @@ def _rows_of(
     ]
 
 
-def _labelled(points: list[tuple[float, float]], front: list[bool], ends: list[float]) -> list[bool]:
-    """Which marks of the front bear a name: the fastest first, and none beside one that has it already.
+def _labelled(places: list[tuple[float, float]], front: list[bool]) -> list[bool]:
+    """Which marks of the front bear a name: the fastest first, none beside one that has it already, and none just below
+    another mark of the front, on which the name would lie.
 
-    ends: of all that the horizontal axis shows.
+    places: of each mark, to the right and up, as shares of the axes.
     """
-    heights = [math.asinh(score / 2) for _, score in points]  # about as the scales stretch them
-    width, height = max(ends) - min(ends) or 1.0, max(heights) - min(heights) or 1.0
-    taken: list[tuple[float, float]] = []
-    labelled = [False] * len(points)
-    for index in sorted(range(len(points)), key=lambda index: -points[index][0]):
-        place = (points[index][0] / width, heights[index] / height)
-        free = all(abs(place[0] - x) > CLOSE_ACROSS or abs(place[1] - y) > CLOSE_UP for x, y in taken)
-        if front[index] and free:
-            labelled[index] = True
-            taken.append(place)
+    labelled = [False] * len(places)
+    for index in sorted(range(len(places)), key=lambda index: -places[index][0]):
+        for other, (across, up) in enumerate(places):
+            above = up - places[index][1]
+            hidden = (labelled[other] and abs(above) <= CLOSE_UP) or (front[other] and 0 < above <= 2 * CLOSE_UP)
+            if hidden and abs(across - places[index][0]) <= CLOSE_ACROSS:
+                break
+        else:
+            labelled[index] = front[index]
     return labelled
+
+
+def _shares(estimates: list[WithInterval], stretch: Callable[[float], float] = float) -> list[float]:
+    """Where each value lies on an axis that shows all intervals, as a share of its length."""
+    ends = [stretch(end) for one in estimates for end in (one.value, one.low, one.high) if end is not None]
+    return [stretch(one.value) / (max(ends) - min(ends) or 1.0) for one in estimates]
 
 
 def _plot(
