@@ -193,12 +193,12 @@ def test_the_head_map_of_a_model(tmp_path, criterion):
     ids = torch.from_numpy(windows)
     plain = window_nlls(blocks, lambda i: blocks.layer(i, dense), ids, batch_size=6)
     assert torch.allclose(
-        window_nlls(blocks, layer_at(dense), ids, batch_size=6), plain, rtol=1e-6
+        window_nlls(blocks, layer_at(dense), ids, batch_size=6), plain, rtol=1e-5
     )  # a no-op for the dense function
     moved = window_nlls(blocks, layer_at(dropped), ids, batch_size=6)
     unmoved = window_nlls(blocks, lambda i: blocks.layer(i, dropped), ids, batch_size=6)
     assert found.permuted_layers
-    assert not torch.allclose(moved, unmoved, rtol=1e-6)  # and none for the spd one
+    assert not torch.allclose(moved, unmoved, rtol=1e-5)  # and none for the spd one
     for report in found.report.values():
         if criterion == "error":
             assert report.error_after <= min(report.error_before, report.error_of_paper)

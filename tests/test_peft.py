@@ -13,7 +13,7 @@ from tests.helpers import make_model, random_ids
 from tests.oracle import Oracle
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TIGHT = {"rtol": 1e-4, "atol": 5e-5}
+TIGHT = {"rtol": 1e-4, "atol": 2e-4}  # an adapter moves logits by more than 1e-2
 
 
 def with_lora(name, targets, **options):
