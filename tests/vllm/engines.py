@@ -6,7 +6,6 @@ import os
 import secrets
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from tests.helpers import ROOT
 from tests.vllm.jobs import ANSWER, SEGMENTS, Carrier, Generate, Job, Refused, Streams
+from tests.warm import free_port
 
 START = 240  # seconds for the imports of a rank
 SEGMENT_FOLDER = Path("/dev/shm")  # where shared memory has its names
@@ -164,9 +164,3 @@ def tokens_of(results: list[Any]) -> list[Any]:
         for result in results
         if isinstance(result, dict) and "completions" in result
     ]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]

@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import ladderize
 from tests.helpers import ROOT, all_gone, clearly_chosen, invoke, randomise
-from tests.vllm.engines import SEGMENT_FOLDER, free_port
+from tests.vllm.engines import SEGMENT_FOLDER
 from tests.vllm.models import SHAPE, random_prompts
+from tests.warm import free_port
 
 SECONDS_TO_START = 300
 COMMAND = Path(sys.executable).with_name("vllm")
