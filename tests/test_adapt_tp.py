@@ -30,7 +30,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import wants_fsdp
 from ladderize.runtime.schedule import Schedule
 from tests import warm
-from tests.helpers import SHAPE, all_gone, edit_json, invoke, listing, one_sentence, save_llama
+from tests.helpers import CLIPPED, SHAPE, all_gone, edit_json, invoke, listing, one_sentence, save_llama
 
 LENGTH, ROWS = 16, 32
 
@@ -53,7 +53,7 @@ def place(tmp_path_factory):
 def arguments(place, out, *more, model="both", steps=2):
     files = ["--data", place / "ids.npy", "--eval-data", place / "eval.npy"]
     budget = ["--max-steps", steps, "--batch-size", 4, "--seq-len", 2 * LENGTH, "--lr", "3e-3", "--threads", 1]
-    return ["adapt", place / model, out, *files, *budget, "--device", "cpu", "--write", "last", *more]
+    return ["adapt", place / model, out, *files, *budget, *CLIPPED, "--device", "cpu", "--write", "last", *more]
 
 
 # ---- bad input ----

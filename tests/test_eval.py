@@ -77,8 +77,8 @@ def test_the_standard_error_covers_the_truth():
     """Windows drawn from the model itself: across resamples, the stated error is about the spread of the perplexity."""
     model = make_model("dense", seed=3)
     torch.manual_seed(0)
-    ids = model.generate(torch.full((256, 1), 5), max_new_tokens=11, do_sample=True, top_k=0).numpy()
-    results = [model_perplexity(model, list(ids[i::16])) for i in range(16)]
+    ids = model.generate(torch.full((640, 1), 5), max_new_tokens=11, do_sample=True, top_k=0).numpy()
+    results = [model_perplexity(model, list(ids[i::40])) for i in range(40)]
     spread = np.std([result.perplexity for result in results], ddof=1)
     stated = np.mean([result.stderr for result in results])
     assert 0.5 < stated / spread < 2

@@ -17,7 +17,7 @@ from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teac
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.blocks import open_checkpoint
 from ladderize.layout import Layout
-from tests.helpers import invoke
+from tests.helpers import CLIPPED, invoke
 from tests.retrain.commands import CPU, LENGTH, arguments, losses_of, succeed
 
 
@@ -40,8 +40,7 @@ def test_training_is_a_plain_loop(place, tmp_path):
         0,
         "--weight-decay",
         0.1,
-        "--max-gradient",
-        0.5,
+        *CLIPPED,
         "--micro-batch-size",
         2,
         "--write",
@@ -82,7 +81,7 @@ def test_training_is_a_plain_loop(place, tmp_path):
             loss = ((1 - weight) * entropy + weight * divergence) / count
             losses.append(float(loss.detach()))
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(list(names.values()), 0.5)
+            torch.nn.utils.clip_grad_norm_(list(names.values()), CLIPPED[1])
             optimizer.step()
             optimizer.zero_grad()
     assert losses_of(tmp_path / "out") == pytest.approx(losses, rel=1e-4)
