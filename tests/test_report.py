@@ -323,6 +323,16 @@ def test_a_plot_for_everything_that_a_sweep_measures(sweep):
         assert f"plot-{name}" in ids
 
 
+def test_a_name_is_left_out_where_it_would_lie_on_another_mark(tmp_path):
+    """The name of ladder would lie on the mark of spd, which is just above and to the left of it."""
+    models = layouts()
+    write_document(tmp_path / "results.json", eval_document(models, {"ladder": -0.3, "spd": -0.1, "both": -4.0}))
+    write_document(tmp_path / "bench.json", bench_document(models, {"ladder": 1.37, "spd": 1.35, "both": 1.9}))
+    rows = specs_of(page_of(tmp_path)[0], "tradeoff")[0]["data"]["values"]
+    assert all(row["front"] for row in rows)
+    assert {row["name"] for row in rows if row["label"]} == {"dense", "spd", "both"}
+
+
 def test_recovery_begins_at_the_model_that_was_not_retrained(sweep):
     rows = specs_of(page_of(sweep)[0], "recovery")[0]["data"]["values"]
     assert [row["tokens"] for row in rows if row["line"] == "ladder 0:4, full"] == [0, 1000, 9000]
