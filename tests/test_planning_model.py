@@ -565,8 +565,10 @@ def test_a_fit_refuses_what_the_timings_leave_open():
     with pytest.raises(OpenFigureError, match=r"leave bus_gb_s\[8\] open; add timings of a large all-reduce"):
         fit(small, None, link, ["alpha_us", "bus_gb_s"])
     large = dataclasses.replace(small[0], message_bytes=1 << 26, seconds=2e-3)
-    found = fit([*small, large], None, link, ["alpha_us", "bus_gb_s"]).interconnect.at(8)
-    assert found.seconds(1 << 26) == pytest.approx(2e-3, rel=0.02)
+    unsure = dataclasses.replace(link, uncertain=["alpha_us[8]", "contention"])
+    found = fit([*small, large], None, unsure, ["alpha_us", "bus_gb_s"]).interconnect
+    assert found.at(8).seconds(1 << 26) == pytest.approx(2e-3, rel=0.02)
+    assert found.uncertain == ["contention"]  # which is held; the latency is certain now
     with pytest.raises(UserError, match="no timings to fit"):
         fit([], device, link, FREE)
 
