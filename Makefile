@@ -16,7 +16,7 @@ pytest: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-vllm: $(VENV_VLLM)/.installed
-	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest tests/vllm
+	OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/vllm
 
 lint: install-dev
 	$(BIN)/ruff check .

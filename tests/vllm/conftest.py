@@ -11,7 +11,9 @@ from tests.vllm.engines import Engines
 
 # Processes of vLLM are imported and compiled for long on two cores; a job has its own limit (engines.py).
 TIMEOUT = 900
-LAST = "test_harness.py"  # it ends a group of ranks
+# Two workers share the files, in this order. Files that are not named come next, and the last one ends a group of ranks.
+LONG_FILES = ["test_tokens.py", "test_eval.py", "test_bench.py", "test_plugin.py", "test_server.py", "test_features.py"]
+LAST = "test_harness.py"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,26 +21,37 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("vLLM is not installed here: `make test-vllm` runs tests/vllm in .venv-vllm")
 
 
+@pytest.hookimpl(trylast=True)  # after that of tests/conftest.py, which knows other files by the same names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name == LAST)  # stable: otherwise as pytest has them
+    places = {name: place for place, name in enumerate(LONG_FILES)} | {LAST: len(LONG_FILES) + 1}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG_FILES)))  # stable: a file's own order stays
     for item in items:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TIMEOUT))
 
 
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _small_caches() -> None:
-    """vLLM otherwise wants nearly all of the machine's memory for the caches of one engine, free at its start."""
+def _caches(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """For all processes of vLLM: what they keep on disk is new in this run, and small is what they keep in memory."""
+    # vLLM otherwise wants nearly all of the machine's memory for the caches of one engine, free at its start
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    os.environ["VLLM_CACHE_ROOT"] = str(folder / "cache")
+    base = tmp_path_factory.getbasetemp()
+    kernels = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"  # workers share them
+    kernels.mkdir(exist_ok=True)
+    os.environ["LADDERIZE_TEST_KERNELS"] = str(kernels)
+    os.environ["CXX"] = str(Path(__file__).with_name("kept_g++"))
 
 
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Engines]]:
-    """``engines(ranks)``: the group of that many ranks. They share a cache of compiled models, new in this run."""
-    folder: Path = tmp_path_factory.mktemp("engines")
+def engines(folder: Path) -> Iterator[Callable[[int], Engines]]:
+    """``engines(ranks)``: the group of that many ranks, which starts with its first job."""
     groups = {ranks: Engines(ranks, folder) for ranks in (1, 2)}
-    for group in groups.values():
-        group.start()
     yield groups.__getitem__
     for group in groups.values():
         group.end()

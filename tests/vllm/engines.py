@@ -37,6 +37,7 @@ class Rank:
 
     def __init__(self, rank: int, ranks: int, folder: Path, segments: str) -> None:
         self.log = folder / f"rank-{rank}-of-{ranks}.log"
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
         cores = sorted(os.sched_getaffinity(0))
         environment = {
             **os.environ,
@@ -47,9 +48,8 @@ class Rank:
             "MASTER_ADDR": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(ranks)),
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[(worker + i) % len(cores)]) for i in range(ranks)),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CACHE_ROOT": str(folder / "cache"),
             "VLLM_NO_USAGE_STATS": "1",
             SEGMENTS: segments,
         }

@@ -35,9 +35,9 @@ WORDS = (
 SIZES = {"vocab_size": 768, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": POSITIONS}
 
 
-def model_with_tokenizer(name: str, folder: Path) -> Path:
+def model_with_tokenizer(name: str, folder: Path, **extra: object) -> Path:
     """A random model with the tokenizer of the demo."""
-    make(name, folder, **SIZES)
+    make(name, folder, **SIZES, **extra)
     for file in MODEL.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder
@@ -233,7 +233,7 @@ def gone(leader: int) -> bool:
 
 def test_the_command(tmp_path):
     """Two models, one after the other, on two ranks each, compiled; against transformers."""
-    models = [model_with_tokenizer(name, tmp_path / name) for name in ("dense", "ladder all")]
+    models = [model_with_tokenizer(name, tmp_path / name, num_hidden_layers=2) for name in ("dense", "ladder all")]
     np.save(tmp_path / "ids.npy", fresh_rng().integers(2, 768, 300))
     what = ("--tasks", "demo_agreement", "--include-path", TASKS, "--limit", 5, "--perplexity", tmp_path / "ids.npy")
     what = (*models, *what, "--dtype", "float32", "--json")
