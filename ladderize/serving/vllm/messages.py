@@ -48,6 +48,9 @@ class Messages:
         self.collectives, why = _collectives(backend, vllm_config)
         self.alone = self.collectives.ranks == 1
         logger.info("Messages in flight: %s", why)
+        if isinstance(vllm_config.additional_config, dict):
+            # the graph differs (``all_reduce``), so the key of vLLM's compile cache must
+            vllm_config.additional_config["ladderize_messages"] = self.collectives.name
         contexts = vllm_config.compilation_config.static_forward_context
         if name in contexts:
             raise ValueError(f"two models of one engine are called {name}")
@@ -71,8 +74,9 @@ class Messages:
         return partial
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks at once, by vLLM's own all-reduce."""
-        if self.emulated:
+        """The sum over the ranks at once. Two ranks over a network swap their partials, which is one step where gloo's
+        all-reduce takes two; otherwise it is vLLM's own."""
+        if self.emulated or (self.collectives.name == "gloo" and self.collectives.ranks == 2):
             reads = torch.empty_like(partial)  # nothing hides it
             self.start(partial, reads)
             return self.wait(partial, reads)

@@ -43,9 +43,6 @@ class VerifyLadderizedLlama(VerifyAndUpdateConfig):
             raise ValueError(problem)
         if sends(layout, backend):
             _split_graph(vllm_config)
-        if backend.link is not None and isinstance(vllm_config.additional_config, dict):
-            # the graph differs, so the key of vLLM's compile cache must
-            vllm_config.additional_config["ladderize_emulated"] = backend.ranks
 
 
 class VerifyLlama(VerifyAndUpdateConfig):
