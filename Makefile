@@ -12,7 +12,9 @@ demo: install
 
 test: lint pytest
 
+# The tests start hundreds of processes: what these import is compiled once, also where PYTHONDONTWRITEBYTECODE is set
 pytest: install-dev
+	$(BIN)/python -m compileall -q ladderize tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-vllm: $(VENV_VLLM)/.installed

@@ -322,6 +322,7 @@ QUICK = {
     "spd": ["--no-verify"],
     "convert": ["--no-verify"],
     "bench": ["--warmup=1", "--repeat=1", "--no-check"],
+    "eval": ["--windows=8"],
 }
 
 
@@ -366,15 +367,29 @@ def lessened(arguments: list[str]) -> list[str]:
     return [*arguments, *QUICK.get(arguments[0], [])]
 
 
+def names_layers(arguments: list[str]) -> bool:
+    """Whether a command speaks of layers that a large model has."""
+    asked = [value for option, value in pairwise(arguments) if option in ("--ladder", "--spd", "--dense", "--recipe")]
+    return any(value.startswith("examples/") or re.search(r"\d", value) for value in asked)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Small Llamas: of 32 layers for commands that name layers, of 6 for all others."""
+    folder = tmp_path_factory.mktemp("models")
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config = LlamaConfig.from_pretrained(MODEL).to_dict() | shape | {"head_dim": 8, "max_position_embeddings": 64}
+    for layers in (32, 6):
+        LlamaForCausalLM(LlamaConfig(**config | {"num_hidden_layers": layers})).save_pretrained(folder / str(layers))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(MODEL / name, folder / str(layers) / name)
+    return {True: folder / "32", False: folder / "6"}
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that the pages speak of: a small Llama of 32 layers by the name of a large one."""
+    """A folder with the files that the pages speak of."""
     folder = tmp_path_factory.mktemp("docs")
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 32, "num_attention_heads": 8}
-    config = LlamaConfig.from_pretrained(MODEL).to_dict() | shape | {"num_key_value_heads": 8, "head_dim": 8}
-    LlamaForCausalLM(LlamaConfig(**config | {"max_position_embeddings": 64})).save_pretrained(folder / "llama-8b")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODEL / name, folder / "llama-8b" / name)
     (folder / "wiki.txt").write_text("".join(documents(100, test=False)), encoding="utf-8")
     shutil.copytree(ROOT / "examples", folder / "examples")
     machine = parse_yaml((ROOT / "examples" / "hardware" / "my-card.yaml").read_text(encoding="utf-8"))
@@ -383,14 +398,18 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @each_page
-def test_cheap_commands_run(page: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What converts, inspects and measures, in the order of the page, on a small model of the same name."""
+def test_cheap_commands_run(
+    page: Path, workplace: Path, models: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What converts, inspects and measures, in the order of the page, on a small model by the name of a large one."""
     for entry in workplace.iterdir():
         (tmp_path / entry.name).symlink_to(entry)
     monkeypatch.chdir(tmp_path)
     for _, arguments in commands_of(page):
         if not arguments or arguments[0] not in CHEAP or page == STORY or "--sweep" in arguments:
             continue
+        Path("llama-8b").unlink(missing_ok=True)
+        Path("llama-8b").symlink_to(models[names_layers(arguments)])
         if Path(arguments[1]).is_dir():
             run(lessened(arguments))
 
