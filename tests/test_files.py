@@ -52,6 +52,7 @@ def test_json_at_the_limits():
         ("? [1]\n: 2\n", "unhashable"),
         ("a: 1\na: 2", "the key 'a' stands twice"),
         ("{", "expected"),
+        ("a: 1\nb: [c\n", r"got '<stream end>' \(line 3, column 1\)$"),
         ('a: "\\uD800"', "half of a surrogate pair"),
         ('"\\uD800": 1', "half of a surrogate pair"),
     ],

@@ -316,7 +316,7 @@ def test_head_maps_that_do_not_fit(llama, tmp_path, changes, message):
     [
         ("{", "is not valid JSON"),
         ("[]", "holds a list"),
-        ("{}", "has schema_version None"),
+        ("{}", "is no result file of ladderize"),
         ('{"schema_version": 2}', "schema_version 2"),
         ('{"schema_version": true}', "schema_version True"),
         ('{"schema_version": NaN}', "holds NaN"),

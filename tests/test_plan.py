@@ -379,7 +379,9 @@ def test_the_next_command_is_of_the_same_model():
         ),
         (("--shape", "8b", *H100, "--recipe-out", "r.yaml"), "--recipe-out has no effect where no layout is chosen"),
         (("--shape", "8b", *H100, "--plot", "front"), "--plot has no effect where no layout is chosen"),
-        (("--shape", "8b", *H100, "--phase", "decode"), "costs in accuracy are needed"),
+        (("--shape", "8b", *H100, "--threads", "2"), "--threads has no effect where no layout is chosen"),
+        (("--shape", "8b", *H100, "--device", "cpu"), "--device has no effect where no layout is chosen"),
+        (("--shape", "8b", *H100, "--phase", "decode"), "--phase has no effect where no layout is chosen"),
         (("--shape", "8b", *H100, "--max-ppl-increase", "2%"), "give --sensitivity FILE or --sweep FOLDER"),
         (("--shape", "8b", *H100, "--sensitivity", "s.json"), "give --max-ppl-increase or --min-speedup"),
         (

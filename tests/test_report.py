@@ -366,9 +366,12 @@ def test_a_sweep_that_is_not_complete_says_so(sweep):
     document["points"][4] |= {"results": None, "model": None}
     failed = {"stage": "convert", "key": "k", "output": "stages/x", "status": "failed", "message": "no <disk> left"}
     document["points"][4]["stages"] = [failed]
+    benches = [{"stage": "bench", "key": f"b{i}", "output": f"stages/b{i}", "status": "waiting"} for i in range(3)]
+    benches[1]["status"] = "done"
+    document["stages"] = benches
     (sweep / "sweep.json").write_text(json.dumps(document))
     text, _ = page_of(sweep)
-    assert "The sweep is not complete: 4 of 5 models are evaluated." in text
+    assert "The sweep is not complete: 4 of 5 models are evaluated, and 1 of 3 benchmarks are done." in text
     assert "1 of 5 models failed; the table says why." in text
     assert "no &lt;disk&gt; left" in text
 

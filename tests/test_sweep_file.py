@@ -179,10 +179,19 @@ def test_a_layout_that_a_benchmark_does_not_time_may_be_made_for_other_ranks(pla
     assert stage["command"].count("/model ") == 1
 
 
-@pytest.mark.parametrize("content", ["- a", "model: [", "", "model: a\nmodel: b", "3"])
-def test_a_file_that_is_no_sweep(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("- a", "s.yaml is ['a'], but must hold options"),
+        ("model: [", "s.yaml is not valid YAML"),
+        ("", "s.yaml is empty, but must hold options"),
+        ("model: a\nmodel: b", "the key 'model' stands twice (line 1, column 1)"),
+        ("3", "s.yaml is 3, but must hold options"),
+    ],
+)
+def test_a_file_that_is_no_sweep(tmp_path, content, message):
     (tmp_path / "s.yaml").write_text(content)
-    assert "s.yaml" in one_sentence(invoke("sweep", tmp_path / "s.yaml", "--out", tmp_path / "out"))
+    assert message in one_sentence(invoke("sweep", tmp_path / "s.yaml", "--out", tmp_path / "out"))
 
 
 def test_folders_that_are_refused(place, tmp_path):

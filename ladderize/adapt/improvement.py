@@ -33,5 +33,12 @@ def check_improved(before: float, after: float, *, work: Path) -> None:
 def target_text(before: float, after: float, dense: float) -> str:
     """The dense model's perplexity as the target, and the share won back, for people."""
     share = share_won_back(before, after, dense)
-    won = f": {share:.0%} of the loss recovered" if share is not None else ""
+    won = f": {_recovered(share)}" if share is not None else ""
     return f"dense model (target) {dense:.4f}{won}"
+
+
+def _recovered(share: float) -> str:
+    """A share outside 0 to 1 has no meaning as a number: the loss that it is of may be next to nothing."""
+    if share < 0:
+        return "none of the loss recovered"
+    return f"{share:.0%} of the loss recovered" if share <= 1 else "all of the loss recovered, and more"

@@ -122,8 +122,8 @@ def bench(
         typer.Option(
             metavar="LINK",
             help=(
-                "With --emulate-tp: ALPHA_US,BETA_GB_S (an all-reduce takes alpha + bytes/beta), or the name of a"
-                " published link."
+                "With --emulate-tp: ALPHA_US,BETA_GB_S (an all-reduce takes alpha + bytes/beta), a name that plan"
+                " --list shows, or a file of calibrate."
             ),
             rich_help_panel=MEMORY,
         ),

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import ladderize
-from ladderize.choices import Dtype
+from ladderize.choices import DeviceName, Dtype
 from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.next_steps import FILE, command, show_next
 from ladderize.commands.options import (
@@ -18,9 +18,7 @@ from ladderize.commands.options import (
     MODELS,
     OUTPUT,
     AsJson,
-    Device,
     Revision,
-    Threads,
     compute_options,
     names_of,
     options_from,
@@ -212,8 +210,18 @@ def plan(
             rich_help_panel=CHOICE,
         ),
     ] = None,
-    device: Device = None,
-    threads: Threads = None,
+    device: Annotated[
+        DeviceName | None,
+        typer.Option(
+            help="With --verify: where to compute.", show_default="cuda if there is one", rich_help_panel=CHOICE
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="With --verify: CPU threads.", show_default="all cores", rich_help_panel=CHOICE
+        ),
+    ] = None,
     recipe_out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the chosen layout as a recipe for convert.", rich_help_panel=OUTPUT),
@@ -282,6 +290,11 @@ def _options(ctx: typer.Context) -> PlanOptions:
 def _goal(ctx: typer.Context) -> PlanGoal | None:
     """None where no layout is to be chosen."""
     given = [name for name in said(ctx) if name in names_of(PlanGoal)]
+    if given and not {"sensitivity", "sweep", "max_ppl_increase", "min_speedup"} & set(given):
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} has no effect where no layout is chosen; give --max-ppl-increase or"
+            " --min-speedup"
+        )
     return options_from(PlanGoal, ctx.params) if given else None
 
 

@@ -16,7 +16,8 @@ def report(
         list[Path],
         typer.Argument(
             metavar="DIR_OR_JSON...",
-            help="A sweep's folder; or results.json, bench.json, sensitivity.json, or folders with these.",
+            help="A sweep's folder; or results.json, bench.json, plan.json, sensitivity.json, or folders with these or"
+            " with training curves.",
         ),
     ],
     out: Annotated[

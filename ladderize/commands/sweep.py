@@ -55,6 +55,9 @@ def sweep(
         return
     if file is None:
         raise UsageError("name the sweep's YAML file; --write-example writes one to start from")
+    from ladderize.files.yaml12 import read_yaml
+
+    read_yaml(file)  # what is no YAML is found before seconds of imports
     with console.stage(LOADING):
         from ladderize.tradeoff.sweep.run import plan_sweep, sweep_folder
         from ladderize.tradeoff.sweep.summary import sweep_rows
@@ -90,4 +93,9 @@ def _write_example(file: Path | None, console: Console) -> None:
         raise UserError(f"{file} exists; name another file for the example")
     file.write_text(EXAMPLE, encoding="utf-8")
     console.note(f"wrote {file}")
-    show_next(console, ("run it", command("sweep", file)))
+    show_next(
+        console,
+        ("make the model that it names", command("demo", "--quick", "--out", "demo")),
+        ("see what it takes", command("sweep", file, "--dry-run")),
+        ("run it", command("sweep", file)),
+    )

@@ -40,7 +40,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def read_document(path: Path, what: str) -> dict[str, Any]:
     """A result file of ladderize's own, such as a ``what`` of "head map"; raises UserError unless it has our schema."""
     document = read_json(path, advice=f"it should be a {what}")
-    version = document.get("schema_version")
+    if "schema_version" not in document:
+        raise UserError(f"{path} is no result file of ladderize, which has a schema_version; it should be a {what}")
+    version = document["schema_version"]
     if type(version) is not int or version != SCHEMA_VERSION:
         raise UserError(
             f"{path} has schema_version {version!r}, but a {what} that this ladderize reads has {SCHEMA_VERSION}"
@@ -56,7 +58,7 @@ def read_json(path: Path, *, advice: str = "download it again") -> dict[str, Any
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); {advice}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__} where an object is expected")
+        raise UserError(f"{path} holds a {type(value).__name__} where an object is expected; {advice}")
     return value
 
 

@@ -51,6 +51,10 @@ def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
         value = yaml.load(text, Loader=loader)  # noqa: S506  (a SafeLoader)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
+    except yaml.MarkedYAMLError as error:
+        where = error.problem_mark
+        place = f" (line {where.line + 1}, column {where.column + 1})" if where is not None else ""
+        raise ValueError(f"{error.problem}{place}") from None
     except (yaml.YAMLError, ValueError, TypeError) as error:  # a key that is a list is a TypeError
         raise ValueError(" ".join(str(error).split())) from None
     check_nesting(value)

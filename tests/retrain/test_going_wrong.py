@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 import ladderize
-from ladderize.adapt.improvement import share_won_back
+from ladderize.adapt.improvement import share_won_back, target_text
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.hf_engine import HFEngine
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
@@ -234,3 +234,10 @@ def test_the_share_won_back():
     assert share_won_back(4.0, 2**1.5, 2.0) == pytest.approx(0.5)
     assert share_won_back(2.0, 1.9, 2.0) is None  # the conversion cost nothing
     assert share_won_back(math.inf, 2.0, 2.0) is None
+
+
+def test_the_share_won_back_in_words():
+    assert target_text(4.0, 2**1.5, 2.0) == "dense model (target) 2.0000: 50% of the loss recovered"
+    assert target_text(2.01, 1.5, 2.0) == "dense model (target) 2.0000: all of the loss recovered, and more"
+    assert target_text(2.01, 2.9, 2.0) == "dense model (target) 2.0000: none of the loss recovered"
+    assert target_text(2.0, 1.9, 2.0) == "dense model (target) 2.0000"

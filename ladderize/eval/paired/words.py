@@ -88,7 +88,7 @@ def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
         stderr = "" if perplexity.stderr is None else f" (standard error {perplexity.stderr:.4f})"
         yield (
             f"Perplexity {perplexity.reference_value:.4f} to {perplexity.value:.4f}, a difference of"
-            f" {perplexity.difference:+.4f}{stderr}{_from_to(perplexity.low, perplexity.high)}, and a factor of"
+            f" {perplexity.difference:+.4f}{stderr}{_from_to(perplexity.low, perplexity.high)}; a factor of"
             f" {perplexity.ratio:.4f}{_from_to(perplexity.ratio_low, perplexity.ratio_high, sign='')}."
         )
     if (predictions := document.predictions) is not None:
@@ -142,7 +142,7 @@ def points_interval(low: float | None, high: float | None) -> str:
 def _from_to(low: float | None, high: float | None, *, unit: float = 1.0, sign: str = "+") -> str:
     if low is None or high is None:
         return ", no interval"
-    digits = ".2f" if unit == POINT else ".4g" if sign else ".4f"
+    digits = ".2f" if unit == POINT else ".4f"
     return f", {low / unit:{sign}{digits}} to {high / unit:{sign}{digits}}"
 
 

@@ -3,6 +3,7 @@
 EXAMPLE = """\
 # ladderize demo --quick --out demo
 # ladderize sweep examples/sweep.yaml
+# The first command makes the model and the data that are named below. Put your own in their place.
 # Accuracy against speed of several layouts. Keys below the sections are the options of the commands
 # of the same name, with underscores. Paths are relative to the folder in which you run the command.
 

@@ -54,7 +54,9 @@ def check_keys(given: object, known: Iterable[str], where: str) -> dict[str, Any
     """``given`` as a mapping without what is null; raises UserError for an unknown key, with the nearest name."""
     known = list(known)
     if not isinstance(given, Mapping):
-        raise UserError(f"{where} is {given!r}, but must hold options, such as '{known[0]}: ...'")
+        raise UserError(
+            f"{where} is {'empty' if given is None else repr(given)}, but must hold options, such as '{known[0]}: ...'"
+        )
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key).replace("-", "_"), known, n=1)

@@ -48,8 +48,10 @@ def _unfinished(content: ReportContent) -> list[str]:
         if failed:
             sentences.append(f"{failed} of {len(points)} models failed; the table says why.")
         if not sweep.document.complete:
+            benches = [stage.status for stage in sweep.document.stages if stage.stage == "bench"]
+            timed = f", and {benches.count('done')} of {len(benches)} benchmarks are done" if benches else ""
             sentences.append(
-                f"The sweep is not complete: {evaluated} of {len(points)} models are evaluated."
+                f"The sweep is not complete: {evaluated} of {len(points)} models are evaluated{timed}."
                 f" `{sweep.document.command}` goes on with it."
             )
     if any(not bench.document.complete for bench in content.found.benches):
