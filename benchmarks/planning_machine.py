@@ -10,6 +10,7 @@ has is not timed again without --again. Nothing else may run meanwhile: on two c
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -34,8 +35,12 @@ PLOT = FOLDER.parent / "docs" / "planning_machine"
 LINKS = {"shm": ("shm", "bfloat16"), "gloo": ("gloo", "bfloat16"), "200mbit": ("gloo", "float32")}
 HELD_OUT = (("heldout-wide.json", 2, 48), ("heldout-deep.json", 16, 12))  # shape, batch, tokens of a prompt
 LAYOUTS = "dense,ladder,spd,spd+ladder,ladder=2:5"
-CALIBRATION = ("--prefill-tokens", "128", "--output-len", "5", "--repeat", "5")
-MEASURED = ("--output-len", "7", "--repeat", "5")
+CALIBRATION = ("--prefill-tokens", "128", "--output-len", "5", "--repeat", "9")
+MEASURED = ("--output-len", "7", "--repeat", "9")
+WIRE = {
+    "BURST": "64kbit",
+    "GSO": "8000",
+}  # of slow_link.sh: a shaper that lets no message of a decode step through at once
 
 
 def main() -> None:
@@ -80,7 +85,7 @@ def ladderize(link: str, arguments: list[str]) -> dict[str, Any]:
             command = [sys.executable, "-m", "ladderize", *arguments, "--out", str(out)]
         else:
             command = [str(FOLDER / "slow_link.sh"), link, str(out), "--", *arguments]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **WIRE})
         document: dict[str, Any] = json.loads(out.read_text())
         return document
 

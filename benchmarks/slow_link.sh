@@ -19,7 +19,7 @@ case " $* " in
   *) vllm= python=${PYTHON:-.venv/bin/python} ;;
 esac
 a=ladderize-a-$$ b=ladderize-b-$$
-pids=()
+pids=() own_core=
 clean() {
   for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done
   ip netns del "$a" 2>/dev/null || true
@@ -35,9 +35,11 @@ for side in "$a va" "$b vb"; do
   read -r namespace device <<<"$side"
   ip -n "$namespace" link set lo up
   # Packets larger than tbf's burst are cut up in software, at a CPU cost that a network card does not have: ladder's ranks then
-  # compute half as fast while they send, and nothing hides. GSO=65536 shows that.
+  # compute half as fast while they send, and nothing hides. GSO=65536 shows that. After a pause, as many bytes as the burst pass at
+  # once: the 32 kB of 256kbit are 1.3 ms of 200 Mbit/s, more than most messages of a decode step. BURST=64kbit GSO=8000 is nearly a
+  # wire (planning_machine.py).
   ip -n "$namespace" link set "$device" up gso_max_size "${GSO:-16384}"
-  ip netns exec "$namespace" tc qdisc add dev "$device" root tbf rate "$rate" burst 256kbit latency 50ms
+  ip netns exec "$namespace" tc qdisc add dev "$device" root tbf rate "$rate" burst "${BURST:-256kbit}" latency 50ms
 done
 arguments=(bench --random-weights benchmarks/shapes/slow_link.json --tp-size 2 --dtype float32 --repeat 9 --threads 1)
 case " $* " in
@@ -47,7 +49,7 @@ case " $* " in
 esac
 if [ "${1:-}" = -- ]; then
   shift
-  arguments=()
+  arguments=() own_core=1
 fi
 arguments+=("$@")
 variables=()
@@ -57,7 +59,8 @@ fi
 rank() { # namespace, device, rank, address
   local own=("${variables[@]}")
   if [ -n "$vllm" ]; then own+=(VLLM_HOST_IP="$4" VLLM_CPU_OMP_THREADS_BIND="$3"); fi # a core for each rank
-  ip netns exec "$1" env RANK="$3" WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=29511 \
+  # a core for each, as ranks have that ladderize starts itself
+  ip netns exec "$1" ${own_core:+taskset -c "$3"} env RANK="$3" WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=29511 \
     GLOO_SOCKET_IFNAME="$2" OMP_NUM_THREADS=1 "${own[@]}" "$python" -m ladderize "${arguments[@]}" --out "$out"
 }
 rank "$b" vb 1 10.77.0.2 &

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from ladderize.ranks.threads import cores
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
@@ -184,6 +185,10 @@ def values(group, factor):
         group.broadcast(group.rank + 5),
         torch.get_num_threads(),
     ]
+
+
+def cores_of_all(group):
+    return group.gather(cores())
 
 
 def traced_swaps(group, folder, times):

@@ -16,6 +16,7 @@ from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.shm import SharedMemory
 from tests.groups import (
+    cores_of_all,
     die,
     fail,
     many_in_flight,
@@ -44,6 +45,22 @@ def test_values_come_back_from_rank_0():
         5,
         max(1, len(cores()) // 2),
     ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("more_than_a_share", [False, True])
+def test_ranks_that_are_started_keep_to_cores_of_their_own(ranks, more_than_a_share):
+    before = cores()
+    share = len(before) // ranks
+    threads = share + 1 if more_than_a_share else None
+    found = distributed.run(cores_of_all, tp_size=ranks, device="cpu", threads=threads)
+    if ranks == 1 or share == 0 or more_than_a_share:
+        assert found == [before] * ranks
+    else:
+        assert [len(own) for own in found] == [share] * ranks
+        assert len(set().union(*found)) == share * ranks
+        assert set().union(*found) <= before
+    assert cores() == before
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -16,3 +16,18 @@ def set_threads(threads: int | None, ranks: int) -> None:
     threads: of each process; None divides the cores by ``ranks``, the processes of this machine.
     """
     torch.set_num_threads(threads or max(1, len(cores()) // ranks))
+
+
+def take_cores(rank: int, ranks: int, threads: int | None) -> int | None:
+    """Keep this process, ``rank`` of ``ranks`` on this machine, on its share of the cores; returns its threads.
+
+    A rank that waits for a message over gloo sleeps. Where it wakes up on a core on which another rank computes, the
+    two take turns, for as long as a tick of the clock (4 ms), though another core is idle. Nothing changes where there
+    are fewer cores than ranks, or more ``threads`` than a share has cores; None: as many as it has.
+    """
+    own = sorted(cores())
+    share = len(own) // ranks
+    if share < (threads or 1) or not hasattr(os, "sched_setaffinity"):
+        return threads
+    os.sched_setaffinity(0, own[rank * share : (rank + 1) * share])
+    return threads or share

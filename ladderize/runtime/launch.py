@@ -27,7 +27,7 @@ from ladderize.errors import LadderizeError, UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched, rank_device
 from ladderize.ranks.launcher import ALONE, Place, started_rank_variables
-from ladderize.ranks.threads import set_threads
+from ladderize.ranks.threads import set_threads, take_cores
 from ladderize.runtime.collectives.shm import remove_segments
 from ladderize.runtime.signals import handing_on_signals
 
@@ -268,6 +268,8 @@ def _work(
     """The life of a started rank: it reports a value or one sentence, and ends with whoever started it."""
     multiprocessing.current_process().daemon = False  # a daemon may not start processes, as bench's check does
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
+    if device == "cpu":
+        threads = take_cores(place.local_rank, place.local_size, threads)
     end_with_parent()
     adopt(streams, environment)
     os.environ.update(started_rank_variables(place))
