@@ -3,8 +3,8 @@ CPU does?
 
     python benchmarks/gpu_spd.py [--layers 4] [--windows 24] [--out FILE]
 
-A random checkpoint with the 8B shape and few layers (all that is done scales with them): sensitivity, grouping and
-distillation of every block in bfloat16, each with its peak memory and time, and what 32 layers would take.
+A random checkpoint with the 8B shape and few layers (all that is done scales with them): sensitivity, grouping,
+alignment and distillation of every block in bfloat16, each with its peak memory and time, and what 32 layers take.
 """
 
 import argparse
@@ -17,9 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ladderize.adapt.align.align import align
+from ladderize.adapt.align.options import AlignSettings
 from ladderize.adapt.blockwise.block_trainer import StudentBlocks
 from ladderize.adapt.blockwise.distill import distill
-from ladderize.adapt.blockwise.folder import BlockFolder
+from ladderize.adapt.blockwise.folder import BlockFolder, LayerFiles
 from ladderize.adapt.blockwise.head_grouping import group_heads
 from ladderize.adapt.blockwise.options import DistillOptions
 from ladderize.adapt.blockwise.windows import Windows
@@ -35,6 +37,7 @@ from ladderize.runtime.bench.environment import environment
 from ladderize.runtime.shapes import known_shapes, read_shape
 
 RANKS = 8
+CPU = torch.device("cpu")
 
 
 def random_checkpoint(folder: Path, config: dict, dtype: torch.dtype, device: torch.device) -> str:
@@ -61,8 +64,9 @@ def measured(name: str, call, results: dict, device: torch.device):
     return value
 
 
-def agrees_with_the_cpu(folder: Path, device: torch.device) -> float:
-    """The largest relative difference of a sensitivity table in float32 between the two devices."""
+def agrees_with_the_cpu(folder: Path, device: torch.device) -> tuple[float, float]:
+    """The largest relative differences between the two devices, in float32: of a sensitivity table, and of the weights
+    of aligned layers."""
     config = {
         **known_shapes()["1b"],
         "num_hidden_layers": 3,
@@ -74,10 +78,36 @@ def agrees_with_the_cpu(folder: Path, device: torch.device) -> float:
     checkpoint = open_checkpoint(random_checkpoint(folder, config, torch.float32, device))
     ids = torch.randint(0, 1024, (4, 64), generator=torch.Generator().manual_seed(1))
     layouts = column_layouts("spd", 3, RANKS)
-    cpu, gpu = (
-        Suffixes(Blocks(checkpoint, torch.float32, where), layouts)(ids) for where in (torch.device("cpu"), device)
-    )
-    return float(np.abs(cpu - gpu).max() / np.abs(cpu).max())
+    cpu, gpu = (Suffixes(Blocks(checkpoint, torch.float32, where), layouts)(ids) for where in (CPU, device))
+    places = (("reference", CPU), ("device", device))
+    solved = [aligned(Blocks(checkpoint, torch.float32, where), ids, folder / name) for name, where in places]
+    differences = [float((one - other).abs().max() / one.abs().max()) for one, other in zip(*solved, strict=True)]
+    return float(np.abs(cpu - gpu).max() / np.abs(cpu).max()), max(differences)
+
+
+def aligned(blocks: Blocks, ids: torch.Tensor, folder: Path) -> list[torch.Tensor]:
+    """The weights of every layer, aligned for the layout that is ladder and spd."""
+    layers = range(blocks.num_layers)
+    layout = Layout.from_layers(blocks.num_layers, ladder=layers, spd=layers, sync_tp_size=RANKS)
+    run_alignment(blocks, StudentBlocks(layout, tuple(layers), blocks.weights), Windows(ids[:3], ids[3:]), folder)
+    return [tensor for layer in layers for tensor in LayerFiles(folder, "aligned").weights(layer).values()]
+
+
+def run_alignment(blocks: Blocks, student: StudentBlocks, windows: Windows, folder: Path) -> None:
+    with BlockFolder(folder, {}) as work:
+        align(
+            blocks,
+            blocks,
+            blocks.weights,
+            student,
+            windows,
+            AlignSettings(ridge=1e-2),
+            work.aligned,
+            Ranks(0, 1, blocks.device),
+            Console(),
+            about={},
+            max_memory=64_000_000_000,
+        )
 
 
 def main() -> None:
@@ -93,11 +123,11 @@ def main() -> None:
     config = {**read_shape(args.shape), "num_hidden_layers": args.layers}
     layers = range(args.layers)
     with tempfile.TemporaryDirectory() as folder:
-        difference = agrees_with_the_cpu(Path(folder) / "small", device)
-        print(
-            f"sensitivity table in float32, {device} against the CPU: {difference:.1e} (must be below 1e-4)", flush=True
-        )
-        assert difference < 1e-4
+        table, weights = agrees_with_the_cpu(Path(folder) / "small", device)
+        print(f"sensitivity table in float32, {device} against the CPU: {table:.1e} (must be below 1e-4)", flush=True)
+        print(f"aligned weights in float32, {device} against the CPU: {weights:.1e} (must be below 1e-3)", flush=True)
+        assert table < 1e-4
+        assert weights < 1e-3
         checkpoint = open_checkpoint(random_checkpoint(Path(folder) / "large", config, torch.bfloat16, device))
         blocks = Blocks(checkpoint, torch.bfloat16, device)
         ids = torch.randint(
@@ -113,6 +143,7 @@ def main() -> None:
         every = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS)
         work = BlockFolder(Path(folder) / "work", {})
         student = StudentBlocks(every, tuple(layers), blocks.weights)
+        measured("alignment", lambda: run_alignment(blocks, student, windows, Path(folder) / "align"), results, device)
         options = DistillOptions(epochs=1, patience=1)
         measured(
             "distillation, 1 epoch",
@@ -128,6 +159,7 @@ def main() -> None:
     results["projected to 32 layers of the 8b shape, 128 windows"] = {
         "sensitivity_seconds": per_layer * LayoutTree(column_layouts("spd", 32, RANKS)).layer_runs * 128 / 2,
         "sensitivity_peak_memory_bytes": results["sensitivity, 2 windows"]["peak_memory_bytes"] + more_layers,
+        "alignment_seconds": results["alignment"]["seconds"] * 32 / args.layers * (1 << 17) / windows.train.numel(),
         "distillation_10_epochs_seconds": (
             results["distillation, 1 epoch"]["seconds"] * 32 / args.layers * 10 * 128 / args.windows
         ),

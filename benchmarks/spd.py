@@ -32,10 +32,10 @@ from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console
 from ladderize.eval.evaluation.run import evaluate
 from ladderize.eval.options import EvalOptions, SensitivityOptions
-from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.environment import environment
+from ladderize.workflows.sensitivity import measure_sensitivity
 from ladderize.workflows.spd import SpdOptions, permuted, spd
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
@@ -62,6 +62,7 @@ def table(args: argparse.Namespace) -> dict:
             options = SpdOptions(
                 sync_tp_size=ranks,
                 spd_fraction=1.0,
+                repair="blocks",
                 training=BlockwiseOptions(
                     data=args.data, samples=args.samples, seq_len=args.seq_len, distill=distillation
                 ),

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ladderize.eval.paired.document import CompareOptions, ComparisonDocument, Comparisons
     from ladderize.eval.paired.run import compare
     from ladderize.eval.results import EvalResults
-    from ladderize.eval.sensitivity import measure_points, measure_sensitivity
-    from ladderize.eval.sensitivity_run import write_points, write_sensitivity
     from ladderize.layout import Layout, LayoutError
     from ladderize.modeling import load, load_tokenizer, register
     from ladderize.planning.calibration.document import CalibrationDocument
@@ -48,12 +46,15 @@ if TYPE_CHECKING:
     from ladderize.runtime.bench.training.run import bench_training
     from ladderize.runtime.sampling import Sampling
     from ladderize.runtime.schedule import Schedule
+    from ladderize.runtime.texts.answers import AnswersDocument, answer_prompts
     from ladderize.runtime.texts.corpus import CorpusDocument, sample_corpus
     from ladderize.runtime.texts.options import GenerateOptions
     from ladderize.runtime.texts.prompts import GenerateDocument, generate
     from ladderize.tradeoff.report.content.options import ReportOptions
     from ladderize.tradeoff.report.run import ReportSummary, report
     from ladderize.tradeoff.sweep.run import sweep
+    from ladderize.workflows.sensitivity import measure_points, measure_sensitivity
+    from ladderize.workflows.sensitivity_run import write_points, write_sensitivity
     from ladderize.workflows.spd import SpdOptions, spd
     from ladderize.workflows.spd_document import SpdDocument
     from ladderize.workflows.sweep_document import SweepDocument
@@ -62,6 +63,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SILENT",
     "Adaptation",
+    "AnswersDocument",
     "BenchDocument",
     "BenchOptions",
     "BlockwiseOptions",
@@ -113,6 +115,7 @@ __all__ = [
     "__version__",
     "adapt_blocks",
     "adapt_checkpoint",
+    "answer_prompts",
     "bench",
     "bench_training",
     "calibrate",
@@ -164,8 +167,6 @@ _HOMES = {
     "eval.paired.document": ("CompareOptions", "ComparisonDocument", "Comparisons"),
     "eval.paired.run": ("compare",),
     "eval.results": ("EvalResults",),
-    "eval.sensitivity": ("measure_points", "measure_sensitivity"),
-    "eval.sensitivity_run": ("write_points", "write_sensitivity"),
     "layout": ("Layout", "LayoutError"),
     "modeling": ("load", "load_tokenizer", "register"),
     "planning.plans.document": ("PlanResult",),
@@ -182,12 +183,15 @@ _HOMES = {
     "runtime.bench.training.run": ("bench_training",),
     "runtime.sampling": ("Sampling",),
     "runtime.schedule": ("Schedule",),
+    "runtime.texts.answers": ("AnswersDocument", "answer_prompts"),
     "runtime.texts.corpus": ("CorpusDocument", "sample_corpus"),
     "runtime.texts.options": ("GenerateOptions",),
     "runtime.texts.prompts": ("GenerateDocument", "generate"),
     "tradeoff.report.content.options": ("ReportOptions",),
     "tradeoff.report.run": ("ReportSummary", "report"),
     "tradeoff.sweep.run": ("sweep",),
+    "workflows.sensitivity": ("measure_points", "measure_sensitivity"),
+    "workflows.sensitivity_run": ("write_points", "write_sensitivity"),
     "workflows.spd": ("SpdOptions", "spd"),
     "workflows.spd_document": ("SpdDocument",),
     "workflows.sweep_document": ("SweepDocument",),

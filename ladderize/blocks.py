@@ -7,13 +7,13 @@ that every converted checkpoint carries, so that nothing here has its own notion
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, kl_div, linear
 
 from ladderize import data
 from ladderize.checkpoint.dtypes import FLOAT_DTYPES
@@ -156,19 +156,38 @@ class Blocks:
 
         complete: the stream that leaves the last layer, [batch, tokens, hidden]; ids: [batch, tokens].
         """
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-        norm = LlamaRMSNorm(complete.shape[-1], eps=self.config.get("rms_norm_eps", 1e-6))
-        norm.weight = torch.nn.Parameter(self._end("model.norm.weight"), requires_grad=False)
-        hidden = norm(complete)
-        head = self._end("model.embed_tokens.weight" if self.config.get("tie_word_embeddings") else "lm_head.weight")
-        rows, targets = hidden[:, :-1].flatten(0, 1), ids[:, 1:].to(self.device).flatten()
-        at_once = max(1, LOGITS_AT_ONCE // head.shape[0])
+        targets = ids[:, 1:].to(self.device).flatten()
         losses = [
-            cross_entropy(linear(part, head).float(), target, reduction="none")
-            for part, target in zip(rows.split(at_once), targets.split(at_once), strict=True)
+            cross_entropy(logits, target, reduction="none")
+            for (logits,), target in self._logits([complete[:, :-1]], targets)
         ]
         return torch.cat(losses).view(len(ids), -1).double().sum(1)
+
+    def divergence(self, reference: Tensor, complete: Tensor) -> Tensor:
+        """Summed KL(reference || model) of the predictions of each window but its last token's, in nats: float64
+        [batch].
+
+        reference, complete: the streams that leave the last layer, [batch, tokens, hidden] each.
+        """
+        streams = [reference[:, :-1], complete[:, :-1]]
+        sums = [
+            kl_div(model.log_softmax(-1), dense.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+            for (dense, model), _ in self._logits(streams, torch.empty(streams[0].shape[:2].numel()))
+        ]
+        return torch.cat(sums).view(len(complete), -1).double().sum(1)
+
+    def _logits(self, streams: Sequence[Tensor], beside: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
+        """Of each stream [batch, tokens, hidden] the float32 logits [some tokens, vocab], and the part of ``beside``
+        [batch * tokens] that goes with them; so many tokens at a time as have room."""
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        norm = LlamaRMSNorm(streams[0].shape[-1], eps=self.config.get("rms_norm_eps", 1e-6))
+        norm.weight = torch.nn.Parameter(self._end("model.norm.weight"), requires_grad=False)
+        head = self._end("model.embed_tokens.weight" if self.config.get("tie_word_embeddings") else "lm_head.weight")
+        rows = [norm(stream).flatten(0, 1).to(head.dtype) for stream in streams]
+        at_once = max(1, LOGITS_AT_ONCE // (len(rows) * head.shape[0]))
+        for number, part in enumerate(beside.split(at_once)):
+            yield [linear(own.split(at_once)[number], head).float() for own in rows], part
 
     def ends_differ(self, other: "Blocks") -> bool:
         """Whether what surrounds the layers, embedding, final norm and LM head, has other values in ``other``."""
@@ -182,6 +201,29 @@ class Blocks:
         if name not in self._ends:
             (self._ends[name],) = self.read([name])
         return self._ends[name]
+
+
+def window_streams(
+    blocks: Blocks,
+    layer_at: Callable[[int], torch.nn.Module],
+    windows: Tensor,
+    *,
+    batch_size: int,
+    advance: Callable[[int], None] = lambda n: None,
+) -> list[Tensor]:
+    """The complete streams that leave the last layer, a batch of windows each, on the CPU; one layer in memory at once.
+
+    windows: [windows, tokens]. ``layer_at(i)`` makes layer i.
+    """
+    with torch.no_grad():
+        host = torch.device("cpu")  # where the states of all windows lie; those of one batch are on the device
+        states = [to_device(blocks.embed(batch), host) for batch in windows.split(batch_size)]
+        for index in range(blocks.num_layers):
+            layer = layer_at(index)
+            for number, state in enumerate(states):
+                states[number] = to_device(blocks.run(layer, to_device(state, blocks.device)), host)
+            advance(1)
+    return [complete(state) for state in states]
 
 
 def window_nlls(
@@ -198,17 +240,10 @@ def window_nlls(
     windows: [windows, tokens]. ``layer_at(i)`` makes layer i. ``eval.backends.scoring.score_windows`` takes a whole
     model.
     """
+    streams = window_streams(blocks, layer_at, windows, batch_size=batch_size, advance=advance)
     with torch.no_grad():
-        host = torch.device("cpu")  # where the states of all windows lie; those of one batch are on the device
-        states = [to_device(blocks.embed(batch), host) for batch in windows.split(batch_size)]
-        for index in range(blocks.num_layers):
-            layer = layer_at(index)
-            for number, state in enumerate(states):
-                states[number] = to_device(blocks.run(layer, to_device(state, blocks.device)), host)
-            advance(1)
-        batches = zip(states, windows.split(batch_size), strict=True)
-        nlls = [blocks.nll(complete(to_device(state, blocks.device)), batch) for state, batch in batches]
-    return torch.cat(nlls).cpu()
+        batches = zip(streams, windows.split(batch_size), strict=True)
+        return torch.cat([blocks.nll(stream.to(blocks.device), batch) for stream, batch in batches]).cpu()
 
 
 def layer_seconds(blocks: Blocks, layer: torch.nn.Module, ids: Tensor) -> float:

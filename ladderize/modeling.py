@@ -4,6 +4,7 @@ transformers.
 Nothing happens at import.
 """
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,3 +85,19 @@ def load_tokenizer(
         )
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise UserError(f"{model}: its tokenizer cannot be loaded ({' '.join(str(error).split())[:200]})") from None
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """Of everything that decides how text becomes ids."""
+    digest = hashlib.sha256()
+    for pattern in (
+        "tokenizer*",
+        "chat_template*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+    ):
+        for path in sorted(path for path in folder.glob(pattern) if path.is_file()):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()

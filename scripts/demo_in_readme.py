@@ -10,6 +10,7 @@ import argparse
 import os
 import shutil
 import tempfile
+import textwrap
 from pathlib import Path
 
 import ladderize
@@ -47,7 +48,7 @@ def table(root: Path) -> list[str]:
         }
         tasks = tasks or list(scores)
         assert entry.model.perplexity is not None
-        how = "" if point.adapted == "none" else f", retrained ({point.adapted})"
+        how = "" if point.adapted == "none" else f", adapted ({point.adapted})"
         figures = [f"{entry.model.perplexity.perplexity:.3f}", *(f"{float(scores[task]):.3f}" for task in tasks)]
         rows.append([point.layout.partition(": ")[2] + how, *figures, *(speedup(bench, point) for bench in benches)])
     head = ["model", "perplexity", *(task.removeprefix("demo_") for task in tasks)]
@@ -69,10 +70,10 @@ def main() -> None:
         f"`make demo` takes {arguments.minutes} minutes on 2 cores once everything is installed. It ends with",
         "`ladderize-demo/report.html` ([how to read it](docs/report.md)), which begins with this answer:",
         "",
-        f"> {summary.headline}",
+        *(f"> {line}" for line in textwrap.wrap(summary.headline, 98)),
         "",
-        "The bundled model is tiny and is retrained for half a minute; its arithmetic breaks first.",
-        "[Results](docs/results.md) shows what longer retraining wins back.",
+        "The bundled model is tiny, and its arithmetic breaks first. Least squares ([align](docs/align.md))",
+        "win part of it back in seconds, a minute of retraining the rest.",
         "",
         f"![speed-up against accuracy of the demo's models]({PICTURE.relative_to(ROOT).as_posix()})",
         "",

@@ -48,6 +48,7 @@ LONG_FILES = [
     "test_going_on.py",
     "test_model.py",
     "test_runtime_lm.py",
+    "test_answers.py",
     "test_corpus.py",
     "test_distill.py",
     "test_adapt_tp.py",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ladderize.adapt.data.packing import PADDING_TARGET
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.layout import Layout
@@ -22,6 +23,7 @@ from ladderize.runtime.shards import Shape
 from ladderize.runtime.training import linear
 from ladderize.runtime.training.lora import LoraPlan, TrainedLora
 from ladderize.runtime.training.model import TPTraining
+from ladderize.runtime.training.outputs import SubModuleOutputs
 from ladderize.runtime.training.weights import build_weights
 
 CPU = torch.device("cpu")
@@ -43,6 +45,13 @@ class Case:
     adapters: dict[str, torch.Tensor] | None = None
     compute: torch.dtype = torch.float32
     seed: int | None = None
+
+    def outputs(self, micro):
+        """Takes what the teacher's sub-modules add, where the objective compares it."""
+        if not self.objective.hidden_weight:
+            return None
+        layers = Layout.from_config(read_checkpoint(self.folder).config).converted_layers
+        return SubModuleOutputs(layers, micro["targets"] != PADDING_TARGET)
 
 
 class Watched(Collectives):
@@ -164,11 +173,11 @@ def step(case, group, collectives):
         for micro in case.micros:
             if case.seed is not None:
                 torch.manual_seed(case.seed)
-            scores = None
+            scores, outputs = None, case.outputs(micro)
             if teacher is not None:
                 with torch.no_grad():
-                    scores = teacher.scored_logits(**micro)
-            sums = model(**micro, teacher_logits=scores)
+                    scores = teacher.scored_logits(**micro, outputs=outputs)
+            sums = model(**micro, teacher_logits=scores, teacher_outputs=outputs)
             collectives.events.append(("backward", 0, None))
             case.objective.total(*sums).backward()
             losses.append(sums.detach())
@@ -176,8 +185,8 @@ def step(case, group, collectives):
                 torch.manual_seed(case.seed)
             collectives.events.append(("validation", 0, None))
             with torch.no_grad():
-                validation.append(model(**micro, teacher_logits=scores))
-            del sums, scores
+                validation.append(model(**micro, teacher_logits=scores, teacher_outputs=outputs))
+            del sums, scores, outputs
     alive = lives.alive()
     model.weights.sum_partial_gradients(group)
 

@@ -27,10 +27,11 @@ def part(tensor, dim, rank, ranks):
 
 class Oracle:
     """``Oracle(state_dict, config)(input_ids)`` -> logits and the complete streams entering each layer, then the normed
-    end."""
+    end. ``added`` then says what each sub-module added to the stream, with its bias: (layer, name) -> [..., hidden]."""
 
     def __init__(self, weights, config, ranks=None):
-        self.weights = {name: weight.detach() for name, weight in weights.items()}
+        self.weights = dict(weights)
+        self.added = {}
         self.config = config
         self.ranks = ranks or config.sync_tp_size or 1
 
@@ -83,14 +84,16 @@ class Oracle:
                 )
                 bias = self.get(layer, "self_attn.o_proj.bias" if name == "attention" else "mlp.down_proj.bias")
                 bias = nothing if bias is None else bias
-                partial = []
+                partial, own = [], []
                 for rank in ranks:
                     x = rms_norm(residual + carry[rank], norm, config.rms_norm_eps)
                     if name == "attention":
                         product = self.attention(layer, x, positions, allowed, rank)
                     else:
                         product = self.mlp(layer, x, rank)
+                    own.append(product)
                     partial.append(product + carry[rank])
+                self.added[layer, name] = sum(own) + bias
                 carry = [nothing for _ in ranks]
                 if pending is not None:
                     residual = residual + pending[0] + pending[1]

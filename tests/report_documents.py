@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,19 +242,24 @@ def write_curves(folder: Path, values: Sequence[float], *, dense: float | None =
 
 
 def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: bool = True) -> None:
-    """A sweep's folder. right: of the dense model and of points named LAYOUT or LAYOUT-TOKENS, which answers were
-    right. Each model is evaluated by itself, with its samples; layouts are timed, not points."""
+    """A sweep's folder. right: of the dense model and of points named LAYOUT, LAYOUT-TOKENS (of full) or
+    LAYOUT-TOKENS-METHOD+METHOD, which answers were right; dense-TOKENS is the control of the points with as many
+    tokens. Each model is evaluated by itself, with its samples; layouts are timed, not points.
+    """
     models = layouts()
     points, timed = [], {}
     for name, answers in right.items():
-        layout, _, tokens = name.partition("-")
+        layout, tokens, adapted = _parts(name)
         place = f"stages/eval-{name}"
         (folder / place / "results.samples").mkdir(parents=True)
         write_document(folder / place / "results.json", _own_results(name, models[layout], answers, folder / place))
-        if tokens:
+        if "full" in adapted:
             write_curves(folder / f"stages/adapt-{name}", [9.0, 5.0, 4.0])
         timed[layout] = models[layout]
-        points.append(_point(name, models[layout], f"{place}/results.json"))
+        control = f"dense-{tokens}"
+        point = _point(name, models[layout], f"{place}/results.json")
+        is_controlled = tokens and control in right and name != control
+        points.append(replace(point, control=model_path(control)) if is_controlled else point)
     write_document(folder / "bench.json", bench_document(timed, {"ladder": 1.25, "spd": 1.4}, batches=(1, 4)))
     write_document(folder / "sensitivity.json", sensitivity_document())
     document = SweepDocument(
@@ -269,19 +275,25 @@ def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: 
     write_document(folder / "sweep.json", document.to_dict())
 
 
+def _parts(name: str) -> tuple[str, str, str]:
+    """Of a point's name: layout, tokens, and how it was adapted."""
+    layout, tokens, adapted = (*name.split("-"), "", "")[:3]
+    return layout, tokens, (adapted.replace("+", " + ") or "full") if tokens else "none"
+
+
 def _point(name: str, layout: Layout, results: str) -> SweepPoint:
-    kind, _, tokens = name.partition("-")
+    kind, tokens, adapted = _parts(name)
     return SweepPoint(
         name=name,
         layout=str(layout),
         attention_sync=list(layout.attention_sync),
         mlp_sync=list(layout.mlp_sync),
         sync_tp_size=layout.sync_tp_size,
-        adapted="full" if tokens else "none",
+        adapted=adapted,
         tokens=int(tokens) if tokens else None,
         model=model_path(name),
         results=results,
-        adaptation=f"stages/adapt-{name}" if tokens else None,
+        adaptation=f"stages/adapt-{name}" if "full" in adapted else None,
         stages=[],
         timed=model_path(kind),
     )

@@ -10,13 +10,13 @@ import pytest
 from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.adapt.blockwise.windows import read_rows, training_windows
 from ladderize.adapt.data.chunks import StreamOptions
-from ladderize.adapt.data.formats import BadRow
 from ladderize.adapt.data.sources import parse_specs, source_sha256
 from ladderize.adapt.data.stream import fixed_rows
 from ladderize.blocks import open_checkpoint
 from ladderize.data import file_sha256
 from ladderize.errors import UsageError, UserError
 from ladderize.modeling import load_tokenizer
+from ladderize.rows.formats import BadRow
 from tests.helpers import ROOT
 
 DEMO = ROOT / "ladderize" / "demo" / "model"
@@ -112,7 +112,7 @@ def test_a_bad_row_is_named_without_an_option_that_is_not_there(tmp_path, checkp
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("hub:a/b:train", "is streamed, and block-to-block distillation reads its data whole"),
+        ("hub:a/b:train", "is streamed, and this method reads its data whole"),
         ("a.jsonl=2", "a weight has no effect on a single source"),
         ("a.csv", "neither a file that ends in"),
     ],

@@ -14,8 +14,7 @@ from ladderize.demo.inputs import MODEL
 from ladderize.modeling import load_tokenizer
 from ladderize.runtime.decode import Generator, Sampling
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
-from ladderize.runtime.texts.corpus import CorpusDocument
-from ladderize.runtime.texts.corpus_file import CorpusFile
+from ladderize.runtime.texts.corpus import CorpusDocument, CorpusFile
 from tests import warm
 from tests.helpers import SHAPE, clearly_chosen, edit_json, invoke, listing, make_model, one_sentence, save_llama
 
@@ -258,7 +257,7 @@ def test_a_finished_file_is_replaced_only_if_asked_for(model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "there is nothing to continue: give --prompt TEXT, or --from-bos"),
+        ([], "there is nothing to continue: give --prompt TEXT, --prompt-file FILE to answer many, or --from-bos"),
         (["-p", "x", "--num-samples", 3], "--num-samples has no effect without --from-bos"),
         (["-p", "x", "--out", "x.jsonl"], "--out has no effect without --from-bos"),
         (["-p", "x", "--batch-size", 3], "--batch-size has no effect without --from-bos"),

@@ -33,6 +33,22 @@ def write_blocks(folder, name):
     return folder
 
 
+def write_layers(folder, name, layers=(2, 3)):
+    folder.mkdir(exist_ok=True)
+    projections = [
+        {"projection": projection, "ridge": ridge, "error_before": 0.4, "error_after": after}
+        for projection, ridge, after in [
+            *(("self_attn.q_proj", 0.1, 0.1), ("self_attn.k_proj", None, 0.4), ("self_attn.v_proj", 0.1, 0.1)),
+            *(("self_attn.o_proj", 0.01, 0.3), ("mlp.gate_proj", 0.1, 0.2), ("mlp.up_proj", 0.1, 0.1)),
+            ("mlp.down_proj", None, 0.4),
+        ]
+    ]
+    reports = [{"layer": layer, "seconds": 1.0, "projections": projections} for layer in layers]
+    content = {"layers": reports} if name == "alignment.json" else {"blocks": [{"alignment": own} for own in reports]}
+    (folder / name).write_text(json.dumps({"schema_version": 1, **content}))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("about", "weight", "label"), [("adaptation.json", 1.0, "KL"), ("run.json", 0, "cross-entropy")]
 )
@@ -47,6 +63,35 @@ def test_what_a_retraining_left_is_read(tmp_path, about, weight, label):
 @pytest.mark.parametrize("name", ["distillation.json", "spd.json"])
 def test_what_a_distillation_left_is_read(tmp_path, name):
     assert read_curves(write_blocks(tmp_path / "run", name)).blocks == {3: [(0, 0.5), (10, 0.25)]}
+
+
+@pytest.mark.parametrize("name", ["alignment.json", "spd.json"])
+def test_what_an_alignment_left_is_read(tmp_path, name):
+    aligned = read_curves(write_layers(tmp_path / "run", name)).aligned
+    assert [report.layer for report in aligned] == [2, 3]
+    assert aligned[0].errors("attention reads") == pytest.approx((0.4, 0.2))
+    assert aligned[0].errors("attention writes") == pytest.approx((0.4, 0.3))
+    assert aligned[0].errors("MLP reads") == pytest.approx((0.4, 0.15))
+    assert aligned[0].errors("MLP writes") == pytest.approx((0.4, 0.4))
+
+
+def test_all_that_a_chain_left_is_drawn(tmp_path):
+    """Aligned, then distilled, then retrained: what each step wrote goes along with the checkpoint."""
+    chain = write_run(tmp_path / "chain")
+    write_layers(chain, "alignment.json")
+    write_blocks(tmp_path / "blocks", "distillation.json").joinpath("distillation.json").rename(
+        chain / "distillation.json"
+    )
+    curves = read_curves(chain)
+    assert curves.aligned
+    assert curves.blocks
+    assert curves.loss
+    assert invoke("plot", chain, write_layers(tmp_path / "other", "spd.json"), "--out", tmp_path / "c").code == 0
+    picture = (tmp_path / "c.svg").read_text()
+    titles = ["chain: aligned layers", "other: aligned layers", "chain: distilled blocks", "Training loss"]
+    assert [picture.count(title) for title in [*titles, "Held-out perplexity"]] == [1, 1, 1, 1, 1]
+    assert picture.count("<!-- layer -->") == 2
+    assert all(f"<!-- {name} -->" in picture for name in ("attention reads", "MLP writes", "before", "after"))
 
 
 def test_several_runs_are_drawn(tmp_path):
@@ -68,7 +113,7 @@ def test_points_are_smoothed():
     ("content", "message"),
     [
         (None, "is not a folder; name the output of adapt or spd"),
-        ({}, "has no metrics.jsonl, and no distillation.json or spd.json"),
+        ({}, "has no metrics.jsonl, and no alignment.json, spd.json, distillation.json with aligned layers or"),
         ({"metrics.jsonl": "x\n"}, "line 1 is not JSON"),
         ({"metrics.jsonl": '{"step": "x"}\n'}, "step is 'x', but must be of type int"),
         ({"spd.json": '{"schema_version": 1, "blocks": [{"distillation": null}]}'}, "has no metrics.jsonl"),

@@ -138,7 +138,7 @@ def test_an_earlier_demo_goes_on_with_what_it_has(tmp_path):
         if quick:
             (tmp_path / "dense" / "mine").touch()
     assert (tmp_path / "dense" / "mine").exists()
-    assert len(read_sweep(yaml).layouts) == 5
+    assert len(read_sweep(yaml).layouts) == 4
     assert not list(tmp_path.glob(".*"))
 
 

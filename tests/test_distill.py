@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ladderize.adapt.blockwise import rewrite
 from ladderize.adapt.blockwise import run as blockwise
 from ladderize.adapt.blockwise.block_trainer import BlockTrainer, StudentBlocks, _schedule
-from ladderize.adapt.blockwise.documents import BlockReport
+from ladderize.adapt.blockwise.documents import BlockReport, HeldoutMeasures
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair
 from ladderize.adapt.blockwise.options import DistillOptions
@@ -312,13 +313,14 @@ def test_training_that_does_not_help_changes_nothing(pair, tmp_path):
 
 def test_training_that_never_helped_writes_nothing(pair, tmp_path):
     def heldout_gets_worse(*arguments):
-        return {name: Perplexity(value, None, 1.0, 8, 1, 8, 1.0) for name, value in NEVER.items()}
+        found = {name: Perplexity(value, None, 1.0, 8, 1, 8, 1.0) for name, value in NEVER.items()}
+        return HeldoutMeasures(found, {})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "before_and_after", heldout_gets_worse)
+        patch.setattr(rewrite, "before_and_after", heldout_gets_worse)
         outcome = adapt(pair, tmp_path / "out", "--write", "best", "--epochs", 1)
     assert outcome.code == 1
-    assert "training never lowered the held-out perplexity (before 9.0000, after 9.5000)" in one_sentence(outcome)
+    assert "distillation never lowered the held-out perplexity (before 9.0000, after 9.5000)" in one_sentence(outcome)
     assert "out" not in listing(tmp_path)
     assert "block-00001.safetensors" in listing(tmp_path / "out.ladderize-work")
     written = adapt(pair, tmp_path / "out", "--write", "last", "--epochs", 1)
@@ -421,7 +423,7 @@ def test_work_of_another_run_is_not_mixed_in(tmp_path):
 
 
 def test_blocks_trained_otherwise_are_trained_anew(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr(blockwise, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
+    monkeypatch.setattr(rewrite, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
     assert adapt(pair, tmp_path / "out").code == 1
     monkeypatch.undo()
     trained, save = [], BlockFolder.save

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET
 from ladderize.adapt.lora.config import LORA_TARGETS, LoraOptions, lora_config
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters, trained_tensors
@@ -26,10 +27,12 @@ LAYERS = SHAPE["num_hidden_layers"]
 SIZE = (5, 11)  # rows and tokens: neither 2 nor 3 parts are even
 ROW = (1, 13)  # is cut along its tokens
 TEACHER = Objective(0.3, 1.7)
+HIDDEN = Objective(0.3, 1.7, hidden_weight=1.5)
 
 # What else differs from case to case: rows x tokens of each micro-batch, and
-#   packed, recompute, tied, teacher: whether; kv_heads: 2 are held by 2 of 4 ranks each; layers: that are trained, None
-#   for the whole model; lora: the targets of adapters on these layers.
+#   packed, recompute, tied, teacher: whether; hidden: whether sub-modules' outputs are compared with a teacher's;
+#   kv_heads: 2 are held by 2 of 4 ranks each; layers: that are trained, None for the whole model; lora: the targets of
+#   adapters on these layers.
 # 13 of them and 6 schedules: all pairs occur within 78 cases.
 VARIANTS = [
     {},
@@ -48,8 +51,9 @@ VARIANTS = [
 ]
 
 
-def text(rows, tokens, vocab, *, packed, scored):
-    """A micro-batch of random ids. packed: rows hold several texts. scored: the share of positions that count."""
+def text(rows, tokens, vocab, *, packed, scored, padding=0):
+    """A micro-batch of random ids. packed: rows hold several texts. scored: the share of positions that count. padding:
+    at the end of the last row."""
     positions = torch.arange(tokens).repeat(rows, 1)
     if packed:
         for row in positions:
@@ -57,7 +61,10 @@ def text(rows, tokens, vocab, *, packed, scored):
                 row[cut:] = torch.arange(tokens - cut)
     # the id of padding, 0, is among them: transformers gives its row of the embedding no gradient from look-ups
     ids, targets = torch.randint(vocab, (2, rows, tokens))
-    targets.masked_fill_(torch.rand(rows, tokens) >= scored, -100)
+    targets.masked_fill_(torch.rand(rows, tokens) >= scored, IGNORED_TARGET)
+    if padding:
+        targets[-1, -padding:] = PADDING_TARGET
+        positions[-1, -padding:] = torch.arange(padding)
     return {"input_ids": ids, "position_ids": positions, "targets": targets}
 
 
@@ -72,6 +79,7 @@ def make_case(
     recompute=False,
     tied=False,
     teacher=False,
+    hidden=False,
     kv_heads=4,
     layers=None,
     lora=None,
@@ -82,8 +90,8 @@ def make_case(
     """A case with a new model of the layout in ``folder``."""
     extra = {"tie_word_embeddings": tied, "num_key_value_heads": kv_heads, **(model or {})}
     make_model(layout, **extra).save_pretrained(folder / "student")
-    if teacher:
-        make_model("dense", **extra).save_pretrained(folder / "teacher")
+    if teacher or hidden:
+        make_model("dense", **{**extra, **LAYOUTS[layout][3]}).save_pretrained(folder / "teacher")
     checkpoint = read_checkpoint(folder / "student")
     names, vocab = checkpoint.tensors, checkpoint.config["vocab_size"]
     plan = adapters = None
@@ -95,11 +103,11 @@ def make_case(
     return Case(
         folder / "student",
         trained,
-        tuple(text(*size, vocab, packed=packed, scored=scored) for size in sizes),
+        tuple(text(*size, vocab, packed=packed, scored=scored, padding=3 * hidden) for size in sizes),
         schedule,
         recompute,
-        folder / "teacher" if teacher else None,
-        TEACHER if teacher else Objective(),
+        folder / "teacher" if teacher or hidden else None,
+        HIDDEN if hidden else TEACHER if teacher else Objective(),
         plan,
         adapters,
         **more,
@@ -122,7 +130,7 @@ def random_lora(tensors, targets, layers, dropout):
 def reference(case):
     """Losses and gradients of one process, in float32: transformers and PEFT."""
     checkpoint = read_checkpoint(case.folder)
-    setup = ModelSetup(CPU)
+    setup = ModelSetup(CPU, gradient_checkpointing=case.recompute, collecting=bool(case.objective.hidden_weight))
     lora = None
     if case.plan is not None:
         plan = case.plan
@@ -142,11 +150,11 @@ def reference(case):
     for micro in case.micros:
         if case.seed is not None:
             torch.manual_seed(case.seed)
-        scores = None
+        scores, outputs = None, case.outputs(micro)
         if teacher is not None:
             with torch.no_grad():
-                scores = teacher(**micro)
-        sums = student(**micro, teacher_logits=scores)
+                scores = teacher(**micro, outputs=outputs)
+        sums = student(**micro, teacher_logits=scores, teacher_outputs=outputs)
         case.objective.total(*sums).backward()
         losses.append(sums.detach())
     found = {
@@ -210,9 +218,27 @@ SPECIAL = {
         {"lora": ("gate_proj", "up_proj", "down_proj"), "layers": range(LAYERS)},
     ),
     "LoRA of MLPs, domino": ("ladder gaps", SCHEDULES[4], {"lora": ("down_proj",), "layers": (0, 2)}),
+    **{
+        f"hidden error, {layout}, {number}": (layout, SCHEDULES[number], {"hidden": True, **variant})
+        for layout, number, variant in (
+            ("ladder all", 0, {}),
+            ("ladder all", 3, {"sizes": (ROW,), "packed": True, "recompute": True}),
+            ("ladder gaps", 2, {"layers": (1, 3)}),
+            ("ladder with biases", 4, {"packed": True}),
+            ("spd all 2", 0, {"lora": LORA_TARGETS, "layers": range(LAYERS)}),
+            ("spd all 4", 2, {"sizes": (ROW,), "packed": True}),
+            ("spd some", 5, {"layers": (0,), "tied": True}),
+            ("spd with biases", 0, {"recompute": True}),
+            ("mixed", 1, {"packed": True, "sizes": (SIZE, (3, 8))}),
+            ("same layer", 3, {"lora": ("v_proj", "down_proj"), "layers": (2,)}),
+            ("same layer with biases", 2, {"recompute": True, "packed": True}),
+            ("same layer with biases", 0, {"sizes": (ROW,)}),
+        )
+    },
     "nothing counts": ("same layer", SCHEDULES[1], {"scored": 0.0}),
     "nothing counts for LoRA": ("dense", SCHEDULES[1], {"scored": 0.0, "lora": LORA_TARGETS, "layers": (2,)}),
     "bfloat16": ("mixed", SCHEDULES[2], {"compute": torch.bfloat16, "teacher": True}),
+    "bfloat16, compared outputs": ("same layer", SCHEDULES[2], {"compute": torch.bfloat16, "hidden": True}),
     "bfloat16, LoRA": ("ladder all", SCHEDULES[3], {"compute": torch.bfloat16, "lora": LORA_TARGETS, "layers": (0, 2)}),
 }
 
@@ -259,7 +285,7 @@ def results(place, cases):
     chosen = {
         (1, "auto"): pairs[::3] + list(SPECIAL),
         (2, "gloo"): list(cases),
-        (2, "shm"): pairs[1::5],
+        (2, "shm"): [*pairs[1::5], *(name for name in SPECIAL if "hidden" in name)],
         (4, "gloo"): [*third, *(name for name in SPECIAL if "bfloat16" not in name)],
     }
     found = {}

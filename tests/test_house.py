@@ -26,6 +26,7 @@ LEAVES = {
     "modeling",
     "blocks",
     "data",
+    "rows",
     "figure",
     "memory",
     "predictions",

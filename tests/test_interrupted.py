@@ -52,11 +52,25 @@ def command(name, place, out):
     retraining = ["adapt", place / "spd", out, *data, "--max-steps", 3, "--batch-size", 2, "--seq-len", 16]
     retraining += ["--write", "last"]
     blocks = ["adapt", place / "spd", out, "--method", "blocks", "--distill-from", place / "dense"]
+    align = ["adapt", place / "spd", out, "--method", "align", "--distill-from", place / "dense"]
     return {
         "full": [*retraining, "--no-verify"],
         "lora": [*retraining, "--method", "lora", "--lora-rank", 2],
+        "align": [*align, *data, "--no-verify", "--write", "last"],
         "blocks": [*blocks, "--epochs", 1, *data, "--no-verify", "--write", "last"],
-        "spd": ["spd", place / "dense", out, "--sync-tp-size", 2, "--epochs", 1, *data, "--no-verify"],
+        "spd": [
+            "spd",
+            place / "dense",
+            out,
+            "--sync-tp-size",
+            2,
+            "--epochs",
+            1,
+            *data,
+            "--no-verify",
+            "--repair",
+            "align+blocks",
+        ],
     }[name]
 
 
@@ -70,7 +84,7 @@ def work_of(out):
     return out.with_name(f"{out.name}.ladderize-work")
 
 
-@pytest.mark.parametrize("name", ["full", "lora", "blocks", "spd"])
+@pytest.mark.parametrize("name", ["full", "lora", "align", "blocks", "spd"])
 def test_killed_after_the_output_appeared(place, tmp_path, name):
     warm.warm_python().preload("accelerate", "datasets", "peft")
     out = tmp_path / "out"

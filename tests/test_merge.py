@@ -387,13 +387,16 @@ def test_other_bases_are_refused(pair, tmp_path):
     for model, message in {
         other: "has other weights than the checkpoint",
         layout: "was trained on the layout 4 layers: spd 0:4",
-        dense: "is dense",
+        dense: "was trained on the layout 4 layers: spd 0:4 (sync_tp_size 4), but",
         wide: "has other weights",
         tmp_path / "nothing": "does not exist",
         adapter: "is a PEFT adapter",
     }.items():
         assert message in one_sentence(ladderize_merge(adapter, tmp_path / "out", "--base", model))
     (adapter / "adaptation.json").unlink()
+    assert "is dense; merge an adapter for it with PEFT's" in one_sentence(
+        ladderize_merge(adapter, tmp_path / "out", "--base", dense)
+    )
     outcome = ladderize_merge(adapter, tmp_path / "out", "--base", wide)
     assert "lora_B of model.layers.1.mlp.gate_proj has shape [48, 4], but [64, 4] fits" in one_sentence(outcome)
     assert listing(tmp_path) == before

@@ -6,11 +6,20 @@ import torch
 from transformers.masking_utils import create_causal_mask, find_packed_sequence_indices
 
 from ladderize.adapt.data.examples import Example
-from ladderize.adapt.data.packing import IGNORED_TARGET, collate, join, pack, segments, targets_of, unpacked
+from ladderize.adapt.data.packing import (
+    IGNORED_TARGET,
+    PADDING_TARGET,
+    collate,
+    join,
+    pack,
+    segments,
+    targets_of,
+    unpacked,
+)
 from ladderize.adapt.data.stream import rank_rows
 from tests.helpers import make_model, random_ids
 
-X = IGNORED_TARGET
+X, P = IGNORED_TARGET, PADDING_TARGET
 
 
 def example(ids, scored=None, origin="here"):
@@ -34,7 +43,7 @@ def test_a_batch_by_hand():
     batch = collate(rows, pad_id=9)
     assert batch["input_ids"].tolist() == [[1, 50, 51, 52, 1, 60, 61], [1, 70, 9, 9, 9, 9, 9]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4]]
-    assert batch["targets"].tolist() == [[50, 51, 52, X, X, 61, X], [70, X, X, X, X, X, X]]
+    assert batch["targets"].tolist() == [[50, 51, 52, X, X, 61, X], [70, X, P, P, P, P, P]]
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
     assert find_packed_sequence_indices(batch["position_ids"]).tolist() == [
         [0, 0, 0, 0, 1, 1, 1],
@@ -135,4 +144,4 @@ def test_ranks_share_a_step(ranks, micro):
 def test_a_rank_without_rows_counts_nothing():
     batch = collate([])
     assert batch["input_ids"].shape == (1, 1)
-    assert batch["targets"].tolist() == [[X]]
+    assert batch["targets"].tolist() == [[P]]

@@ -20,9 +20,9 @@ from ladderize.errors import UserError
 from ladderize.eval import window_table
 from ladderize.eval.options import PointOptions
 from ladderize.eval.points_shown import beyond_sum, draw_points
-from ladderize.eval.sensitivity import measure_points
 from ladderize.eval.suffixes import LayoutTree, Suffixes
 from ladderize.layout import Layout
+from ladderize.workflows.sensitivity import measure_points
 from tests.helpers import BIASES, SHAPE, edit_json, fresh_rng, invoke, one_sentence, save_llama
 from tests.oracle import Oracle
 

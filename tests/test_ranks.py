@@ -84,7 +84,7 @@ def commands(place, out):
         "last",
         *same,
     ]
-    spd = ["spd", place / "dense", out, "--sync-tp-size", 2, "--epochs", 1, *same]
+    spd = ["spd", place / "dense", out, "--sync-tp-size", 2, "--epochs", 1, "--repair", "align+blocks", *same]
     return {"blocks": blocks, "spd": spd}
 
 

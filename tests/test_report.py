@@ -13,7 +13,7 @@ import pytest
 import ladderize
 from ladderize.console import to_json
 from ladderize.layout import Layout
-from ladderize.tradeoff.report.content.front import pareto_front
+from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.report.page import script_json
 from tests.helpers import fresh_rng, invoke, one_sentence
 from tests.report_documents import (
@@ -317,6 +317,58 @@ def test_the_points_of_a_sweep_are_compared_in_pairs(sweep):
             assert row["y1"] < row["y"] < row["y2"]
 
 
+@pytest.mark.parametrize(
+    ("trained", "control", "words"),
+    [
+        (0.95, 0.80, "shown to be better"),
+        (0.90, 0.90, "neither shown to be better nor worse"),
+        (0.80, 0.95, "shown to be worse"),
+        (0.95, None, ""),
+    ],
+)
+def test_what_is_better_than_dense_is_compared_with_its_control(tmp_path, trained, control, words):
+    """The dense model after the same training: never recommended, a row of the table, and named in the answer."""
+    chance = fresh_rng().random(4000)
+    right = {"dense": chance < 0.7, "ladder": chance < 0.4, "ladder-500": chance < trained}
+    if control is not None:
+        right["dense-500"] = np.roll(chance, 1) < control  # as many as of another model with this share
+    write_sweep(tmp_path / "sweep", right)
+    text, outcome = page_of(tmp_path / "sweep")
+    assert outcome.stdout.startswith("ladder-500 (ladder 0:4) is 1.25")
+    answer = text[text.index('<section id="answer"') : text.index('<section id="tradeoff"')]
+    if control is None:
+        assert "If it was trained on text, that may come of the text" in answer
+        return
+    assert f"Against it ladder-500 is {words}" in answer
+    assert "The control, dense-500, which is the dense model with the same training, is +" in answer
+    table = text[text.index('<section id="models"') : text.index('<section id="layouts"')]
+    assert "points from control" in table
+    rows = specs_of(text, "recovery")[0]["data"]["values"]
+    assert [row["tokens"] for row in rows if row["line"] == "dense, full"] == [0, 500]
+
+
+def test_of_one_layout_the_most_accurate_is_recommended(tmp_path):
+    """All are equally fast; marks tell what was aligned and what was trained."""
+    chance = fresh_rng().random(4000)
+    shares = {"dense": 0.7, "ladder": 0.694, "ladder-500-align": 0.698, "ladder-900-align+full": 0.696}
+    write_sweep(tmp_path / "sweep", {name: chance < share for name, share in shares.items()})
+    text, outcome = page_of(tmp_path / "sweep")
+    assert outcome.stdout.startswith("ladder-500-align (ladder 0:4) is 1.25")
+    sizes = {row["name"]: row["size"] for row in specs_of(text, "tradeoff")[0]["data"]["values"]}
+    dense, converted, aligned, trained = (sizes[name] for name in shares)
+    assert dense == converted < aligned < trained
+
+
+def test_an_alignment_needs_no_control(tmp_path):
+    """It is solved towards the dense model, so nothing can make it better than that but chance."""
+    chance = fresh_rng().random(4000)
+    right = {"dense": chance < 0.7, "ladder": chance < 0.4, "ladder-500-align": chance < 0.75}
+    write_sweep(tmp_path / "sweep", right)
+    text, outcome = page_of(tmp_path / "sweep")
+    assert outcome.stdout.startswith("ladder-500-align (ladder 0:4) is 1.25")
+    assert "a control" not in text
+
+
 def test_a_plot_for_everything_that_a_sweep_measures(sweep):
     ids = Reader(page_of(sweep)[0]).ids()
     for name in ("tradeoff", "tasks", "speed", "time-prefill", "time-decode", "sensitivity", "recovery", "heldout"):
@@ -331,6 +383,25 @@ def test_a_name_is_left_out_where_it_would_lie_on_another_mark(tmp_path):
     rows = specs_of(page_of(tmp_path)[0], "tradeoff")[0]["data"]["values"]
     assert all(row["front"] for row in rows)
     assert {row["name"] for row in rows if row["label"]} == {"dense", "spd", "both"}
+
+
+def test_a_line_of_recovery_goes_through_what_its_stages_made(tmp_path):
+    """From the model as converted; what only begins another line has none of its own."""
+    names = ("dense", "spd", "spd-500-align", "spd-900-align+full", "spd-600-blocks", "ladder", "ladder-500-align")
+    answers = fresh_rng().random((len(names), 60)) < 0.7
+    write_sweep(tmp_path / "sweep", dict(zip(names, answers, strict=True)))
+    text, _ = page_of(tmp_path / "sweep")
+    lines = {}
+    for row in specs_of(text, "recovery")[0]["data"]["values"]:
+        lines.setdefault(row["line"], []).append((row["tokens"], row["method"]))
+    both, spd = "ladder 0:4", "spd 0:4 (sync_tp_size 2)"
+    assert lines == {
+        f"{spd}, align + full": [(0, "none"), (500, "align"), (900, "align + full")],
+        f"{spd}, blocks": [(0, "none"), (600, "blocks")],
+        f"{both}, align": [(0, "none"), (500, "align")],
+    }
+    table = text[text.index('<section id="models"') : text.index('<section id="layouts"')]
+    assert "align + full, 900 tokens" in table
 
 
 def test_recovery_begins_at_the_model_that_was_not_retrained(sweep):

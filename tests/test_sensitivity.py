@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
+from ladderize.console import Console
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.convert.sensitivity_file import MODES, SensitivityDocument
 from ladderize.errors import UserError
-from ladderize.eval import sensitivity, sensitivity_plot, window_table
+from ladderize.eval import sensitivity_plot, window_table
 from ladderize.eval.backends.scoring import score_windows
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.sensitivity import (
@@ -20,11 +21,11 @@ from ladderize.eval.sensitivity import (
     classify,
     column_layouts,
     default_tau1,
-    measure_sensitivity,
 )
 from ladderize.eval.sensitivity_plot import block_ticks, value_ticks
-from ladderize.eval.sensitivity_run import SensitivityFolder
 from ladderize.eval.suffixes import Suffixes
+from ladderize.workflows.sensitivity import measure_sensitivity
+from ladderize.workflows.sensitivity_run import SensitivityFolder
 from tests.helpers import BIASES, SHAPE, edit_json, fresh_rng, invoke, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
@@ -56,7 +57,7 @@ def whole_model_table(folder, layouts, windows):
 def test_against_whole_models(tmp_path, ids, mode, extra):
     folder = save_llama(tmp_path / "m", seed=int(torch.randint(1 << 30, ())), **extra)
     options = SensitivityOptions(str(ids), mode, RANKS[mode], samples=12, seed=3, batch_size=5)
-    document = measure_sensitivity(str(folder), options, console=sensitivity.Console())
+    document = measure_sensitivity(str(folder), options, console=Console())
     windows = read_windows(open_checkpoint(str(folder)), str(ids), seq_len=None, samples=12, seed=3)
     table = whole_model_table(folder, column_layouts(mode, LAYERS, RANKS[mode]), windows)
     np.testing.assert_allclose(np.array(document.nll), table, rtol=1e-5)
@@ -97,7 +98,7 @@ def test_the_cached_prefix_changes_nothing_and_is_cheap(llama, ids, mode, monkey
 
 def test_a_killed_run_goes_on(llama, ids, monkeypatch):
     options = SensitivityOptions(str(ids), "spd", 2, samples=12, batch_size=4)
-    whole = measure_sensitivity(str(llama), options, console=sensitivity.Console())
+    whole = measure_sensitivity(str(llama), options, console=Console())
     saved = []
 
     def save(document):
@@ -106,7 +107,7 @@ def test_a_killed_run_goes_on(llama, ids, monkeypatch):
 
     monkeypatch.setattr(window_table, "SAVE_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        measure_sensitivity(str(llama), options, console=sensitivity.Console(), save=save)
+        measure_sensitivity(str(llama), options, console=Console(), save=save)
     assert saved[0]["complete"] is False
     assert len(saved[0]["nll"]) == 4
     scored = []
@@ -114,7 +115,7 @@ def test_a_killed_run_goes_on(llama, ids, monkeypatch):
     monkeypatch.setattr(
         Suffixes, "__call__", lambda self, windows: scored.append(len(windows)) or forward(self, windows)
     )
-    assert measure_sensitivity(str(llama), options, console=sensitivity.Console(), previous=saved[0]) == whole
+    assert measure_sensitivity(str(llama), options, console=Console(), previous=saved[0]) == whole
     assert scored == [4, 4]
 
 
@@ -146,7 +147,7 @@ def test_classes_and_their_thresholds(llama, ids):
     assert default_tau1(30 * 10**9) == 0.02
     for given, expected in ((None, 0.05), (0.3, 0.3)):
         options = SensitivityOptions(str(ids), "spd", 2, samples=2, tau1=given)
-        document = measure_sensitivity(str(llama), options, console=sensitivity.Console())
+        document = measure_sensitivity(str(llama), options, console=Console())
         assert (document.tau1, document.tau2) == (expected, 10.0)
         for entry in document.blocks:
             assert entry.sensitivity_class == classify(entry.sensitivity, expected, 10.0)

@@ -29,10 +29,11 @@ def text(tmp_path_factory):
     return folder / "*.jsonl"
 
 
-def run(out, text, *options, samples=12, heldout=4, calibration=4):
+def run(out, text, *options, samples=12, heldout=4, calibration=4, repair="blocks"):
     """``ladderize spd`` on a little text."""
     sizes = ["--samples", samples, "--heldout", heldout, "--calibration-samples", calibration, "--seq-len", 64]
-    what = ["--sync-tp-size", 4, "--spd-fraction", 0.875, "--epochs", 1, "--no-verify", "--threads", 1]
+    what = ["--sync-tp-size", 4, "--spd-fraction", 0.875, "--no-verify", "--threads", 1, "--repair", repair]
+    what += ["--epochs", 1] if repair != "align" else []
     return invoke("spd", MODEL, out, "--data", text, *sizes, *what, *options)
 
 
@@ -132,7 +133,7 @@ def test_classes_decide_what_a_block_gets(tmp_path, text):
         (["--head-grouping", "magic"], 2, "'magic' is not one of 'error', 'paper', 'none'"),
         (["--distill", "some"], 2, "'some' is not one of 'all', 'sensitive'"),
         (["--samples", "100000"], 1, "too few for 100000 to train on"),
-        (["--lr", "-1"], 2, "--lr must be above 0"),
+        (["--lr", "-1", "--repair", "blocks"], 2, "--lr must be above 0"),
         (["--data", "{tmp}/empty.txt"], 1, "empty.txt holds no rows"),
     ],
 )
@@ -233,3 +234,33 @@ def test_a_step_that_makes_it_worse_is_said():
         "distillation raised the held-out perplexity from 5.5000 (+ head grouping) to 5.7500; try a lower --lr, or more"
         " --samples"
     )
+
+
+def test_alignment_repairs_in_the_place_of_distillation_or_before_it(tmp_path, text):
+    """align is the default, and wins more than an epoch of distillation; what it solved is what is distilled then."""
+    perplexities = {}
+    for repair in ("align", "align+blocks"):
+        out = tmp_path / repair
+        shown = run(out, text, samples=48, heldout=16, calibration=4, repair=repair)
+        assert shown.code == 0, shown.stderr
+        document = SpdDocument.from_dict(json.loads((out / "spd.json").read_text()), "spd.json")
+        perplexities[repair] = {name: value.perplexity for name, value in document.perplexity.items()}
+        assert document.repair == repair
+        first = min(row.block for row in document.blocks if row.selected)
+        for row in document.blocks:  # every block from the first dropped one on reads a changed stream
+            assert (row.alignment is not None) == (row.block >= first)
+            assert (row.distillation is not None) == (row.selected and repair != "align")
+    steps = ["dense", "sync points dropped", "+ head grouping", "+ alignment"]
+    assert list(perplexities["align"]) == steps
+    assert list(perplexities["align+blocks"]) == [*steps, "+ distillation"]
+    assert perplexities["align"]["+ alignment"] == perplexities["align+blocks"]["+ alignment"]
+    dense, before, grouped, aligned = perplexities["align"].values()
+    assert dense < aligned < min(before, grouped)
+    load(tmp_path / "align")
+
+
+@pytest.mark.parametrize("option", [("--epochs", 1), ("--lr", 1e-3), ("--patience", 1), ("--batch-size", 2)])
+def test_options_of_training_have_no_effect_on_alignment(tmp_path, text, option):
+    outcome = invoke("spd", MODEL, tmp_path / "out", "--data", text, "--sync-tp-size", 4, *option)
+    assert f"{option[0]} has no effect with --repair align" in one_sentence(outcome)
+    assert outcome.code == 2

@@ -1,12 +1,15 @@
 """``ladderize sweep``: every point is measured, and a stage that fails stops only what needs it."""
 
 import errno
+import itertools
 import json
 import re
 import shlex
 
 import pytest
 
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.layout import Layout
 from tests.helpers import ROOT, invoke, one_sentence, save_llama
 from tests.sweeps import make_place, ran, read, spec, stages_of, write
@@ -171,6 +174,36 @@ def test_a_sensitivity_that_fails_skips_what_it_would_choose(place, tmp_path):
     assert all(point["attention_sync"] == [] and point["model"] is None for point in half)
     rows = outcome.stdout.splitlines()
     assert any(line.startswith("half") for line in rows)
+
+
+def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path):
+    """An adapter in the middle is merged; what a chain and a single stage share runs once."""
+    same = {"data": str(place / "ids.npy"), "seq_len": 16, "write": "last"}
+    align = {**same, "method": "align", "samples": 8, "heldout": 4}
+    lora = {**same, "method": "lora", "max_steps": 3, "batch_size": 2, "lora_rank": 2}
+    blocks = {**same, "method": "blocks", "samples": 10, "heldout": 4, "epochs": 1}
+    adapt = [align, [align, lora, blocks]]
+    content = spec(place, sensitivity=None, bench=None, layouts=[{"ladder": "1:3"}], adapt=adapt)
+    out = tmp_path / "out"
+    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", out)
+    assert outcome.code == 0, outcome.stderr
+    _, single, chain = read(out)["points"]
+    assert [stage["stage"] for stage in chain["stages"]] == ["convert", "adapt", "adapt", "adapt", "eval"]
+    assert chain["stages"][:2] == single["stages"][:2]
+    assert chain["name"] == "ladder 1:3, align 8 windows + lora + blocks 10 windows"
+    assert (single["adapted"], single["tokens"]) == ("align", 8 * 16)
+    assert (chain["adapted"], chain["tokens"]) == ("align + lora + blocks", 8 * 16 + 96 + 10 * 16)
+    assert (out / single["adaptation"] / "alignment.json").is_file()
+    assert chain["adaptation"] == f"{chain['stages'][2]['output']}/adapter"  # of the last stage with curves
+    for before, stage in itertools.pairwise(chain["stages"][1:4]):
+        assert f"ladderize adapt {before['output']}/model " in stage["command"]
+    for stage in chain["stages"][1:4]:
+        for line in stage["command"].split(" && "):
+            parse(shlex.split(line)[1:])
+    fingerprints = json.loads((out / chain["adaptation"] / "adaptation.json").read_text())["fingerprints"]
+    assert fingerprints["model"] == fingerprint(read_checkpoint(out / single["model"]))
+    results = json.loads((out / chain["results"]).read_text())
+    assert [entry["ladderize"]["model"] for entry in results["models"]] == [chain["model"]]
 
 
 def test_adapters_are_merged_and_blocks_are_distilled(place, tmp_path):

@@ -2,11 +2,16 @@
 
 import json
 import re
+from inspect import signature
+from typing import get_args
 
 import pytest
 
+from ladderize.adapt.methods import Method
+from ladderize.commands.adapt import adapt
 from ladderize.tradeoff.sweep.inputs import Inputs
 from ladderize.tradeoff.sweep.reading import sweep_spec
+from ladderize.tradeoff.sweep.settings import adapt_keys
 from tests.helpers import invoke, listing, one_sentence
 from tests.sweeps import FAST, make_place, rerun, spec, write
 
@@ -34,11 +39,12 @@ def test_lists_are_a_grid(place):
     bench = [{**FAST, "batch_size": [1, 2], "prompt_len": [4, 8]}, FAST]
     read = sweep_spec(spec(place, layouts=layouts, adapt=["none", adapt], bench=bench), "s.yaml")
     assert [(one.ladder, one.spd) for one in read.layouts] == [(a, b) for a in ("0:2", "2:") for b in "012"]
-    assert [one.method for one in read.adapt] == ["none"] + ["full"] * 4
-    assert {(one.given["max_tokens"], one.given["lr"]) for one in read.adapt[1:]} == {
+    assert [[stage.method for stage in one.stages] for one in read.adapt] == [[]] + [["full"]] * 4
+    given = [stage.given for one in read.adapt for stage in one.stages]
+    assert {(one["max_tokens"], one["lr"]) for one in given} == {
         (tokens, lr) for tokens in ("1k", 2000) for lr in (0.1, 0.2)
     }
-    assert all(len(one.given["data"]) == 2 for one in read.adapt[1:])
+    assert all(len(one["data"]) == 2 for one in given)
     assert [one.options.prompt_len for one in read.bench] == [4, 8, 4]
     assert [one.options.batch_sizes for one in read.bench] == [(1, 2), (1, 2), (1,)]
 
@@ -66,7 +72,60 @@ def test_a_layout_that_is_named_twice_is_measured_once(place, tmp_path):
     assert [stage["stage"] for stage in document["stages"]].count("eval") == 3  # 0:2 is as converted
 
 
+def test_the_forms_of_a_chain(place):
+    """A name, a mapping, a list and ``stages`` are the same; what is said once is of all."""
+    full = {"method": "full", "max_tokens": ["1k", "2k"]}
+    forms = ["none", "align", ["align", full], {"stages": ["align", full], "layouts": ["half"]}, [{"method": "align"}]]
+    read = sweep_spec(spec(place, adapt=forms, data="x.npy"), "s.yaml")
+    none, align, *chains, alone = read.adapt
+    assert none.stages == ()
+    assert [stage.method for stage in align.stages] == ["align"]
+    assert [(one.method, one.given) for one in alone.stages] == [(one.method, one.given) for one in align.stages]
+    assert [one.layouts for one in chains] == [(), (), ("half",), ("half",)]
+    assert [[stage.method for stage in one.stages] for one in chains] == [["align", "full"]] * 4
+    assert [one.stages[1].given["max_tokens"] for one in chains] == ["1k", "2k"] * 2
+    assert {stage.given["data"].rpartition("/")[2] for one in chains for stage in one.stages} == {"x.npy"}
+    assert chains[0].stages[1].where == "s.yaml: adapt[2]: stages[1]"
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+def test_a_stage_takes_options_of_the_command(method):
+    parameters = {*signature(adapt).parameters}
+    assert set(adapt_keys(method)) <= parameters
+
+
 # ---- the plan ----
+
+
+def test_a_stage_that_ways_of_adapting_share_runs_once(place, tmp_path):
+    """Also one that stands alone and begins a chain; the model in between is a point only where it is an entry."""
+    data = str(place / "ids.npy")
+    full = {"method": "full", "max_tokens": "1k"}
+    lora = {"method": "lora", "max_tokens": "1k"}
+    adapt = [[full, lora], full, [full, "blocks"], [full]]
+    document = planned(place, tmp_path, adapt=adapt, data=data, layouts=[{"ladder": "all"}], sensitivity=None)
+    titles = [stage["title"] for stage in document["stages"]]
+    assert [title.partition("ladder 0:4, ")[2] for title in titles if title.startswith("adapt")] == [
+        "full 1k tokens",
+        "full 1k tokens + lora 1k tokens",
+        "full 1k tokens + blocks",
+    ]
+    assert [title for title in titles if title.startswith("eval")] == [
+        "eval: dense",
+        "eval: ladder 0:4, full 1k tokens + lora 1k tokens",
+        "eval: ladder 0:4, full 1k tokens",
+        "eval: ladder 0:4, full 1k tokens + blocks",
+    ]
+    first, second, third = (stage for stage in document["stages"] if stage["stage"] == "adapt")
+    for later in (second, third):
+        assert f"ladderize adapt {first['output']}/model " in later["command"]
+
+
+def test_a_chain_of_one_stage_is_the_stage(place, tmp_path):
+    one = planned(place, tmp_path, adapt=[{"method": "align", "data": str(place / "ids.npy"), "samples": 8}])
+    two = planned(place, tmp_path, adapt=[[{"method": "align", "data": str(place / "ids.npy"), "samples": 8}]])
+    assert one == two
+    assert "ladder 0:4, align 8 windows" in {stage["title"].partition(": ")[2] for stage in one["stages"]}
 
 
 def test_a_dry_run_writes_nothing_and_says_what_it_does_not_know(place, tmp_path):
@@ -112,6 +171,7 @@ def test_jobs_run_side_by_side(place, tmp_path):
 # ---- what is refused ----
 
 FULL = {"method": "full", "data": "x.npy", "max_tokens": "1k"}
+HALF = {"name": "half", "ladder": "0"}
 REFUSED = {
     "an unknown key": ({"layout": []}, "unknown key 'layout'; did you mean layouts?"),
     "no layouts": ({"layouts": []}, "layouts is empty"),
@@ -133,6 +193,41 @@ REFUSED = {
     "a rate that is text": ({"adapt": [{**FULL, "lr": "fast"}]}, r"adapt\[0\]: lr is 'fast'"),
     "a rank of full": ({"adapt": [{**FULL, "lora_rank": 4}]}, "unknown key 'lora_rank'"),
     "an entry that is not there": ({"adapt": [{**FULL, "layouts": "most"}]}, "layouts names 'most'.*known are half"),
+    "a method's name without its options": ({"adapt": ["align"]}, r"adapt\[0\]: method align reads one file"),
+    "a chain of nothing": ({"adapt": [{"stages": []}]}, r"adapt\[0\]: stages is \[\], but must be a list"),
+    "none in a chain": ({"adapt": [["none", FULL]]}, r"adapt\[0\]: stages\[0\]: method is 'none'"),
+    "align after others": (
+        {"adapt": [[FULL, {"method": "align", "data": "x.npy"}]]},
+        r"adapt\[0\]: stages\[1\]: align solves anew .*put it first",
+    ),
+    "an option's slip in a chain": ({"adapt": [[{**FULL, "seqlen": 3}]]}, r"stages\[0\]: unknown key 'seqlen'"),
+    "layouts inside of a chain": ({"adapt": [[{**FULL, "layouts": "half"}]]}, r"stages\[0\]: unknown key 'layouts'"),
+    "options beside the stages": ({"adapt": [{"stages": [FULL], "lr": 1.0}]}, r"adapt\[0\]: unknown key 'lr'"),
+    "promote without an evaluation": (
+        {"adapt": [{**FULL, "promote": 1}], "eval": None},
+        r"adapt\[0\]: promote goes by what eval measures",
+    ),
+    "promote with times of some layouts": (
+        {"adapt": [{**FULL, "promote": 1}], "bench": [{**FAST, "layouts": "half"}], "layouts": [HALF]},
+        r"adapt\[0\]: promote goes by the first benchmark that times every layout",
+    ),
+    "nobody promoted": ({"adapt": [{**FULL, "promote": 0}]}, r"adapt\[0\]: promote is 0, but must be at least 1"),
+    "promote of a grid": ({"adapt": [{**FULL, "promote": [1, 2]}]}, r"adapt\[0\]: promote is \[1, 2\], but must be"),
+    "a control that learns nothing": (
+        {"adapt": [{"stages": [{**FULL, "distill_weight": 0.5}, FULL], "control": True}]},
+        r"adapt\[0\]: stages\[1\]: control has no effect with a distill_weight of 1.*set distill_weight below 1",
+    ),
+    "a control of alignment": (
+        {"adapt": [{"method": "align", "data": "x.npy", "control": True}]},
+        r"adapt\[0\]: control needs stages of full or lora",
+    ),
+    "a control of blocks": (
+        {"adapt": [{"method": "blocks", "data": "x.npy", "control": True}]},
+        r"adapt\[0\]: control needs stages of full or lora",
+    ),
+    "a control of none": ({"adapt": [{"method": "none", "control": True}]}, r"adapt\[0\]: control needs stages"),
+    "a control that is text": ({"adapt": [{**FULL, "control": "yes"}]}, r"adapt\[0\]: control is 'yes', but must"),
+    "data that nothing reads": ({"adapt": ["none"], "data": "x.npy"}, "data has no effect"),
     "data to train on": ({"adapt": [FULL]}, "x.npy does not exist"),
     "nothing to evaluate": ({"eval": {"batch_size": 3}}, "eval: nothing to evaluate"),
     "eval's slip": ({"eval": {"perplexit": "a"}}, "eval: unknown key 'perplexit'; did you mean perplexity"),

@@ -5,12 +5,17 @@ from typing import Final, Literal
 from ladderize.choices import Dtype
 from ladderize.errors import UsageError
 
-Method = Literal["full", "lora", "blocks"]
+Method = Literal["full", "lora", "blocks", "align"]
 FULL: Final = "full"
 LORA: Final = "lora"
 BLOCKS: Final = "blocks"
+ALIGN: Final = "align"
+
+CONVERTED: Final = "converted"  # of --train
 
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"]  # transformers' implementations
+FLASH: Final = "flash_attention_2"
+FLEX: Final = "flex_attention"
 Write = Literal["best", "last"]  # which weights become the output
 
 MAX_LR = 1e3

@@ -1,18 +1,21 @@
-"""A converted checkpoint and the dense one that it was converted from."""
+"""A checkpoint to train and its teacher: the dense one that it was converted from, or, for a dense student, another."""
+
+import math
 
 from ladderize.checkpoint.fingerprint import dense_function
 from ladderize.checkpoint.llama import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.tensors import TensorReader
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 
+ROWS = 1024  # of a tensor that are compared
+RELATED = 0.5  # fine-tuning moves weights by a few percent of their size; those of another model are 1 or more away
+
 
 def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> Layout:
-    """The student's layout. Raises UserError unless the teacher is a dense Llama of the same shape, and the student is
-    none."""
+    """The student's layout. Raises UserError unless the teacher is a dense Llama of the same shape and function."""
     layout, dense = Layout.from_config(student.config), Layout.from_config(teacher.config)
-    if layout.is_dense:
-        raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
     if not dense.is_dense:
         raise UserError(
             f"--distill-from {teacher_name} is not dense ({dense}); name the model that {model} was converted from"
@@ -28,3 +31,34 @@ def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_nam
             " that it was converted from"
         )
     return layout
+
+
+def check_related(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> None:
+    """Raise UserError where the weights of a pair (``check_pair``) have nothing to do with each other.
+
+    Compared are the embedding, and the MLP of the first layer that still is as in the dense model, which an order of
+    heads moves nothing in.
+    """
+    layout = Layout.from_config(student.config)
+    same = sorted(set(range(layout.num_layers)) - set(layout.converted_layers))
+    names = ["model.embed_tokens.weight", *(f"model.layers.{layer}.mlp.up_proj.weight" for layer in same[:1])]
+    for name in names:
+        if (apart := relative_distance(student, teacher, name)) > RELATED:
+            raise UserError(
+                f"--distill-from {teacher_name} has other weights than {model} ({name} differs by {apart:.0%}); name"
+                " the model that it was converted from"
+            )
+
+
+def relative_distance(one: Checkpoint, other: Checkpoint, name: str) -> float:
+    """|a - b| / |b| of the rows in the middle of a tensor in both."""
+    rows = []
+    for checkpoint in (one, other):
+        info = checkpoint.tensors[name]
+        first = max(0, info.shape[0] - ROWS) // 2
+        with TensorReader(checkpoint.folder) as reader:
+            part = reader.read(info, dim=0, start=first, stop=min(info.shape[0], first + ROWS))
+        rows.append(part.double())
+    size = float(rows[1].norm())
+    distance = float((rows[0] - rows[1]).norm())
+    return distance / size if size else math.inf if distance else 0.0

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 
+# What templates are told of today where data are made or read, which must not depend on when that is: what Llama 3.2's
+# says where it is given no date.
+DATE_OF_DATA = datetime(2024, 7, 26)
+
 
 class RefusedConversation(UserError):
     """The template raised an error for this conversation; it may take others."""

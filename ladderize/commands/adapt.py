@@ -3,11 +3,11 @@
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ladderize.adapt.methods import BLOCKS, FULL, LORA, Attention, Method, Write
+from ladderize.adapt.methods import ALIGN, BLOCKS, CONVERTED, FULL, LORA, Attention, Method, Write
 from ladderize.adapt.retrain.schedule import ScheduleKind
 from ladderize.commands.config_file import Config, PrintConfig
 from ladderize.commands.next_steps import command, scoring_file, show_next
@@ -28,10 +28,13 @@ from ladderize.commands.options import (
     options_from,
     said,
 )
-from ladderize.commands.retraining import check_effect, preset_filled_in, retrain_options, schedule_name
+from ladderize.commands.retraining import check_effect, check_windowed, preset_filled_in, retrain_options, schedule_name
 from ladderize.commands.training import ComputeDtype, TrainingSeed, WorkDir, memory_limit, start_training_on
 from ladderize.console import Console
 from ladderize.errors import UsageError
+
+if TYPE_CHECKING:
+    from ladderize.adapt.blockwise.documents import RewrittenLayers
 
 SHOWN_ROWS = 4  # of --show-data
 
@@ -39,7 +42,11 @@ SHOWN_ROWS = 4  # of --show-data
 def adapt(
     ctx: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A converted checkpoint: folder or hub id. It is never changed.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A converted checkpoint, or with --train a dense one: folder or hub id. It is never changed.",
+        ),
     ],
     data: Annotated[
         list[str],
@@ -59,9 +66,11 @@ def adapt(
     method: Annotated[
         Method,
         typer.Option(
+            metavar="NAME",
             help=(
                 "full: train all weights of the chosen layers. lora: train LoRA adapters. blocks: train each block"
-                " alone on the dense block's outputs."
+                " alone on the dense block's outputs. align: solve the projections anew by least squares, without"
+                " training; seconds to minutes, and a good start for the others."
             ),
             rich_help_panel=METHOD,
         ),
@@ -81,7 +90,7 @@ def adapt(
         typer.Option(
             metavar="LAYERS",
             help="Layers to train: converted, all (with full: embedding and LM head too), or ranges like 16:32,40.",
-            show_default="converted",
+            show_default="converted; align: every layer from the first converted one on",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -103,10 +112,45 @@ def adapt(
             rich_help_panel=METHOD,
         ),
     ] = None,
+    hidden_weight: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help=(
+                "Weight of the hidden error: how far what attention and MLP of the converted layers add to the stream"
+                " is from the dense model's, as a relative mean squared error."
+            ),
+            show_default="0",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
             metavar="X", help="Temperature of both models in the KL term.", show_default="1", rich_help_panel=METHOD
+        ),
+    ] = None,
+    align: Annotated[
+        bool,
+        typer.Option(
+            "--align",
+            help=(
+                "full, lora: align first (as --method align does, briefly, on the first --data) and train from there."
+                " The aligned checkpoint stays in OUT-aligned."
+            ),
+            rich_help_panel=METHOD,
+        ),
+    ] = False,
+    ridge: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help=(
+                "align: how strongly weights are held where they are, as a share of the mean square of a projection's"
+                " inputs."
+            ),
+            show_default="chosen for each projection on held-out windows, from 1e-1 to 1e-5",
+            rich_help_panel=METHOD,
         ),
     ] = None,
     lora_rank: Annotated[
@@ -164,8 +208,8 @@ def adapt(
         typer.Option(
             metavar="N",
             min=1,
-            help="blocks: windows to train on.",
-            show_default="what the data give, up to 1024",
+            help="blocks, align: windows to train on.",
+            show_default="what the data give, up to 1024; align: up to 131,072 tokens",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -198,7 +242,7 @@ def adapt(
             "--lr",
             metavar="X",
             help="Peak learning rate.",
-            show_default="full 2e-5, lora 1e-4, blocks 5e-5; times 4096 / hidden size",
+            show_default="full 2e-5, lora 1e-4, blocks 5e-5; times 4096 / hidden size; half of it after align",
             rich_help_panel=OPTIMISATION,
         ),
     ] = None,
@@ -278,7 +322,7 @@ def adapt(
             metavar="N",
             min=0,
             help="Rows to hold out of each --data for validation.",
-            show_default="a hundredth, up to 256; blocks: a tenth, up to 64 windows",
+            show_default="a hundredth, up to 256; blocks, align: a tenth of the windows",
             rich_help_panel=VALIDATION,
         ),
     ] = None,
@@ -404,7 +448,7 @@ def adapt(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="blocks: memory for the dense model's states, per process. What is beyond it goes to disk.",
+            help="blocks, align: memory for the models' states, per process. What is beyond it goes to disk.",
             show_default="8GB",
             rich_help_panel=MEMORY,
         ),
@@ -447,23 +491,21 @@ def adapt(
     console = Console(as_json)
     with console.stage(LOADING):
         check_effect(method, said(ctx))
-        importlib.import_module(f"ladderize.adapt.{'blockwise' if method == BLOCKS else 'retrain'}.run")
+        room = {BLOCKS: "blockwise", ALIGN: "align"}.get(method, "retrain")
+        importlib.import_module(f"ladderize.adapt.{room}.run")
     if plot is not None:
         from ladderize.figure import check_plot
 
         check_plot(plot)
-    run = _adapt_blocks if method == BLOCKS else _retrain
+    run = {BLOCKS: _adapt_blocks, ALIGN: _align}.get(method, _retrain)
     run(model, out, preset_filled_in(ctx.params), console)
 
 
 def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], console: Console) -> None:
     assert out is not None
-    if params["distill_from"] is None:
-        raise UsageError("--method blocks needs --distill-from DENSE, the checkpoint that MODEL was converted from")
-    if len(params["data"]) > 1:
-        raise UsageError("--method blocks reads one --data file")
+    check_windowed(BLOCKS, params)
     device = start_training_on(params["device"], params["dtype"], params["threads"], params["lr"])
-    from ladderize.adapt.blockwise.documents import BLOCK_ERROR, distillation_rows, perplexity_rows
+    from ladderize.adapt.blockwise.documents import BLOCK_ERROR, distillation_rows
     from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
     from ladderize.adapt.blockwise.run import adapt_blocks
 
@@ -472,7 +514,7 @@ def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], consol
         BlockwiseOptions,
         params,
         data=params["data"][0],
-        layers=params["train"] if params["train"] != "converted" else None,
+        layers=params["train"] if params["train"] != CONVERTED else None,
         distill=distill,
         device=device,
     )
@@ -487,16 +529,61 @@ def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], consol
         revision=params["revision"],
     )
     if distillation is not None:
-        console.document(distillation.to_dict())
-        console.table(distillation_rows(distillation.blocks), right=["block"])
-        console.result("")
-        rows = perplexity_rows(distillation.heldout_perplexity)
-        console.table(rows, right=["perplexity", "stderr", "difference"])
-        console.prose(BLOCK_ERROR)
-        console.prose(distillation.target)
-        console.result(f"wrote {out}")
-        _draw(out, params["plot"], console)
-        show_next(console, _measure(params, out))
+        rows = distillation_rows(distillation.blocks)
+        _show_rewritten(distillation, rows, BLOCK_ERROR, distillation.target, params, console)
+
+
+def _align(model: str, out: str | None, params: Mapping[str, Any], console: Console) -> None:
+    assert out is not None
+    check_windowed(ALIGN, params)
+    device = start_training_on(params["device"], params["dtype"], params["threads"], None)
+    from ladderize.adapt.align.documents import ERROR, alignment_rows
+    from ladderize.adapt.align.options import AlignOptions
+    from ladderize.adapt.align.run import align_checkpoint
+
+    options = options_from(
+        AlignOptions,
+        params,
+        data=params["data"][0],
+        layers=params["train"],
+        max_memory=memory_limit(params["max_memory"]),
+        device=device,
+    )
+    alignment = align_checkpoint(
+        model,
+        out,
+        params["distill_from"],
+        options,
+        console=console,
+        overwrite=params["overwrite"],
+        verify=not params["no_verify"],
+        revision=params["revision"],
+    )
+    if alignment is not None:
+        _show_rewritten(alignment, alignment_rows(alignment.layers), ERROR, alignment.target, params, console)
+
+
+def _show_rewritten(
+    document: "RewrittenLayers",
+    rows: list[dict[str, str]],
+    meaning: str,
+    target: str,
+    params: Mapping[str, Any],
+    console: Console,
+) -> None:
+    """The table of layers, what its errors mean, the held-out measures, and what to do next."""
+    from ladderize.adapt.blockwise.documents import perplexity_rows
+
+    console.document(document.to_dict())
+    console.table(rows, right=[next(iter(rows[0]))])
+    console.result("")
+    measured = perplexity_rows(document.heldout_perplexity, document.heldout_divergence)
+    console.table(measured, right=["perplexity", "stderr", "difference", "KL to dense"])
+    console.prose(meaning)
+    console.prose(target)
+    console.result(f"wrote {document.out}")
+    _draw(document.out, params["plot"], console)
+    show_next(console, _measure(params, document.out))
 
 
 def _retrain(model: str, out: str | None, params: Mapping[str, Any], console: Console) -> None:
@@ -539,6 +626,6 @@ def _draw(out: str, stem: Path | None, console: Console) -> None:
 
 
 def _measure(params: Mapping[str, Any], out: str) -> tuple[str, str]:
-    models = [name for name in (params["distill_from"], params["model"], out) if name is not None]
+    models = dict.fromkeys(name for name in (params["distill_from"], params["model"], out) if name is not None)
     file = scoring_file(params["eval_data"] or [])
     return "measure it", command("eval", *models, "--perplexity", file)

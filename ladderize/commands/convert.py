@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ladderize.commands.next_steps import FILE, command, show_next
+from ladderize.commands.next_steps import FILE, align_command, command, show_next
 from ladderize.commands.options import (
     LAYOUT,
     OUTPUT,
@@ -19,6 +19,7 @@ from ladderize.commands.options import (
     said,
 )
 from ladderize.console import Console, human_bytes
+from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import BLOCKING, RangeSyntaxError, format_ranges
 
@@ -176,6 +177,8 @@ def convert(
             " first-order estimate",
             indent=9,
         )
+        if selection.sensitivity.aligned is not None:
+            console.prose(f"measured {alignment_words(selection.sensitivity.aligned)}", indent=9)
         console.result("")
     if dry_run:
         console.table([layer.to_dict() for layer in report.layers], right=["layer"])
@@ -199,7 +202,9 @@ def convert(
 
 def _show_next(console: Console, src: str, out: str, report: "ConversionReport") -> None:
     steps = [("measure it", command("eval", src, out, "--perplexity", FILE))]
-    if {*report.attention_sync, *report.mlp_sync} != {BLOCKING}:
+    if report.selection is not None and report.selection.sensitivity.aligned is not None:
+        steps.append(("align it, as was measured", align_command(out, src)))
+    elif {*report.attention_sync, *report.mlp_sync} != {BLOCKING}:
         adapt = command("adapt", out, f"{out.rstrip('/')}-adapted", "--distill-from", src)
         steps.append(("recover accuracy", f"{adapt} --data {FILE} --max-tokens 20M"))
     show_next(console, *steps)

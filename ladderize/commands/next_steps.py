@@ -13,6 +13,12 @@ def command(*words: object) -> str:
     return shlex.join(["ladderize", *map(str, words)])
 
 
+def align_command(converted: str, dense: str, data: str = FILE) -> str:
+    """The command that aligns a converted checkpoint."""
+    aligned = f"{converted.rstrip('/')}-aligned"
+    return command("adapt", converted, aligned, "--method", "align", "--distill-from", dense, "--data", data)
+
+
 def show_next(console: Console, *steps: tuple[str, str]) -> None:
     """steps: what for, and the command."""
     wide = max(len(purpose) for purpose, _ in steps)

@@ -9,7 +9,7 @@ import typer
 import ladderize
 from ladderize.choices import DeviceName, Dtype
 from ladderize.commands.config_file import Config, PrintConfig
-from ladderize.commands.next_steps import FILE, command, show_next
+from ladderize.commands.next_steps import FILE, align_command, command, show_next
 from ladderize.commands.options import (
     LAYOUT,
     LOADING,
@@ -27,7 +27,7 @@ from ladderize.commands.options import (
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.files.regular import resolved
-from ladderize.planning.planner.document import TimedPhase
+from ladderize.planning.planner.document import PlanChoice, TimedPhase
 from ladderize.planning.plans.options import BOUNDS, PlanGoal, PlanModel, PlanOptions, parse_workload
 from ladderize.runtime.bench.options import LAYOUT_NAMES, parse_counts
 
@@ -186,6 +186,24 @@ def plan(
             rich_help_panel=CHOICE,
         ),
     ] = None,
+    align: Annotated[
+        bool,
+        typer.Option(
+            "--align",
+            help="With --verify: measure each layout as `adapt --method align` leaves it.",
+            rich_help_panel=CHOICE,
+        ),
+    ] = False,
+    align_samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="With --align: windows to align on, none of which is measured on.",
+            show_default="the sensitivity's, or 16384 tokens; more for wide models",
+            rich_help_panel=CHOICE,
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -267,8 +285,8 @@ def plan(
     if goal is None:
         _show_next(console, choice, options, calibrated=result.rows[0].basis == "calibrated")
     elif choice.model is not None:
-        retrained = result.choice.model if result.choice is not None else None
-        _show_next_of_choice(console, choice.model, options, recipe_out, retrained)
+        assert result.choice is not None
+        _show_next_of_choice(console, choice.model, options, recipe_out, result.choice)
 
 
 def _options(ctx: typer.Context) -> PlanOptions:
@@ -325,16 +343,21 @@ def _layout_words(choice: PlanModel) -> dict[str, object]:
 
 
 def _show_next_of_choice(
-    console: Console, model: str, options: PlanOptions, recipe: Path | None, retrained: str | None
+    console: Console, model: str, options: PlanOptions, recipe: Path | None, choice: PlanChoice
 ) -> None:
-    """retrained: the checkpoint of a sweep that was chosen, which needs neither conversion nor adaptation."""
-    target = retrained or f"{resolved(model).name}-planned"  # beside where the user is, also for "." and hub ids
-    steps = [("measure it there", command("bench", model, target, *_bench_words(options)))]
-    if retrained is None:
-        adapt = command("adapt", target, f"{target}-adapted", "--distill-from", model)
-        make = command("convert", model, target, "--recipe", recipe or "RECIPE.yaml")
-        steps = [("make it", make), ("recover accuracy", f"{adapt} --data {FILE} --max-tokens 20M"), *steps]
-    show_next(console, *steps)
+    """A checkpoint of a sweep that was chosen needs neither conversion nor adaptation."""
+    if choice.model is not None:
+        show_next(console, ("measure it there", command("bench", model, choice.model, *_bench_words(options))))
+        return
+    target = f"{resolved(model).name}-planned"  # beside where the user is, also for "." and hub ids
+    steps = [("make it", command("convert", model, target, "--recipe", recipe or "RECIPE.yaml"))]
+    made = target
+    if choice.aligned is not None:
+        steps.append(("align it, as was measured", align_command(target, model)))
+        made = f"{target}-aligned"
+    adapt = command("adapt", made, f"{target}-adapted", "--distill-from", model)
+    steps.append(("recover accuracy", f"{adapt} --data {FILE} --max-tokens 20M"))
+    show_next(console, *steps, ("measure it there", command("bench", model, made, *_bench_words(options))))
 
 
 def _bench_words(options: PlanOptions) -> list[object]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from typer import BadParameter
 
-from ladderize.adapt.methods import BLOCKS, LORA
+from ladderize.adapt.methods import ALIGN, BLOCKS, FULL, LORA
 from ladderize.adapt.retrain.schedule import ScheduleKind
 from ladderize.commands.options import names_of, options_from
 from ladderize.commands.training import start_training_on
@@ -25,23 +25,39 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def check_effect(method: str, given: Sequence[str]) -> None:
     """Raise UsageError for options that were given and have no effect on this method."""
+    effective = effective_options()
+    for name in given:
+        if name not in effective[method] and any(name in names for names in effective.values()):
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with --method {method}")
+    if method == LORA and "no_verify" in given:
+        raise UsageError("--no-verify has no effect with --method lora: an adapter cannot be loaded alone")
+
+
+def effective_options() -> dict[str, set[str]]:
+    """Of each method the parameters that it heeds, among those that not every method does."""
+    from ladderize.adapt.align.options import AlignOptions
     from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
     from ladderize.adapt.lora.config import LoraOptions
     from ladderize.adapt.retrain.losses import Objective
     from ladderize.adapt.retrain.options import RetrainOptions
     from ladderize.adapt.retrain.schedule import Budget
 
-    lora = names_of(LoraOptions, "lora_")
     retraining = names_of(RetrainOptions) | names_of(Objective) | names_of(Budget, "max_") | ONLY_RETRAINING
-    blocks = names_of(BlockwiseOptions) | names_of(DistillOptions) | {"train", "method", "distill_from", "threads"}
-    for name in given:
-        elsewhere = (name in lora and method != LORA) or (
-            name in retraining - blocks if method == BLOCKS else name in blocks - retraining
-        )
-        if elsewhere:
-            raise UsageError(f"--{name.replace('_', '-')} has no effect with --method {method}")
-    if method == LORA and "no_verify" in given:
-        raise UsageError("--no-verify has no effect with --method lora: an adapter cannot be loaded alone")
+    windows = {"train", "method", "distill_from", "threads"}
+    return {
+        FULL: retraining,
+        LORA: retraining | names_of(LoraOptions, "lora_"),
+        BLOCKS: names_of(BlockwiseOptions) | names_of(DistillOptions) | windows,
+        ALIGN: names_of(AlignOptions) | windows,
+    }
+
+
+def check_windowed(method: str, params: Mapping[str, Any]) -> None:
+    """Raise UsageError where a method that rewrites layers from windows of data lacks what it reads."""
+    if params["distill_from"] is None:
+        raise UsageError(f"--method {method} needs --distill-from DENSE, the checkpoint that MODEL was converted from")
+    if len(params["data"]) > 1:
+        raise UsageError(f"--method {method} reads one --data file")
 
 
 def schedule_name(text: str) -> str:
@@ -107,7 +123,7 @@ def check_retraining(given: Mapping[str, Any]) -> None:
     for name in ("domino_chunks", "domino_columns"):
         if name in given and given.get("schedule") != "domino":
             raise UsageError(f"--{name.replace('_', '-')} has no effect without --schedule domino")
-    for name in ("distill_weight", "temperature"):
+    for name in ("distill_weight", "temperature", "hidden_weight"):
         if name in given and "distill_from" not in given:
             raise UsageError(f"--{name.replace('_', '-')} has no effect without --distill-from")
     if "show_data_rows" in given and not given["show_data"]:

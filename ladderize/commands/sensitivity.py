@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from ladderize.commands.config_file import Config, PrintConfig
-from ladderize.commands.next_steps import command, show_next
+from ladderize.commands.next_steps import align_command, command, show_next
 from ladderize.commands.options import (
     DATA,
     LOADING,
@@ -29,7 +29,7 @@ from ladderize.commands.options import (
     said,
 )
 from ladderize.console import Console
-from ladderize.convert.sensitivity_file import POINTS, Mode, kind_of
+from ladderize.convert.sensitivity_file import POINTS, Mode, alignment_words, kind_of
 from ladderize.errors import UsageError
 from ladderize.eval.options import PointOptions, SensitivityOptions
 from ladderize.files.regular import resolved
@@ -78,6 +78,17 @@ def sensitivity(
     ] = False,
     tau1: Tau1 = None,
     tau2: Tau2 = SensitivityOptions.tau2,
+    align: Annotated[
+        bool,
+        typer.Option(
+            "--align",
+            help=(
+                "Measure each changed model as `adapt --method align` leaves it, on further windows of the data. In all"
+                " modes; much more work."
+            ),
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = False,
     samples: Annotated[
         int,
         typer.Option(
@@ -87,6 +98,16 @@ def sensitivity(
             rich_help_panel=DATA,
         ),
     ] = SensitivityOptions.samples,
+    align_samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="With --align: windows to align on, none of which is scored; an eighth as many are held out.",
+            show_default="16384 tokens; more for wide models",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
     seq_len: SeqLen = None,
     seed: Annotated[
         int,
@@ -121,7 +142,7 @@ def sensitivity(
     console = Console(as_json)
     with console.stage(LOADING):
         device = compute_options(device, threads)
-        import ladderize.eval.sensitivity_run  # noqa: F401  # which takes seconds
+        import ladderize.workflows.sensitivity_run  # noqa: F401  # which takes seconds
         from ladderize.ranks.threads import set_threads
 
     _check_effect(ctx, mode)
@@ -149,12 +170,14 @@ def _blocks(
     model: str, out: Path, options: SensitivityOptions, plot: Path | None, overwrite: bool, console: Console
 ) -> None:
     from ladderize.eval.sensitivity import sensitivity_rows
-    from ladderize.eval.sensitivity_run import write_sensitivity
+    from ladderize.workflows.sensitivity_run import write_sensitivity
 
     document = write_sensitivity(model, out, options, overwrite=overwrite, console=console)
     console.document(document.to_dict())
     console.table(list(sensitivity_rows(document)), right=["block", "S", "perplexity"])
     console.result(f"dense perplexity {document.perplexity[-1]:.4f}")
+    if document.aligned is not None:
+        console.result(alignment_words(document.aligned))
     console.note(f"wrote {out}")
     kind = kind_of(options.mode)
     more = [] if kind == "ladder" else ["--sync-tp-size", str(options.sync_tp_size)]
@@ -164,12 +187,15 @@ def _blocks(
         from ladderize.eval.sensitivity_plot import draw_sensitivity
 
         console.note(f"wrote {' and '.join(map(str, draw_sensitivity(document, plot)))}")
-    show_next(console, ("convert with it", f"{auto} --{kind}-fraction 0.5"))
+    steps = [("convert with it", f"{auto} --{kind}-fraction 0.5")]
+    if options.align:
+        steps.append(("align the result", align_command(target, model, options.data)))
+    show_next(console, *steps)
 
 
 def _points(model: str, out: Path, options: PointOptions, plot: Path | None, overwrite: bool, console: Console) -> None:
     from ladderize.eval.points_shown import dense_line, draw_points, pair_rows, point_rows
-    from ladderize.eval.sensitivity_run import write_points
+    from ladderize.workflows.sensitivity_run import write_points
 
     if options.sync_tp_size is None:
         console.note("without --sync-tp-size N nothing is dropped: overlapped sync points are measured only")
@@ -183,9 +209,12 @@ def _points(model: str, out: Path, options: PointOptions, plot: Path | None, ove
         console.table(pairs, right=list(pairs[0]))
     console.result("")
     console.result(dense_line(document))
+    if document.aligned is not None:
+        console.result(alignment_words(document.aligned))
     console.note(f"wrote {out}")
     if plot is not None:
         console.note(f"wrote {' and '.join(map(str, draw_points(document, plot)))}")
     machine = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", options.sync_tp_size or DEFAULT_RANKS)
-    chosen = command("plan", model, "--sensitivity", out, *machine, "--max-ppl-increase", "2%", "--verify", 16)
+    words: list[object] = ["--max-ppl-increase", "2%", "--verify", 16, *(["--align"] if options.align else [])]
+    chosen = command("plan", model, "--sensitivity", out, *machine, *words)
     show_next(console, ("choose a layout by it", chosen))

@@ -22,6 +22,7 @@ from ladderize.commands.options import (
     Tau2,
     Threads,
     options_from,
+    said,
 )
 from ladderize.commands.training import (
     ComputeDtype,
@@ -39,6 +40,7 @@ from ladderize.commands.training import (
     start_training_on,
 )
 from ladderize.console import Console
+from ladderize.errors import UsageError
 
 
 def spd(
@@ -76,10 +78,20 @@ def spd(
     ] = None,
     tau1: Tau1 = None,
     tau2: Tau2 = 10.0,
+    repair: Annotated[
+        Literal["align", "blocks", "align+blocks"],
+        typer.Option(
+            help=(
+                "align: solve the projections from the first dropped block on by least squares. blocks: distil each"
+                " dropped block, as in the paper. align+blocks: the one, then the other."
+            ),
+            rich_help_panel=METHOD,
+        ),
+    ] = "align",
     distill: Annotated[
         Literal["all", "sensitive"],
         typer.Option(
-            help="Dropped blocks to distil. sensitive: not the insensitive ones, as in the paper.",
+            help="Dropped blocks to repair. sensitive: not the insensitive ones, as in the paper.",
             rich_help_panel=METHOD,
         ),
     ] = "all",
@@ -122,8 +134,11 @@ def spd(
     config: Config = None,
     print_config: PrintConfig = False,
 ) -> None:
-    """Sync-Point Drop in one command: measure sensitivity, drop, regroup heads, distil, and show what each step won."""
+    """Sync-Point Drop in one command: measure sensitivity, drop, regroup heads, repair, and show what each step won."""
     console = Console(as_json)
+    for name in ("epochs", "patience", "lr", "batch_size"):
+        if repair == "align" and name in said(ctx):
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with --repair align, which trains nothing")
     with console.stage(LOADING):
         device = start_training_on(device, dtype, threads, lr)
         from ladderize.adapt.blockwise.documents import BLOCK_ERROR, perplexity_rows

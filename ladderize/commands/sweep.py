@@ -60,7 +60,7 @@ def sweep(
     read_yaml(file)  # what is no YAML is found before seconds of imports
     with console.stage(LOADING):
         from ladderize.tradeoff.sweep.run import plan_sweep, sweep_folder
-        from ladderize.tradeoff.sweep.summary import sweep_rows
+        from ladderize.tradeoff.sweep.summary import TEXT_COLUMNS, sweep_rows
     if dry_run:
         planned = plan_sweep(file, out, console=console)
         console.document(planned.to_dict())
@@ -74,7 +74,7 @@ def sweep(
     console.document(document.to_dict())
     rows = sweep_rows(document, root)
     console.result("")
-    console.table(rows, right=[key for key in rows[0] if key not in ("point", "failed")])
+    console.table(rows, right=[key for key in rows[0] if key not in TEXT_COLUMNS])
     console.result(f"\nwrote {root / 'sweep.json'}")
     show_next(console, ("see the trade-off", command("report", root, "--out", "report.html")))
     if failed := document.failed:

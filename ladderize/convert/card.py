@@ -119,9 +119,10 @@ def _body(
     if replaced:
         accuracy = ". Measure this checkpoint beside its source (`ladderize eval`)"
     if layout.is_dense:
+        again = f" (which was: {before})" if not before.is_dense else ""
         return (
-            f"# {name}\n\nA dense Llama, converted from `{source}` (which was: {before}) with ladderize {__version__}. "
-            f"Every sync point is blocking again; any Llama tool reads it.{changes}{original}"
+            f"# {name}\n\nA dense Llama, made of `{source}`{again} with ladderize {__version__}. "
+            f"Every sync point is blocking; any Llama tool reads it.{changes}{original}"
         )
     return f"""# {name}
 

@@ -101,7 +101,7 @@ def make_plan(
     recipe, selection = recipe.resolve(before)
     after = recipe.layout(before)
     after.check_model(config)
-    if config["model_type"] == "llama" and after.is_dense and not recipe.dense:
+    if config["model_type"] == "llama" and after.is_dense and not recipe.dense and not changes.replace:
         raise UserError(
             f"nothing to convert: {src} is a dense Llama; name layers with --ladder or --spd, or give a --recipe"
         )

@@ -4,7 +4,7 @@ what those of the modes ``each`` and ``each-ladder`` know of it. Imports no torc
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -191,7 +191,7 @@ def _of_blocks(document: SensitivityDocument, path: Path) -> PointSensitivity:
     kinds = (BLOCKING, DROPPED) if document.mode == "each" else (OVERLAPPED, OVERLAPPED)
     changes = [PointChange((layer,), kinds[0] if layer else BLOCKING, kinds[1]) for layer in range(layers)]
     dense, costs = point_costs(changes, table, tokens)
-    run = {name: getattr(document, name) for name in SensitivityRun.__dataclass_fields__}
+    run = {own.name: getattr(document, own.name) for own in fields(SensitivityRun)}
     return PointSensitivity(
         **run,
         complete=True,

@@ -70,31 +70,55 @@ class _Adaptation(Record):
 
 
 @dataclass(frozen=True)
-class _Block(Record):
-    block: int
-
-
-@dataclass(frozen=True)
-class _Distillation(Record):
-    """distillation.json, as far as it is told."""
+class _Rewritten(Record):
+    """What alignment.json and distillation.json have in common."""
 
     model: str
     teacher: str
     layout: str
     data: _Data
-    blocks: list[_Block]
     heldout_perplexity: dict[str, _Score]
 
-    def retraining(self) -> Retraining:
+    def retraining_of(self, method: str, layers: list[int]) -> Retraining:
         scores = {name: score.perplexity for name, score in self.heldout_perplexity.items()}
-        layers = [block.block for block in self.blocks]
-        return Retraining("blocks", self.model, self.teacher, self.layout, layers, [self.data.file], scores)
+        return Retraining(method, self.model, self.teacher, self.layout, layers, [self.data.file], scores)
+
+
+@dataclass(frozen=True)
+class _Layer(Record):
+    layer: int
+
+
+@dataclass(frozen=True)
+class _Alignment(_Rewritten):
+    """alignment.json, as far as it is told."""
+
+    layers: list[_Layer]
+
+    def retraining(self) -> Retraining:
+        return self.retraining_of("align", [layer.layer for layer in self.layers])
+
+
+@dataclass(frozen=True)
+class _Block(Record):
+    block: int
+
+
+@dataclass(frozen=True)
+class _Distillation(_Rewritten):
+    """distillation.json, as far as it is told."""
+
+    blocks: list[_Block]
+
+    def retraining(self) -> Retraining:
+        return self.retraining_of("blocks", [block.block for block in self.blocks])
 
 
 @dataclass(frozen=True)
 class _SpdBlock(Record):
     block: int
     distillation: dict[str, Any] | None
+    alignment: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -108,16 +132,17 @@ class _Spd(Record):
     perplexity: dict[str, _Score]
 
     def retraining(self) -> Retraining | None:
-        layers = [block.block for block in self.blocks if block.distillation is not None]
+        layers = [block.block for block in self.blocks if (block.alignment or block.distillation) is not None]
         scores = {name: score.perplexity for name, score in self.perplexity.items()}
         if not layers:
             return None
         return Retraining("spd", self.model, self.model, self.layout, layers, [self.data.file], scores)
 
 
-# in the order in which they may follow each other
-DOCUMENTS: Mapping[str, type[_Spd] | type[_Distillation] | type[_Adaptation]] = {
+# in the order in which they usually follow each other
+DOCUMENTS: Mapping[str, type[_Spd] | type[_Alignment] | type[_Distillation] | type[_Adaptation]] = {
     "spd.json": _Spd,
+    "alignment.json": _Alignment,
     "distillation.json": _Distillation,
     "adaptation.json": _Adaptation,
 }
@@ -147,6 +172,8 @@ def layout_warning(retrainings: list[Retraining], before: Layout, after: Layout)
     if not retrainings or after == before:
         return None
     last = retrainings[-1]
+    if before.is_dense and last.layout == str(before):
+        return None  # a dense model that was trained further
     result = "neither the dense model nor the retrained one" if after.is_dense else "not the retrained one"
     return (
         f"the weights were retrained ({last.method}) for another layout ({before}); with this one ({after}) the"

@@ -6,7 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
-from ladderize.convert.sensitivity_file import INSENSITIVE, CalibrationData, SensitivityDocument
+from ladderize.convert.sensitivity_file import INSENSITIVE, AlignmentWindows, CalibrationData, SensitivityDocument
 from ladderize.errors import UserError
 from ladderize.files.records import Record
 
@@ -14,6 +14,8 @@ from ladderize.files.records import Record
 @dataclass(frozen=True)
 class SensitivitySource(Record):
     """What a selection records of the sensitivity.json that it was made by."""
+
+    LEFT_OUT: ClassVar = ("aligned",)
 
     file: str
     model: str
@@ -23,6 +25,7 @@ class SensitivitySource(Record):
     tau1: float
     tau2: float
     data: CalibrationData
+    aligned: AlignmentWindows | None = None
 
 
 @dataclass(frozen=True)
@@ -112,4 +115,5 @@ def _source_of(sensitivity: SensitivityDocument, path: Path) -> SensitivitySourc
         tau1=sensitivity.tau1,
         tau2=sensitivity.tau2,
         data=sensitivity.data,
+        aligned=sensitivity.aligned,
     )

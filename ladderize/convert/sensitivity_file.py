@@ -2,7 +2,7 @@
 torch."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
@@ -32,6 +32,17 @@ class CalibrationData(Record):
 
 
 @dataclass(frozen=True)
+class AlignmentWindows(Record):
+    """The windows that layouts were aligned on, as ``ladderize adapt --method align`` does: of the data, those that
+    follow the scored ones in the order that they are drawn in. samples: to solve with; heldout, after them: to choose
+    among solutions by."""
+
+    samples: int
+    heldout: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
 class BlockSensitivity(Record):
     """S of one block in perplexity, between the ends of its bootstrap interval."""
 
@@ -46,7 +57,10 @@ class BlockSensitivity(Record):
 
 @dataclass(frozen=True)
 class SensitivityRun(Record):
-    """What was measured, on what. layout: the model's, dense. dtype: what it computed in, by torch's name."""
+    """What was measured, on what. layout: the model's, dense. dtype: what it computed in, by torch's name. aligned: on
+    what each changed model was aligned before it was scored; None: it was scored as it is."""
+
+    LEFT_OUT: ClassVar = ("aligned",)
 
     model: str
     fingerprint: str
@@ -56,14 +70,16 @@ class SensitivityRun(Record):
     mode: str
     sync_tp_size: int | None
     dtype: str
+    aligned: AlignmentWindows | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
 class UnfinishedSensitivity(SensitivityRun):
-    """nll: of each window so far its summed negative log-likelihood, in nats, under each of the L + 1 models."""
+    """nll: of each window so far its summed negative log-likelihood, in nats, under each of the L + 1 models; None
+    under those that were not aligned yet."""
 
     complete: bool
-    nll: list[list[float]]
+    nll: list[list[float | None]]
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,11 @@ class SensitivityDocument(SensitivityRun):
                 f"{path} was measured with sync_tp_size {self.sync_tp_size}, so it does not apply to"
                 f" --sync-tp-size {sync_tp_size}"
             )
+
+
+def alignment_words(aligned: AlignmentWindows) -> str:
+    """For people, about numbers that were measured so."""
+    return f"each changed model was aligned first, on {aligned.samples} other windows of {aligned.seq_len} tokens"
 
 
 def changes_to_ladder(mode: str) -> bool:

@@ -14,7 +14,7 @@ part that has to be generalised, for example the two operands) is divisible by 8
 
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 TEST_FRACTION = 8  # one key in so many belongs to the test split
@@ -129,16 +129,20 @@ GENRES: dict[str, Callable[[random.Random], Item]] = {
     "stories": story_item,
 }
 
+# Of what converted models are aligned and retrained on: what breaks first comes back last, so there is more of it
+REPAIR_WEIGHTS = {"agreement": 2, "arithmetic": 12, "copying": 3, "stories": 1}
 GENRE_WEIGHTS = {"agreement": 2, "arithmetic": 3, "copying": 3, "stories": 3}  # sums are short, so they come often
 
 
-def items(genre: str, count: int, *, test: bool, seed: int = 0) -> Iterator[Item]:
-    """Yield ``count`` different items of one genre from one split; raises ValueError if there are not so many."""
+def items(genre: str, count: int, *, test: bool, seed: int = 0, begin: str = "") -> Iterator[Item]:
+    """Yield ``count`` different items of one genre from one split, whose prompts begin with ``begin``.
+
+    Raises ValueError if there are not so many."""
     rng = random.Random(f"{genre}/{test}/{seed}")
     seen: set[str] = set()
     for _ in range(200 * count):
         item = GENRES[genre](rng)
-        if item.in_test_split == test and item.text not in seen:
+        if item.in_test_split == test and item.text not in seen and item.prompt.startswith(begin):
             seen.add(item.text)
             yield item
             if len(seen) == count:
@@ -146,27 +150,28 @@ def items(genre: str, count: int, *, test: bool, seed: int = 0) -> Iterator[Item
     raise ValueError(f"{genre} has only about {len(seen)} different items in this split, not {count}")
 
 
-def documents(count: int, *, test: bool, seed: int = 0) -> Iterator[str]:
+def documents(count: int, *, test: bool, seed: int = 0, weights: Mapping[str, int] = GENRE_WEIGHTS) -> Iterator[str]:
     """Yield ``count`` documents: one to six lines of mixed genres; lines may repeat across documents."""
     rng = random.Random(f"documents/{test}/{seed}")
     for _ in range(count):
         lines: list[str] = []
         wanted = rng.randint(1, 6)
         while len(lines) < wanted:
-            (genre,) = rng.choices(list(GENRE_WEIGHTS), list(GENRE_WEIGHTS.values()))
+            (genre,) = rng.choices(list(weights), list(weights.values()))
             item = GENRES[genre](rng)
             if item.in_test_split == test:
                 lines.append(item.text)
         yield "\n".join(lines) + "\n"
 
 
-def dataset(genre: str, count: int = 200, **_: object) -> dict:
-    """The test split of one genre as lm-eval's ``custom_dataset`` wants it: ``{"test": datasets.Dataset}``."""
+def dataset(genre: str, count: int = 200, begin: str = "", **_: object) -> dict:
+    """The test split of one genre, of prompts that begin with ``begin``, as lm-eval's ``custom_dataset`` wants it:
+    ``{"test": datasets.Dataset}``."""
     from datasets import Dataset
 
     rng = random.Random(f"order/{genre}")
     rows = []
-    for item in items(genre, count, test=True):
+    for item in items(genre, count, test=True, begin=begin):
         choices = list(item.choices)
         rng.shuffle(choices)
         rows.append(

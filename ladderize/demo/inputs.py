@@ -2,10 +2,11 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
-from ladderize.demo.corpus import documents
+from ladderize.demo.corpus import GENRE_WEIGHTS, REPAIR_WEIGHTS, documents
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
@@ -17,10 +18,13 @@ TRAIN_DOCUMENTS, HELDOUT_DOCUMENTS = 12_000, 200  # about 20 tokens each
 DEMO_MARK = "# ladderize demo"  # how a sweep.yaml of the demo begins
 
 
-def write_documents(path: Path, count: int, *, test: bool, seed: int) -> Path:
+def write_documents(
+    path: Path, count: int, *, test: bool, seed: int, weights: Mapping[str, int] = GENRE_WEIGHTS
+) -> Path:
     """Texts of the demo's corpus, a line of JSON each."""
     with replacement(path) as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in documents(count, test=test, seed=seed))
+        texts = documents(count, test=test, seed=seed, weights=weights)
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
     return path
 
 
@@ -59,7 +63,7 @@ def write_inputs(folder: Path, *, quick: bool) -> Path:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(MODEL, copy).rename(named["dense"])
     if not named["train"].exists():
-        write_documents(named["train"], TRAIN_DOCUMENTS, test=False, seed=11)
+        write_documents(named["train"], TRAIN_DOCUMENTS, test=False, seed=11, weights=REPAIR_WEIGHTS)
     if not named["heldout"].exists():
         write_documents(named["heldout"], HELDOUT_DOCUMENTS, test=True, seed=1)
     return yaml

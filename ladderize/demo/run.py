@@ -15,7 +15,7 @@ from ladderize.runtime.bench.report import show_bench
 from ladderize.tradeoff.report.page import check_libraries
 from ladderize.tradeoff.report.run import report
 from ladderize.tradeoff.sweep.run import sweep
-from ladderize.tradeoff.sweep.summary import sweep_rows
+from ladderize.tradeoff.sweep.summary import TEXT_COLUMNS, sweep_rows
 from ladderize.workflows.sweep_document import SweepDocument
 
 REPORT = "report.html"
@@ -40,7 +40,7 @@ def run_demo(out: Path, *, quick: bool, open_page: bool, console: Console) -> di
         show_bench(_named(bench, document), console)
     rows = sweep_rows(document, root)
     console.result("")
-    console.table(rows, right=[key for key in rows[0] if key not in ("point", "failed")])
+    console.table(rows, right=[key for key in rows[0] if key not in TEXT_COLUMNS])
     console.note(f"$ ladderize report {_typed(root)} --out {_typed(page)}")
     summary = report([root], page, console=console)
     console.result("")
@@ -77,7 +77,7 @@ def _link_models(document: SweepDocument, folder: Path) -> None:
         if point.model is None or point.is_dense:
             continue
         name = point.name.partition(",")[0]
-        link = folder / (name if point.adapted == "none" else f"{name}-{point.adapted}")
+        link = folder / "-".join([name, *point.methods])
         if link.is_symlink():
             link.unlink()
         if not link.exists() and (folder / MEASURED / point.model).is_dir():

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ladderize.choices import Dtype, check_at_least, check_choices
 from ladderize.convert.sensitivity_file import POINTS, Mode, changes_to_ladder
@@ -70,7 +70,8 @@ class EvalOptions(Record):
 
 @dataclass(frozen=True)
 class SensitivityOptions:
-    """See ``ladderize sensitivity --help``. tau1, seq_len, batch_size: None takes the model's or the data's default."""
+    """See ``ladderize sensitivity --help``. tau1, seq_len, batch_size: None takes the model's or the data's default.
+    align_samples: windows to align on; None: as many as ``adapt --align`` takes."""
 
     data: str
     mode: Mode = "spd"
@@ -84,11 +85,14 @@ class SensitivityOptions:
     dtype: Dtype = "auto"
     device: str = field(default_factory=default_device)
     revision: str | None = None
+    align: bool = False
+    align_samples: int | None = None
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_at_least(self, 1, "sync_tp_size", "samples", "batch_size")
         check_at_least(self, 2, "seq_len")
+        check_alignment(self)
         if changes_to_ladder(self.mode) and self.sync_tp_size is not None:
             raise UsageError(f"--mode {self.mode} drops nothing, so --sync-tp-size has no effect")
         if not changes_to_ladder(self.mode) and self.sync_tp_size is None:
@@ -113,11 +117,21 @@ class PointOptions:
     dtype: Dtype = SensitivityOptions.dtype
     device: str = field(default_factory=default_device)
     revision: str | None = None
+    align: bool = False
+    align_samples: int | None = None
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_at_least(self, 1, "sync_tp_size", "samples", "batch_size")
         check_at_least(self, 2, "seq_len")
+        check_alignment(self)
+
+
+def check_alignment(options: Any) -> None:
+    """Raise UsageError for a number of windows to align on that has no effect or cannot be meant."""
+    if options.align_samples is not None and not options.align:
+        raise UsageError("--align-samples has no effect without --align")
+    check_at_least(options, 1, "align_samples")
 
 
 def check_taus(tau1: float | None, tau2: float) -> None:

@@ -115,9 +115,11 @@ def draw_points(document: PointSensitivity, stem: Path) -> list[Path]:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, fontsize=8, ncols=3, loc="outside lower center")
     ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
+    aligned = ", aligned" if document.aligned is not None else ""
     samples = f"{document.data.samples} x {document.data.seq_len} tokens"
     figure.suptitle(
-        f"{Path(document.model).name}{ranks}; {samples}, {document.interval:.0%} bootstrap intervals", fontsize=9
+        f"{Path(document.model).name}{ranks}{aligned}; {samples}, {document.interval:.0%} bootstrap intervals",
+        fontsize=9,
     )
     return save_figure(figure, stem)
 

@@ -68,9 +68,11 @@ def draw_sensitivity(document: SensitivityDocument, stem: Path) -> list[Path]:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
+    aligned = ", aligned" if document.aligned is not None else ""
     samples = f"{document.data.samples} x {document.data.seq_len} tokens"
     figure.suptitle(
-        f"{Path(document.model).name}{ranks}; {samples}, {document.interval:.0%} bootstrap intervals", fontsize=9
+        f"{Path(document.model).name}{ranks}{aligned}; {samples}, {document.interval:.0%} bootstrap intervals",
+        fontsize=9,
     )
     return save_figure(figure, stem)
 

@@ -74,16 +74,17 @@ def fill_table(
             advance(len(batch))
 
 
-def is_table(rows: object, columns: int, windows: int) -> bool:
-    """Whether these are at most ``windows`` rows of finite numbers, as a file holds them, which may be anybody's."""
-    return isinstance(rows, list) and len(rows) <= windows and all(_is_row(row, columns) for row in rows)
+def is_table(rows: object, columns: int, windows: int, *, gaps: bool = False) -> bool:
+    """Whether these are at most ``windows`` rows of finite numbers, as a file holds them, which may be anybody's. gaps:
+    None may stand for a number."""
+    return isinstance(rows, list) and len(rows) <= windows and all(_is_row(row, columns, gaps) for row in rows)
 
 
-def _is_row(row: object, columns: int) -> bool:
+def _is_row(row: object, columns: int, gaps: bool) -> bool:
     return (
         isinstance(row, list)
         and len(row) == columns
-        and all(type(value) is float and math.isfinite(value) for value in row)
+        and all((type(value) is float and math.isfinite(value)) or (gaps and value is None) for value in row)
     )
 
 

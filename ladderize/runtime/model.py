@@ -39,6 +39,14 @@ class OwnWeights(Protocol):
     def mlp(self, layer: int) -> MlpWeights: ...
 
 
+class TakesOutputs(Protocol):
+    """Takes what the sub-modules of a layer add to the stream; see training/outputs.py."""
+
+    def attention(self, output: Tensor) -> None: ...
+    def mlp(self, output: Tensor) -> None: ...
+    def send_dropped(self, collectives: Collectives, partials: list[Tensor], bias: Tensor | None) -> None: ...
+
+
 class TPLlama:
     """One rank of a Llama with a layout, for inference and for training; the sums go through ``collectives``.
 
@@ -75,6 +83,7 @@ class TPLlama:
         residual, x = sent.wait()
         sent = None
         for index in range(self.shape.layers):
+            outputs = self.outputs_of(index)
             products = self.attention_products(index, attention, x, step, cache, columns)
             if sent is not None:
                 products = iter(list(products))  # first compute: that is the overlap
@@ -85,7 +94,9 @@ class TPLlama:
                 carry = list(products)
                 residual, x = self.add_bias(residual, x, attention.o_bias)
             else:
-                sent = PendingSum(collectives, residual, attention.o_bias, products)
+                sent = PendingSum(
+                    collectives, residual, attention.o_bias, products, None if outputs is None else outputs.attention
+                )
                 mlp = weights.mlp(index)
                 yield
                 if layout.attention_sync[index] == BLOCKING:
@@ -96,7 +107,9 @@ class TPLlama:
             if sent is not None:
                 products = iter(list(products))
                 residual, x = sent.wait()
-            sent = PendingSum(collectives, residual, mlp.down_bias, products)
+            sent = PendingSum(collectives, residual, mlp.down_bias, products, None if outputs is None else outputs.mlp)
+            if outputs is not None and carry is not None:
+                outputs.send_dropped(collectives, carry, attention.o_bias)
             if index + 1 < self.shape.layers:
                 attention, mlp = self.upcoming(index + 1)
             else:
@@ -106,6 +119,10 @@ class TPLlama:
                 residual, x = sent.wait()
                 sent = None
         return weights.norm(x)  # the last MLP sync is blocking: nothing is on its way
+
+    def outputs_of(self, index: int) -> TakesOutputs | None:
+        """Who takes what this layer's sub-modules add: somebody in training alone."""
+        return None
 
     def upcoming(self, index: int) -> tuple[AttentionWeights, MlpWeights | None]:
         """The weights up to the next sum: those of attention, and where its sum is dropped also those of the MLP."""

@@ -1,9 +1,9 @@
-"""``ladderize spd``: sensitivity, classes, head grouping, distillation, conversion, and what each step won, in one
-command.
+"""``ladderize spd``: sensitivity, classes, head grouping, repair, conversion, and what each step won, in one command.
 
 The paper's recipe (arXiv 2502.20727, section 4): blocks with S <= tau1 are dropped as they are; those up to tau2 are
 distilled; those above have their heads grouped first. With the criterion ``error`` heads are grouped for every block
-that is distilled: it costs nothing at inference.
+that is repaired: it costs nothing at inference. Repair is alignment (least squares), distillation, or the one and then
+the other.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ladderize.adapt.align.align import align
+from ladderize.adapt.align.estimate import announce_alignment
+from ladderize.adapt.align.layers import layers_to_align
+from ladderize.adapt.align.options import AlignSettings, default_tokens
+from ladderize.adapt.align.reports import LayerReport
 from ladderize.adapt.blockwise.block_trainer import StudentBlocks
 from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.documents import TrainingRecord
@@ -23,8 +28,9 @@ from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_assignment import Units
 from ladderize.adapt.blockwise.head_grouping import group_heads, grouping_seconds
 from ladderize.adapt.blockwise.options import BlockwiseOptions
-from ladderize.adapt.blockwise.run import announce_distillation, heldout_perplexities, loaded
-from ladderize.adapt.blockwise.windows import training_windows
+from ladderize.adapt.blockwise.rewrite import heldout_measures, loaded
+from ladderize.adapt.blockwise.run import announce_distillation
+from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import kv_head_count
@@ -39,24 +45,29 @@ from ladderize.convert.sensitivity_file import CLASSES, INSENSITIVE
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.options import SensitivityOptions, check_taus
 from ladderize.eval.results import Perplexity
-from ladderize.eval.sensitivity import measure_sensitivity
 from ladderize.files import output
 from ladderize.files.documents import read_json, write_json
 from ladderize.files.finished import FINISHED, RUN, EarlierRun, run_digest
 from ladderize.files.regular import resolved
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout, check_split, format_ranges
-from ladderize.ranks.group import join_ranks
+from ladderize.ranks.group import Ranks, join_ranks
 from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
+from ladderize.workflows.sensitivity import measure_sensitivity
 from ladderize.workflows.spd_document import SpdBlock, SpdDocument
 
 SPD_FILE = "spd.json"
 CALIBRATION_SAMPLES = 128  # the paper's
 DEFAULT_FRACTION = 0.7
 # what to try where a step made the model worse
-ADVICE_AFTER = {"head grouping": "--head-grouping none", "distillation": "a lower --lr, or more --samples"}
+ADVICE_AFTER = {
+    "head grouping": "--head-grouping none",
+    "alignment": "more --samples",
+    "distillation": "a lower --lr, or more --samples",
+}
 SENSITIVITY = "sensitivity.json"  # in the work folder, and in OUT
 Distilled = Literal["all", "sensitive"]
+Repair = Literal["align", "blocks", "align+blocks"]
 HeadGrouping = Literal["error", "paper", "none"]
 
 
@@ -66,7 +77,8 @@ class SpdOptions:
 
     spd_fraction: 0.7 unless max_ppl_increase is given. training: the data, its windows, and the distillation.
     calibration_samples: so many of the windows to train on, or all, for the sensitivity and the grouping. distill:
-    which of the selected blocks are distilled, ``all`` or only those that are not insensitive.
+    which of the selected blocks are distilled, ``all`` or only those that are not insensitive. repair: how; alignment
+    solves every layer from the first selected one on.
     """
 
     sync_tp_size: int
@@ -77,6 +89,7 @@ class SpdOptions:
     tau1: float | None = None
     tau2: float = SensitivityOptions.tau2
     distill: Distilled = "all"
+    repair: Repair = "align"
     head_grouping: HeadGrouping = "error"
     revision: str | None = None
 
@@ -89,13 +102,21 @@ class SpdOptions:
             raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
 
     @property
+    def aligns(self) -> bool:
+        return self.repair != "blocks"
+
+    @property
+    def distils(self) -> bool:
+        return self.repair != "align"
+
+    @property
     def fraction(self) -> float | None:
         """Of all blocks, to be dropped; None where max_ppl_increase decides."""
         return DEFAULT_FRACTION if self.spd_fraction is None and self.max_ppl_increase is None else self.spd_fraction
 
     def choices(self) -> dict[str, Any]:
         """What decides the result besides the data and the training."""
-        names = ("spd_fraction", "max_ppl_increase", "tau1", "tau2", "distill", "head_grouping")
+        names = ("spd_fraction", "max_ppl_increase", "tau1", "tau2", "distill", "repair", "head_grouping")
         return {name: getattr(self, name) for name in names}
 
 
@@ -138,7 +159,7 @@ def spd(
         max_ppl_increase=options.max_ppl_increase,
     )
     with console.stage("reading the data"):
-        windows = training_windows(checkpoint, training)
+        windows = training_windows(checkpoint, training, training.distill.seed)
     calibration = windows.train[: options.calibration_samples].numpy()
     dtype = compute_dtype(training.dtype, stored_dtype(checkpoint))
     teacher = Blocks(checkpoint, dtype, ranks.device)
@@ -175,13 +196,23 @@ def spd(
         layout = chosen.layout(layout)
         with ranks.main_first():
             head_map = group(teacher, selection, options, calibration, work, console)
+        repaired = to_repair(selection, options)
+        if not repaired:
+            console.note(nothing_to_repair(selection))
+        start = StudentBlocks(
+            layout,
+            layers_to_align(layout, None) if repaired and options.aligns else (),
+            lambda layer: permuted(stored, layer, head_map),
+        )
+        if start.layers:
+            align_blocks(teacher, start, windows, options, record, work, ranks, console)
         student = StudentBlocks(
-            layout, tuple(to_distil(selection, options)), lambda layer: permuted(stored, layer, head_map)
+            layout,
+            tuple(repaired) if options.distils else (),
+            lambda layer: work.aligned.weights(layer) if layer in start.layers else start.weights(layer),
         )
         if student.layers:
             announce_distillation(teacher, student, windows, training, console)
-        else:
-            console.note(nothing_to_repair(selection))
         distill(
             teacher,
             student,
@@ -196,7 +227,7 @@ def spd(
         if not ranks.is_main:
             return None
         with console.stage("measuring held-out perplexities"):
-            measured = perplexities(teacher, layout, head_map, work, student, windows.heldout)
+            measured = perplexities(teacher, layout, head_map, work, start, student, windows.heldout)
         if (worse := made_worse(measured)) is not None:
             console.warn(worse)
         document = SpdDocument(
@@ -206,8 +237,14 @@ def spd(
             **layout.to_config(),
             selection=selection,
             perplexity=measured,
-            blocks=block_table(selection, head_map, work, student),
+            blocks=block_table(selection, head_map, work, start, student),
+            repair=options.repair,
             **vars(record),
+        )
+        aligned = (
+            {"alignment": {"layers": format_ranges(start.layers), "data": record.data.to_dict()}}
+            if start.layers
+            else {}
         )
         distilled = (
             {"distillation": {"layers": format_ranges(student.layers), **record.to_dict()}} if student.layers else {}
@@ -222,8 +259,8 @@ def spd(
             verify=verify,
             changes=Changes(
                 head_map=head_map,
-                replace=work.tensors(student.layers),
-                record={"selection": selection.to_dict(), **distilled},
+                replace={**work.aligned.tensors(start.layers), **work.tensors(student.layers)},
+                record={"selection": selection.to_dict(), **aligned, **distilled},
                 extra_files={
                     SENSITIVITY: (folder / SENSITIVITY).read_text(),
                     SPD_FILE: to_json({**document.to_dict(), RUN: digest}) + "\n",
@@ -234,6 +271,38 @@ def spd(
         )
         work.remove()
     return document
+
+
+def align_blocks(
+    teacher: Blocks,
+    start: StudentBlocks,
+    windows: Windows,
+    options: SpdOptions,
+    record: TrainingRecord,
+    work: BlockFolder,
+    ranks: Ranks,
+    console: Console,
+) -> None:
+    """Align the layers of ``start`` on as many of the windows as alignment takes by default."""
+    count = max(1, default_tokens(teacher.config) // windows.train.shape[1])
+    own = Windows(windows.train[:count], windows.heldout)
+    settings = AlignSettings(seed=options.training.distill.seed)
+    memory = options.training.distill.max_memory
+    announce_alignment(teacher, start, own, settings, memory, ranks, console)
+    align(
+        teacher,
+        teacher,
+        start.weights,  # nothing has changed them yet
+        start,
+        own,
+        settings,
+        work.aligned,
+        ranks,
+        console,
+        about={"data": record.data.to_dict(), "options": settings.to_dict(), "dtype": record.dtype},
+        max_memory=memory,
+    )
+    ranks.barrier()
 
 
 def announce_grouping(
@@ -264,6 +333,7 @@ def fill_sensitivity(
     asked = SensitivityOptions(
         data=training.data,
         sync_tp_size=options.sync_tp_size,
+        samples=len(calibration),
         seed=training.distill.seed,
         tau1=options.tau1,
         tau2=options.tau2,
@@ -313,7 +383,7 @@ def group(
     return read_head_map(path)
 
 
-def to_distil(selection: Selection, options: SpdOptions) -> list[int]:
+def to_repair(selection: Selection, options: SpdOptions) -> list[int]:
     """The selected blocks, all of them or those that are not insensitive."""
     return [
         entry.block
@@ -323,7 +393,7 @@ def to_distil(selection: Selection, options: SpdOptions) -> list[int]:
 
 
 def nothing_to_repair(selection: Selection) -> str:
-    """Why no block is distilled."""
+    """Why no block is repaired."""
     return (
         f"nothing to repair: all {len(selection.layers)} dropped blocks are {INSENSITIVE} (S at most tau1 ="
         f" {selection.sensitivity.tau1:g}); --distill all trains them anyway"
@@ -331,12 +401,12 @@ def nothing_to_repair(selection: Selection) -> str:
 
 
 def to_group(selection: Selection, options: SpdOptions) -> list[int]:
-    """Blocks whose heads are grouped: all that are distilled; with the paper's criterion the extremely sensitive ones,
+    """Blocks whose heads are grouped: all that are repaired; with the paper's criterion the extremely sensitive ones,
     as there."""
     if options.head_grouping == "none":
         return []
     classes = CLASSES[-1:] if options.head_grouping == "paper" else CLASSES
-    return [block for block in to_distil(selection, options) if selection.blocks[block].sensitivity_class in classes]
+    return [block for block in to_repair(selection, options) if selection.blocks[block].sensitivity_class in classes]
 
 
 def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, Tensor]:
@@ -350,23 +420,36 @@ def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, 
 
 
 def perplexities(
-    blocks: Blocks, layout: Layout, head_map: HeadMap | None, work: BlockFolder, student: StudentBlocks, heldout: Tensor
+    blocks: Blocks,
+    layout: Layout,
+    head_map: HeadMap | None,
+    work: BlockFolder,
+    start: StudentBlocks,
+    student: StudentBlocks,
+    heldout: Tensor,
 ) -> dict[str, Perplexity]:
     """Held-out perplexity of the dense model and after each step."""
     dense = Layout.dense(layout.num_layers)
+
+    def aligned(layer: int) -> dict[str, Tensor]:
+        return loaded(work.aligned, layer, blocks) if layer in start.layers else permuted(blocks, layer, head_map)
+
     variants = {
         "dense": lambda layer: blocks.layer(layer, dense),
         "sync points dropped": lambda layer: blocks.layer(layer, layout),
         "+ head grouping": lambda layer: blocks.layer(layer, layout, permuted(blocks, layer, head_map)),
+        "+ alignment": lambda layer: blocks.layer(layer, layout, aligned(layer)),
         "+ distillation": lambda layer: blocks.layer(
-            layer, layout, loaded(work, layer, blocks) if layer in student.layers else permuted(blocks, layer, head_map)
+            layer, layout, loaded(work, layer, blocks) if layer in student.layers else aligned(layer)
         ),
     }
     if head_map is None:
         del variants["+ head grouping"]
+    if not start.layers:
+        del variants["+ alignment"]
     if not student.layers:
         del variants["+ distillation"]
-    return heldout_perplexities(blocks, variants, heldout)
+    return heldout_measures({name: (blocks, at) for name, at in variants.items()}, heldout).perplexity
 
 
 def made_worse(measured: Mapping[str, Perplexity]) -> str | None:
@@ -383,7 +466,7 @@ def made_worse(measured: Mapping[str, Perplexity]) -> str | None:
 
 
 def block_table(
-    selection: Selection, head_map: HeadMap | None, work: BlockFolder, student: StudentBlocks
+    selection: Selection, head_map: HeadMap | None, work: BlockFolder, start: StudentBlocks, student: StudentBlocks
 ) -> list[SpdBlock]:
     """What each block got and why, with the figures of each step."""
     table = []
@@ -394,6 +477,7 @@ def block_table(
                 **vars(entry),
                 grouping=head_map.report.get(block) if head_map is not None else None,
                 distillation=work.report(block) if block in student.layers else None,
+                alignment=work.aligned.report_as(LayerReport, block) if block in start.layers else None,
             )
         )
     return table

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ladderize.adapt.align.reports import LayerReport
 from ladderize.adapt.blockwise.documents import BlockReport, WindowData, measured_note
 from ladderize.adapt.blockwise.options import DistillSettings
 from ladderize.convert.heads import GroupingReport
@@ -13,10 +14,11 @@ from ladderize.files.records import Record
 
 @dataclass(frozen=True)
 class SpdBlock(SelectedBlock):
-    """A block of the selection with what it got; grouping, distillation: None where it got none."""
+    """A block of the selection with what it got; None where it got none."""
 
     grouping: GroupingReport | None
     distillation: BlockReport | None
+    alignment: LayerReport | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class SpdDocument(Record):
     data: WindowData
     options: DistillSettings
     dtype: str
+    repair: str = "blocks"  # as SpdOptions has it; before there was a choice blocks were distilled
 
     def card_note(self) -> str:
         """What was measured, for the model card."""
@@ -46,6 +49,7 @@ class SpdDocument(Record):
 def spd_rows(document: SpdDocument) -> list[dict[str, str]]:
     """What each block got, for people; steps that no block got have no column."""
     grouped = any(row.grouping for row in document.blocks)
+    aligned = any(row.alignment for row in document.blocks)
     distilled = any(row.distillation for row in document.blocks)
     rows = []
     for row in document.blocks:
@@ -58,6 +62,12 @@ def spd_rows(document: SpdDocument) -> list[dict[str, str]]:
         if grouped:
             cells["head grouping: error"] = (
                 f"{row.grouping.error_before:.2e} to {row.grouping.error_after:.2e}" if row.grouping else ""
+            )
+        if aligned:
+            cells["alignment: error of the MLP's writes"] = (
+                "{error_before:.1%} to {error_after:.1%}".format(**vars(row.alignment.projections[-1]))
+                if row.alignment
+                else ""
             )
         if distilled:
             cells["distillation: block error"] = (

@@ -9,16 +9,17 @@ from typing import Literal
 
 from ladderize.files.records import Record
 
-Adapted = Literal["none", "blocks", "full", "lora"]
-Status = Literal["waiting", "running", "done", "failed", "skipped"]  # skipped: what it depends on failed
+AS_CONVERTED, THEN = "none", " + "  # of ``adapted``: no stage; between two stages
+# skipped: what it depends on failed; not promoted: others are better (promote of a sweep.yaml)
+Status = Literal["waiting", "running", "done", "failed", "skipped", "not promoted"]
 
 
 @dataclass(frozen=True)
 class StageState(Record):
     """One stage of one point, or of the whole sweep.
 
-    output: its folder. seconds: it took, in the run that made it. reused: it was there from an earlier run. message: of
-    a failed one. command: the same by hand, typed in the sweep's folder.
+    output: its folder. seconds: it took, in the run that made it. reused: it was there from an earlier run. message:
+    why it failed, was skipped, or was not promoted. command: the same by hand, typed in the sweep's folder.
     """
 
     stage: str
@@ -33,11 +34,13 @@ class StageState(Record):
 
 @dataclass(frozen=True)
 class SweepPoint(Record):
-    """One model of the trade-off: a layout, and how it was retrained. The first point is the dense model.
+    """One model of the trade-off: a layout, and how it was adapted. The first point is the dense model.
 
-    model: its folder (or, of the dense one, what the user named). tokens: that it was retrained on. results:
-    results.json of its evaluation; adaptation: the folder that has the curves of its retraining. timed: the model that
-    bench.json names: speed depends on the layout alone, so one model of each is timed, the one that was not retrained.
+    adapted: ``none``, or the methods of its stages, such as ``align + full``. tokens: that these stages read, together.
+    model: its folder (or, of the dense one, what the user named). results: results.json of its evaluation; adaptation:
+    the folder of the last stage that has curves, or of the last. timed: the model that bench.json names: speed depends
+    on the layout alone, so one model of each is timed, the one that is as converted. control: the model that the dense
+    one became by the same training, where that was asked for.
     Where the layout is not known yet (its sensitivity failed), the lists of modes are empty.
     """
 
@@ -46,13 +49,19 @@ class SweepPoint(Record):
     attention_sync: list[str]
     mlp_sync: list[str]
     sync_tp_size: int | None
-    adapted: Adapted
+    adapted: str
     tokens: int | None
     model: str | None
     results: str | None
     adaptation: str | None
     stages: list[StageState]
     timed: str | None = None
+    control: str | None = None
+
+    @property
+    def methods(self) -> list[str]:
+        """Of its stages of adaptation, in their order."""
+        return [] if self.adapted == AS_CONVERTED else self.adapted.split(THEN)
 
     @property
     def is_dense(self) -> bool:
@@ -62,6 +71,11 @@ class SweepPoint(Record):
     def failure(self) -> str | None:
         """What its first failed stage said."""
         return next((stage.message for stage in self.stages if stage.status == "failed"), None)
+
+    @property
+    def not_promoted(self) -> str | None:
+        """Why it did not get its last stages."""
+        return next((stage.message for stage in self.stages if stage.status == "not promoted"), None)
 
 
 @dataclass(frozen=True)

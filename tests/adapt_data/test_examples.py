@@ -3,9 +3,9 @@
 import pytest
 from tokenizers import pre_tokenizers, processors
 
-from ladderize.adapt.data.formats import BadRow
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
+from ladderize.rows.formats import BadRow
 from tests.adapt_data.rows import (
     BOS,
     DEMO,

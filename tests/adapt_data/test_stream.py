@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from ladderize.adapt.data import sources
-from ladderize.adapt.data.formats import BadRow
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.data.stream import fixed_rows, rank_rows
 from ladderize.errors import UserError
+from ladderize.rows.formats import BadRow
 from tests.adapt_data.rows import (
     PLAIN,
     TURNS,

@@ -37,6 +37,8 @@ def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
         2,
         "--distill-from",
         place / "dense",
+        "--hidden-weight",
+        0.5,
     ]
     succeed(place, tmp_path / "whole", *more, steps=30)
     command = [argument for argument in arguments(place, *more, steps=30) if argument != "--no-verify"]

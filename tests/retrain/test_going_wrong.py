@@ -1,5 +1,6 @@
 """What retraining refuses, and what it says when something goes wrong."""
 
+import dataclasses
 import json
 import math
 import re
@@ -92,6 +93,10 @@ def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
     assert parts["parameters"] == 1000 * 4 + (numbers - 1000) * 2
     assert parts["optimizer"] == 2 * parts["gradients"] == 8000
     assert parts["teacher"] == numbers * 2
+    assert parts["compared outputs"] == 0
+    compared = dataclasses.replace(demand, compared=3).parts()
+    assert compared["compared outputs"] == 4 * 10 * config["hidden_size"] * (3 * 4 * 2 + 3 * 4)
+    assert {**compared, "compared outputs": 0} == parts
     assert "--micro-batch-size 1 would fit" in what_would_fit(demand, demand.total - 1, lora_trained=None, on_gpu=False)
     monkeypatch.setattr("ladderize.adapt.retrain.task.available_bytes", lambda device: 500_500_000)
     message = one_sentence(adapt(place, tmp_path / "out"))
@@ -169,7 +174,8 @@ def test_of_fsdp_what_is_here(monkeypatch):
 
 
 def test_dense_models_and_missing_budgets_are_refused(place, tmp_path):
-    assert "is dense; there is no accuracy to recover" in one_sentence(adapt(place, tmp_path / "out", model="dense"))
+    dense = adapt(place, tmp_path / "out", model="dense")
+    assert "is dense and has no converted layers to train; convert it first, or, to train" in one_sentence(dense)
     command = [argument for argument in arguments(place) if argument not in ("--max-steps", 6)]
     assert "say how long to train" in one_sentence(invoke(*command[:2], tmp_path / "out", *command[2:]))
     assert "OUT is missing" in one_sentence(invoke(*command, "--max-steps", 1))

@@ -23,7 +23,7 @@ def run_group(*words, **environment):
 
 
 def test_two_processes_make_the_steps_of_one(place, tmp_path):
-    more = ["--distill-from", place / "dense", *CLIPPED]
+    more = ["--distill-from", place / "dense", "--hidden-weight", 1, *CLIPPED]
     succeed(place, tmp_path / "one", *more, steps=4)
     outcome = run_group(*command(place, tmp_path / "two", *more, "--micro-batch-size", 1))
     assert outcome.returncode == 0, outcome.stderr[-2000:]
@@ -35,7 +35,7 @@ def test_two_processes_make_the_steps_of_one(place, tmp_path):
 
 def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):
     """States are whole tensors under their own names: another number of ranks may go on, and sharded."""
-    more = ["--distill-from", place / "dense", "--save-every", 2, *CLIPPED]
+    more = ["--distill-from", place / "dense", "--hidden-weight", 1, "--save-every", 2, *CLIPPED]
     succeed(place, tmp_path / "one", *more, steps=4)
     with monkeypatch.context() as patch:
         original = HFEngine.losses

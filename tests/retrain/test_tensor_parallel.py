@@ -80,6 +80,8 @@ RUNS = {
     "little": lambda place: {**lora(), **BRIEF},
     "few": lambda place: {**taught(place), "train": "all", **BRIEF},
     "odd": lambda place: {"train": "all", **BRIEF},
+    "control": lambda place: {"train": "all", **BRIEF},
+    "hidden": lambda place: {**taught(place), "objective": Objective(0.7, 1.5, hidden_weight=0.8), **BRIEF},
 }
 
 
@@ -92,7 +94,8 @@ def models(place, tmp_path_factory):
     save_llama(folder / "dense", seed=seed, num_key_value_heads=1, tie_word_embeddings=True, vocab_size=97, **BIASES)
     recipe = Recipe(ladder="1:3", spd="1:4", sync_tp_size=2)
     convert_checkpoint(str(folder / "dense"), folder / "odd", recipe, verify=False)
-    return {name: folder / "odd" if name == "odd" else place / "both" for name in RUNS}
+    others = {"odd": folder / "odd", "control": place / "dense"}
+    return {name: others.get(name, place / "both") for name in RUNS}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +111,8 @@ def same_run(ours, theirs, *, tolerance=1e-4):
     """Losses of every step, scores, and what was written."""
     assert len(losses_of(theirs)) in (FEW, SOME, STEPS)
     assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=tolerance)
-    for key in ("heldout_perplexity", "heldout_divergence", "dense_heldout_perplexity", "gradient_norm"):
+    keys = ("hidden_error", "heldout_hidden_error", "heldout_perplexity", "heldout_divergence", "gradient_norm")
+    for key in (*keys, "dense_heldout_perplexity"):
         ours_key, theirs_key = (read_metrics(folder / "metrics.jsonl", key) for folder in (ours, theirs))
         assert ours_key == pytest.approx(theirs_key, rel=20 * tolerance), key
     (name,) = (path.name for path in theirs.glob("*.safetensors"))
@@ -137,6 +141,8 @@ def test_two_ranks_make_the_steps_of_one(place, models, alone, tmp_path):
         ("taught", "domino"),
         ("lora", "domino"),
         ("odd", "domino"),
+        ("control", "domino"),
+        ("hidden", "domino"),
     ]
     runs = [
         (models[name], tmp_path / f"{name}-{kind}", options(place, 2, Schedule(kind), **RUNS[name](place)), {})
@@ -191,7 +197,7 @@ def test_two_by_two_ranks_make_the_steps_of_one(place, alone, tmp_path):
 def test_fsdp2_beside_tensor_parallel(place, models, alone, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
-    names = ("few", "odd", "little")
+    names = ("few", "odd", "little", "hidden")
     nothing_left(
         run_on(
             4, *((models[name], tmp_path / name, options(place, 2, DOMINO, **RUNS[name](place)), {}) for name in names)

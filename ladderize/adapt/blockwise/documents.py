@@ -1,11 +1,11 @@
 """distillation.json: what became of each block, and what it cost and won."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillSettings
+from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillSettings, WindowOptions
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.adapt.data.sources import source_sha256
 from ladderize.adapt.improvement import target_text
@@ -35,13 +35,19 @@ class BlockReport(Record):
 
 @dataclass(frozen=True)
 class WindowData(Record):
-    """The data and its windows. samples: to train on. seq_len: tokens of each."""
+    """The data and its windows. samples: to learn from. seq_len: tokens of each."""
 
     file: str
     sha256: str
     samples: int
     heldout: int
     seq_len: int
+
+    @classmethod
+    def of(cls, windows: Windows, options: WindowOptions) -> "WindowData":
+        """Reads all data once."""
+        sizes = len(windows.train), len(windows.heldout), windows.train.shape[1]
+        return cls(options.data, source_sha256(options.source), *sizes)
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,7 @@ class TrainingRecord(Record):
     @classmethod
     def of(cls, windows: Windows, options: BlockwiseOptions, dtype: torch.dtype) -> "TrainingRecord":
         """Reads all data once."""
-        sizes = len(windows.train), len(windows.heldout), windows.train.shape[1]
-        data = WindowData(options.data, source_sha256(options.source), *sizes)
-        return cls(data, options.distill.settings(), str(dtype).removeprefix("torch."))
+        return cls(WindowData.of(windows, options), options.distill.settings(), str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,17 @@ class BlockwiseRun(Record):
 
 
 @dataclass(frozen=True)
-class Distillation(Record):
-    """The document; docs/files.md says what the keys mean."""
+class HeldoutMeasures:
+    """Of held-out windows, by name of the step: perplexities, of the dense model too, and mean divergences KL(dense ||
+    model) in nats per token."""
+
+    perplexity: dict[str, Perplexity]
+    divergence: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RewrittenLayers(Record):
+    """What documents of methods that rewrite layers one by one have in common."""
 
     model: str
     teacher: str
@@ -83,10 +96,17 @@ class Distillation(Record):
     sync_tp_size: int | None
     fingerprints: BlockwiseRun
     data: WindowData
-    options: DistillSettings
     dtype: str
-    blocks: list[BlockReport]
     heldout_perplexity: dict[str, Perplexity]
+    heldout_divergence: dict[str, float] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Distillation(RewrittenLayers):
+    """The document; docs/files.md says what the keys mean."""
+
+    options: DistillSettings
+    blocks: list[BlockReport]
 
     def card_note(self) -> str:
         """What was done and measured, for the model card."""
@@ -127,8 +147,10 @@ def distillation_rows(reports: Sequence[BlockReport]) -> list[dict[str, str]]:
     ]
 
 
-def perplexity_rows(perplexities: Mapping[str, Perplexity]) -> list[dict[str, str]]:
-    """Held-out perplexities beside the first, the dense model's, for people."""
+def perplexity_rows(
+    perplexities: Mapping[str, Perplexity], divergences: Mapping[str, float] | None = None
+) -> list[dict[str, str]]:
+    """Held-out perplexities beside the first, the dense model's, and divergences from it, for people."""
     dense = next(iter(perplexities.values())).perplexity
     return [
         {
@@ -136,6 +158,7 @@ def perplexity_rows(perplexities: Mapping[str, Perplexity]) -> list[dict[str, st
             "perplexity": f"{value.perplexity:.4f}",
             "stderr": "" if value.stderr is None else f"{value.stderr:.4f}",
             "difference": "" if number == 0 else f"{value.perplexity - dense:+.4f}",
+            "KL to dense": f"{divergences[name]:.4f}" if divergences and name in divergences else "",
         }
         for number, (name, value) in enumerate(perplexities.items())
     ]

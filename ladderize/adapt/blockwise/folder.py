@@ -14,23 +14,18 @@ from ladderize.checkpoint.tensors import TensorReader, locate_tensors
 from ladderize.errors import UserError
 from ladderize.files.locks import fsync
 from ladderize.files.parsing import parse_json
+from ladderize.files.records import OwnRecord, Record
 from ladderize.files.work import WorkFolder
 
 
-class BlockFolder(WorkFolder):
-    """One safetensors file for each finished block, with its report and the key of what it was trained from."""
+class LayerFiles:
+    """One safetensors file for each finished layer, with its report and the key of what it was made from."""
 
-    CONTENT = (
-        *WorkFolder.CONTENT,
-        "block-*.safetensors",
-        "block-*.part",
-        "states-*.bin",
-        "sensitivity.json",
-        "head_map.json",
-    )
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self.folder, self.prefix = folder, prefix
 
     def path(self, layer: int) -> Path:
-        return self.folder / f"block-{layer:05d}.safetensors"
+        return self.folder / f"{self.prefix}-{layer:05d}.safetensors"
 
     def has(self, layer: int, key: Callable[[], str]) -> bool:
         """Whether this block is done, from just what ``key()`` says (asked for only if there is something to
@@ -41,7 +36,7 @@ class BlockFolder(WorkFolder):
         except (FileNotFoundError, UserError, SafetensorError, KeyError):
             return False
 
-    def save(self, layer: int, weights: Mapping[str, Tensor], report: BlockReport, key: str) -> None:
+    def save(self, layer: int, weights: Mapping[str, Tensor], report: Record, key: str) -> None:
         """Whole or not at all: written beside its place, then renamed."""
         temporary = self.path(layer).with_suffix(".part")
         tensors = {f"model.layers.{layer}.{name}": tensor.contiguous().cpu() for name, tensor in weights.items()}
@@ -57,11 +52,9 @@ class BlockFolder(WorkFolder):
         with safe_open(self.path(layer), framework="pt") as file:
             return file.metadata() or {}
 
-    def report(self, layer: int) -> BlockReport:
-        """What ``save`` was told about this block."""
-        return BlockReport.from_dict(
-            parse_json(self._metadata(layer)["report"].encode()), f"the report in {self.path(layer)}"
-        )
+    def report_as(self, kind: type[OwnRecord], layer: int) -> OwnRecord:
+        """What ``save`` was told about this layer."""
+        return kind.from_dict(parse_json(self._metadata(layer)["report"].encode()), f"the report in {self.path(layer)}")
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         """The trained weights by their names within the layer."""
@@ -75,3 +68,28 @@ class BlockFolder(WorkFolder):
         for layer in layers:
             found |= locate_tensors(self.path(layer))
         return found
+
+
+class BlockFolder(WorkFolder, LayerFiles):
+    """Distilled blocks; and of ``ladderize spd`` what else it has finished."""
+
+    prefix = "block"
+    CONTENT = (
+        *WorkFolder.CONTENT,
+        "block-*.safetensors",
+        "block-*.part",
+        "aligned-*.safetensors",
+        "aligned-*.part",
+        "states-*.bin",
+        "sensitivity.json",
+        "head_map.json",
+    )
+
+    @property
+    def aligned(self) -> LayerFiles:
+        """Layers that were aligned, of which blocks may then be distilled."""
+        return LayerFiles(self.folder, "aligned")
+
+    def report(self, layer: int) -> BlockReport:
+        """What ``save`` was told about this block."""
+        return self.report_as(BlockReport, layer)

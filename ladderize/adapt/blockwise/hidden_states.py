@@ -33,8 +33,12 @@ class StateStore:
         self.files: list[Path] = []
         if path is not None and max_memory is not None and count * dtype.itemsize * (1 + pairs) > max_memory:
             self.files = [path.with_name(f"{path.name}-{number}.bin") for number in range(1 + pairs)]
-            for file in self.files:
-                _reserve(file, count * dtype.itemsize)
+            try:
+                for file in self.files:
+                    _reserve(file, count * dtype.itemsize)
+            except UserError:
+                self.close()
+                raise
             self.tensors = [
                 torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(shape) for file in self.files
             ]
@@ -66,11 +70,9 @@ def _reserve(file: Path, size: int) -> None:
         try:
             os.posix_fallocate(opened.fileno(), 0, size)
         except OSError as error:
-            file.unlink()
             raise UserError(
-                f"the teacher's states need {human_bytes(size)} in {file}, which cannot be allocated"
-                f" ({sentence(error)});"
-                " choose a --work-dir on another disk, or fewer --samples"
+                f"the states of all windows need {human_bytes(size)} in {file}, which cannot be allocated"
+                f" ({sentence(error)}); choose a --work-dir on another disk, or fewer --samples"
             ) from None
 
 

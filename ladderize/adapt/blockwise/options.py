@@ -1,4 +1,4 @@
-"""What block-to-block distillation is asked to do."""
+"""What block-to-block distillation is asked to do, and what it shares with all that rewrites layers one by one."""
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -13,8 +13,35 @@ from ladderize.ranks.device import default_device
 # The paper's learning rate at LLaMA2-7B's width; a step of Adam moves a sum over twice the width twice as far.
 PAPERS_LR, PAPERS_WIDTH = 5e-5, 4096
 TOKENS_PER_STEP = 2048  # the paper's: one sequence
-# Without --samples: so many windows at most, since a block sees each several times.
-DEFAULT_SAMPLES, DEFAULT_HELDOUT = 1024, 64
+DEFAULT_SAMPLES, DEFAULT_HELDOUT = 1024, 64  # windows at most
+MAX_MEMORY = 8_000_000_000
+
+
+@dataclass(frozen=True)
+class WindowOptions:
+    """What layers are rewritten from: windows of data. Raises UsageError for data that cannot be meant."""
+
+    data: str  # one --data
+    samples: int | None = None  # windows to learn from; None: what the data give, up to a default of the method
+    heldout: int | None = None  # windows to measure on; None: a tenth, up to a default
+    seq_len: int | None = None  # tokens of a window; None: as in ``data.default_seq_len``
+    layers: str | None = None  # ranges; None: the method's default
+    dtype: Dtype = "auto"
+    device: str = field(default_factory=default_device)
+    work_dir: Path | None = None
+    write: Write = "best"  # best: nothing where the held-out perplexity did not get better; last: all the same
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_at_least(self, 1, "samples", "heldout")
+        check_at_least(self, 2, "seq_len")
+        if self.source.is_streamed:
+            raise UsageError(f"{self.source.name} is streamed, and this method reads its data whole; give a file")
+
+    @property
+    def source(self) -> SourceSpec:
+        (spec,) = parse_specs([self.data])
+        return spec
 
 
 @dataclass(frozen=True)
@@ -36,7 +63,7 @@ class DistillSettings(Record):
 class DistillOptions(DistillSettings):
     """max_memory: bytes of teacher states before they go to disk, which decides nothing."""
 
-    max_memory: int = 8_000_000_000
+    max_memory: int = MAX_MEMORY
 
     def settings(self) -> DistillSettings:
         return DistillSettings(**{field.name: getattr(self, field.name) for field in fields(DistillSettings)})
@@ -51,35 +78,12 @@ class DistillOptions(DistillSettings):
 
 
 @dataclass(frozen=True)
-class BlockwiseOptions:
-    """See ``ladderize adapt --help``. data: one --data. samples, heldout: windows to train on and others to measure on;
-    None: what the data give, up to ``DEFAULT_SAMPLES`` and ``DEFAULT_HELDOUT``. layers: ranges; None: every layer that
-    computes something else than the teacher's. write: ``best`` refuses to write where the held-out perplexity did not
-    get better; ``last`` writes the blocks all the same. Raises UsageError for data that cannot be meant."""
+class BlockwiseOptions(WindowOptions):
+    """See ``ladderize adapt --help``. layers: None: every layer that computes something else than the teacher's."""
 
-    data: str
-    samples: int | None = None
-    heldout: int | None = None
-    seq_len: int | None = None
-    layers: str | None = None
     distill: DistillOptions = field(default_factory=DistillOptions)
-    dtype: Dtype = "auto"
-    device: str = field(default_factory=default_device)
-    work_dir: Path | None = None
-    write: Write = "best"
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        check_at_least(self, 1, "samples", "heldout")
-        check_at_least(self, 2, "seq_len")
+        super().__post_init__()
         check_at_least(self.distill, 1, "epochs", "patience", "batch_size", "max_memory")
         check_training(self.dtype, self.distill.lr)
-        if self.source.is_streamed:
-            raise UsageError(
-                f"{self.source.name} is streamed, and block-to-block distillation reads its data whole; give a file"
-            )
-
-    @property
-    def source(self) -> SourceSpec:
-        (spec,) = parse_specs([self.data])
-        return spec

@@ -26,12 +26,12 @@ def teacher_pass(
     shape = (*windows.shape, int(blocks.config["hidden_size"]))
     count = blocks.num_layers
     layout = Layout((BLOCKING,) * count, (OVERLAPPED,) * (count - 1) + (BLOCKING,)) if pairs else Layout.dense(count)
-    stores = [
-        StateStore(shape, blocks.dtype, pairs, max_memory=max_memory // 2, path=path.with_name(f"{path.name}-{number}"))
-        for number in range(2)
-    ]
     batch = max(1, 4 * TOKENS_PER_STEP // windows.shape[1])
+    stores: list[StateStore] = []
     try:
+        for number in range(2):
+            file = path.with_name(f"{path.name}-{number}")
+            stores.append(StateStore(shape, blocks.dtype, pairs, max_memory=max_memory // 2, path=file))
         _fill(stores[0], batch, lambda rows: blocks.embed(windows[rows]))
         for index in range(max(layers, default=-1) + 1):
             before, after = stores[index % 2], stores[1 - index % 2]

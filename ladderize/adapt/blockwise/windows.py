@@ -6,13 +6,14 @@ what a loss mask says is about the loss on the text, which is not taken here.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.blockwise.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, BlockwiseOptions
+from ladderize.adapt.blockwise.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, WindowOptions
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.sources import SourceSpec, open_rows
 from ladderize.checkpoint.reading import Checkpoint
@@ -21,6 +22,7 @@ from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
 
 ROWS_AT_ONCE = 128  # that are tokenised together
+LEAST_WINDOWS_HELDOUT = 8
 
 
 @dataclass(frozen=True)
@@ -35,19 +37,31 @@ class Windows:
         return torch.cat([self.train, self.heldout])
 
 
-def training_windows(checkpoint: Checkpoint, options: BlockwiseOptions) -> Windows:
-    """Full windows for training and others that are held out. Raises UserError where the data give too few."""
+def training_windows(
+    checkpoint: Checkpoint, options: WindowOptions, seed: int = 0, tokens: int | None = None
+) -> Windows:
+    """Full windows for training and others that are held out, drawn with ``seed``. Raises UserError where the data give
+    too few.
+
+    tokens: what to take where ``options`` do not say how many windows, and an eighth as many are held out, out of no
+    more rows than that needs; None: 1024 and 64 windows, out of all rows. Fewer where the data give fewer.
+    """
     both = options.samples is not None and options.heldout is not None
+    positions = int(checkpoint.config.get("max_position_embeddings") or 2048)
+    enough = None
+    if tokens is not None:
+        seq_len = options.seq_len or min(2048, positions)
+        windows = (options.samples or tokens // seq_len + 1) + (options.heldout or 0)
+        enough = 2 * (windows + LEAST_WINDOWS_HELDOUT) * seq_len
     drawn = draw_windows(
-        read_rows(checkpoint, options.source),
+        read_rows(checkpoint, options.source, enough=enough, seed=seed),
         spec=options.data,
-        positions=int(checkpoint.config.get("max_position_embeddings") or 2048),
+        positions=positions,
         seq_len=options.seq_len,
         samples=(options.samples or 0) + (options.heldout or 0) if both else None,
-        seed=options.distill.seed,
+        seed=seed,
     )
-    heldout = options.heldout or min(DEFAULT_HELDOUT, max(1, len(drawn) // 10))
-    samples = options.samples or min(DEFAULT_SAMPLES, len(drawn) - heldout)
+    samples, heldout = window_counts(len(drawn), drawn.shape[1], options.samples, options.heldout, tokens)
     if samples < 1 or samples + heldout > len(drawn):
         raise UserError(
             f"{options.data} gives {len(drawn)} windows of {drawn.shape[1]} tokens, too few for {max(1, samples)} to"
@@ -57,19 +71,43 @@ def training_windows(checkpoint: Checkpoint, options: BlockwiseOptions) -> Windo
     return Windows(ids[:samples], ids[samples : samples + heldout])
 
 
-def read_rows(checkpoint: Checkpoint, spec: SourceSpec) -> list[np.ndarray]:
+def window_counts(
+    there: int, seq_len: int, samples: int | None, heldout: int | None, tokens: int | None
+) -> tuple[int, int]:
+    """How many of the windows that are there to learn from, and how many to hold out, where one or both are not said;
+    the first is below 1, or their sum above ``there``, where that is too few. tokens: as in ``training_windows``."""
+    tenth = max(1, there // 10)
+    if tokens is None:
+        heldout = heldout or min(DEFAULT_HELDOUT, tenth)
+        return samples or min(DEFAULT_SAMPLES, there - heldout), heldout
+    most = samples or max(1, tokens // seq_len)
+    heldout = heldout or min(max(LEAST_WINDOWS_HELDOUT, most // 8), tenth)
+    return samples or min(most, there - heldout), heldout
+
+
+def read_rows(
+    checkpoint: Checkpoint, spec: SourceSpec, *, enough: int | None = None, seed: int = 0
+) -> list[np.ndarray]:
     """The ids of every row of files, int64 [tokens] each; passages of a longer text or array are joined to one.
 
-    Raises UserError for data that cannot be used, BadRow for a row that cannot.
+    enough: so many tokens of rows in an order drawn with ``seed`` are enough; None: all rows, in their order. Raises
+    UserError for data that cannot be used, BadRow for a row that cannot.
     """
     tokenizer = load_tokenizer(checkpoint.folder) if needs_tokenizer(spec.text) else None
     encoder = Encoder(tokenizer, sys.maxsize, checkpoint.config["vocab_size"])  # of such a length nothing is cut
     rows, found, passages = open_rows(spec), [], False
+    order: Sequence[int] | np.ndarray = range(len(rows))
+    if enough is not None:
+        order = np.random.default_rng(seed).permutation(len(rows))
+    count = 0
     for begin in range(0, len(rows), ROWS_AT_ONCE):
-        batch = [rows.read(number) for number in range(begin, min(len(rows), begin + ROWS_AT_ONCE))]
+        batch = [rows.read(int(number)) for number in order[begin : begin + ROWS_AT_ONCE]]
         for row, encoded in zip(batch, encoder.encode(batch), strict=True):
             if encoded.problem is not None:
                 raise encoded.problem
             found += [example.ids for example in encoded.examples]
             passages |= row.is_passage
+            count += sum(len(example.ids) for example in encoded.examples)
+        if enough is not None and count >= enough:
+            break
     return [np.concatenate(found)] if passages else found

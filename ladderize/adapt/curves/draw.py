@@ -1,10 +1,11 @@
-"""The picture of one or several trainings: the loss, the held-out perplexity beside the dense model's, and the blocks
-that were distilled."""
+"""The picture of one or several trainings: the loss, the held-out perplexity beside the dense model's, the blocks that
+were distilled, and the layers that were aligned."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ladderize.adapt.align.reports import GROUPS
 from ladderize.adapt.curves.read import Curves
 from ladderize.figure import save_figure
 
@@ -20,20 +21,23 @@ def draw_curves(runs: Sequence[Curves], stem: Path) -> list[Path]:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    retrained = [run for run in runs if not run.blocks]
+    aligned = [run for run in runs if run.aligned]
     distilled = [run for run in runs if run.blocks]
-    panels = 2 * bool(retrained) + len(distilled)
+    retrained = [run for run in runs if run.loss or run.heldout or not (run.aligned or run.blocks)]
+    panels = len(aligned) + len(distilled) + 2 * bool(retrained)
     figure = Figure(figsize=(1 + 4.6 * panels, 4.0), layout="constrained")
     axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    for run in aligned:
+        _draw_layers(axes.pop(0), run)
+    for run in distilled:
+        _draw_blocks(axes.pop(0), run)
     if retrained:
         _draw_losses(axes.pop(0), retrained)
         _draw_perplexities(axes.pop(0), retrained)
-    for run, own in zip(distilled, axes, strict=True):
-        _draw_blocks(own, run)
-    for own in figure.axes:
+    for number, own in enumerate(figure.axes):
         own.spines[["top", "right"]].set_visible(False)
         own.xaxis.set_major_locator(MaxNLocator(integer=True))
-        own.set_xlabel("step")
+        own.set_xlabel("layer" if number < len(aligned) else "step")
     return save_figure(figure, stem)
 
 
@@ -99,3 +103,22 @@ def _draw_blocks(axes: "Axes", run: Curves) -> None:
     axes.set_ylabel("held-out block loss (MSE), of that before")
     axes.set_title(f"{run.name}: distilled blocks", fontsize=10)
     axes.legend(frameon=False, fontsize=8, ncols=2)
+
+
+def _draw_layers(axes: "Axes", run: Curves) -> None:
+    """The error of every layer's reads and writes, before its alignment and after it."""
+    from matplotlib.lines import Line2D
+
+    handles = []
+    for number, name in enumerate(GROUPS):
+        points = [(report.layer, errors) for report in run.aligned if (errors := report.errors(name)) is not None]
+        layers = [layer for layer, _ in points]
+        before, after = ([100 * errors[which] for _, errors in points] for which in (0, 1))
+        axes.plot(layers, before, color=colour(number), linestyle=":", linewidth=1.2, marker="o", markersize=3, mfc="w")
+        handles += axes.plot(layers, after, color=colour(number), linewidth=1.6, marker="o", markersize=3, label=name)
+    handles.append(Line2D([], [], color="#444444", linestyle=":", marker="o", markersize=3, mfc="w", label="before"))
+    handles.append(Line2D([], [], color="#444444", marker="o", markersize=3, label="after"))
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("held-out squared error, % of the target's")
+    axes.set_title(f"{run.name}: aligned layers", fontsize=10)
+    axes.legend(handles=handles, frameon=False, fontsize=8, ncols=2)

@@ -6,20 +6,18 @@ an assistant's turn is scored.
 """
 
 import re
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ladderize.adapt.data.formats import BadRow
-from ladderize.chat_template.renderer import ChatRenderer, RefusedConversation, Span
+from ladderize.chat_template.renderer import DATE_OF_DATA, ChatRenderer, RefusedConversation, Span
 from ladderize.errors import UserError
+from ladderize.rows.formats import BadRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-DATE = datetime(2024, 7, 26)  # what Llama 3.2's template says where it is given no date
 
 
 class ChatTemplate:
@@ -31,7 +29,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", origin: str) -> None:
-        renderer = ChatRenderer.of(tokenizer, date=DATE)  # a row must not depend on when it is read
+        renderer = ChatRenderer.of(tokenizer, date=DATE_OF_DATA)
         if renderer is None:
             raise UserError(
                 f"{origin}: a conversation, but the tokenizer has no chat template; put a chat_template.jinja into the"

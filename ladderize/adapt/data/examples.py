@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ladderize.adapt.data.chat import ChatTemplate
-from ladderize.adapt.data.formats import BadRow, Row, check_row, read_ids, read_messages
 from ladderize.data import need_tokenizer, text_ids
 from ladderize.errors import UserError
+from ladderize.rows.formats import BadRow, Row, check_row, read_ids, read_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

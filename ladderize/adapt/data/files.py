@@ -1,123 +1,14 @@
-"""Files of rows, read by row number in any order, without holding them in memory."""
+"""Texts and arrays of ids as rows: passages of a file, which are cut as training needs them."""
 
 import codecs
-import contextlib
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO
 
-from ladderize.adapt.data.formats import IN_WORDS, BadRow, BadRows, Row, check_row, find_format
 from ladderize.adapt.data.passages import Passages
-from ladderize.data import parse_line
 from ladderize.errors import UserError
 from ladderize.files.id_arrays import open_ids
-from ladderize.files.regular import MAX_LINE_BYTES, read_lines
-
-
-class Rows(Protocol):
-    """Rows 0, 1, ..., and the bad ones that were left out of them at opening."""
-
-    bad: BadRows
-
-    def __len__(self) -> int: ...
-
-    def read(self, number: int) -> Row: ...
-
-
-class JoinedRows:
-    """Several files as one source, in their order."""
-
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        self.parts = parts
-        self.bad = BadRows(
-            sum(part.bad.count for part in parts), [problem for part in parts for problem in part.bad.first][:5]
-        )
-        self._ends = list(accumulate(len(part) for part in parts))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def read(self, number: int) -> Row:
-        part = bisect_right(self._ends, number)
-        return self.parts[part].read(number - (self._ends[part - 1] if part else 0))
-
-
-class JsonlRows:
-    """A JSON object a line. Every line is checked at opening; only where it begins is kept. Raises BadRow naming the
-    first bad line."""
-
-    def __init__(self, path: Path, *, skip_bad_rows: bool = False) -> None:
-        self.path, self.bad = path, BadRows()
-        self._offsets, self._lines = array("q"), array("q")
-        offset = 0
-        for number, line in enumerate(read_lines(path), start=1):
-            if line.strip():
-                try:
-                    check_row(self._parse(line, number))
-                    self._offsets.append(offset)
-                    self._lines.append(number)
-                except BadRow as problem:
-                    if not skip_bad_rows:
-                        raise
-                    self.bad.add(problem)
-            offset += len(line)
-
-    def _parse(self, line: bytes, number: int) -> Row:
-        origin = f"{self.path}, line {number}"
-        try:
-            return Row(parse_line(line), origin)
-        except ValueError as error:
-            raise BadRow(f"{origin}: {error}") from None
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def read(self, number: int) -> Row:
-        with self.path.open("rb") as file:
-            file.seek(self._offsets[number])
-            line = file.readline(MAX_LINE_BYTES)
-        try:
-            row = self._parse(line, self._lines[number])
-            check_row(row)
-        except BadRow:
-            raise UserError(f"{self.path} was changed while it was in use; start again") from None
-        return row
-
-
-class ParquetRows:
-    """A parquet file through ``datasets``, which maps its own copy of it into memory. Columns are checked at opening,
-    values later."""
-
-    def __init__(self, path: Path) -> None:
-        from datasets import Dataset
-        from pyarrow import parquet
-
-        self.path, self.bad = path, BadRows()
-        self._dataset: Any = ()
-        try:
-            about = parquet.read_metadata(path)
-            columns = about.schema.to_arrow_schema().names
-            if about.num_rows:  # datasets refuses a file without rows
-                with quiet_datasets():
-                    self._dataset = Dataset.from_parquet(str(path))
-        except Exception as error:  # pyarrow's own errors, and datasets' around them
-            cause = " ".join(str(error.__cause__ or error).split())[:200]
-            raise UserError(f"{path} cannot be read as parquet ({cause}); is it complete?") from None
-        if find_format(columns) is None:
-            raise UserError(f"{path} has the columns {', '.join(columns) or 'of nothing'}; rows need {IN_WORDS}")
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def read(self, number: int) -> Row:
-        origin = f"{self.path}, row {number + 1}"
-        try:
-            return Row(self._dataset[number], origin)
-        except UnicodeDecodeError:
-            raise BadRow(f"{origin}: holds text that is not UTF-8") from None
+from ladderize.rows.formats import BadRows, Row
 
 
 class TextRows:
@@ -189,20 +80,3 @@ class IdRows:
         begin = number * self._passage_ids
         ids = self._array[begin : begin + self._passage_ids if number + 1 < len(self) else None]
         return Row({"input_ids": ids}, f"{self._name}, ids {begin} to {begin + len(ids) - 1}", is_passage=True)
-
-
-@contextlib.contextmanager
-def quiet_datasets() -> Iterator[None]:
-    """``datasets`` without its bars and log lines."""
-    import datasets
-    from datasets.utils import logging
-
-    bars, level = not datasets.are_progress_bars_disabled(), logging.get_verbosity()
-    datasets.disable_progress_bars()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            datasets.enable_progress_bars()

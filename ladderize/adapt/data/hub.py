@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-from ladderize.adapt.data.files import quiet_datasets
-from ladderize.adapt.data.formats import IN_WORDS, Row, find_format
 from ladderize.errors import UserError
+from ladderize.rows.files import quiet_datasets
+from ladderize.rows.formats import TRAINING, Row
 
 HubState = dict[str, Any]  # of datasets' making; JSON can hold it
 
@@ -31,8 +31,8 @@ class HubRows:
                 f"--data {text} cannot be opened ({_reason(error)}); check its name, its split and the connection"
             ) from None
         columns = self._dataset.column_names
-        if columns and find_format(columns) is None:
-            raise UserError(f"--data {text} has the columns {', '.join(columns)}; rows need {IN_WORDS}")
+        if columns and TRAINING.find(columns) is None:
+            raise UserError(f"--data {text} has the columns {', '.join(columns)}; rows need {TRAINING.in_words}")
 
     def read(self, state: HubState | None = None, number: int = 0) -> Iterator[tuple[Row, HubState]]:
         """The rows from ``state`` on (None: from the first), and with each the state to read on behind it. number: of

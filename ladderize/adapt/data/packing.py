@@ -14,7 +14,8 @@ import torch
 
 from ladderize.adapt.data.examples import Example
 
-IGNORED_TARGET = -100  # the target of a position whose next token is not scored
+# Targets below 0 do not count: of a position whose next token is not scored, and of padding.
+IGNORED_TARGET, PADDING_TARGET = -100, -101
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,12 @@ def segments(row: PackedRow) -> list[slice]:
 def collate(rows: Sequence[PackedRow], pad_id: int = 0) -> dict[str, torch.Tensor]:
     """input_ids, position_ids and targets, int64 [rows, tokens of the longest] each, padded on the right.
 
-    Padding has no targets, and positions that begin at 0 again: to the model it is one more example. No rows at all
-    become one padded token, so that a rank without rows takes part in a step without adding to its loss.
+    Padding has the target -101, and positions that begin at 0 again: to the model it is one more example. No rows at
+    all become one padded token, so that a rank without rows takes part in a step without adding to its loss.
     """
     longest = max((len(row) for row in rows), default=1)
     shape = (max(1, len(rows)), longest)
-    ids, targets = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORED_TARGET, dtype=np.int64)
+    ids, targets = np.full(shape, pad_id, dtype=np.int64), np.full(shape, PADDING_TARGET, dtype=np.int64)
     positions = np.tile(np.arange(longest, dtype=np.int64), (shape[0], 1))
     for number, row in enumerate(rows):
         length = len(row)

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from ladderize.adapt.data.examples import Encoded, Encoder
-from ladderize.adapt.data.files import Rows
-from ladderize.adapt.data.formats import BadRows, Row
 from ladderize.adapt.data.hub import HubRows
 from ladderize.adapt.data.place import Cursor, FileCursor, HubCursor
 from ladderize.errors import UserError
+from ladderize.rows.files import Rows
+from ladderize.rows.formats import BadRows, Row
 
 BATCH = 64  # rows that are tokenised together, ahead of their use
 HELDOUT_OF_STREAM, MOST_HELDOUT, HELDOUT_SHARE = 64, 256, 100

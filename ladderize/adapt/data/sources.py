@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.data.files import IdRows, JoinedRows, JsonlRows, ParquetRows, Rows, TextRows
+from ladderize.adapt.data.files import IdRows, TextRows
 from ladderize.adapt.data.hub import HubRows
 from ladderize.adapt.data.passages import Passages
 from ladderize.data import file_sha256, split_name
 from ladderize.errors import UsageError, UserError
 from ladderize.files.regular import check_regular
+from ladderize.rows.files import JoinedRows, JsonlRows, ParquetRows, Rows
 
 SOURCE_SUFFIXES = (".jsonl", ".parquet", ".txt", ".npy", ".npz")
 HUB = "hub:"

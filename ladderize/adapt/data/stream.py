@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.adapt.data.chunks import CHUNK_ROWS, Chunk, ChunkMaker, StreamOptions
 from ladderize.adapt.data.examples import Encoder, Example
-from ladderize.adapt.data.files import Rows
-from ladderize.adapt.data.formats import BadRow, BadRows
 from ladderize.adapt.data.packing import PackedRow
 from ladderize.adapt.data.passages import Passages, row_passages
 from ladderize.adapt.data.place import DataCounts, SourceCounts, StreamPlace
 from ladderize.adapt.data.readers import IndexedReader, Reader, StreamedReader
 from ladderize.adapt.data.sources import SourceSpec, open_hub_rows, open_rows, source_identity
 from ladderize.errors import UserError
+from ladderize.rows.files import Rows
+from ladderize.rows.formats import BadRow, BadRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -124,6 +124,7 @@ def adapter_card(
     base."""
     tags = ["ladderize", "lora", *(tag for kind, tag in TAGS.items() if kind in str(layout))]
     front = {"library_name": "peft", **({"base_model": hub_id} if hub_id else {}), "tags": tags}
+    others = "another layout" if layout.is_dense else "the dense model, or on another layout"
     targets = ", ".join(target for target in LORA_TARGETS if target in config["target_modules"])
     return f"""---
 {yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()}
@@ -134,7 +135,7 @@ def adapter_card(
 A LoRA adapter for `{base}`, trained with ladderize {__version__}: rank {config["r"]}, alpha {config["lora_alpha"]},
 on {targets} of layers {format_ranges(layers)}. `adaptation.json` says how.
 
-**It belongs to this layout.** {layout}. On the dense model, or on another layout, it does not work.
+**It belongs to this layout.** {layout}. On {others}, it does not work.
 
 **Loading**, over its base:
 

@@ -227,15 +227,15 @@ def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[s
 
 
 def check_base_is(adapter: Adapter, name: str, layout: Layout, found: str) -> None:
-    """Raise UserError unless this is a converted checkpoint, and the one that the adapter was trained on, as far as it
-    says."""
-    if layout.is_dense:
-        raise UserError(
-            f"{name} is dense; merge an adapter for it with PEFT's merge_and_unload, or name a converted checkpoint"
-            " with --base"
-        )
+    """Raise UserError unless this is the checkpoint that the adapter was trained on, or, where it does not say, a
+    converted one."""
     trained = adapter.base
     if trained is None:
+        if layout.is_dense:
+            raise UserError(
+                f"{name} is dense; merge an adapter for it with PEFT's merge_and_unload, or name a converted checkpoint"
+                " with --base"
+            )
         return
     if any(getattr(trained, key) != value for key, value in layout.to_config().items()):
         raise UserError(

@@ -115,8 +115,10 @@ class Adaptation(Record):
 
     def card_note(self) -> str:
         """How the weights came about, for the model card."""
-        weight, heldout = self.options.objective.distill_weight, self.heldout_perplexity
-        teacher = f" and the predictions of `{self.distill_from}` (weight {weight:g})" if weight else ""
+        objective, heldout = self.options.objective, self.heldout_perplexity
+        weights = (("predictions", objective.distill_weight), ("sub-modules' outputs", objective.hidden_weight))
+        taught = " and the ".join(f"{what} (weight {weight:g})" for what, weight in weights if weight)
+        teacher = f" and the {taught} of `{self.distill_from}`" if taught else ""
         reached = f", held-out perplexity {heldout.before:.4f} before and {heldout.after:.4f} after" if heldout else ""
         if heldout and heldout.target:
             reached += f"; {heldout.target}"

@@ -6,14 +6,16 @@ model, whose ranks share every layer. The loop, its states and its outputs know 
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ladderize.adapt.data.packing import PADDING_TARGET
 from ladderize.adapt.retrain.sharding import forget_gathered
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.training.outputs import SubModuleOutputs
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")  # what is kept of a trained tensor
@@ -24,8 +26,9 @@ class Engine(ABC):
 
     ranks: all of them. data: this rank among those that share the rows of a step: ranks that work on the same rows have
     the same number there. shapes: of every trained tensor, whole, by the name that a file gives it: a checkpoint's
-    tensor, or PEFT's for an adapter. has_teacher: whether ``losses`` compares with a dense model. student: what is
-    trained, which ``parallel`` wraps where gradients are averaged by DDP.
+    tensor, or PEFT's for an adapter. has_teacher: whether ``losses`` compares with a dense model. compared: layers of
+    which it compares what each sub-module adds to the stream, too. student: what is trained, which ``parallel`` wraps
+    where gradients are averaged by DDP.
     """
 
     student: nn.Module
@@ -35,6 +38,7 @@ class Engine(ABC):
     data: Ranks
     shapes: Mapping[str, tuple[int, ...]]
     has_teacher: bool
+    compared: Sequence[int]
 
     # ---- a step ----
 
@@ -44,8 +48,12 @@ class Engine(ABC):
 
     @abstractmethod
     def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """[2]: summed cross-entropy and divergence of one micro-batch (on the device); equal on ranks of the same
-        rows."""
+        """[3]: cross-entropy and divergence, summed over the tokens that count, and hidden error, summed over all
+        tokens, of one micro-batch (on the device); equal on ranks of the same rows."""
+
+    def outputs(self, batch: Mapping[str, Tensor]) -> SubModuleOutputs | None:
+        """Takes what the teacher's sub-modules add to the stream, where they are compared."""
+        return SubModuleOutputs(self.compared, batch["targets"] != PADDING_TARGET) if self.compared else None
 
     @contextlib.contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:

@@ -6,21 +6,19 @@ on CPUs.
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ladderize.adapt.data.packing import IGNORED_TARGET
+from ladderize.adapt.methods import FLASH, FLEX
 from ladderize.adapt.retrain.engine import MOMENTS, WEIGHT, Engine, adamw
 from ladderize.adapt.retrain.losses import ScoredLogits, TrainedModel, token_losses
 from ladderize.adapt.retrain.models import trained_parameters
 from ladderize.adapt.retrain.sharding import assign, whole
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
-
-FLASH, FLEX = "flash_attention_2", "flex_attention"
 
 
 def check_attention(name: str, device: str, compute: torch.dtype) -> None:
@@ -36,7 +34,8 @@ def check_attention(name: str, device: str, compute: torch.dtype) -> None:
 
 
 class HFEngine(Engine):
-    """Wraps a student and its optimizer."""
+    """Wraps a student and its optimizer. compared: see ``Engine``; where there are such layers, both models are made
+    ``collecting``."""
 
     def __init__(
         self,
@@ -47,8 +46,10 @@ class HFEngine(Engine):
         sharded: bool,
         weight_decay: float,
         teacher: ScoredLogits | None = None,
+        compared: Sequence[int] = (),
     ) -> None:
         self.student: TrainedModel = student
+        self.compared = compared
         self.teacher, self.ranks, self.data = teacher, ranks, ranks
         self.compute, self.sharded, self.has_teacher = compute, sharded, teacher is not None
         self.parameters = dict(trained_parameters(student))
@@ -62,21 +63,17 @@ class HFEngine(Engine):
             self.parallel = DistributedDataParallel(student, device_ids=own, gradient_as_bucket_view=True)
 
     def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """[rows, tokens] each. FlashAttention keeps packed texts apart in a single row only, so there all rows become
-        one."""
-        if self.student.model.config._attn_implementation == FLASH:
-            batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
         return {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
 
     def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """[2]: summed cross-entropy and divergence of one micro-batch (on the device)."""
-        scores = None
+        """[3]: summed cross-entropy, divergence and hidden error of one micro-batch (on the device)."""
+        scores, outputs = None, self.outputs(batch)
         with self._narrow():
             if self.teacher is not None:
                 with torch.no_grad():
-                    scores = self.teacher(**batch)
+                    scores = self.teacher(**batch, outputs=outputs)
             forward = self.student if self.parallel is None else self.parallel
-            sums: Tensor = forward(**batch, teacher_logits=scores)
+            sums: Tensor = forward(**batch, teacher_logits=scores, teacher_outputs=outputs)
         return sums
 
     def clip(self, max_norm: float) -> Tensor:
@@ -91,7 +88,7 @@ class HFEngine(Engine):
 
     def teacher_entropy(self, batch: Mapping[str, Tensor]) -> Tensor:
         assert self.teacher is not None
-        targets = batch["targets"][batch["targets"] != IGNORED_TARGET]
+        targets = batch["targets"][batch["targets"] >= 0]
         with torch.no_grad():
             return token_losses(self.teacher(**batch), targets, None, 1.0)[0]
 

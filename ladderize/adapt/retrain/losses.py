@@ -1,8 +1,11 @@
-"""Cross-entropy on the text, and the divergence from the dense teacher's predictions (Hinton et al., arXiv 1503.02531).
+"""Cross-entropy on the text, the divergence from the dense teacher's predictions (Hinton et al., arXiv 1503.02531), and
+how far sub-modules are from the teacher's.
 
-Both are sums over the tokens that count; the trainer divides by how many those are in the whole step, on all ranks.
+The first two are sums over the tokens that count, the third over all; the trainer divides by how many those are in the
+whole step, on all ranks.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,33 +14,54 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.utils.checkpoint import checkpoint
 
-from ladderize.adapt.data.packing import IGNORED_TARGET
+from ladderize.adapt.methods import FLASH
 from ladderize.adapt.retrain.metrics import loss_label
 from ladderize.blocks import LOGITS_AT_ONCE
+from ladderize.errors import UsageError
 from ladderize.files.records import Record
+from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
 
 Amount = TypeVar("Amount", Tensor, float)
+MOST_TEMPERATURE = 100.0
 
 
 @dataclass(frozen=True)
 class Objective(Record):
-    """loss = (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || student); weight 0: no teacher."""
+    """loss = (1 - w) * cross-entropy + w * temperature^2 * KL(teacher || student) + hidden_weight * hidden error, w
+    being distill_weight. Without a weight above 0 there is no teacher.
+
+    The hidden error is the mean squared error of what attention and MLP of each converted layer add to the residual
+    stream, relative to what the teacher's add (runtime/training/outputs.py).
+    """
 
     distill_weight: float = 0.0
     temperature: float = 1.0
+    hidden_weight: float = 0.0
 
     @property
     def label(self) -> str:
         """What the loss is, in words."""
-        return loss_label(self.distill_weight)
+        return loss_label(self.distill_weight, self.hidden_weight)
 
-    def total(self, cross_entropy_sum: Amount, divergence_sum: Amount) -> Amount:
-        """Of two sums (or means) the one to minimise. The factor keeps the gradient's scale at every temperature."""
-        if not self.distill_weight:
-            return cross_entropy_sum
-        return (
-            1 - self.distill_weight
-        ) * cross_entropy_sum + self.distill_weight * self.temperature**2 * divergence_sum
+    @property
+    def has_teacher(self) -> bool:
+        return bool(self.distill_weight or self.hidden_weight)
+
+    def check(self) -> None:
+        """Raise UsageError for weights that cannot be meant."""
+        if not (math.isfinite(self.hidden_weight) and self.hidden_weight >= 0):
+            raise UsageError(f"--hidden-weight must be a number of at least 0, not {self.hidden_weight:g}")
+        if not 0 < self.temperature <= MOST_TEMPERATURE:
+            raise UsageError(
+                f"--temperature must be above 0 and at most {MOST_TEMPERATURE:g}, not {self.temperature:g}"
+            )
+
+    def total(self, cross_entropy: Amount, divergence: Amount, hidden: Amount) -> Amount:
+        """Of three means the one to minimise. The square keeps the gradient's scale at every temperature."""
+        loss = cross_entropy
+        if self.distill_weight:
+            loss = (1 - self.distill_weight) * cross_entropy + self.distill_weight * self.temperature**2 * divergence
+        return loss + self.hidden_weight * hidden if self.hidden_weight else loss
 
 
 def token_losses(
@@ -83,13 +107,20 @@ class ScoredLogits(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, targets: Tensor) -> Tensor:
-        """[rows, tokens] each -> logits [tokens that count, vocab].
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, outputs: SubModuleOutputs | None = None
+    ) -> Tensor:
+        """[rows, tokens] each -> logits [tokens that count, vocab]. outputs: is given what the sub-modules add to the
+        stream, by layers that are ``CollectingLayer``.
 
         ``use_cache=False`` and no mask: only so does transformers see from the positions where a packed text begins.
         """
-        hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        logits: Tensor = self.model.lm_head(hidden[targets != IGNORED_TARGET])
+        rows = {"input_ids": input_ids, "position_ids": position_ids}
+        if self.model.config._attn_implementation == FLASH:  # which keeps packed texts apart in a single row only
+            rows = {name: tensor.reshape(1, -1) for name, tensor in rows.items()}
+        more = {} if outputs is None else {"sub_module_outputs": outputs}
+        hidden = self.model.model(**rows, use_cache=False, **more).last_hidden_state
+        logits: Tensor = self.model.lm_head(hidden.view(*targets.shape, -1)[targets >= 0])
         return logits
 
 
@@ -106,9 +137,19 @@ class TrainedModel(nn.Module):
         return self.scored.model
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, teacher_logits: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        targets: Tensor,
+        teacher_logits: Tensor | None = None,
+        teacher_outputs: SubModuleOutputs | None = None,
     ) -> Tensor:
-        """[rows, tokens] each, teacher_logits [tokens that count, vocab] -> the sums of cross-entropy and divergence:
-        [2], fp32."""
-        logits = self.scored(input_ids, position_ids, targets)
-        return torch.stack(token_losses(logits, targets[targets != IGNORED_TARGET], teacher_logits, self.temperature))
+        """[rows, tokens] each, teacher_logits [tokens that count, vocab] -> the sums of cross-entropy, divergence and
+        hidden error: [3], fp32."""
+        outputs = None if teacher_outputs is None else teacher_outputs.again()
+        logits = self.scored(input_ids, position_ids, targets, outputs)
+        sums = token_losses(logits, targets[targets >= 0], teacher_logits, self.temperature)
+        apart = sums[0].new_zeros(())
+        if outputs is not None and teacher_outputs is not None:
+            apart = hidden_error(outputs, teacher_outputs)
+        return torch.stack((*sums, apart))

@@ -16,8 +16,9 @@ OTHER_BYTES = 500_000_000  # of the interpreter and the libraries, roughly
 @dataclass(frozen=True)
 class Demand:
     """What decides the memory. trained: numbers that change. adapters: which come on top of the model's own. compute:
-    bytes of what is computed in. shards: ranks that share the parameters (FSDP2), else 1. tp_size: ranks that share the
-    model and its compute. rows, seq_len: of a micro-batch."""
+    bytes of what is computed in. compared: layers whose sub-modules are compared with the teacher's. shards: ranks that
+    share the parameters (FSDP2), else 1. tp_size: ranks that share the model and its compute. rows, seq_len: of a
+    micro-batch."""
 
     config: Mapping[str, Any]
     layout: Layout
@@ -27,6 +28,7 @@ class Demand:
     seq_len: int
     adapters: bool = False
     teacher: bool = False
+    compared: int = 0
     shared_teacher: bool = False  # frozen parameters that student and teacher have in common are held once
     gradient_checkpointing: bool = False
     shards: int = 1
@@ -48,6 +50,7 @@ class Demand:
             "gathered": self.gathered(parameters, own_teacher if self.teacher else 0),
             "activations": self.activations(),
             "logits": self.logits(),
+            "compared outputs": self.compared_outputs(),
             "other": OTHER_BYTES,
         }
 
@@ -86,6 +89,11 @@ class Demand:
         attention = (3 * heads // self.tp_size + 4 * own_kv_heads) * head_dim(self.config)
         # a dropped layer has a partial stream, and its norm, for each virtual rank
         return 3 * hidden + attention + 4 * hidden * ranks + 4 * int(self.config["intermediate_size"]) // self.tp_size
+
+    def compared_outputs(self) -> int:
+        """What attention and MLP of student and teacher add, and fp32 copies of one of them with their difference."""
+        numbers = self.rows * self.seq_len * int(self.config["hidden_size"])
+        return numbers * (4 * self.compared * self.compute + 3 * FP32) if self.compared else 0
 
     def logits(self) -> int:
         """Logits, their gradient, the teacher's, and fp32 copies of a part of them."""

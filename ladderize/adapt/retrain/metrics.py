@@ -9,8 +9,10 @@ from ladderize.files.regular import read_lines
 METRICS = "metrics.jsonl"
 
 
-def loss_label(distill_weight: float) -> str:
-    """What the loss is, in words, by the weight of the teacher's predictions."""
+def loss_label(distill_weight: float, hidden_weight: float = 0.0) -> str:
+    """What the loss is, in words, by the weights of the teacher's predictions and of its sub-modules' outputs."""
+    if hidden_weight:
+        return f"{loss_label(distill_weight)} + {hidden_weight:g} hidden error"
     if not distill_weight:
         return "cross-entropy"
     if distill_weight == 1:

@@ -27,7 +27,7 @@ LORA_A, LORA_B = ".lora_A.default.", ".lora_B.default."
 class ModelSetup:
     """How a model is made. compute: what products are computed in. mesh: FSDP2's, None where every rank holds
     everything; reshard: whether a layer's parameters are given up between forward and backward (None: as FSDP2 thinks
-    best)."""
+    best). collecting: whether layers can tell what their sub-modules add to the stream."""
 
     device: torch.device
     compute: torch.dtype = torch.float32
@@ -35,6 +35,7 @@ class ModelSetup:
     gradient_checkpointing: bool = False
     mesh: Any = None
     reshard: bool | None = None
+    collecting: bool = False
 
 
 def trained_tensors(
@@ -122,7 +123,14 @@ def _meta_model(checkpoint: Checkpoint, layout: Layout, setup: ModelSetup) -> An
     config = Blocks(checkpoint, setup.compute, setup.device).model_config(layout)
     config._attn_implementation = setup.attention
     with torch.device("meta"):
-        return LadderizedLlamaForCausalLM(config)
+        model = LadderizedLlamaForCausalLM(config)
+        if setup.collecting:
+            from ladderize.adapt.retrain.collecting import CollectingLayer
+
+            model.model.layers = nn.ModuleList(
+                CollectingLayer(config, layer) for layer in range(len(model.model.layers))
+            )
+        return model
 
 
 def _materialise(

@@ -1,6 +1,5 @@
 """What a retraining is asked to do, and the defaults for a model."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
+ALIGNED = 0.5  # of the peak where weights were aligned: a higher one throws away what that won (docs/results.md)
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
 # than from large ones.
 LEAST_PER_STEP, MOST_PER_STEP = 2048, 65536
@@ -31,6 +31,7 @@ MICRO_BATCH_TOKENS = 8192
 class RetrainOptions:
     """See ``ladderize adapt --help``. None: the default that ``resolve`` works out for the model.
 
+    align: before training, towards ``distill_from``; the aligned checkpoint stays beside OUT.
     schedule: of the sub-modules of a model that ``tp_size`` ranks share. threads: of each process; None: the cores
     shared out among the ranks that are started here, and torch's own number in this process.
     """
@@ -57,6 +58,7 @@ class RetrainOptions:
     max_gradient: float = 1.0
     gradient_checkpointing: bool = False
     attention: Attention = "sdpa"
+    align: bool = False
     tp_size: int = 1
     schedule: Schedule = SEQUENTIAL
     eval_every: int | None = None
@@ -90,19 +92,18 @@ class RetrainOptions:
         check_at_least(self, 1, "threads")
         check_at_least(self, 2, "seq_len")
         check_training(self.dtype, self.lr)
-        for name, value, most in (
-            ("temperature", self.objective.temperature, 100.0),
-            ("max-gradient", self.max_gradient, math.inf),
-        ):
-            if not 0 < value <= most:
-                limit = f" and at most {most:g}" if most < math.inf else ""
-                raise UsageError(f"--{name} must be above 0{limit}, not {value:g}")
+        self.objective.check()
+        if not self.max_gradient > 0:
+            raise UsageError(f"--max-gradient must be above 0, not {self.max_gradient:g}")
         if not self.data:
             raise UsageError("--data names nothing to train on")
-        if self.objective.distill_weight and self.distill_from is None:
-            raise UsageError("--distill-weight has no effect without --distill-from")
-        if self.distill_from is not None and not self.objective.distill_weight:
-            raise UsageError("--distill-weight 0 makes --distill-from useless; leave both out")
+        for name in ("distill_weight", "hidden_weight"):
+            if getattr(self.objective, name) and self.distill_from is None:
+                raise UsageError(f"--{name.replace('_', '-')} has no effect without --distill-from")
+        if self.distill_from is not None and not self.objective.has_teacher:
+            raise UsageError("--distill-weight 0 makes --distill-from useless without --hidden-weight; leave both out")
+        if self.align and self.distill_from is None:
+            raise UsageError("--align needs --distill-from DENSE, the checkpoint that MODEL was converted from")
         if self.heldout is not None and self.eval_data:
             raise UsageError("--heldout has no effect with --eval-data")
         if self.min_lr and self.lr_schedule == "constant":
@@ -119,9 +120,9 @@ class RetrainOptions:
         if self.log_dir is not None and not {"tensorboard", "wandb"} & set(self.log_with):
             raise UsageError("--log-dir has no effect without --log-with tensorboard or wandb")
 
-    def resolve(self, config: Mapping[str, Any], ranks: int) -> TrainOptions:
+    def resolve(self, config: Mapping[str, Any], ranks: int, *, aligned: bool = False) -> TrainOptions:
         """Every default worked out for a model and a number of ranks that read different data (all processes /
-        ``tp_size``); raises UserError for what does not go together."""
+        ``tp_size``); aligned: whether the weights were aligned last. Raises UserError for what does not go together."""
         positions = int(config.get("max_position_embeddings") or 2048)
         seq_len = self.seq_len or min(2048, positions)
         if seq_len > positions:
@@ -150,6 +151,8 @@ class RetrainOptions:
         steps = self.budget.about_steps(batch_size * seq_len)
         often = max(1, min(500, steps // 10))
         peak = (LORA_LR if self.method == LORA else FULL_LR) * WIDTH / config["hidden_size"]
+        if aligned:
+            peak *= ALIGNED
         warmup = self.warmup_steps if self.warmup_steps is not None else min(200, steps // 20)
         return TrainOptions(
             budget=self.budget,

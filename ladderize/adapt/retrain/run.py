@@ -1,5 +1,5 @@
-"""``ladderize adapt --method full`` and ``lora``: retrain a converted checkpoint as a whole, and write a checkpoint or
-an adapter."""
+"""``ladderize adapt --method full`` and ``lora``: retrain a checkpoint as a whole, and write a checkpoint or an
+adapter."""
 
 import math
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from ladderize.adapt.lora.config import ADAPTATION
 from ladderize.adapt.lora.write import check_adapter_target
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.adaptation import Adaptation
+from ladderize.adapt.retrain.aligned_start import start_aligned
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.hf_engine import HFEngine
 from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher
@@ -84,7 +85,8 @@ def adapt_checkpoint(
     """Retrain ``model`` as a whole and write ``out``: a checkpoint, or with method ``lora`` an adapter; returns the
     document of adaptation.json, on other ranks than 0 None.
 
-    model: a folder or a hub id. One process, or those of accelerate launch or torchrun; without such a launcher, an
+    model: a folder or a hub id, of a converted checkpoint, or, with ``options.train`` naming layers, of a dense one (a
+    control). One process, or those of accelerate launch or torchrun; without such a launcher, an
     ``options.tp_size`` above 1 starts that many processes on this host, which end with this one, and SIGTERM and Ctrl-C
     let them save first. A killed run goes on where its last state was saved. Raises UserError, UsageError for options
     that cannot be meant.
@@ -94,6 +96,11 @@ def adapt_checkpoint(
     options.budget.check()
     check_trackers(options.log_with)
     options.check_data()
+    if options.align:
+        model = start_aligned(
+            model, out, options, overwrite=overwrite, verify=verify, revision=revision, console=console
+        )
+        revision = None
     job = RetrainJob(model, out, options, overwrite, verify, revision)
     if options.tp_size > 1 and not already_started():
         check_group_size(options.tp_size, options.device)
@@ -259,6 +266,7 @@ def make_engine(task: Task, ranks: Ranks, console: Console) -> Engine:
         gradient_checkpointing=options.gradient_checkpointing,
         mesh=ranks.mesh() if task.sharded else None,
         reshard=accelerate_settings().reshard,
+        collecting=bool(task.compared),
     )
     with console.stage("loading the models" if task.teacher is not None else "loading the model"):
         student = build_student(
@@ -278,6 +286,7 @@ def make_engine(task: Task, ranks: Ranks, console: Console) -> Engine:
         sharded=task.sharded,
         weight_decay=training.weight_decay,
         teacher=teacher,
+        compared=task.compared,
     )
 
 

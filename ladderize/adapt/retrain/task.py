@@ -1,6 +1,5 @@
 """What a retraining is about: models, layers and options, checked against each other before anything is loaded."""
 
-import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.data.stream import Stream
 from ladderize.adapt.lora.config import LoraOptions, lora_config
-from ladderize.adapt.methods import LORA
+from ladderize.adapt.methods import ALIGN, LORA
 from ladderize.adapt.pair import check_pair
 from ladderize.adapt.retrain.hf_engine import check_attention
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
@@ -25,11 +24,13 @@ from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import EMBEDDING, HEAD, expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, human_bytes
+from ladderize.convert.retraining import read_retrainings
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.finished import run_digest
 from ladderize.layout import Layout, parse_ranges
 from ladderize.memory import available_bytes
+from ladderize.modeling import tokenizer_hash
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import compute_dtype, wants_fsdp
 from ladderize.runtime.schedule import Schedule
@@ -75,6 +76,11 @@ class Task:
         return [self.checkpoint] if self.teacher is None else [self.checkpoint, self.teacher]
 
     @property
+    def compared(self) -> tuple[int, ...]:
+        """Layers whose sub-modules are compared with the teacher's."""
+        return tuple(self.layout.converted_layers) if self.options.objective.hidden_weight else ()
+
+    @property
     def trained(self) -> frozenset[str]:
         """Tensors that full retraining changes."""
         if self.options.method == LORA:
@@ -102,6 +108,7 @@ class Task:
             rows=self.training.micro_batch_size,
             seq_len=self.training.seq_len,
             teacher=self.teacher is not None,
+            compared=len(self.compared),
             shared_teacher=not self.sharded,
             gradient_checkpointing=self.options.gradient_checkpointing,
             shards=self.data_ranks if self.sharded else 1,
@@ -115,13 +122,15 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
     checkpoint = open_checkpoint(model, revision)
     layout = Layout.from_config(checkpoint.config)
     if layout.is_dense:
-        raise UserError(f"{model} is dense; there is no accuracy to recover; convert it first")
+        check_control(model, options)
     teacher = None
     if options.distill_from is not None:
         teacher = open_checkpoint(options.distill_from)
         check_pair(checkpoint, teacher, model, options.distill_from)
-    if (teacher is None) != (options.objective.distill_weight == 0):
-        raise UserError("distill_from (the teacher) and distill_weight must be given together")
+        if layout.is_dense:
+            check_teaches(checkpoint, teacher, model, options)
+    if (teacher is not None) != options.objective.has_teacher:
+        raise UserError("distill_from (the teacher) and distill_weight or hidden_weight must be given together")
     check_tied(checkpoint, model)
     check_runnable(checkpoint.config, layout, options.tp_size)
     if options.tp_size > 1:
@@ -137,11 +146,39 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
         layers=layers_to_train(layout, options.train),
         options=options,
         everything=options.train == "all",
-        training=options.resolve(checkpoint.config, data_ranks),
+        training=options.resolve(checkpoint.config, data_ranks, aligned=was_aligned(checkpoint.folder)),
         compute=compute,
         sharded=wants_fsdp(ranks.size, options.tp_size),
         data_ranks=data_ranks,
     )
+
+
+def check_control(model: str, options: RetrainOptions) -> None:
+    """Raise UserError where a dense model, which is trained as a control, is to be trained like a converted one."""
+    if options.train == "converted":
+        raise UserError(
+            f"{model} is dense and has no converted layers to train; convert it first, or, to train the dense model"
+            " itself as a control, name layers with --train, such as all"
+        )
+    if options.objective.hidden_weight:
+        raise UserError(f"{model} is dense and has no converted layers for --hidden-weight to compare; leave it out")
+
+
+def check_teaches(student: Checkpoint, teacher: Checkpoint, model: str, options: RetrainOptions) -> None:
+    """Raise UserError where nothing would be learnt: the loss of a dense model is at its minimum where its only target
+    is its own predictions."""
+    if options.objective.distill_weight == 1 and fingerprint(student) == fingerprint(teacher):
+        raise UserError(
+            f"{model} and --distill-from {options.distill_from} are the same dense model, whose divergence from itself"
+            " and the gradient of it are zero; train the control on the text too, with a --distill-weight below 1, or"
+            " on the text alone, without --distill-from"
+        )
+
+
+def was_aligned(folder: Path) -> bool:
+    """Whether alignment was the last thing done to a checkpoint's weights."""
+    found = read_retrainings(folder)
+    return bool(found) and found[-1].method == ALIGN
 
 
 def layers_to_train(layout: Layout, train: str) -> tuple[int, ...]:
@@ -244,19 +281,3 @@ def result_digest(task: Task, identity: Mapping[str, Any]) -> str:
     options, training = task.options, task.training
     settings = options.settings(training).to_dict()
     return run_digest({**identity, **settings, "write": options.write, "eval_every": training.eval_every})
-
-
-def tokenizer_hash(folder: Path) -> str:
-    """Of everything that decides how text becomes ids."""
-    digest = hashlib.sha256()
-    for pattern in (
-        "tokenizer*",
-        "chat_template*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "merges.txt",
-    ):
-        for path in sorted(path for path in folder.glob(pattern) if path.is_file()):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()

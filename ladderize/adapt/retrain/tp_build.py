@@ -45,6 +45,7 @@ def build_tp_engine(task: Task, ranks: Ranks, console: Console) -> TPEngine:
         weight_decay=task.training.weight_decay,
         mesh=places.data.mesh() if task.sharded else None,
         teacher=teacher,
+        compared=task.compared,
     )
 
 
@@ -53,7 +54,8 @@ def open_collectives(task: Task, tensor: Ranks, console: Console) -> Collectives
     tokens = task.training.micro_batch_size * task.training.seq_len
     stream = tokens * int(task.checkpoint.config["hidden_size"]) * task.compute.itemsize
     most = max(stream, tokens * STATISTICS_BYTES)
-    collectives, chosen = choose("auto", tensor, max_bytes=most, in_flight=task.schedule.in_flight)
+    in_flight = task.schedule.in_flight + (task.schedule.chunks if task.compared else 0)  # sums of dropped attentions
+    collectives, chosen = choose("auto", tensor, max_bytes=most, in_flight=in_flight)
     console.note(f"sums over {chosen}")
     return collectives
 

@@ -6,7 +6,7 @@ parts of layers, in whatever order its schedule says, and not through modules th
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
-from ladderize.adapt.data.packing import IGNORED_TARGET
 from ladderize.adapt.retrain.engine import MOMENTS, WEIGHT, Engine, adamw
 from ladderize.adapt.retrain.sharding import assign, local_part, own_rows, shard, shard_rows, whole
 from ladderize.ranks.group import Ranks
@@ -43,7 +42,7 @@ class TPEngine(Engine):
     """Wraps one rank of a student and its optimizer.
 
     mesh: FSDP2's, of the data ranks; None: each of them holds all of its slices. teacher: the dense model, shared out
-    over the same ranks.
+    over the same ranks. compared: see ``Engine``.
     """
 
     def __init__(
@@ -56,8 +55,10 @@ class TPEngine(Engine):
         weight_decay: float,
         mesh: Any = None,
         teacher: TPTraining | None = None,
+        compared: Sequence[int] = (),
     ) -> None:
         self.student: TPTraining = student
+        self.compared = compared
         self.teacher, self.has_teacher = teacher, teacher is not None
         self.ranks, self.data, self.tensor, self.collectives = places.all, places.data, places.tensor, collectives
         self.sharded = mesh is not None
@@ -100,12 +101,12 @@ class TPEngine(Engine):
         return {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
 
     def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
-        scores = None
+        scores, outputs = None, self.outputs(batch)
         if self.teacher is not None:
             with torch.no_grad():
-                scores = self.teacher.scored_logits(**batch)
+                scores = self.teacher.scored_logits(*_inputs(batch), outputs)
         forward: nn.Module = self.student if self.parallel is None else self.parallel
-        sums: Tensor = forward(**batch, teacher_logits=scores)
+        sums: Tensor = forward(**batch, teacher_logits=scores, teacher_outputs=outputs)
         return sums
 
     @torch.no_grad()
@@ -138,8 +139,8 @@ class TPEngine(Engine):
     @torch.no_grad()
     def teacher_entropy(self, batch: Mapping[str, Tensor]) -> Tensor:
         assert self.teacher is not None
-        shape, targets = self.teacher.shape, batch["targets"][batch["targets"] != IGNORED_TARGET]
-        logits = self.teacher.scored_logits(**batch)
+        shape, targets = self.teacher.shape, batch["targets"][batch["targets"] >= 0]
+        logits = self.teacher.scored_logits(*_inputs(batch))
         return vocab_parallel_losses(logits, targets, None, 1.0, self.collectives, shape.vocab_start, shape.vocab)[0]
 
     # ---- what is trained, whole and by name ----
@@ -189,3 +190,7 @@ class TPEngine(Engine):
     def close(self) -> None:
         """Finish all communication; all ranks call it."""
         self.collectives.close()
+
+
+def _inputs(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    return batch["input_ids"], batch["position_ids"], batch["targets"]

@@ -58,11 +58,12 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Scores:
-    """Means per scored token, in nats."""
+    """Means per scored token, in nats; the hidden error is a mean over all tokens."""
 
     cross_entropy: float
     divergence: float
     tokens: int
+    hidden_error: float = 0.0
 
     @property
     def perplexity(self) -> float:
@@ -156,29 +157,30 @@ class Trainer:
             self.save(place)  # every rank reads the same, so all are here
             raise
         scored = sum(int((row.targets != IGNORED_TARGET).sum()) for row in rows)
+        tokens = sum(len(row.ids) for row in rows)
+        counts = torch.tensor([scored, scored, tokens], device=engine.ranks.device)
         # ranks draw different numbers, the same ones when a step is made again
         torch.manual_seed((options.seed * 1_000_003 + progress.step) * 4096 + engine.data.rank)
-        sums = torch.zeros(3, device=engine.ranks.device, dtype=torch.float64)
-        sums[2] = stopped()
+        sums = torch.zeros(4, device=engine.ranks.device, dtype=torch.float64)
+        sums[3] = stopped()
         micros = rank_rows(rows, engine.data.rank, engine.data.size, options.micro_batch_size)
         for number, micro in enumerate(micros):
             batch = engine.to_device(collate(micro))
             with engine.accumulating(last=number == len(micros) - 1):
                 losses = engine.losses(batch)
                 # ranks' gradients are averaged, and the mean over the step's tokens is meant
-                (options.objective.total(losses[0], losses[1]) * (engine.data.size / scored)).backward()
-            sums[:2] += losses.detach()
+                (options.objective.total(*(losses / counts)) * engine.data.size).backward()
+            sums[:3] += losses.detach()
         norm = float(engine.clip(options.max_gradient))
-        entropy, divergence, stop = engine.sum(sums).tolist()
-        entropy, divergence = entropy / scored, divergence / scored
-        loss = options.objective.total(entropy, divergence)
+        entropy, divergence, hidden, stop = engine.sum(sums).tolist()
+        entropy, divergence, hidden = entropy / scored, divergence / scored, hidden / tokens
+        loss = options.objective.total(entropy, divergence, hidden)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.save(place)
         self.check(loss, norm, rows)
         rate = options.schedule.rate(progress.step, spent)
         engine.step(rate)
         seconds = time.perf_counter() - begin
-        tokens = sum(len(row.ids) for row in rows)
         progress.step += 1
         progress.tokens += tokens
         progress.scored += scored
@@ -187,6 +189,8 @@ class Trainer:
         values = {"step": progress.step, "loss": loss, "cross_entropy": entropy}
         if options.objective.distill_weight:
             values["divergence"] = divergence
+        if options.objective.hidden_weight:
+            values["hidden_error"] = hidden
         return values | {
             "lr": rate,
             "gradient_norm": norm,
@@ -245,6 +249,8 @@ class Trainer:
         }
         if self.engine.has_teacher:
             values["heldout_divergence"] = scores.divergence
+        if self.engine.compared:
+            values["heldout_hidden_error"] = scores.hidden_error
         if first:
             progress.before_perplexity = scores.perplexity
             if self.engine.has_teacher:
@@ -286,14 +292,15 @@ def explosion_bound(recent: Sequence[float]) -> float:
 
 def score(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> Scores:
     """Losses of rows under the model as it is; every rank takes its part and gets the whole result."""
-    sums = torch.zeros(3, device=engine.ranks.device, dtype=torch.float64)
+    sums = torch.zeros(5, device=engine.ranks.device, dtype=torch.float64)
     with engine.evaluating():
         for own in shares(engine, rows, micro_batch_size):
             batch = collate(own)
-            sums[:2] += engine.losses(engine.to_device(batch))
-            sums[2] += (batch["targets"] != IGNORED_TARGET).sum()
-    entropy, divergence, tokens = engine.sum(sums).tolist()
-    return Scores(entropy / tokens, divergence / tokens, round(tokens))
+            sums[:3] += engine.losses(engine.to_device(batch))
+            sums[3] += (batch["targets"] >= 0).sum()
+            sums[4] += sum(map(len, own))
+    entropy, divergence, hidden, scored, tokens = engine.sum(sums).tolist()
+    return Scores(entropy / scored, divergence / scored, round(scored), hidden / tokens)
 
 
 def score_teacher(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> Scores:
@@ -302,7 +309,7 @@ def score_teacher(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: i
     for own in shares(engine, rows, micro_batch_size):
         batch = engine.to_device(collate(own))
         sums[0] += engine.teacher_entropy(batch)
-        sums[1] += (batch["targets"] != IGNORED_TARGET).sum()
+        sums[1] += (batch["targets"] >= 0).sum()
     entropy, tokens = engine.sum(sums).tolist()
     return Scores(entropy / tokens, 0.0, round(tokens))
 
@@ -323,7 +330,7 @@ def probe_seconds(engine: Engine, rows: Sequence[PackedRow], options: TrainOptio
         begin = time.perf_counter()
         with engine.accumulating(last=True):
             losses = engine.losses(engine.to_device(collate(list(rows))))
-            options.objective.total(losses[0], losses[1]).backward()
+            options.objective.total(*losses).backward()
         float(losses.detach()[0])  # waits for the device
         seconds = min(seconds, time.perf_counter() - begin)
     engine.zero_grad()

@@ -63,23 +63,30 @@ class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
         return super().__call__(*state, *args, **kwargs)
 
     def forward(self, hidden_states, visible=None, **kwargs):
+        return self.with_outputs(hidden_states, visible, **kwargs)[0]
+
+    def with_outputs(self, hidden_states, visible=None, **kwargs):
+        """What `forward` returns, and what attention and the MLP add to the stream, which training may compare with the
+        dense model's. Of a dropped attention that is without the bias of o_proj."""
         attention_input = self.input_layernorm(hidden_states if visible is None else visible)
         attention_output, _ = self.self_attn(attention_input, **kwargs)
         if self.attention_sync == "dropped":
-            visible, mlp_output = self.dropped_mlp(hidden_states, attention_output)
+            visible, attention_output, mlp_output = self.dropped_mlp(hidden_states, attention_output)
+            complete = visible + (mlp_output + attention_output)
         else:
             visible = hidden_states + attention_output
             mlp_input = visible if self.attention_sync == "blocking" else hidden_states
             mlp_output = self.mlp(self.post_attention_layernorm(mlp_input))
-        complete = visible + mlp_output
-        return complete if self.mlp_sync == "blocking" else (complete, visible)
+            complete = visible + mlp_output
+        state = complete if self.mlp_sync == "blocking" else (complete, visible)
+        return state, attention_output, mlp_output
 
     def dropped_mlp(self, residual, heads):
         """SPD's block: rank k's MLP reads the residual plus its own partial P_k only; P_k is summed with the MLP's
         output.
 
         residual: [batch, tokens, hidden]; heads: [batch, tokens, heads * head_dim].
-        Returns the residual plus the bias of o_proj, and the sum over the ranks of P_k + MLP_k.
+        Returns the residual plus the bias of o_proj, and the sums over the ranks of P_k and of MLP_k.
         """
         partials, bias = row_parallel(self.self_attn.o_proj, heads, self.sync_tp_size)
         residual = residual if bias is None else residual + bias
@@ -87,7 +94,7 @@ class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
         gate = column_parallel(self.mlp.gate_proj, mlp_input, self.sync_tp_size)
         up = column_parallel(self.mlp.up_proj, mlp_input, self.sync_tp_size)
         # down_proj reads the ranks' slices side by side, so that its product already is their sum
-        return residual, self.mlp.down_proj(self.mlp.act_fn(gate) * up) + partials.sum(0)
+        return residual, partials.sum(0), self.mlp.down_proj(self.mlp.act_fn(gate) * up)
 
 
 def row_parallel(projection, inputs, ranks):

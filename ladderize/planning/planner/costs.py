@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from ladderize.convert.point_sensitivity import PointSensitivity, read_point_sensitivity
+from ladderize.convert.sensitivity_file import AlignmentWindows
 from ladderize.errors import UserError
 from ladderize.layout import DROPPED
 from ladderize.planning.planner.front import LAYER_OPTIONS
@@ -14,7 +15,8 @@ from ladderize.planning.planner.front import LAYER_OPTIONS
 @dataclass(frozen=True)
 class AccuracyCosts:
     """Estimated costs in nats per token: nats [L, 6], inf where an option was not measured and is not offered, and
-    pairs [L - 1, 6, 6], as ``OptionCosts`` has them. dense_nll: of the dense model, on the same windows."""
+    pairs [L - 1, 6, 6], as ``OptionCosts`` has them. dense_nll: of the dense model, on the same windows. aligned: on
+    what each changed model was aligned before."""
 
     file: str
     nats: np.ndarray
@@ -22,6 +24,7 @@ class AccuracyCosts:
     dense_nll: float
     sync_tp_size: int | None
     notes: list[str]
+    aligned: AlignmentWindows | None = None
 
 
 def read_accuracy_costs(
@@ -78,4 +81,4 @@ def estimate_costs(sensitivity: PointSensitivity, file: str) -> AccuracyCosts:
         notes.append("no pairs of neighbours were measured, so estimated costs are sums over layers")
     if not np.isfinite(nats[:, [i for i, (_, mode) in enumerate(LAYER_OPTIONS) if mode == DROPPED]]).any():
         notes.append("the sensitivity file has no costs of dropped sync points, so none is dropped")
-    return AccuracyCosts(file, nats, pairs, sensitivity.dense_nll, sensitivity.sync_tp_size, notes)
+    return AccuracyCosts(file, nats, pairs, sensitivity.dense_nll, sensitivity.sync_tp_size, notes, sensitivity.aligned)

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ladderize.convert.sensitivity_file import AlignmentWindows
 from ladderize.files.records import Record
 from ladderize.layout import DROPPED, OVERLAPPED, Layout, format_ranges
 
@@ -130,8 +131,11 @@ class PlanChoice(Record):
     """The layout that meets the target best, and the whole front that it is chosen from.
 
     costs: where they come from, and the file. model: the retrained checkpoint of a sweep's layout. beyond: what a
-    sensitivity file suggests although no sweep has retrained it. notes: for people, a sentence each.
+    sensitivity file suggests although no sweep has retrained it. notes: for people, a sentence each. aligned: the
+    windows that layouts were aligned on before it was measured what they cost.
     """
+
+    LEFT_OUT: ClassVar = ("aligned",)
 
     target: ChoiceTarget
     phase: TimedPhase
@@ -145,6 +149,7 @@ class PlanChoice(Record):
     model: str | None = None
     beyond: PlannedLayout | None = None
     verification: MeasuredCheck | None = None
+    aligned: AlignmentWindows | None = None
 
     @property
     def statement(self) -> str:

@@ -1,7 +1,8 @@
 """What layouts really cost: their likelihood on windows of data, with the model's weights in memory once.
 
 Costs of single sync points do not add up, so a choice that was made by sums is measured before it is recommended: on
-the windows that the sensitivity was measured on, and, since it was chosen by these, on others.
+the windows that the sensitivity was measured on, and, since it was chosen by these, on others. Layouts may be aligned
+first, on windows that are neither.
 """
 
 import hashlib
@@ -16,13 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.blocks import Blocks, check_finite, open_checkpoint, read_windows, stored_dtype
+from ladderize.blocks import Blocks, check_finite, open_checkpoint, stored_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
-from ladderize.checkpoint.reading import Checkpoint
 from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console
-from ladderize.convert.sensitivity_file import CalibrationData
-from ladderize.data import file_sha256, split_name
+from ladderize.convert.sensitivity_file import AlignmentWindows, CalibrationData
 from ladderize.errors import UserError
 from ladderize.eval.suffixes import LayoutTree, Suffixes
 from ladderize.eval.window_table import SAVE_SECONDS, check_table_memory, usual_batch
@@ -30,9 +29,9 @@ from ladderize.files.documents import read_own, write_json
 from ladderize.files.work import WorkFolder
 from ladderize.layout import Layout
 from ladderize.planning.planner.document import LayoutNll
+from ladderize.planning.planner.windows import AlignmentCounts, windows_to_measure_on
 from ladderize.ranks.device import check_device, default_device
-
-LEAST_HELD_OUT = 2  # windows, of which a standard error can be told
+from ladderize.workflows.aligned_layouts import AlignedLayouts, describe_alignment, layers_of
 
 
 class MeasuredLayouts(WorkFolder):
@@ -68,8 +67,9 @@ class LayoutMeasurer:
 
     model_fingerprint, data: of the sensitivity file. data_file: where the data lie now, or others; None: where the file
     says. held_out_data: other data to confirm on; None: windows of the same data that the sensitivity left.
-    held_out_windows: how many; None: as many as the sensitivity has, or all there are. Raises UserError for another
-    model, for data that changed or are too few, and for a folder with the work of another run.
+    held_out_windows: how many; None: as many as the sensitivity has, or all there are. align: how many windows to
+    align each layout on before it is measured; None: it is measured as it is. Raises UserError for another model, for
+    data that changed or are too few, and for a folder with the work of another run.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class LayoutMeasurer:
         data_file: str | None = None,
         held_out_data: str | None = None,
         held_out_windows: int | None = None,
+        align: AlignmentCounts | None = None,
         dtype: Dtype = "auto",
         device: str | None = None,
         batch_size: int | None = None,
@@ -102,8 +103,11 @@ class LayoutMeasurer:
         name = stored_dtype(checkpoint) if dtype == "auto" else dtype
         self.blocks = Blocks(checkpoint, getattr(torch, name), torch.device(device))
         self.console, self.batch_size = console, batch_size
-        choose, confirm = _both_windows(checkpoint, data, data_file, held_out_data, held_out_windows, console)
+        choose, confirm, aligned = windows_to_measure_on(
+            checkpoint, data, data_file, held_out_data, held_out_windows, align, console
+        )
         self.windows = {"choose": choose, "confirm": confirm}
+        self.aligner = AlignedLayouts(self.blocks, aligned, batch_size) if aligned is not None else None
         self.work = MeasuredLayouts(
             folder,
             {
@@ -111,6 +115,9 @@ class LayoutMeasurer:
                 "dtype": name,
                 "windows to choose on": _sha256(choose),
                 "windows to confirm on": _sha256(confirm),
+                "windows to align on": [_sha256(part.numpy()) for part in (aligned.train, aligned.heldout)]
+                if aligned is not None
+                else None,
             },
         )
         self.tables = self.work.tables()
@@ -128,6 +135,11 @@ class LayoutMeasurer:
     def tidy(self) -> None:
         """Delete what is kept, once the context has ended and the plan is written."""
         MeasuredLayouts.tidy(self.work.folder, self.work.identity)
+
+    @property
+    def aligned(self) -> AlignmentWindows | None:
+        """On what layouts are aligned."""
+        return describe_alignment(self.aligner.windows) if self.aligner is not None else None
 
     def measured(self, layout: Layout, held_out: bool) -> bool:
         """Whether a layout's cost is known already, from this run or an earlier one."""
@@ -155,6 +167,9 @@ class LayoutMeasurer:
         wanted = {layout_key(layout): layout for layout in layouts}
         missing = {key: layout for key, layout in wanted.items() if len(table.get(key, [])) < len(windows)}
         if not missing:
+            return
+        if self.aligner is not None:
+            self._fill_aligned(self.aligner, [*missing.values()])
             return
         check_table_memory(
             self.blocks,
@@ -191,6 +206,20 @@ class LayoutMeasurer:
                 missing = {key: layout for key, layout in missing.items() if len(table[key]) < len(windows)}
         self._save()
 
+    def _fill_aligned(self, aligner: AlignedLayouts, layouts: list[Layout]) -> None:
+        """Score all windows, also those to confirm on: aligning takes longer than scoring, and is done once."""
+        both = [self.windows["choose"], self.windows["confirm"]]
+        ids = np.concatenate(both)
+        if not any(self.tables.values()):
+            every = Layout.from_layers(self.blocks.num_layers, ladder=range(self.blocks.num_layers))
+            aligner.announce("a layout of which all layers are changed", [every], ids, self.console)
+        with self.console.progress("aligning and measuring", layers_of(layouts)) as advance:
+            for layout in layouts:
+                found = aligner(layout, torch.from_numpy(ids), advance)
+                for name, part in zip(("choose", "confirm"), np.split(found, [len(both[0])]), strict=True):
+                    self.tables[name][layout_key(layout)] = part.tolist()
+                self._save()
+
     def _save(self) -> None:
         write_json(self.work.folder / self.work.TABLES, self.tables)
 
@@ -209,50 +238,6 @@ def _summary(nll: np.ndarray, dense: np.ndarray) -> LayoutNll:
         increase_stderr=stderr(increase),
         windows=len(nll),
     )
-
-
-# ---- which windows ----
-
-
-def _both_windows(
-    checkpoint: Checkpoint,
-    data: CalibrationData,
-    data_file: str | None,
-    held_out_data: str | None,
-    held_out_windows: int | None,
-    console: Console,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Windows to choose on and to confirm on, of which none is among both: ids [windows, seq_len] each."""
-    file = data_file or data.file
-    if data_file is None and not split_name(file)[0].expanduser().exists():
-        raise UserError(
-            f"{file}, which the sensitivity was measured on, is not there; say where these data lie with --data"
-        )
-    drawn = read_windows(checkpoint, file, seq_len=data.seq_len, samples=None, seed=data.seed)
-    choose, rest, origin = drawn[: data.samples], drawn[data.samples :], file
-    if file_sha256(file) != data.sha256:
-        if data_file is None:
-            raise UserError(
-                f"{file} is not what it was when the sensitivity was measured on it; measure again, or name the data"
-                " with --data"
-            )
-        console.note(
-            f"{file} is not what the sensitivity was measured on ({data.file}), so layouts are measured on other"
-            " windows than its costs"
-        )
-    if held_out_data is not None and file_sha256(held_out_data) != file_sha256(file):
-        rest = read_windows(checkpoint, held_out_data, seq_len=data.seq_len, samples=None, seed=data.seed)
-        origin = held_out_data
-    seen = {window.tobytes() for window in choose}
-    new = np.array([window for window in rest if window.tobytes() not in seen], dtype=drawn.dtype)
-    least = held_out_windows or LEAST_HELD_OUT
-    if len(new) < least:
-        raise UserError(
-            f"{origin} has {len(new)} windows of {data.seq_len} tokens to confirm a layout on beside the {len(choose)}"
-            f" that it is chosen by, and {least} are needed; give more of them with --held-out-data, or measure the"
-            " sensitivity with fewer --samples"
-        )
-    return choose, new[: held_out_windows or len(choose)]
 
 
 def _sha256(windows: np.ndarray) -> str:

@@ -143,6 +143,7 @@ def _by_estimates(
         front=space.front_points(front),
         notes=points.notes,
         verification=check,
+        aligned=points.aligned,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from ladderize.convert.recipe import Recipe
+from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
 from ladderize.planning.planner.document import PlanChoice, PlannedLayout
@@ -36,7 +37,13 @@ def _about(choice: PlanChoice) -> list[str]:
         f"Chosen by `ladderize plan` for {asked}, by the costs of {choice.costs_file}.",
         f"{chosen.layout}. {what.capitalize()}: {chosen.speedup:.3f}x of the dense layout's speed, predicted.",
     ]
-    return [*sentences, f"Perplexity: {cost_words(chosen)} ({choice.statement})."]
+    sentences.append(f"Perplexity: {cost_words(chosen)} ({choice.statement}).")
+    if choice.aligned is not None:
+        sentences.append(
+            f"Of that, {alignment_words(choice.aligned)}: align what is made of this, with `ladderize adapt --method"
+            " align`."
+        )
+    return sentences
 
 
 def cost_words(one: PlannedLayout) -> str:

@@ -76,6 +76,7 @@ def choose_layout(
             limit=goal.verify,
             console=console,
         )
+        found = dataclasses.replace(found, aligned=measurer.aligned)
     return found, measurer.tidy
 
 
@@ -99,13 +100,22 @@ def _measurer(choice: PlanModel, goal: PlanGoal, out: Path | None, console: Cons
         raise UserError("--verify measures a checkpoint, and --shape has no weights; name the checkpoint instead")
     assert goal.sensitivity is not None
     sensitivity = read_point_sensitivity(goal.sensitivity)
+    if sensitivity.aligned is not None and not goal.align:
+        raise UserError(
+            f"{goal.sensitivity} has costs of aligned models, and --verify would measure layouts as they are before"
+            " alignment; add --align"
+        )
     beside = out or goal.sensitivity.with_name(f"{goal.sensitivity.stem}-plan.json")
     folder = work_folder(str(beside), goal.work_dir)
     with console.stage("loading torch and transformers"):
         from ladderize.planning.planner.measure import LayoutMeasurer
+        from ladderize.planning.planner.windows import AlignmentCounts
         from ladderize.ranks.threads import set_threads
 
     set_threads(goal.threads, 1)
+    counts = AlignmentCounts(goal.align_samples)
+    if goal.align_samples is None and sensitivity.aligned is not None:
+        counts = AlignmentCounts(sensitivity.aligned.samples, sensitivity.aligned.heldout)
     return LayoutMeasurer(
         choice.model,
         sensitivity.fingerprint,
@@ -113,6 +123,7 @@ def _measurer(choice: PlanModel, goal: PlanGoal, out: Path | None, console: Cons
         folder=folder,
         data_file=goal.data,
         held_out_data=goal.held_out_data,
+        align=counts if goal.align else None,
         dtype=choice.dtype,
         device=goal.device,
         revision=choice.revision,

@@ -9,6 +9,7 @@ from pathlib import Path
 from ladderize.checkpoint.llama import MOST_LAYERS
 from ladderize.choices import Dtype, check_choices
 from ladderize.errors import UsageError
+from ladderize.eval.options import check_alignment
 from ladderize.files.records import Record
 from ladderize.planning.planner.document import LEAST_MEASUREMENTS, TimedPhase
 from ladderize.runtime.bench.options import LAYOUT_NAMES, layout_names
@@ -85,8 +86,9 @@ class PlanOptions(Record):
 class PlanGoal:
     """Which layout to choose: by costs in accuracy (at least one of the two files), and one of the two targets.
 
-    verify: the most layouts to measure; None: none is. Of these measurements: data, where the sensitivity's data lie
-    now; held_out_data, to confirm a choice on; work_dir, where what was measured is kept; device, threads.
+    verify: the most layouts to measure; None: none is. Of these measurements: align, whether each layout is aligned
+    before; align_samples, on so many windows; data, where the sensitivity's data lie now; held_out_data, to confirm a
+    choice on; work_dir, where what was measured is kept; device, threads.
     """
 
     sensitivity: Path | None = None
@@ -95,6 +97,8 @@ class PlanGoal:
     min_speedup: float | None = None
     phase: TimedPhase = "end_to_end"
     verify: int | None = None
+    align: bool = False
+    align_samples: int | None = None
     data: str | None = None
     held_out_data: str | None = None
     work_dir: Path | None = None
@@ -103,13 +107,14 @@ class PlanGoal:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_alignment(self)
         if self.sensitivity is None and self.sweep is None:
             raise UsageError(
                 "to choose a layout, costs in accuracy are needed: give --sensitivity FILE or --sweep FOLDER"
             )
         if self.verify is None:
-            for name in ("data", "held_out_data", "work_dir", "device", "threads"):
-                if getattr(self, name) is not None:
+            for name in ("align", "data", "held_out_data", "work_dir", "device", "threads"):
+                if getattr(self, name) not in (None, False):
                     raise UsageError(f"--{name.replace('_', '-')} has no effect without --verify")
             return
         if self.sweep is not None:

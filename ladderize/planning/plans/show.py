@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ladderize.console import Console, human_bytes
+from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.planning.planner.document import FrontPoint, PlanChoice, PlannedLayout
 from ladderize.planning.planner.recipe import cost_words, shown_increase
 from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow, PlanResult
@@ -193,6 +194,8 @@ def show_choice(result: PlanResult, choice: PlanChoice, console: Console) -> Non
             " not retrained",
             indent=9,
         )
+    if choice.aligned is not None:
+        console.prose(f"aligned  {alignment_words(choice.aligned)}", indent=9)
     for note in (*choice.notes, *(choice.verification.notes if choice.verification is not None else ())):
         console.prose(f"note     {note}", indent=9)
     if choice.costs == "sensitivity" and choice.verification is None:

@@ -12,7 +12,7 @@ taken before the sub-module's norm, whose backward is linear in the gradient: a 
 message.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,15 +26,21 @@ class PendingSum:
     """The sum over the ranks of partial products [batch, tokens, columns], side by side as wide as the stream.
 
     Each product is sent as soon as it is there. residual: what the sum is to be added to; None: nothing. bias: is added
-    once. The messages belong to this object, and with gradients to the nodes of the graph; nothing else knows them.
+    once. take: is given what is added, the sum with the bias, as soon as it is there. The messages belong to this
+    object, and with gradients to the nodes of the graph; nothing else knows them.
     """
 
-    __slots__ = ("bias", "handles", "link", "residual", "sent")
+    __slots__ = ("bias", "handles", "link", "residual", "sent", "take")
 
     def __init__(
-        self, collectives: Collectives, residual: Tensor | None, bias: Tensor | None, products: Iterable[Tensor]
+        self,
+        collectives: Collectives,
+        residual: Tensor | None,
+        bias: Tensor | None,
+        products: Iterable[Tensor],
+        take: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.residual, self.bias = residual, bias
+        self.residual, self.bias, self.take = residual, bias, take
         self.link: _Link | None = None
         self.handles: list[Handle] = []
         self.sent: list[Tensor] = []
@@ -51,23 +57,27 @@ class PendingSum:
     def wait(self) -> tuple[Tensor, Tensor]:
         """The residual stream with the sum and the bias, [batch, tokens, hidden], and the same as x."""
         if self.link is not None:
-            after, x = _Wait.apply(self.link, self.bias, self.residual, *self.sent)
+            after, x, *total = _Wait.apply(self.link, self.take is not None, self.bias, self.residual, *self.sent)
             self.sent, self.residual = [], None
-            return after, x
-        after = _added([handle.wait() for handle in self.handles], self.residual, self.bias)
-        return after, after
+        else:
+            total = [_joined([handle.wait() for handle in self.handles])]
+            after = x = _added(total[0], self.residual, self.bias)
+        if self.take is not None:
+            self.take(total[0] if self.bias is None else total[0] + self.bias)
+        return after, x
 
 
 class _Link:
     """What the nodes of one sum know in common: its messages, first those of forward, then those of backward."""
 
-    __slots__ = ("__weakref__", "collectives", "direct", "handles", "held", "totals")
+    __slots__ = ("__weakref__", "apart", "collectives", "direct", "handles", "held", "totals")
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
         self.held = False  # whether a gradient of the stream before the sum is wanted
         self.handles: dict[int, Handle] = {}
         self.direct: dict[int, Tensor] = {}
+        self.apart: dict[int, Tensor] = {}  # gradients of the sum that was taken: of the products, not of the stream
         self.totals: dict[int, Tensor] = {}
 
     def total(self, number: int) -> Tensor | None:
@@ -120,38 +130,49 @@ class _Start(Function):
         total = link.total(ctx.number)
         if link.held and total is not None:
             link.totals[ctx.number] = total
+        apart = link.apart.pop(ctx.number, None)
+        if apart is not None:
+            total = apart if total is None else total + apart
         return None, None, total
 
 
 class _Wait(Function):
-    """The sum, added to the stream: twice, as the stream and as x."""
+    """The sum, added to the stream: twice, as the stream and as x; with ``taken`` also the sum itself, which all ranks
+    have alike, like the stream."""
 
     @staticmethod
     def forward(
-        ctx: Any, link: _Link, bias: Tensor | None, residual: Tensor | None, *sent: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, link: _Link, taken: bool, bias: Tensor | None, residual: Tensor | None, *sent: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.link = link
         ctx.products = len(sent)
-        sums = [link.handles.pop(number).wait() for number in range(len(sent))]
-        after = _added(sums, residual, bias)
-        return after, after.view_as(after)
+        total = _joined([link.handles.pop(number).wait() for number in range(len(sent))])
+        after = _added(total, residual, bias)
+        # a tensor of its own also where nothing was added
+        return (after, after.view_as(after), *([total.view_as(total)] if taken else []))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        link, (direct, own) = ctx.link, gradients
+        link, (direct, own, *apart) = ctx.link, gradients
         if direct is not None:
             link.direct = dict(enumerate(direct.chunk(ctx.products, -1)))
+        for total in apart:
+            if total is not None:
+                link.apart = dict(enumerate(total.chunk(ctx.products, -1)))
         if own is not None:
             # the last product's backward comes first: ranks wait in the order in which they send
             for number, part in reversed(list(enumerate(own.chunk(ctx.products, -1)))):
                 link.handles[number] = link.collectives.all_reduce_async(part.contiguous())
         # what the nodes before this one need they find in the link: autograd never touches a message on its way
-        return (None,) * (3 + ctx.products)
+        return (None,) * (4 + ctx.products)
 
 
-def _added(sums: list[Tensor], residual: Tensor | None, bias: Tensor | None) -> Tensor:
-    total = sums[0] if len(sums) == 1 else torch.cat(sums, -1)
+def _joined(sums: list[Tensor]) -> Tensor:
+    return sums[0] if len(sums) == 1 else torch.cat(sums, -1)
+
+
+def _added(total: Tensor, residual: Tensor | None, bias: Tensor | None) -> Tensor:
     if residual is not None:
         total = residual + total
     return total if bias is None else total + bias

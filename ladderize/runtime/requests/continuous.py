@@ -37,9 +37,8 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
         self.tokenizer, self.stops = tokenizer, stops
-        # a text may spell a string with more tokens than the tokenizer does: lm-eval's HF backend, too, allows two
-        longest = max((len(tokenizer.encode(stop, add_special_tokens=False)) for stop in stops), default=0)
-        self.window = longest + 2
+        # a token spells a byte at least; one more, since some tokenizers drop the space that a text begins with
+        self.window = 1 + max((len(stop.encode()) for stop in stops), default=0)
 
     def end(self, ids: list[int]) -> bool:
         """Whether the last tokens hold one of the strings; special tokens are spelled too."""
@@ -78,6 +77,22 @@ class ContinuousBatch:
     tokenizer: Any
     slots: list[_Slot] = field(default_factory=list)
     _stops: dict[tuple[str, ...], StopStrings] = field(default_factory=dict)
+
+    @classmethod
+    def allocate(
+        cls,
+        reader: TextReader,
+        *,
+        rows: int,
+        longest_prompt: int,
+        longest_text: int,
+        eos: Sequence[int],
+        tokenizer: Any,
+    ) -> "ContinuousBatch":
+        """With a cache for ``rows`` texts of so many tokens. Raises UserError where memory does not do."""
+        columns = max(padded(longest_prompt), longest_text)
+        cache = KVCache.allocate(reader.model.shape, rows, columns, reader.dtype, reader.device)
+        return cls(reader, cache, frozenset(eos), tokenizer)
 
     def run(self, prompts: Sequence[Prompt], advance: Callable[[int], None] = lambda n: None) -> list[list[int]]:
         """The new tokens of each prompt, the one that ends it included. advance: told how many more are done."""
@@ -203,6 +218,12 @@ def continue_prompts(
     not do."""
     if not prompts:
         return []
-    columns = max(max(padded(len(p.ids)), len(p.ids) + p.max_new_tokens) for p in prompts)
-    cache = KVCache.allocate(reader.model.shape, min(rows, len(prompts)), columns, reader.dtype, reader.device)
-    return ContinuousBatch(reader, cache, frozenset(eos), tokenizer).run(prompts, advance)
+    batch = ContinuousBatch.allocate(
+        reader,
+        rows=min(rows, len(prompts)),
+        longest_prompt=max(len(prompt.ids) for prompt in prompts),
+        longest_text=max(len(prompt.ids) + prompt.max_new_tokens for prompt in prompts),
+        eos=eos,
+        tokenizer=tokenizer,
+    )
+    return batch.run(prompts, advance)

@@ -22,12 +22,13 @@ from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids
 
 @dataclass
 class Worker:
-    """One rank of an opened model. positions: of the longest text."""
+    """One rank of an opened model. backend: how its ranks communicate. positions: of the longest text."""
 
     group: Ranks
     spec: ModelSpec
     options: RequestOptions
     reader: TextReader
+    backend: str
 
     @property
     def positions(self) -> int:
@@ -86,13 +87,16 @@ def longest_text(spec: ModelSpec, options: RequestOptions) -> int:
 
 
 @contextmanager
-def opened(group: Ranks, spec: ModelSpec, options: RequestOptions) -> Iterator[Worker]:
-    """A checked model on this rank, its weights loaded; all ranks enter and leave together."""
+def opened(
+    group: Ranks, spec: ModelSpec, options: RequestOptions, advance: Callable[[int], None] = lambda count: None
+) -> Iterator[Worker]:
+    """A checked model on this rank, its weights loaded; all ranks enter and leave together. advance: told of layers
+    that are loaded."""
     vocabulary = -(-spec.config["vocab_size"] // group.size)
     largest = max(options.budget, options.rows) * spec.config["hidden_size"], options.rows * vocabulary
-    collectives, _ = choose(options.backend, group, max_bytes=max(4 * max(largest), MESSAGE_BYTES))
-    shape, weights = WeightCache(group.device, pack=True).get(spec, group.size, group.rank)
+    collectives, backend = choose(options.backend, group, max_bytes=max(4 * max(largest), MESSAGE_BYTES))
+    shape, weights = WeightCache(group.device, pack=True).get(spec, group.size, group.rank, advance)
     model = TPLlama(shape, spec.layout, weights, collectives)
     rope = rope_table(spec.config, longest_text(spec, options), group.device)
-    yield Worker(group, spec, options, TextReader(model, rope, options.budget, spec.torch_dtype))
+    yield Worker(group, spec, options, TextReader(model, rope, options.budget, spec.torch_dtype), backend)
     collectives.close()

@@ -8,15 +8,13 @@ same bytes in the end.
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ladderize.checkpoint.fingerprint import fingerprint
-from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import SILENT, Console, human_bytes
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import check_writable, read_json
@@ -31,9 +29,15 @@ from ladderize.runtime.decode import Generator, generate_tokens
 from ladderize.runtime.launch import run
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
-from ladderize.runtime.texts.corpus_file import CorpusFile, check_corpus_target
 from ladderize.runtime.texts.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
 from ladderize.runtime.texts.prompts import open_spec
+from ladderize.runtime.texts.sample_file import (
+    SampleFile,
+    SamplesIdentity,
+    check_sample_options,
+    check_sample_target,
+    common_identity,
+)
 
 SHORTEST_LINE = len('{"input_ids": [1, 2]}\n')
 
@@ -52,25 +56,36 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class CorpusIdentity(Record):
-    """All that decides a line: what unfinished work has to agree with. Not tp_size and the like, which change rounding
-    only.
+class CorpusIdentity(SamplesIdentity):
+    """tokenizer: whether there is one."""
 
-    model: its fingerprint. layout: as config.json has it. tokenizer: whether there is one.
-    """
-
-    model: str
-    layout: dict[str, Any]
-    dtype: str
-    seed: int
-    temperature: float
-    top_k: int
-    top_p: float
-    max_new_tokens: int
-    ignore_eos: bool
     bos: int
-    eos: list[int]
     tokenizer: bool
+
+
+class CorpusFile(SampleFile):
+    """Texts with their ids. ``tokens`` (without BOS) and ``ended`` (by ``eos``) count what is written."""
+
+    def __init__(
+        self, out: Path, identity: Mapping[str, Any], samples: int, *, eos: Sequence[int], overwrite: bool
+    ) -> None:
+        self.eos = frozenset(eos)
+        self.tokens = self.ended = 0
+        super().__init__(out, identity, samples, overwrite=overwrite)
+
+    def tally(self, record: Mapping[str, Any]) -> None:
+        ids = record["input_ids"]
+        if not isinstance(ids, list) or not ids:
+            raise ValueError(ids)
+        self.tokens += len(ids) - 1
+        self.ended += len(ids) > 1 and ids[-1] in self.eos
+
+    def write(self, rows: Sequence[Sequence[int]], texts: Sequence[str] | None) -> None:
+        """Append samples: ids with BOS, and their texts where there is a tokenizer."""
+        records: list[dict[str, Any]] = [{"input_ids": list(ids)} for ids in rows]
+        if texts is not None:
+            records = [{"text": text, **record} for text, record in zip(texts, records, strict=True)]
+        self.append(records)
 
 
 @dataclass(frozen=True)
@@ -118,7 +133,7 @@ def sample_corpus(
     out = resolved(Path(out), "--out ")
     if is_main_rank():
         check_writable(out)
-        check_corpus_target(out, overwrite)
+        check_sample_target(out, overwrite)
     spec = open_spec(model, options)
     assert spec.folder is not None
     check_corpus_space(out, samples)
@@ -147,15 +162,13 @@ def check_corpus_usage(out: Path, samples: int, batch_size: int | None, options:
     """Raise UsageError for options that make no corpus."""
     if options.chat:
         raise UsageError("--from-bos begins with the BOS token alone; leave --chat out")
-    if out.suffix != ".jsonl":
-        raise UsageError(f"--out {out} must end in .jsonl, which tells --data and --perplexity how to read it")
+    if options.stop:
+        raise UsageError("--stop has no effect without --prompt-file")
+    check_sample_options(out, samples, batch_size)
     if options.sampling.temperature == 0:
         raise UsageError(
             "--temperature 0 with --from-bos would give the same text every time; give a temperature above 0"
         )
-    for option, count in (("--num-samples", samples), ("--batch-size", batch_size)):
-        if count is not None and count < 1:
-            raise UsageError(f"{option} must be at least 1, not {count}")
 
 
 def check_corpus_space(out: Path, samples: int) -> None:
@@ -185,26 +198,6 @@ def bos_id(spec: ModelSpec, tokenizer: Any) -> int:
     return bos
 
 
-def corpus_identity(spec: ModelSpec, corpus: Corpus, options: GenerateOptions, *, tokenizer: bool) -> CorpusIdentity:
-    """tokenizer: whether there is one."""
-    assert spec.folder is not None
-    sampling = options.sampling
-    return CorpusIdentity(
-        model=fingerprint(read_checkpoint(spec.folder)),
-        layout=spec.layout.to_config(),
-        dtype=spec.dtype,
-        seed=sampling.seed,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        max_new_tokens=options.max_new_tokens,
-        ignore_eos=options.ignore_eos,
-        bos=corpus.bos,
-        eos=list(eos_ids(spec)),
-        tokenizer=tokenizer,
-    )
-
-
 def _sample(
     group: Ranks, spec: ModelSpec, corpus: Corpus, options: GenerateOptions, console: Console
 ) -> CorpusDocument | None:
@@ -214,7 +207,7 @@ def _sample(
     with contextlib.ExitStack() as stack:
         file = None
         if group.is_main:
-            identity = corpus_identity(spec, corpus, options, tokenizer=tokenizer is not None)
+            identity = CorpusIdentity(**common_identity(spec, options), bos=corpus.bos, tokenizer=tokenizer is not None)
             file = stack.enter_context(
                 CorpusFile(corpus.out, identity.to_dict(), corpus.samples, eos=corpus.eos, overwrite=corpus.overwrite)
             )

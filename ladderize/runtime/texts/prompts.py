@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from ladderize.chat_template.renderer import ChatRenderer
-from ladderize.console import SILENT, Console, is_text
-from ladderize.errors import UsageError, UserError
+from ladderize.console import SILENT, Console
+from ladderize.errors import UsageError
 from ladderize.files.records import Record
-from ladderize.modeling import load_tokenizer
 from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.choose import check_backend, choose
 from ladderize.runtime.decode import Generator, generate_tokens
 from ladderize.runtime.launch import check_group_size, run
 from ladderize.runtime.spec import ModelSpec, WeightCache, checkpoint_spec, eos_ids, open_generator
+from ladderize.runtime.texts.encoding import PromptEncoder, tokenizer_of
 from ladderize.runtime.texts.options import GenerateOptions
 
 
@@ -47,44 +46,6 @@ class GenerateDocument(Record):
     texts: list[GeneratedText]
 
 
-def tokenizer_of(spec: ModelSpec) -> Any:
-    """The checkpoint's tokenizer; raises UserError where there is none."""
-    tokenizer = load_tokenizer(spec.folder) if spec.folder is not None else None
-    if tokenizer is None:
-        raise UserError(f"{spec.name} has no tokenizer, and generate needs one")
-    return tokenizer
-
-
-def encode(tokenizer: Any, prompts: list[str], spec: ModelSpec, options: GenerateOptions) -> list[list[int]]:
-    """Token ids of each prompt, checked against the model's vocabulary and length."""
-    encoded = []
-    renderer = ChatRenderer.of(tokenizer) if options.chat else None
-    if options.chat and renderer is None:
-        raise UserError(f"{spec.name} has no chat template, so --chat has nothing to apply")
-    for prompt in prompts:
-        if not is_text(prompt):
-            raise UserError(f"the prompt {prompt[:80]!a} holds half of a surrogate pair, which is not a character")
-        if renderer is not None:
-            text, _ = renderer.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # only the template gives it a BOS
-        else:
-            ids = tokenizer(prompt)["input_ids"]
-        if not ids:
-            raise UserError("a prompt is empty and the tokenizer adds no BOS token, so there is nothing to continue")
-        if max(ids) >= spec.config["vocab_size"]:
-            raise UserError(
-                f"{spec.name}: its tokenizer makes the token {max(ids)}, but the model has {spec.config['vocab_size']}"
-                " only"
-            )
-        if len(ids) + options.max_new_tokens > spec.positions:
-            raise UserError(
-                f"a prompt of {len(ids)} tokens and --max-new-tokens {options.max_new_tokens} exceed the model's"
-                f" {spec.positions} positions"
-            )
-        encoded.append(list(ids))
-    return encoded
-
-
 def open_spec(model: str | Path, options: GenerateOptions) -> ModelSpec:
     """Check everything that can be known before weights are read or ranks started; raises UserError or LayoutError."""
     check_device(options.device)
@@ -108,9 +69,15 @@ def generate(
     options, prompts = options or GenerateOptions(), list(prompts)
     if not prompts:
         raise UsageError("there is nothing to continue: give a prompt")
+    if options.stop:
+        raise UsageError("--stop has no effect without --prompt-file")
     with console.stage(f"reading {model}"):
         spec = open_spec(model, options)
-        ids = encode(tokenizer_of(spec), prompts, spec, options)
+        encoder = PromptEncoder(spec, options.max_new_tokens)
+        ids = [
+            encoder.conversation([{"role": "user", "content": prompt}]) if options.chat else encoder.prompt(prompt)
+            for prompt in prompts
+        ]
     document: GenerateDocument | None = run(
         _generate,
         spec,

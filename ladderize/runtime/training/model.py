@@ -15,6 +15,7 @@ from ladderize.runtime.layers import AttentionWeights, MlpWeights
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.parts import Step
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from ladderize.runtime.training.outputs import LayerOutputs, SubModuleOutputs, hidden_error
 from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
 from ladderize.runtime.training.weights import TrainedWeights, UsedWeights
 
@@ -46,13 +47,19 @@ class TPTraining(nn.Module):
         self.rope = rope_table(dict(config), positions, weights.norm.device)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, teacher_logits: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        targets: Tensor,
+        teacher_logits: Tensor | None = None,
+        teacher_outputs: SubModuleOutputs | None = None,
     ) -> Tensor:
         """[rows, tokens] each; a negative target does not count. teacher_logits: [tokens that count, own vocab].
 
-        Returns the sums of cross-entropy and divergence: [2], fp32, equal on all ranks.
+        Returns the sums of cross-entropy, divergence and hidden error: [3], fp32, equal on all ranks.
         """
-        logits = self.scored_logits(input_ids, position_ids, targets)
+        outputs = None if teacher_outputs is None else teacher_outputs.again()
+        logits = self.scored_logits(input_ids, position_ids, targets, outputs)
         shape = self.shape
         sums = vocab_parallel_losses(
             logits,
@@ -63,13 +70,21 @@ class TPTraining(nn.Module):
             shape.vocab_start,
             shape.vocab,
         )
-        return torch.stack(sums)
+        apart = sums[0].new_zeros(())
+        if outputs is not None and teacher_outputs is not None:
+            apart = hidden_error(outputs, teacher_outputs)
+        return torch.stack((*sums, apart))
 
-    def scored_logits(self, input_ids: Tensor, position_ids: Tensor, targets: Tensor) -> Tensor:
-        """This rank's columns of the logits where a target counts: [tokens that count, own vocab]."""
+    def scored_logits(
+        self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, outputs: SubModuleOutputs | None = None
+    ) -> Tensor:
+        """This rank's columns of the logits where a target counts: [tokens that count, own vocab]. outputs: is given
+        what the sub-modules add to the stream."""
         self.collectives.tidy()
         used = UsedWeights(self.weights)
-        model = _TrainedLlama(self.shape, self.layout, used, self.collectives, recompute=self.recompute)
+        model = _TrainedLlama(
+            self.shape, self.layout, used, self.collectives, recompute=self.recompute, outputs=outputs
+        )
         mask = packed_mask(position_ids)
         step = Step(self.rope[position_ids].unsqueeze(2), 0, 0, mask, causal=mask is None)
         cache = NoCache(self.weights.compute, input_ids.device)
@@ -78,9 +93,12 @@ class TPTraining(nn.Module):
 
 
 class _TrainedLlama(TPLlama):
-    def __init__(self, *arguments: Any, recompute: bool) -> None:
+    def __init__(self, *arguments: Any, recompute: bool, outputs: SubModuleOutputs | None) -> None:
         super().__init__(*arguments)
-        self.recompute = recompute
+        self.recompute, self.outputs = recompute, outputs
+
+    def outputs_of(self, index: int) -> LayerOutputs | None:
+        return None if self.outputs is None else self.outputs.of(index)
 
     def attention_products(
         self, index: int, weights: AttentionWeights, x: Tensor, step: Step, cache: KVCache, columns: int

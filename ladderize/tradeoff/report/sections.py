@@ -82,5 +82,5 @@ def _sensitivity(content: ReportContent) -> PageSection:
 
 def _recovery(content: ReportContent) -> PageSection:
     plots = tuple(recovery_plots(content, sweep_commands(content.found)))
-    missing = "" if plots else f"No retraining is known here. `{RETRAIN}` wins accuracy back."
+    missing = "" if plots else f"Nothing was adapted here. `{RETRAIN}` wins accuracy back."
     return PageSection("recovery", "Recovery", plots=plots, missing=missing)

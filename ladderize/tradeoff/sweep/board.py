@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ladderize.console import Console, human_seconds
-from ladderize.tradeoff.sweep.plan import SweepPlan
+from ladderize.tradeoff.sweep.points import SweepPlan
 from ladderize.tradeoff.sweep.stages import TIMED, Stage
 from ladderize.workflows.sweep_document import StageState
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 STYLES = {"waiting": "dim", "running": "bold yellow", "done": "green", "failed": "bold red", "skipped": "magenta"}
+STYLES["not promoted"] = "dim"
 BOARD_COLUMNS = ("convert", "adapt", "eval")
 
 
@@ -81,8 +82,12 @@ class Board:
             return Text(self._words(state), style=STYLES[state.status])
 
         for point in plan.points:
-            stages = (point.converting, point.adapting, point.evaluating)
-            table.add_row(Text(point.name), *map(cell, stages))
+            left = [stage for stage in point.adapting if self.states[stage.key].status != "done"]
+            adapting = next(iter([*left, *point.adapting[-1:]]), None)  # of several the one that is on
+            cells = [cell(stage) for stage in (point.converting, adapting, point.evaluating)]
+            if point.held is not None and not left:
+                cells[1] = Text(point.held.status, style=STYLES[point.held.status])
+            table.add_row(Text(point.name), *cells)
         for stage in (*plan.sensitivities, *plan.benches):
             table.add_row(Text(stage.title), *(Text(""), Text(""), cell(stage)))
         return table

@@ -2,20 +2,20 @@
 
 import importlib.metadata
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.data.sources import parse_specs
-from ladderize.adapt.methods import BLOCKS
+from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.checkpoint.model_check import check_model
 from ladderize.convert.recipe import Recipe
 from ladderize.ranks.threads import cores
 from ladderize.tradeoff.sweep import by_hand
 from ladderize.tradeoff.sweep.inputs import Inputs
-from ladderize.tradeoff.sweep.settings import blocks_settings, retraining_settings, texts
-from ladderize.tradeoff.sweep.spec import NONE, AdaptChoice, BenchChoice, SweepSpec
+from ladderize.tradeoff.sweep.settings import adapt_settings, texts
+from ladderize.tradeoff.sweep.spec import AdaptStage, BenchChoice, SweepSpec
 from ladderize.tradeoff.sweep.stages import MODEL_FOLDER, PREDICTIONS, Stage
 
 # what computes the accuracies: numbers of two versions are no pairs
@@ -66,31 +66,32 @@ class StageBuilder:
         command = by_hand.convert_by_hand(self.spec.model, PLACEHOLDER, given, self.spec.revision, self.spec.verify)
         return _with_command(Stage("convert", f"convert: {text}", identity, job, command))
 
-    def adaptation(self, choice: AdaptChoice, converted: Stage, name: str) -> Stage:
-        given, model = dict(choice.given), f"{converted.output}/{MODEL_FOLDER}"
+    def adaptation(self, asked: AdaptStage, before: Stage | None, name: str) -> Stage:
+        """before: the stage that writes the model to adapt; None: it is the dense one."""
+        given, model = dict(asked.given), f"{before.output}/{MODEL_FOLDER}" if before is not None else self.model
         sources = {
-            key: [self.inputs.source(spec) for spec in parse_specs(texts(given, key, choice.where))]
+            key: [self.inputs.source(spec) for spec in parse_specs(texts(given, key, asked.where))]
             for key in ("data", "eval_data")
             if key in given
         }
         identity: dict[str, Any] = {
-            "model": converted.key,
+            "model": before.key if before is not None else self.digest,
             "teacher": self.digest,
-            "method": choice.method,
+            "method": asked.method,
             "options": {**given, **sources},
         }
         job = {
             "model": model,
-            "method": choice.method,
+            "method": asked.method,
             "teacher": self.model,
             "options": given,
             "verify": self.spec.verify,
         }
-        teacher: str | None = self.model
-        if choice.method != BLOCKS:
-            teacher = retraining_settings(given, choice.method, self.model, choice.where).distill_from
-        command = by_hand.adapt_by_hand(model, PLACEHOLDER, choice.method, teacher, given, self.spec.verify)
-        stage = Stage("adapt", f"adapt: {name}", identity, job, command, (converted.key,), self.tokens(choice))
+        options = adapt_settings(asked.method, given, self.model, asked.where)
+        teacher = options.distill_from if isinstance(options, RetrainOptions) else self.model
+        command = by_hand.adapt_by_hand(model, PLACEHOLDER, asked.method, teacher, given, self.spec.verify)
+        needs = (before.key,) if before is not None else ()
+        stage = Stage("adapt", f"adapt: {name}", identity, job, command, needs, self.tokens(asked))
         return _with_command(stage)
 
     def evaluation(self, model: str, name: str, made_by: Stage | None, reference: Stage | None) -> Stage:
@@ -146,16 +147,20 @@ class StageBuilder:
         needs = tuple(stage.key for stage in converted)
         return _with_command(Stage("bench", f"bench: {bench_title(setting)}", identity, job, command, needs))
 
-    def tokens(self, choice: AdaptChoice) -> int | None:
-        """That a retraining reads, where the file says it."""
-        if choice.method == NONE:
+    def tokens(self, asked: AdaptStage) -> int | None:
+        """That a stage reads, where the file says it."""
+        options = adapt_settings(asked.method, asked.given, self.model, asked.where)
+        if isinstance(options, RetrainOptions):
+            return options.budget.tokens
+        if options.samples is None or options.seq_len is None:
             return None
-        if choice.method == BLOCKS:
-            options = blocks_settings(choice.given, choice.where)
-            if options.samples is None or options.seq_len is None:
-                return None
-            return options.samples * options.seq_len
-        return retraining_settings(choice.given, choice.method, self.model, choice.where).budget.tokens
+        return options.samples * options.seq_len
+
+
+def summed(amounts: Iterable[int | None]) -> int | None:
+    """None where one is not known, and of none."""
+    known = list(amounts)
+    return sum(amount for amount in known if amount is not None) if known and None not in known else None
 
 
 def machine() -> dict[str, Any]:

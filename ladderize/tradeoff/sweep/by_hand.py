@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ladderize.adapt.methods import BLOCKS, LORA
+from ladderize.adapt.methods import LORA
 from ladderize.tradeoff.sweep.stages import ADAPTER_FOLDER, BENCH_JSON, MODEL_FOLDER, RESULTS, SENSITIVITY_JSON
 
 NOT_ON_THE_COMMAND_LINE = ("include_default_tasks",)
@@ -45,8 +45,8 @@ def adapt_by_hand(
 ) -> str:
     out = f"{output}/{ADAPTER_FOLDER if method == LORA else MODEL_FOLDER}"
     own = {"method": method, "distill_from": teacher, **given, "no_verify": not verify and method != LORA}
-    if teacher is None or method == BLOCKS:
-        own.pop("distill_weight", None)
+    if teacher is None:
+        own = {key: value for key, value in own.items() if key not in ("distill_weight", "hidden_weight")}
     made = line("adapt", model, out, *options_by_hand(own))
     if method != LORA:
         return made

@@ -7,7 +7,7 @@ from ladderize.adapt.methods import LORA
 from ladderize.checkpoint.model_check import check_model
 from ladderize.console import human_bytes, human_seconds
 from ladderize.files.records import Record
-from ladderize.tradeoff.sweep.plan import SweepPlan
+from ladderize.tradeoff.sweep.points import SweepPlan
 from ladderize.tradeoff.sweep.stages import STAGES, FinishedStage, Stage, finished_stage, read_marker
 
 
@@ -76,8 +76,8 @@ class PlannedStage(Record):
 
 @dataclass(frozen=True)
 class PlanDocument(Record):
-    """``ladderize sweep --dry-run --json``. unplanned: points whose layout a sensitivity decides that is not there yet:
-    their stages are known then. notes: what the user should know of the file."""
+    """``ladderize sweep --dry-run --json``. unplanned: points whose layout, or whose promotion, is decided by
+    what is not measured yet: their other stages are known then. notes: what the user should know of the file."""
 
     model: str
     out: str
@@ -94,7 +94,7 @@ class PlanDocument(Record):
             stages.append(
                 PlannedStage(stage.kind, stage.title, stage.output, stage.command, kept, about.seconds, about.bytes)
             )
-        unplanned = [point.name for point in plan.points if point.layout is None]
+        unplanned = [point.name for point in plan.points if point.layout is None or point.is_open]
         return cls(model, str(root), stages, unplanned, plan.notes)
 
     @property
@@ -106,7 +106,7 @@ class PlanDocument(Record):
             disk = "unknown" if stage.bytes is None else human_bytes(stage.bytes)
             about = {"": "kept", "time": "", "disk": ""} if stage.kept else {"": "to run", "time": time, "disk": disk}
             rows.append({"stage": stage.title, **about})
-        later = {"": "planned after its sensitivity", "time": "unknown", "disk": "unknown"}
+        later = {"": "planned when what decides it is measured", "time": "unknown", "disk": "unknown"}
         return rows + [{"stage": name, **later} for name in self.unplanned]
 
     @property

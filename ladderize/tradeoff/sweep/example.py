@@ -11,9 +11,11 @@ EXAMPLE = """\
 model: demo/dense
 out: demo/sweep
 
+# Training data of everything below that names none of its own.
+data: demo/train.jsonl
+
 # Measures how much each layer costs. Layouts with a fraction are chosen by it.
 sensitivity:
-  data: demo/train.jsonl
   samples: 32
   seq_len: 128
 
@@ -27,18 +29,16 @@ layouts:
     fraction: 0.5
     sync_tp_size: 2
 
-# none: as converted. blocks, full, lora: retrained on the dense model's outputs.
+# none: as converted. align: least squares, no training. blocks, full, lora: retrained on the dense
+# model's outputs. stages: a chain, in which each goes on with what the one before wrote.
 adapt:
   - none
-  - method: full
-    data: demo/train.jsonl
-    max_tokens: [20k]
-    seq_len: 128
-    batch_size: 8
-    lr: 0.001
+  - {method: align, samples: 128, seq_len: 128}
+  - stages:
+      - {method: align, samples: 128, seq_len: 128}
+      - {method: full, max_tokens: [20k], seq_len: 128, batch_size: 8, lr: 0.0001}
   - method: blocks
     layouts: dropped     # only for the entry of this name
-    data: demo/train.jsonl
     samples: 64
     seq_len: 128
     epochs: 1

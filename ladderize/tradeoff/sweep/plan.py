@@ -1,87 +1,32 @@
 """From a sweep.yaml to its points and their stages: every layout that does not fit is refused before anything runs."""
 
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.methods import BLOCKS, LORA
+from ladderize.adapt.methods import ALIGN, CONVERTED
 from ladderize.checkpoint.model_check import check_model
 from ladderize.checkpoint.reading import read_config
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.errors import LadderizeError
 from ladderize.layout import Layout, format_ranges
-from ladderize.tradeoff.sweep.builder import StageBuilder
+from ladderize.tradeoff.sweep.builder import StageBuilder, summed
 from ladderize.tradeoff.sweep.fit import check_fit, times
-from ladderize.tradeoff.sweep.spec import NONE, AdaptChoice, BenchChoice, LayoutChoice, SweepSpec
+from ladderize.tradeoff.sweep.points import DENSE, Held, LayoutGroup, PlannedPoint, SweepPlan, named_apart, point_name
+from ladderize.tradeoff.sweep.promotion import WAITING, Judge
+from ladderize.tradeoff.sweep.spec import AdaptChoice, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
 from ladderize.tradeoff.sweep.stages import (
-    ADAPTER_FOLDER,
     MODEL_FOLDER,
-    RESULTS,
     SENSITIVITY_JSON,
     Stage,
     finished_stage,
 )
-from ladderize.workflows.sweep_document import Adapted
 
-DENSE = "dense"
-
-
-@dataclass(frozen=True)
-class PlannedPoint:
-    """layout: None where it is chosen by a sensitivity (``awaits``, keys) that is not there yet; text then says how.
-    problem: why that chooses none. entries: the names of its entries of the file. tokens: to train on, where that is
-    known."""
-
-    name: str
-    text: str
-    layout: Layout | None
-    entries: tuple[str, ...]
-    adapted: Adapted = NONE
-    tokens: int | None = None
-    converting: Stage | None = None
-    adapting: Stage | None = None
-    evaluating: Stage | None = None
-    model: str | None = None
-    timed: str | None = None
-    problem: str | None = None
-    awaits: tuple[str, ...] = ()
-
-    @property
-    def stages(self) -> list[Stage]:
-        return [stage for stage in (self.converting, self.adapting, self.evaluating) if stage is not None]
-
-    @property
-    def results(self) -> str | None:
-        return f"{self.evaluating.output}/{RESULTS}" if self.evaluating is not None else None
-
-    @property
-    def adaptation(self) -> str | None:
-        """The folder with the curves of its training."""
-        if self.adapting is None:
-            return None
-        return f"{self.adapting.output}/{ADAPTER_FOLDER if self.adapted == LORA else MODEL_FOLDER}"
-
-
-@dataclass(frozen=True)
-class SweepPlan:
-    """points: dense first. benches: of the models that are timed, if all are there. notes: what the user should know.
-    complete: whether every layout is known."""
-
-    points: list[PlannedPoint]
-    sensitivities: list[Stage]
-    benches: list[Stage]
-    notes: list[str]
-    complete: bool
-
-    @property
-    def stages(self) -> list[Stage]:
-        """In the order in which they run: sensitivities and the dense model first, timings last."""
-        dense, *others = self.points
-        listed = [*dense.stages, *self.sensitivities, *(stage for point in others for stage in point.stages)]
-        return list({stage.key: stage for stage in (*listed, *self.benches)}.values())
+Stop = tuple[int, Held]  # before which stage of adaptation a layout is held, and why
+OF_CONVERTED = ("hidden_weight",)  # options of training that compare converted layers
 
 
 @dataclass(frozen=True)
@@ -104,26 +49,30 @@ class Planner:
     def dense(self) -> Layout:
         return Layout.from_config(self.config)
 
-    def plan(self, usable: set[str] | None = None) -> SweepPlan:
-        """usable: keys of the conversions to time; None: all."""
+    def plan(self, usable: set[str] | None = None, lost: Collection[str] = ()) -> SweepPlan:
+        """usable: keys of the conversions to time; None: all. lost: keys of stages that failed or were skipped."""
         sensitivities: dict[tuple[str, int | None], Stage] = {}
         for wanted in self._sensitivities():
             sensitivities[wanted] = self.builder.sensitivity(self.spec.sensitivity_mode(wanted[0]), wanted[1])
         name = self.builder.model
         evaluating = self.builder.evaluation(name, DENSE, None, None) if self._evaluates else None
-        points = [PlannedPoint(DENSE, DENSE, self.dense, (), evaluating=evaluating, model=name, timed=name)]
-        notes: list[str] = []
+        dense = PlannedPoint(DENSE, DENSE, self.dense, (), evaluating=evaluating, model=name, timed=name)
         groups = self._groups(sensitivities)
-        shared = Counter(name for group in groups for name in group.names)
-        for group in groups:
-            first, *rest = group.choices
-            notes += [f"{other.where} is the layout of {first.where} too, so it is measured once" for other in rest]
-            points += self._points(group, evaluating, {name for name, count in shared.items() if count == 1})
-        kept = {tuple(stage.key for stage in point.stages) or point.name: point for point in reversed(points)}
-        points = [point for point in points if point in kept.values()]  # of two retrainings alike the first
-        benches = [self._bench(setting, points, usable) for setting in self.spec.bench]
-        known = all(point.layout is not None or point.problem is not None for point in points)
-        return SweepPlan(_named_apart(points), list(sensitivities.values()), benches, notes, known)
+        notes = [
+            f"{other.where} is the layout of {group.choices[0].where} too, so it is measured once"
+            for group in groups
+            for other in group.choices[1:]
+        ]
+        benches = [self._bench(setting, groups, usable) for setting in self.spec.bench]
+        judge = Judge(self.root, dense, self._deciding(benches), lost)
+        ways = [self._way(choice, groups, judge) for choice in self.spec.adapt]
+        notes += [note for way in ways for note in way.notes]
+        controls = [way.control for way in ways if way.control is not None]
+        points = [dense, *self._points(groups, ways, dense), *controls]
+        kept = {point.same: point for point in reversed(points)}
+        points = [point for point in points if point in kept.values()]  # of two ways alike the first
+        known = not any(point.is_open and not set(point.awaits) & set(lost) for point in points)
+        return SweepPlan(named_apart(points), list(sensitivities.values()), benches, notes, known)
 
     @property
     def _evaluates(self) -> bool:
@@ -141,7 +90,7 @@ class Planner:
             ]
         return list(dict.fromkeys(wanted))
 
-    def _groups(self, sensitivities: Mapping[tuple[str, int | None], Stage]) -> "list[LayoutGroup]":
+    def _groups(self, sensitivities: Mapping[tuple[str, int | None], Stage]) -> list[LayoutGroup]:
         """The entries of the file, those together that come to the same layout."""
         groups: dict[Any, LayoutGroup] = {}
         for choice in self.spec.layouts:
@@ -154,7 +103,19 @@ class Planner:
             needs = tuple(sensitivities[choice.sensitivity_of(kind)].key for kind in choice.auto)
             group = groups.get(same, LayoutGroup((), layout, problem, needs))
             groups[same] = replace(group, choices=(*group.choices, choice))
-        return list(groups.values())
+        shared = Counter(name for group in groups.values() for name in group.names)
+        telling = {name for name, count in shared.items() if count == 1}  # of one layout, not said beside them
+        return [self._labelled(group, telling) for group in groups.values()]
+
+    def _labelled(self, group: LayoutGroup, telling: Container[str | None]) -> LayoutGroup:
+        """With its name, and the stage that makes it."""
+        name, text = group.choices[0].name, group.text
+        alone = group.layout is not None and name in telling
+        label = text if name is None else name if alone else f"{name}: {text}"
+        if group.layout is None:
+            return replace(group, label=label)
+        recipe = replace(Recipe.from_layout(group.layout), head_map=group.choices[0].head_map)
+        return replace(group, label=label, converting=self.builder.conversion(recipe, text))
 
     def _layout(self, choice: LayoutChoice, sensitivities: Mapping[tuple[str, int | None], Stage]) -> Layout | None:
         """The layout of an entry; None while a sensitivity that it is chosen by is missing. Raises UserError where that
@@ -169,111 +130,119 @@ class Planner:
             chosen[kind] = format_ranges(selection.layers)
         return choice.recipe(chosen).layout(self.dense)
 
-    def _points(
-        self, group: "LayoutGroup", reference: Stage | None, telling: Container[str | None]
-    ) -> list[PlannedPoint]:
-        """One for each way of retraining; where the layout is not known, its stages are not either. telling: names of
-        entries that stand for one layout, which is not said beside them."""
-        first, layout = group.choices[0], group.layout
-        text = _short(layout) if layout is not None else _chosen(first)
-        alone = layout is not None and first.name in telling
-        label = text if first.name is None else first.name if alone else f"{first.name}: {text}"
-        converting = None
-        if layout is not None:
-            recipe = replace(Recipe.from_layout(layout), head_map=first.head_map)
-            converting = self.builder.conversion(recipe, text)
-        wanted = [
-            adapt
-            for adapt in self.spec.adapt
-            if not adapt.layouts or any(choice.name in adapt.layouts for choice in group.choices)
-        ]
-        points = []
-        for adapt in wanted or [AdaptChoice("adapt", NONE)]:
-            point = PlannedPoint(
-                name=_name(label, adapt),
-                text=text,
-                layout=layout,
-                entries=group.names,
-                adapted=adapt.method,
-                tokens=self.builder.tokens(adapt),
-                converting=converting,
-                problem=group.problem,
-                awaits=group.needs,
-            )
-            points.append(self._measured(point, adapt, reference) if converting is not None else point)
-        return points
-
-    def _measured(self, point: PlannedPoint, adapt: AdaptChoice, reference: Stage | None) -> PlannedPoint:
-        assert point.converting is not None
-        converted = f"{point.converting.output}/{MODEL_FOLDER}"
-        last, adapting = point.converting, None
-        if adapt.method != NONE:
-            last = adapting = self.builder.adaptation(adapt, point.converting, point.name)
-        model = f"{last.output}/{MODEL_FOLDER}"
-        evaluating = self.builder.evaluation(model, point.name, last, reference) if self._evaluates else None
-        return replace(point, adapting=adapting, evaluating=evaluating, model=model, timed=converted)
-
-    def _bench(self, setting: BenchChoice, points: list[PlannedPoint], usable: set[str] | None) -> Stage:
-        """One model of each layout that the setting times, the dense one first."""
-        stages = {
-            point.converting.key: point.converting
-            for point in points
-            if point.converting is not None and times(setting, *point.entries)
+    def _way(self, choice: AdaptChoice, groups: Sequence[LayoutGroup], judge: Judge) -> "Way":
+        """A way of adapting, with all that is decided so far."""
+        stops: dict[int, Stop | None] = {
+            number: None
+            for number, group in enumerate(groups)
+            if not choice.layouts or any(name in choice.layouts for name in group.names)
         }
-        converted = [stage for key, stage in stages.items() if usable is None or key in usable]
-        return self.builder.benchmark(setting, converted)
+        own = [groups[number] for number in stops]
+        for count, stage in enumerate(choice.stages):
+            left = [number for number, stop in stops.items() if stop is None]
+            if stage.promote is not None and left:
+                before = [self._point(groups[number], choice.stages[:count], judge.dense) for number in left]
+                held = judge.held(before, stage.promote)
+                stops |= {number: (count, why) for number, why in zip(left, held, strict=True) if why is not None}
+        return Way(choice, stops, self._control(choice, own, judge) if choice.control else None)
+
+    def _points(
+        self, groups: Sequence[LayoutGroup], ways: "Sequence[Way]", dense: PlannedPoint
+    ) -> Iterator[PlannedPoint]:
+        """Of each layout one for every way of adapting it, and those that decide whether it is promoted."""
+        for number, group in enumerate(groups):
+            for way in [way for way in ways if number in way.stops] or [Way(AdaptChoice("adapt"), {number: None})]:
+                stop, stages = way.stops[number], way.choice.stages
+                for count, stage in enumerate(stages):
+                    if stage.promote is not None and (stop is None or count <= stop[0]):
+                        yield self._point(group, stages[:count], dense)
+                point = self._point(group, stages, dense, stop)
+                yield replace(point, control=way.control.model) if way.control is not None else point
+
+    def _point(
+        self, group: LayoutGroup, stages: tuple[AdaptStage, ...], dense: PlannedPoint, stop: Stop | None = None
+    ) -> PlannedPoint:
+        """A layout adapted in one way; where the layout is not known, its stages are not either. dense: what it is
+        compared with. stop: before which stage it is held, and why."""
+        point = PlannedPoint(
+            name=point_name(group.label, stages),
+            text=group.text,
+            layout=group.layout,
+            entries=group.names,
+            asked=stages,
+            tokens=summed(map(self.builder.tokens, stages)),
+            converting=group.converting,
+            problem=group.problem,
+            awaits=group.needs,
+        )
+        return self._measured(point, group.label, dense, stop) if group.layout is not None else point
+
+    def _measured(self, point: PlannedPoint, label: str, dense: PlannedPoint, stop: Stop | None = None) -> PlannedPoint:
+        """A point with its stages. label: the layout's name."""
+        made = [point.converting]
+        for count, asked in enumerate(point.asked[: stop[0]] if stop is not None else point.asked, 1):
+            made.append(self.builder.adaptation(asked, made[-1], point_name(label, point.asked[:count])))
+        timed = f"{made[0].output}/{MODEL_FOLDER}" if made[0] is not None else dense.timed
+        point = replace(point, adapting=tuple(stage for stage in made[1:] if stage is not None), timed=timed)
+        if stop is not None:
+            return replace(point, held=stop[1])
+        assert made[-1] is not None
+        model = f"{made[-1].output}/{MODEL_FOLDER}"
+        evaluating = None
+        if self._evaluates:
+            evaluating = self.builder.evaluation(model, point.name, made[-1], dense.evaluating)
+        return replace(point, evaluating=evaluating, model=model)
+
+    def _control(self, choice: AdaptChoice, groups: Sequence[LayoutGroup], judge: Judge) -> PlannedPoint | None:
+        """The dense model, trained in the same way; where a layout trains its converted layers, those that any of
+        ``groups`` converts. None: no layout can be made."""
+        stages = control_stages(choice.stages, [group.layout for group in groups if group.layout is not None])
+        tokens = summed(map(self.builder.tokens, stages))
+        point = PlannedPoint(point_name(DENSE, stages), DENSE, self.dense, (), stages, tokens)
+        open_ones = [group for group in groups if group.layout is None and group.problem is None]
+        if not open_ones:
+            return None if all(group.layout is None for group in groups) else self._measured(point, DENSE, judge.dense)
+        is_lost = any(set(group.needs) & set(judge.lost) for group in open_ones)
+        held = Held("skipped", "the sensitivity that tells what it trains failed") if is_lost else WAITING
+        return self._measured(point, DENSE, judge.dense, (0, held))
+
+    def _bench(self, setting: BenchChoice, groups: Sequence[LayoutGroup], usable: set[str] | None) -> Stage:
+        """One model of each layout that the setting times, the dense one first."""
+        timed = [one.converting for one in groups if one.converting is not None and times(setting, *one.names)]
+        return self.builder.benchmark(setting, [stage for stage in timed if usable is None or stage.key in usable])
+
+    def _deciding(self, benches: Sequence[Stage]) -> Stage | None:
+        """The benchmark that promotions go by: the first of all layouts."""
+        of_all = [stage for setting, stage in zip(self.spec.bench, benches, strict=True) if not setting.layouts]
+        return next(iter(of_all), None)
 
 
 @dataclass(frozen=True)
-class LayoutGroup:
-    """Entries of the file that come to one layout. layout: None while it is not known, or if there is none because of
-    ``problem``. needs: keys of the sensitivities that it is chosen by."""
+class Way:
+    """One way of adapting. stops: of the layouts that it is for, by their places in the plan, where each is held; None:
+    it gets all stages. control: the dense model, adapted in the same way."""
 
-    choices: tuple[LayoutChoice, ...]
-    layout: Layout | None
-    problem: str | None
-    needs: tuple[str, ...]
+    choice: AdaptChoice
+    stops: Mapping[int, Stop | None]
+    control: PlannedPoint | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(choice.name for choice in self.choices if choice.name is not None))
+    def notes(self) -> Iterator[str]:
+        """What is still to be decided."""
+        for count, stage in enumerate(self.choice.stages):
+            at = [stop[1].status for stop in self.stops.values() if stop is not None and stop[0] == count]
+            if waiting := at.count("waiting"):
+                yield f"{stage.where}: the best {stage.promote} of {waiting} layouts are promoted when all are measured"
 
 
-def _short(layout: Layout) -> str:
-    return str(layout).partition(" layers: ")[2]
-
-
-def _chosen(choice: LayoutChoice) -> str:
-    """A layout that is not known yet, in words."""
-    parts = []
-    for kind, layers, fraction in (
-        (LADDER, choice.ladder, choice.ladder_fraction),
-        (SPD, choice.spd, choice.spd_fraction),
-    ):
-        if kind in choice.auto:
-            rule = f"{fraction:g} of the layers" if fraction is not None else "insensitive layers"
-            if fraction is None and choice.max_ppl_increase is not None:
-                rule = f"layers up to {choice.max_ppl_increase:g} perplexity"
-            parts.append(f"{kind} {rule} by sensitivity")
-        elif layers is not None:
-            parts.append(f"{kind} {layers}")
-    ranks = f" (sync_tp_size {choice.sync_tp_size})" if choice.sync_tp_size is not None else ""
-    return ", ".join(parts) + ranks
-
-
-def _name(name: str, adapt: AdaptChoice) -> str:
-    if adapt.method == NONE:
-        return name
-    amount = adapt.given.get("max_tokens") if adapt.method != BLOCKS else adapt.given.get("samples")
-    unit = " windows" if adapt.method == BLOCKS else " tokens"
-    return f"{name}, {adapt.method}{f' {amount}{unit}' if amount is not None else ''}"
-
-
-def _named_apart(points: list[PlannedPoint]) -> list[PlannedPoint]:
-    """The same, where two have one name with numbers behind."""
-    counts: dict[str, int] = {}
-    named = []
-    for point in points:
-        counts[point.name] = count = counts.get(point.name, 0) + 1
-        named.append(point if count == 1 else replace(point, name=f"{point.name} #{count}"))
-    return named
+def control_stages(stages: Sequence[AdaptStage], layouts: Sequence[Layout]) -> tuple[AdaptStage, ...]:
+    """The same for the dense model: without what changes nothing in it, and with the layers that any of ``layouts``
+    converts instead of its own converted ones."""
+    layers = format_ranges({layer for layout in layouts for layer in layout.converted_layers})
+    made = []
+    for stage in stages:
+        given = {key: value for key, value in stage.given.items() if key not in OF_CONVERTED}
+        if given.get("train", CONVERTED) == CONVERTED:
+            given["train"] = layers
+        made += [replace(stage, given=given, promote=None)] if stage.method != ALIGN else []
+    return tuple(made)

@@ -1,41 +1,32 @@
 """sweep.yaml: read, its grids unfolded, and checked as far as the file alone decides."""
 
-import itertools
-import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
-from ladderize.adapt.data.sources import HUB
-from ladderize.adapt.methods import BLOCKS, LORA
 from ladderize.convert.recipe import AUTO
 from ladderize.convert.sensitivity_file import LADDER, SPD, Mode
 from ladderize.errors import LadderizeError, UserError
 from ladderize.files.records import read_value
 from ladderize.files.yaml12 import read_yaml
+from ladderize.tradeoff.sweep.adapt_reading import adapt_choices
+from ladderize.tradeoff.sweep.grids import absolute, grid, only
 from ladderize.tradeoff.sweep.settings import (
     BENCH_KEYS,
-    BLOCKS_KEYS,
     EVAL_KEYS,
-    LORA_KEYS,
-    RETRAIN_KEYS,
     SENSITIVITY_KEYS,
     bench_link,
     bench_settings,
-    blocks_settings,
     check_keys,
     eval_settings,
-    names,
-    retraining_settings,
     sensitivity_settings,
 )
-from ladderize.tradeoff.sweep.spec import NONE, AdaptChoice, BenchChoice, LayoutChoice, SweepSpec
-from ladderize.workflows.sweep_document import Adapted
+from ladderize.tradeoff.sweep.spec import BenchChoice, LayoutChoice, SweepSpec
+from ladderize.workflows.sweep_document import AS_CONVERTED
 
-KEYS = ("model", "revision", "out", "sensitivity", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
+KEYS = ("model", "revision", "out", "data", "sensitivity", "layouts", "adapt", "eval", "bench", "margin", "no_verify")
 BOTH = "both"
 MARGIN = 1.0  # points of accuracy, where the file says nothing
-MOST_POINTS = 1000  # of one grid; more is a slip
 LAYOUT_KEYS = (
     "name",
     "mode",
@@ -48,7 +39,6 @@ LAYOUT_KEYS = (
     "max_ppl_increase",
     "head_map",
 )
-PATH_KEYS = {"data", "eval_data", "perplexity", "include_path", "head_map"}
 
 
 def read_sweep(path: Path) -> SweepSpec:
@@ -65,10 +55,12 @@ def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
         raise UserError(f"{where}: model is missing; name the dense checkpoint, a folder or a hub id")
     if "eval" not in given and "bench" not in given:
         raise UserError(f"{where} has neither eval nor bench, so there is nothing to measure")
+    data = given.get("data")
     sensitivity = given.get("sensitivity")
     if sensitivity is not None:
         at = f"{where}: sensitivity"
-        sensitivity = absolute(check_keys(sensitivity, SENSITIVITY_KEYS, at))
+        sensitivity = check_keys(sensitivity, SENSITIVITY_KEYS, at)
+        sensitivity = absolute({"data": data, **sensitivity} if data is not None else sensitivity)
         read_value(Mode, sensitivity.get("mode", "spd"), f"{at}: mode")  # type: ignore[arg-type]
         sensitivity_settings({key: v for key, v in sensitivity.items() if key != "mode"}, "ladder", None, at)
     evaluation = given.get("eval")
@@ -82,6 +74,19 @@ def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
     margin = read_value(float, given.get("margin", MARGIN), f"{where}: margin")
     if not 0 < margin <= 100:
         raise UserError(f"{where}: margin is {margin:g}, but must be above 0 and at most 100 points of accuracy")
+    adapt = tuple(adapt_choices(_entries(given, "adapt", where) or [AS_CONVERTED], where, known, data))
+    bench = tuple(_benches(_entries(given, "bench", where), where, known))
+    readers = [sensitivity or {}, *(stage.given for choice in adapt for stage in choice.stages)]
+    judged = next((stage for choice in adapt for stage in choice.stages if stage.promote is not None), None)
+    if judged is not None and evaluation is None:
+        raise UserError(f"{judged.where}: promote goes by what eval measures, but the file has no section eval")
+    if judged is not None and bench and all(setting.layouts for setting in bench):
+        raise UserError(
+            f"{judged.where}: promote goes by the first benchmark that times every layout, but each names its own in"
+            " layouts; leave that out of one"
+        )
+    if data is not None and all(one.get("data") != absolute({"data": data})["data"] for one in readers):
+        raise UserError(f"{where}: data has no effect: no stage of adapt and no sensitivity lacks data of its own")
     model = read_value(str, given["model"], f"{where}: model")
     return SweepSpec(
         model=str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else model,
@@ -89,9 +94,9 @@ def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
         out=read_value(str | None, given.get("out"), f"{where}: out"),
         sensitivity=sensitivity,
         layouts=layouts,
-        adapt=tuple(_adapts(_entries(given, "adapt", where) or [NONE], where, known)),
+        adapt=adapt,
         eval_given=evaluation,
-        bench=tuple(_benches(_entries(given, "bench", where), where, known)),
+        bench=bench,
         margin=margin,
         verify=not read_value(bool, given.get("no_verify", False), f"{where}: no_verify"),
         text=text,
@@ -102,43 +107,16 @@ def _entries(given: Mapping[str, Any], key: str, where: str) -> list[Any]:
     value = given.get(key, [])
     if isinstance(value, list):
         return value
-    if isinstance(value, Mapping) or value == NONE:
+    if isinstance(value, Mapping | str):
         return [value]
     raise UserError(f"{where}: {key} is {value!r}, but must be a list of entries")
-
-
-def absolute(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with absolute paths: stages run elsewhere."""
-
-    def path(text: Any) -> Any:
-        if isinstance(text, list):
-            return [path(item) for item in text]
-        if not isinstance(text, str) or text.startswith(HUB):
-            return text
-        return os.path.normpath(Path.cwd() / Path(text).expanduser())
-
-    return {key: path(value) if key in PATH_KEYS else value for key, value in given.items()}
-
-
-def _grid(given: Mapping[str, Any], where: str, plain: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """Every combination of the values that are lists, but those of ``plain``."""
-    axes = [
-        [(key, item) for item in value] if isinstance(value, list) and key not in plain else [(key, value)]
-        for key, value in given.items()
-    ]
-    if empty := [key for (key, value), axis in zip(given.items(), axes, strict=True) if not axis and value == []]:
-        raise UserError(f"{where}: {empty[0]} is an empty list; give a value, or leave it out")
-    for number, combination in enumerate(itertools.product(*axes)):
-        if number >= MOST_POINTS:
-            raise UserError(f"{where} is a grid of more than {MOST_POINTS:,} combinations; give fewer values")
-        yield dict(combination)
 
 
 def _layouts(entries: list[Any], where: str, has_sensitivity: bool) -> Iterator[LayoutChoice]:
     for number, entry in enumerate(entries):
         at = f"{where}: layouts[{number}]"
         given = absolute(check_keys(entry, LAYOUT_KEYS, at))
-        for combination in _grid(given, at):
+        for combination in grid(given, at):
             try:
                 yield _layout(combination, at, has_sensitivity)
             except LadderizeError as error:
@@ -197,47 +175,14 @@ def _ranges(value: Any, where: str) -> str:
     raise UserError(f"{where} is {value!r}; write ranges such as 16:32, or a list of those for a grid")
 
 
-def _only(given: dict[str, Any], at: str, known: Collection[str]) -> tuple[str, ...]:
-    """The names of layouts that an entry is for."""
-    only = names(given.pop("layouts", ()))
-    if unknown := [name for name in only if name not in known]:
-        raise UserError(
-            f"{at}: layouts names {unknown[0]!r}, but no layout has this name;"
-            f" {'known are ' + ', '.join(sorted(known)) if known else 'give one a name'}"
-        )
-    return only
-
-
-def _adapts(entries: list[Any], where: str, known: Collection[str]) -> Iterator[AdaptChoice]:
-    for number, entry in enumerate(entries):
-        at = f"{where}: adapt[{number}]"
-        if entry == NONE or (isinstance(entry, Mapping) and dict(entry) == {"method": NONE}):
-            yield AdaptChoice(at, NONE)
-            continue
-        said = entry.get("method") if isinstance(entry, Mapping) else None
-        if said not in get_args(Adapted):
-            raise UserError(f"{at}: method is {said!r}, but must be one of {', '.join(get_args(Adapted))}")
-        method = cast(Adapted, said)
-        keys = BLOCKS_KEYS if method == BLOCKS else (*RETRAIN_KEYS, *(LORA_KEYS if method == LORA else ()))
-        given = absolute(check_keys(entry, ("method", "layouts", *keys), at))
-        only = _only(given, at, known)
-        del given["method"]
-        for combination in _grid(given, at, plain=("data", "eval_data", "lora_targets")):
-            if method == BLOCKS:
-                blocks_settings(combination, at)
-            else:
-                retraining_settings(combination, method, "the dense model", at)
-            yield AdaptChoice(at, method, combination, only)
-
-
 def _benches(entries: list[Any], where: str, known: Collection[str]) -> Iterator[BenchChoice]:
     seen = []
     for number, entry in enumerate(entries):
         at = f"{where}: bench[{number}]"
         given = check_keys(entry, ("layouts", *BENCH_KEYS), at)
-        only = _only(given, at, known)
-        for combination in _grid(given, at, plain=("batch_size", "baselines")):
-            choice = BenchChoice(at, bench_settings(combination, at), bench_link(combination, at), combination, only)
-            if (choice.options, choice.link, combination.get("dtype"), only) not in seen:
-                seen.append((choice.options, choice.link, combination.get("dtype"), only))
+        layouts = only(given, at, known)
+        for combination in grid(given, at, plain=("batch_size", "baselines")):
+            choice = BenchChoice(at, bench_settings(combination, at), bench_link(combination, at), combination, layouts)
+            if (choice.options, choice.link, combination.get("dtype"), layouts) not in seen:
+                seen.append((choice.options, choice.link, combination.get("dtype"), layouts))
                 yield choice

@@ -25,11 +25,12 @@ from ladderize.tradeoff.sweep.builder import StageBuilder
 from ladderize.tradeoff.sweep.estimate import History, PlanDocument
 from ladderize.tradeoff.sweep.execute import Execution
 from ladderize.tradeoff.sweep.inputs import CACHE, Inputs
-from ladderize.tradeoff.sweep.plan import Planner, SweepPlan
+from ladderize.tradeoff.sweep.plan import Planner
+from ladderize.tradeoff.sweep.points import SweepPlan
 from ladderize.tradeoff.sweep.reading import read_sweep
 from ladderize.tradeoff.sweep.spec import SweepSpec
 from ladderize.tradeoff.sweep.stages import TIMED, Stage, finished_stage, other_outputs
-from ladderize.tradeoff.sweep.state import document_of
+from ladderize.tradeoff.sweep.state import LOST, document_of
 from ladderize.workflows.sweep_document import StageState, SweepDocument
 
 SWEEP_JSON, SWEEP_YAML = "sweep.json", "sweep.yaml"
@@ -212,13 +213,13 @@ class _Sweep:
                     dense = self.plan.points[0]
                     execution.run([*dense.stages, *self.plan.sensitivities])
                     self._replan(board, execution, None)
-                execution.run([stage for stage in self.plan.stages if stage.kind != TIMED])
-                points = self.plan.points
-                converted = {stage.key for point in points if (stage := point.converting) is not None}
-                usable = {key for key in converted if execution.states[key].status == "done"}
-                if usable != converted:
+                usable = self._run_planned(board, execution)
+                while not self.plan.complete:  # what was measured decides who is promoted
+                    before = self.plan
                     self._replan(board, execution, usable)
-                execution.run(self.plan.benches)
+                    if self.plan == before:  # somebody removed what was measured meanwhile
+                        break
+                    usable = self._run_planned(board, execution)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     board.note(f"stopped; complete stages are kept in {root}, and the same command goes on from there")
@@ -226,6 +227,16 @@ class _Sweep:
                     self._write(execution, over=True)
                 raise
             return self._write(execution, over=True)
+
+    def _run_planned(self, board: Board, execution: Execution) -> set[str]:
+        """Run all stages that are known, timings last; returns the keys of the conversions that can be timed."""
+        execution.run([stage for stage in self.plan.stages if stage.kind != TIMED])
+        converted = {stage.key for point in self.plan.points if (stage := point.converting) is not None}
+        usable = {key for key in converted if execution.states[key].status == "done"}
+        if usable != converted:
+            self._replan(board, execution, usable)
+        execution.run(self.plan.benches)
+        return usable
 
     def _show(self, board: Board, execution: Execution, said: list[str]) -> None:
         for note in self.plan.notes:
@@ -238,7 +249,8 @@ class _Sweep:
 
     def _replan(self, board: Board, execution: Execution, usable: set[str] | None) -> None:
         said = self.plan.notes
-        self.plan = self.planner.plan(usable)
+        lost = {key for key, state in execution.states.items() if state.status in LOST}
+        self.plan = self.planner.plan(usable, lost)
         self._show(board, execution, said)
 
     def _write(self, execution: Execution, *, over: bool = False) -> SweepDocument:

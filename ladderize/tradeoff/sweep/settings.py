@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, get_type_hints
 
+from ladderize.adapt.align.options import AlignOptions
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.lora.config import LoraOptions
-from ladderize.adapt.methods import LORA
+from ladderize.adapt.methods import ALIGN, BLOCKS, CONVERTED, LORA, Method
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.schedule import Budget, parse_count
@@ -24,7 +25,10 @@ Given = Mapping[str, Any]  # option -> value, as a file has them
 
 # fields that a sweep decides itself
 OF_THE_SWEEP = {"revision", "work_dir", "log_dir", "log_with", "resume", "keep"}
-SENSITIVITY_KEYS = ("data", "mode", "samples", "seq_len", "seed", "batch_size", "tau1", "tau2", "dtype", "device")
+SENSITIVITY_KEYS = (
+    *("data", "mode", "samples", "seq_len", "seed", "batch_size", "tau1", "tau2", "dtype", "device"),
+    *("align", "align_samples"),
+)
 EVAL_KEYS = tuple(field.name for field in fields(EvalOptions) if field.name not in OF_THE_SWEEP)
 BENCH_KEYS = (
     *(field.name for field in fields(BenchOptions) if field.name not in ("batch_sizes", "check", "profile")),
@@ -33,7 +37,7 @@ BENCH_KEYS = (
     "link",
     "dtype",
 )
-_NESTED = {"objective", "lora", "budget", "packing", "method", "distill_from"}
+_NESTED = {"objective", "lora", "budget", "packing", "method", "distill_from", "align"}  # align: a stage of its own
 _OF_RANKS = {"tp_size", "schedule", "threads"}  # a sweep trains in one process
 RETRAIN_KEYS = (
     *(field.name for field in fields(RetrainOptions) if field.name not in OF_THE_SWEEP | _NESTED | _OF_RANKS),
@@ -48,6 +52,9 @@ BLOCKS_KEYS = (
     *(field.name for field in fields(DistillOptions)),
     "train",
 )
+ALIGN_KEYS = (*(f.name for f in fields(AlignOptions) if f.name not in OF_THE_SWEEP | {"layers", "tokens"}), "train")
+DISTILL_WEIGHT = 1.0  # of full and lora, where the file says nothing
+AdaptOptions = RetrainOptions | BlockwiseOptions | AlignOptions
 
 
 def check_keys(given: object, known: Iterable[str], where: str) -> dict[str, Any]:
@@ -139,14 +146,28 @@ def bench_link(given: Given, where: str) -> str | None:
     return link
 
 
+def adapt_keys(method: Method) -> tuple[str, ...]:
+    """Of one run of ``ladderize adapt``."""
+    return {BLOCKS: BLOCKS_KEYS, ALIGN: ALIGN_KEYS, LORA: (*RETRAIN_KEYS, *LORA_KEYS)}.get(method, RETRAIN_KEYS)
+
+
+def adapt_settings(method: Method, given: Given, teacher: str, where: str) -> AdaptOptions:
+    """teacher: the dense model. Raises UserError."""
+    if method == BLOCKS:
+        return blocks_settings(given, where)
+    if method == ALIGN:
+        return align_settings(given, where)
+    return retraining_settings(given, method, teacher, where)
+
+
 def retraining_settings(given: Given, method: str, teacher: str, where: str) -> RetrainOptions:
-    """Of full or lora. teacher: the dense model, unless distill_weight is 0. Raises UserError."""
+    """Of full or lora. teacher: the dense model, unless distill_weight and hidden_weight are 0. Raises UserError."""
 
     def make() -> RetrainOptions:
         if method != LORA and (stray := [key for key in given if key in LORA_KEYS]):
             raise UserError(f"{where}: {stray[0]} has no effect with method {method}")
         tokens = parse_count(str(given["max_tokens"]), option="max_tokens") if "max_tokens" in given else None
-        objective = options_of(Objective, {"distill_weight": 1.0, **given}, where)
+        objective = options_of(Objective, {"distill_weight": DISTILL_WEIGHT, **given}, where)
         targets: dict[str, Any] = {"targets": names(given["lora_targets"])} if "lora_targets" in given else {}
         options = options_of(
             RetrainOptions,
@@ -155,7 +176,7 @@ def retraining_settings(given: Given, method: str, teacher: str, where: str) -> 
             method=method,
             data=tuple(parse_specs(texts(given, "data", where))),
             eval_data=tuple(parse_specs(texts(given, "eval_data", where), "--eval-data")),
-            distill_from=teacher if objective.distill_weight else None,
+            distill_from=teacher if objective.has_teacher else None,
             objective=objective,
             lora=options_of(LoraOptions, given, where, prefix="lora_", **targets),
             packing=not read_value(bool, given.get("no_packing", False), f"{where}: no_packing"),
@@ -172,23 +193,34 @@ def blocks_settings(given: Given, where: str) -> BlockwiseOptions:
     """Raises UserError."""
 
     def make() -> BlockwiseOptions:
-        data = texts(given, "data", where)
-        if len(data) != 1:
-            raise UserError(f"{where}: method blocks reads one file as data, not {len(data)}")
-        memory: dict[str, Any] = {}
-        if "max_memory" in given:
-            memory["max_memory"] = parse_size(str(given["max_memory"]), option="max_memory")
-        train = read_value(str | None, given.get("train"), f"{where}: train")
-        return options_of(
-            BlockwiseOptions,
-            given,
-            where,
-            data=data[0],
-            layers=train if train != "converted" else None,
-            distill=options_of(DistillOptions, given, where, **memory),
-        )
+        windows = _windows(given, BLOCKS, where)
+        windows["layers"] = None if windows["layers"] == CONVERTED else windows["layers"]
+        distill = options_of(DistillOptions, given, where, **_memory(given))
+        return options_of(BlockwiseOptions, given, where, **windows, distill=distill)
 
     return _checked(where, make)
+
+
+def align_settings(given: Given, where: str) -> AlignOptions:
+    """Raises UserError."""
+
+    def make() -> AlignOptions:
+        return options_of(AlignOptions, given, where, **_windows(given, ALIGN, where), **_memory(given))
+
+    return _checked(where, make)
+
+
+def _windows(given: Given, method: Method, where: str) -> dict[str, Any]:
+    """What the methods that read windows of one file, layer by layer, are told in other words."""
+    data = texts(given, "data", where)
+    if len(data) != 1:
+        raise UserError(f"{where}: method {method} reads one file as data, not {len(data)}")
+    train = read_value(str | None, given.get("train"), f"{where}: train")
+    return {"data": data[0], "layers": train}
+
+
+def _memory(given: Given) -> dict[str, Any]:
+    return {"max_memory": parse_size(str(given["max_memory"]), option="max_memory")} if "max_memory" in given else {}
 
 
 def texts(given: Given, key: str, where: str) -> list[str]:

@@ -1,19 +1,15 @@
-"""What a sweep.yaml asks for: layouts, ways of retraining, an evaluation, benchmarks."""
+"""What a sweep.yaml asks for: layouts, ways of adapting them, an evaluation, benchmarks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any
 
+from ladderize.adapt.methods import Method
 from ladderize.convert.recipe import AUTO, Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.eval.options import EvalOptions
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.tradeoff.sweep.settings import (
-    eval_settings,
-)
-from ladderize.workflows.sweep_document import Adapted
-
-NONE: Final = "none"  # of adapt: not retrained
+from ladderize.tradeoff.sweep.settings import eval_settings
 
 
 @dataclass(frozen=True)
@@ -56,19 +52,30 @@ class LayoutChoice:
 
 
 @dataclass(frozen=True)
-class AdaptChoice:
-    """One method of retraining, with the options of ``ladderize adapt``. layouts: the entries that it is for, by their
-    names; empty: all."""
+class AdaptStage:
+    """One run of ``ladderize adapt``, with its options. where: in the file. promote: only so many layouts get it, the
+    best of those that come to it; None: all."""
 
     where: str
-    method: Adapted
-    given: Mapping[str, Any] = field(default_factory=dict)
+    method: Method
+    given: Mapping[str, Any]
+    promote: int | None = None
+
+
+@dataclass(frozen=True)
+class AdaptChoice:
+    """One way of adapting: its stages, each of which reads what the one before wrote; none: as converted. layouts: the
+    entries that it is for, by their names; empty: all. control: the dense model is trained in this way, too."""
+
+    where: str
+    stages: tuple[AdaptStage, ...] = ()
     layouts: tuple[str, ...] = ()
+    control: bool = False
 
 
 @dataclass(frozen=True)
 class BenchChoice:
-    """One benchmark, with the options of ``ladderize bench``. layouts: as of a retraining."""
+    """One benchmark, with the options of ``ladderize bench``. layouts: as of a way of adapting."""
 
     where: str
     options: BenchOptions

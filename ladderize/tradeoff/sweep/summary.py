@@ -9,6 +9,8 @@ from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.spread import LEAST_ROUNDS
 from ladderize.workflows.sweep_document import SweepDocument
 
+TEXT_COLUMNS = ("point", "not promoted", "failed")  # columns that are no numbers
+
 
 def sweep_rows(document: SweepDocument, root: Path) -> list[dict[str, str]]:
     """A row for each point, read from the files that the sweep has written in ``root``."""
@@ -25,9 +27,10 @@ def sweep_rows(document: SweepDocument, root: Path) -> list[dict[str, str]]:
             row[task] = _accuracy(found, dense, task)
         for number, bench in enumerate(benches, start=1):
             row[_title(bench, number)] = _speedup(bench, point.timed)
-        failure = point.failure
+        if any(one.not_promoted is not None for one in document.points):
+            row["not promoted"] = point.not_promoted or ""
         if any(one.failure is not None for one in document.points):
-            row["failed"] = failure or ""
+            row["failed"] = point.failure or ""
         rows.append(row)
     return rows
 

@@ -92,7 +92,7 @@ def run_stage(kind: StageKind, job: Mapping[str, Any], folder: Path) -> None:
 
 
 def _sensitivity(job: Mapping[str, Any], folder: Path, console: Console) -> None:
-    from ladderize.eval.sensitivity_run import write_sensitivity
+    from ladderize.workflows.sensitivity_run import write_sensitivity
 
     options = settings.sensitivity_settings(job["options"], job["mode"], job["sync_tp_size"], "sensitivity")
     write_sensitivity(job["model"], folder / SENSITIVITY_JSON, options, console=console)
@@ -112,26 +112,30 @@ def _convert(job: Mapping[str, Any], folder: Path, console: Console) -> None:
 
 
 def _adapt(job: Mapping[str, Any], folder: Path, console: Console) -> None:
-    from ladderize.adapt.methods import BLOCKS, LORA
+    from ladderize.adapt.align.options import AlignOptions
+    from ladderize.adapt.blockwise.options import BlockwiseOptions
+    from ladderize.adapt.methods import LORA
 
-    method, given = job["method"], job["options"]
-    if method == BLOCKS:
+    method, model, teacher, out = job["method"], job["model"], job["teacher"], folder / MODEL_FOLDER
+    options = settings.adapt_settings(method, job["options"], teacher, "adapt")
+    if isinstance(options, AlignOptions):
+        from ladderize.adapt.align.run import align_checkpoint
+
+        align_checkpoint(model, out, teacher, options, verify=job["verify"], console=console)
+        return
+    if isinstance(options, BlockwiseOptions):
         from ladderize.adapt.blockwise.run import adapt_blocks
 
-        options = settings.blocks_settings(given, "adapt")
-        adapt_blocks(
-            job["model"], folder / MODEL_FOLDER, job["teacher"], options, verify=job["verify"], console=console
-        )
+        adapt_blocks(model, out, teacher, options, verify=job["verify"], console=console)
         return
     from ladderize.adapt.retrain.run import adapt_checkpoint
 
-    retraining = settings.retraining_settings(given, method, job["teacher"], "adapt")
-    out = folder / (ADAPTER_FOLDER if method == LORA else MODEL_FOLDER)
-    adapt_checkpoint(job["model"], out, retraining, verify=job["verify"], console=console)
+    written = folder / ADAPTER_FOLDER if method == LORA else out
+    adapt_checkpoint(model, written, options, verify=job["verify"], console=console)
     if method == LORA:
         from ladderize.adapt.merge.run import merge
 
-        merge(out, folder / MODEL_FOLDER, verify=job["verify"], console=console)
+        merge(written, out, verify=job["verify"], console=console)
 
 
 def _evaluate(job: Mapping[str, Any], folder: Path, console: Console) -> None:

@@ -4,7 +4,14 @@ from dataclasses import dataclass, field, replace
 
 from ladderize.tradeoff.report.content.join import ReportContent
 from ladderize.tradeoff.report.content.subjects import Setting, Subject, Timing, WithInterval
-from ladderize.tradeoff.report.content.words import margin_text, named, points_text, speedup_text, verdict_text
+from ladderize.tradeoff.report.content.words import (
+    control_text,
+    margin_text,
+    named,
+    points_text,
+    speedup_text,
+    verdict_text,
+)
 
 MEASURE_ACCURACY = "ladderize eval DENSE MODEL... --tasks A,B --out results.json"
 MEASURE_SPEED = "ladderize bench DENSE MODEL... --tp-size N --out bench.json"
@@ -33,7 +40,26 @@ class Answer:
 def find_answer(content: ReportContent) -> Answer:
     """See the module."""
     answer = _find(content)
-    return replace(answer, sentences=[*answer.sentences, *_unfinished(content)])
+    return replace(answer, sentences=[*answer.sentences, *_control_sentences(content, answer), *_unfinished(content)])
+
+
+def _control_sentences(content: ReportContent, answer: Answer) -> list[str]:
+    """Where what is recommended was trained and looks better than dense: whether that is more than the training."""
+    best = answer.best
+    difference = best.accuracy.difference if best is not None and best.accuracy is not None else None
+    if best is None or difference is None or difference.value <= 0 or not best.was_trained:
+        return []
+    control = next((one for one in content.models if one.is_control and one.model == best.control), None)
+    if control is None:
+        return [
+            f"{best.name} is {_difference_text(best)} from dense. If it was trained on text, that may come of the text:"
+            " a control, the dense model with the same training, tells (`control: true` in sweep.yaml)."
+        ]
+    measured = f": {points_text(best.over_control)} points" if best.over_control is not None else ""
+    return [
+        f"The control, {control.name}, which is the dense model with the same training, is {_difference_text(control)}"
+        f" from dense. Against it {best.name} is {control_text(best.over_control)}{measured}."
+    ]
 
 
 def _unfinished(content: ReportContent) -> list[str]:
@@ -42,7 +68,7 @@ def _unfinished(content: ReportContent) -> list[str]:
     if content.reference is not None and content.reference.attention_sync and not content.reference.is_dense:
         sentences.append(f"Here “dense” is {named(content.reference)}, the first model: none is dense.")
     for sweep in content.found.sweeps:
-        points = sweep.document.points
+        points = [point for point in sweep.document.points if point.not_promoted is None]
         failed = sum(point.failure is not None for point in points)
         evaluated = sum(point.results is not None for point in points)
         if failed:
@@ -60,7 +86,7 @@ def _unfinished(content: ReportContent) -> list[str]:
 
 
 def _find(content: ReportContent) -> Answer:
-    others = [subject for subject in content.models if subject is not content.reference]
+    others = [one for one in content.models if one is not content.reference and not one.is_control]
     compared = [
         subject for subject in others if subject.accuracy is not None and subject.accuracy.difference is not None
     ]
@@ -82,9 +108,14 @@ def _whole(timing: Timing) -> WithInterval:
 
 
 def _fastest(subjects: list[Subject], setting: Setting) -> tuple[Subject, Timing] | None:
-    """Of those that are shown to be faster than dense, where there are such."""
+    """Of those that are shown to be faster than dense, where there are such; of one layout the most accurate."""
     timed = [(subject, timing) for subject in subjects if (timing := subject.timing(setting)) is not None]
-    return max(timed, key=lambda pair: (faster(_whole(pair[1])), _whole(pair[1]).value), default=None)
+
+    def order(pair: tuple[Subject, Timing]) -> tuple[bool, float, float]:
+        subject, speed = pair[0], _whole(pair[1])
+        return faster(speed), speed.value, subject.accuracy.value if subject.accuracy is not None else 0.0
+
+    return max(timed, key=order, default=None)
 
 
 def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:

@@ -85,6 +85,8 @@ def _sensitivity_command(found: FoundSensitivity) -> str:
     if document.sync_tp_size is not None:
         said["sync_tp_size"] = document.sync_tp_size
     said |= {"samples": document.data.samples, "seq_len": document.data.seq_len}
+    if document.aligned is not None:
+        said |= {"align": True, "align_samples": document.aligned.samples}
     return _line("sensitivity", [document.model], said, str(found.path.name))
 
 

@@ -10,7 +10,7 @@ from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow
 from ladderize.runtime.bench.document import BenchRow
 from ladderize.tradeoff.report.content.documents import FoundBench, FoundDocuments, FoundPlan, FoundResults
 from ladderize.tradeoff.report.content.options import DEFAULT_MARGIN, ReportOptions
-from ladderize.tradeoff.report.content.scores import add_scores, check_same_questions, compare_stored
+from ladderize.tradeoff.report.content.scores import add_scores, check_same_questions, compare_controls, compare_stored
 from ladderize.tradeoff.report.content.subjects import (
     BARE_SUBJECT,
     BASELINE_SUBJECT,
@@ -77,6 +77,7 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
     for results in found.results:
         add_scores(results, joint.evaluated, content.reference, margin, content.remarks)
     compare_stored(found.results, joint.evaluated, content.reference, margin, content.remarks)
+    compare_controls(found.results, joint.evaluated, margin)
     if shared := [subject.name for subject in content.models if subject.timed_as is not None]:
         content.remarks.append(
             "Speed depends on the layout and the size only, so these have the times of another model with the same"
@@ -108,6 +109,8 @@ class _Joint:
             adapted=point.adapted,
             tokens=point.tokens,
             failure=point.failure,
+            not_promoted=point.not_promoted,
+            control=point.control,
         )
         self.subjects.append(subject)
         if point.model is not None:
@@ -242,7 +245,7 @@ class _Joint:
                 )
 
     def share_times(self) -> None:
-        """Give a retrained model the times of the one that it was made of: speed depends on the layout and the size."""
+        """Give an adapted model the times of the one that it was made of: speed depends on the layout and the size."""
         for first, *others in self.timed.values():  # of a sweep, which times one model of each layout
             for subject in others if first.timings else ():
                 subject.timed_as = first.model

@@ -2,7 +2,7 @@
 
 from ladderize.console import human_bytes
 from ladderize.tradeoff.report.content.join import ReportContent
-from ladderize.tradeoff.report.content.subjects import Setting, Subject
+from ladderize.tradeoff.report.content.subjects import Setting, Subject, WithInterval
 from ladderize.tradeoff.report.content.tables import ReportTable, TableCell, TableColumn
 from ladderize.tradeoff.report.content.words import (
     estimate_text,
@@ -25,9 +25,10 @@ def models_table(content: ReportContent, setting: Setting | None) -> ReportTable
             for row, cell in zip(cells, made, strict=True):
                 row.append(cell)
 
-    column("retrained", [TableCell(subject.retraining) for subject in models], numeric=False)
+    column("adapted", [TableCell(subject.adaptation) for subject in models], numeric=False)
     within = f"within {margin_text(content.margin)}"
     column("points from dense (95 %)", [_difference(subject) for subject in models])
+    column("points from control (95 %)", [_points(subject.over_control) for subject in models])
     column(within, [_verdict(subject) for subject in models], numeric=False)
     if setting is not None:
         column(f"speed-up (95 %), {setting.kind}", [_speedup(subject, setting) for subject in models])
@@ -39,6 +40,7 @@ def models_table(content: ReportContent, setting: Setting | None) -> ReportTable
         column(f"prefill ms, {setting.kind}", [_milliseconds(subject, setting, "prefill") for subject in models])
         column(f"decode ms, {setting.kind}", [_milliseconds(subject, setting, "decode") for subject in models])
         column("peak memory", [_memory(subject, setting) for subject in models])
+    column("not promoted", [TableCell(subject.not_promoted or "") for subject in models], numeric=False)
     column("failed", [TableCell(subject.failure or "") for subject in models], numeric=False)
     table.rows.extend(cells)
     return table
@@ -51,9 +53,12 @@ def _accuracy(subject: Subject) -> TableCell:
 
 
 def _difference(subject: Subject) -> TableCell:
-    if subject.accuracy is None or subject.accuracy.difference is None:
+    return _points(subject.accuracy.difference if subject.accuracy is not None else None)
+
+
+def _points(difference: WithInterval | None) -> TableCell:
+    if difference is None:
         return TableCell("")
-    difference = subject.accuracy.difference
     interval = interval_text(difference, 1, sign=True)
     return TableCell(
         number_text(difference.value, 1, sign=True) + (f" ({interval})" if interval else ""), difference.value

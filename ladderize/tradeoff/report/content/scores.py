@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ladderize.errors import UserError
-from ladderize.eval.evaluation.table import Measurement, measurements
+from ladderize.eval.evaluation.mean import by_task, is_share, main_metric, mean_accuracy
+from ladderize.eval.evaluation.table import measurements
 from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument, TaskComparison, Verdict
 from ladderize.eval.paired.entry import ComparedModel, leaf_tasks, read_entry
-from ladderize.eval.paired.tasks import MAIN_METRICS
 from ladderize.eval.paired.words import metric_name
 from ladderize.eval.results import ModelResult
 from ladderize.tradeoff.report.content.documents import FoundResults
@@ -88,6 +88,23 @@ def compare_stored(
             _compare_unpaired(subject, reference, margin)
 
 
+def compare_controls(found: Iterable[FoundResults], subjects: Mapping[str, Subject], margin: float) -> None:
+    """Compare what was trained with the dense model after the same training: in pairs, where the samples were kept."""
+    kept = {
+        os.path.normpath(entry.model.model): (results.path, entry.model.model)
+        for results in found
+        for entry in results.document.models
+        if _keeps_samples(entry)
+    }
+    for model, place in kept.items():
+        control = kept.get(os.path.normpath(subjects[model].control or ""))
+        if control is not None:
+            overall = compare_results(read_entry(*control), read_entry(*place), CompareOptions(margin)).overall
+            if overall is not None:
+                difference = WithInterval(overall.difference, overall.low, overall.high)
+                subjects[model].over_control = difference.scaled(100)
+
+
 def _subject_of(entry: ModelResult, subjects: Mapping[str, Subject]) -> Subject:
     return subjects[os.path.normpath(entry.model.model)]
 
@@ -104,24 +121,14 @@ def _score(subject: Subject, entry: ModelResult) -> None:
             spread = None if one.stderr is None else NORMAL_95 * one.stderr
             low, high = (None, None) if spread is None else (one.value - spread, one.value + spread)
             subject.perplexity = WithInterval(one.value, low, high)
-    by_task: dict[str, list[Measurement]] = {}
-    for one in measurements(entry):
-        if one.task != "perplexity":
-            by_task.setdefault(one.task, []).append(one)
-    for task, found in by_task.items():
-        main = min(found, key=lambda one: _rank(one.metric))
+    for task, found in by_task(entry).items():
+        main = main_metric(found)
         for one in found:
-            points = 0 <= one.value <= 1 and _rank(one.metric) < len(MAIN_METRICS)
-            subject.scores.append(TaskScore(task, one.metric, one.value, one.stderr, main=one is main, points=points))
-    leaves = leaf_tasks(entry.harness)
-    scored = [score for score in subject.scores if score.main and score.points and score.task in leaves]
-    if scored:
-        subject.accuracy = Accuracy(sum(score.value for score in scored) / len(scored))
-
-
-def _rank(metric: str) -> int:
-    name = metric.partition(" ")[0]
-    return MAIN_METRICS.index(name) if name in MAIN_METRICS else len(MAIN_METRICS)
+            subject.scores.append(
+                TaskScore(task, one.metric, one.value, one.stderr, main=one is main, points=is_share(one))
+            )
+    if (mean := mean_accuracy(entry)) is not None:
+        subject.accuracy = Accuracy(mean)
 
 
 def take_comparison(

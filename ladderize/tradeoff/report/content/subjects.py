@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ladderize.adapt.methods import ALIGN
 from ladderize.eval.paired.document import ComparisonDocument, Verdict
 from ladderize.layout import DROPPED, OVERLAPPED
+from ladderize.workflows.sweep_document import AS_CONVERTED
 
 # measured: real ranks; emulated: one real rank of a group that is not there; predicted: nothing ran
 TimingKind = Literal["measured", "emulated", "predicted"]
@@ -137,6 +139,9 @@ class Subject:
     adapted: str | None = None
     tokens: int | None = None
     failure: str | None = None
+    not_promoted: str | None = None
+    control: str | None = None  # the dense model after the same training
+    over_control: WithInterval | None = None  # points of accuracy from that, paired
     accuracy: Accuracy | None = None
     scores: list[TaskScore] = field(default_factory=list)
     perplexity: WithInterval | None = None  # interval: paired where a comparison is there
@@ -149,6 +154,16 @@ class Subject:
     @property
     def is_dense(self) -> bool:
         return self.family == "dense"
+
+    @property
+    def was_trained(self) -> bool:
+        """Whether its adaptation was more than an alignment."""
+        return self.adapted not in (None, AS_CONVERTED, ALIGN)
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it is the dense model, trained like the others."""
+        return self.is_dense and bool(self.adaptation)
 
     @property
     def family(self) -> str:
@@ -166,9 +181,9 @@ class Subject:
         return self.layout.partition(": ")[2] or self.layout
 
     @property
-    def retraining(self) -> str:
-        """How it was retrained, in words; empty where it was not, or nobody says."""
-        if self.adapted in (None, "none"):
+    def adaptation(self) -> str:
+        """How it was adapted, in words; empty where it was not, or nobody says."""
+        if self.adapted in (None, AS_CONVERTED):
             return ""
         return f"{self.adapted}, {self.tokens:,} tokens" if self.tokens else str(self.adapted)
 

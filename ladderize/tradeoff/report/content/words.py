@@ -54,12 +54,20 @@ def verdict_text(accuracy: Accuracy, margin: float) -> str:
     return "not compared"
 
 
+def control_text(difference: WithInterval | None) -> str:
+    """What the interval of a difference to the control shows."""
+    if difference is None or difference.low is None or difference.high is None:
+        return "not compared in pairs"
+    if difference.low > 0:
+        return "shown to be better"
+    return "shown to be worse" if difference.high < 0 else "neither shown to be better nor worse"
+
+
 def named(subject: Subject) -> str:
     """Name and layout; the name alone where it says the layout, as a sweep's does."""
     return subject.name if subject.layout_words in subject.name else f"{subject.name} ({subject.layout_words})"
 
 
 def subject_text(subject: Subject) -> str:
-    """The same, and how it was retrained."""
-    retraining = f"; retrained ({subject.retraining})" if subject.retraining else ""
-    return named(subject) + retraining
+    """The same, and how it was adapted."""
+    return named(subject) + (f"; adapted ({subject.adaptation})" if subject.adaptation else "")

@@ -1,4 +1,4 @@
-"""How much of the accuracy a retraining wins back, against the tokens that it was given; and its held-out curve."""
+"""How much of the accuracy adaptation wins back, against the tokens that it read; and the curves of training."""
 
 import math
 from typing import Any
@@ -18,13 +18,14 @@ from ladderize.tradeoff.report.plots.base import (
     make_spec,
     rule,
 )
+from ladderize.workflows.sweep_document import AS_CONVERTED, THEN
 
 LOOK_COLOURS = ("ladder", "spd", "both", "baseline", "dense")
 LOOK_SHAPES = ("circle", "square", "diamond", "triangle-up")
 
 
 def recovery_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
-    """Points of one layout with other tokens, and curves; nothing where no model was retrained."""
+    """Points of one layout with other tokens, and curves; nothing where no model was adapted."""
     curves = [found for found in content.found.curves if _heldout(found)]
     return [*_points_plot(content, commands), *([_curves_plot(curves, commands)] if curves else [])]
 
@@ -35,20 +36,20 @@ def _heldout(found: FoundCurves) -> list[tuple[int, float]]:
 
 
 def _series(content: ReportContent) -> list[list[Subject]]:
-    """Of each layout that was retrained: its models, the fewest tokens first."""
+    """Of each layout that was adapted: its models, the fewest tokens first."""
     by_layout: dict[tuple[object, ...], list[Subject]] = {}
     for subject in content.models:
         if subject.adapted is not None:
             key = (tuple(subject.attention_sync), tuple(subject.mlp_sync), subject.sync_tp_size)
             by_layout.setdefault(key, []).append(subject)
-    retrained = [group for group in by_layout.values() if any(subject.tokens for subject in group)]
-    return [sorted(group, key=lambda subject: subject.tokens or 0) for group in retrained]
+    adapted = [group for group in by_layout.values() if any(subject.tokens for subject in group)]
+    return [sorted(group, key=lambda subject: subject.tokens or 0) for group in adapted]
 
 
 def _points_plot(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
     series = _series(content)
     by_accuracy = any(s.accuracy is not None and s.accuracy.difference is not None for group in series for s in group)
-    rows = [row for group in series for subject in group for row in _row(subject, by_accuracy)]
+    rows = [row for group in series for subject in group for row in _row(subject, by_accuracy, content.reference)]
     if len(rows) < 2:
         return []
     what = "points from dense" if by_accuracy else "perplexity"
@@ -68,9 +69,10 @@ def _points_plot(content: ReportContent, commands: list[str]) -> list[ReportPlot
         ReportPlot(
             name="recovery",
             title="Recovery against tokens",
-            caption=f"Each line is one layout and way of retraining: {what} against the tokens of retraining;"
-            " 0 tokens is the converted model as it is. Bars are 95 % intervals.",
-            summary=f"{what.capitalize()} of {len(rows)} models against the tokens of their retraining.",
+            caption=f"Each line is one layout and way of adapting it: {what} against the tokens that it read; 0 tokens"
+            " is the converted model as it is. A line goes through what its stages made: align + full begins at none,"
+            " and then at align. Bars are 95 % intervals.",
+            summary=f"{what.capitalize()} of {len(rows)} models against the tokens that their adaptation read.",
             panels=[PlotPanel(_points_spec(rows, by_accuracy, content.margin))],
             table=table,
             legend=family_legend({row["family"] for row in rows}),
@@ -79,8 +81,10 @@ def _points_plot(content: ReportContent, commands: list[str]) -> list[ReportPlot
     ]
 
 
-def _row(subject: Subject, by_accuracy: bool) -> list[dict[str, Any]]:
+def _row(subject: Subject, by_accuracy: bool, reference: Subject | None) -> list[dict[str, Any]]:
     value = (subject.accuracy.difference if subject.accuracy else None) if by_accuracy else subject.perplexity
+    if by_accuracy and subject is reference:
+        value = WithInterval(0.0)
     if value is None:
         return []
     shown = f"{points_text(value)} points from dense" if by_accuracy else f"perplexity {estimate_text(value, 3)}"
@@ -88,7 +92,7 @@ def _row(subject: Subject, by_accuracy: bool) -> list[dict[str, Any]]:
         {
             "name": subject.name,
             "layout": subject.layout_words,
-            "method": subject.adapted or "none",
+            "method": subject.adapted or AS_CONVERTED,
             "family": subject.family,
             "tokens": subject.tokens or 0,
             "y": value.value,
@@ -99,19 +103,28 @@ def _row(subject: Subject, by_accuracy: bool) -> list[dict[str, Any]]:
     ]
 
 
+def _begins(method: str, other: str) -> bool:
+    """Whether the models of one way of adapting become those of the other by further stages, or by none."""
+    return method == AS_CONVERTED or f"{other}{THEN}".startswith(f"{method}{THEN}")
+
+
+def _ends(methods: set[str]) -> list[str]:
+    """Those that no other goes on with."""
+    return sorted(one for one in methods if not any(_begins(one, other) for other in methods - {one}))
+
+
 def _points_spec(rows: list[dict[str, Any]], by_accuracy: bool, margin: float) -> Spec:
-    # the model that was not retrained begins the line of every way of retraining it
-    methods = {row["layout"]: {r["method"] for r in rows if r["layout"] == row["layout"]} - {"none"} for row in rows}
     lines = [
-        {**row, "line": f"{row['layout']}, {method}"}
+        {**row, "line": f"{row['layout']}, {end}"}
         for row in rows
-        for method in ([row["method"]] if row["method"] != "none" else sorted(methods[row["layout"]]) or ["none"])
+        for end in _ends({one["method"] for one in rows if one["layout"] == row["layout"]})
+        if _begins(row["method"], end)
     ]
     highest = max(row["tokens"] for row in rows)
     x: Spec = {
         "field": "tokens",
         "type": "quantitative",
-        "title": "tokens of retraining",
+        "title": "tokens read",
         "scale": {"type": "symlog", "constant": max(1.0, highest / 100)},
         "axis": {"format": "~s", "labelExpr": "datum.value === 0 ? '0' : datum.label", "tickCount": 5},
     }
@@ -138,7 +151,7 @@ def _points_spec(rows: list[dict[str, Any]], by_accuracy: bool, margin: float) -
     if by_accuracy:
         layers.insert(0, rule({"y": {"datum": 0}}, color="var(--muted)"))
         layers.insert(1, rule({"y": {"datum": -margin}}, color="var(--muted)", strokeDash=[6, 4]))
-    return make_spec(f"{title} against tokens of retraining", 300, layers, data={"values": lines})
+    return make_spec(f"{title} against tokens read", 300, layers, data={"values": lines})
 
 
 def _curves_plot(found: list[FoundCurves], commands: list[str]) -> ReportPlot:

@@ -31,10 +31,11 @@ def sensitivity_plots(found: list[FoundSensitivity], commands: list[str]) -> lis
 def _plot(document: SensitivityDocument, name: str, commands: list[str]) -> ReportPlot:
     meaning = MEANINGS.get(document.mode, "when it is changed")
     ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
+    aligned = ", after alignment" if document.aligned is not None else ""
     classes = [kind for kind in CLASSES if any(block.sensitivity_class == kind for block in document.blocks)]
     return ReportPlot(
         name=name,
-        title=f"Sensitivity of each block to {document.kind}{ranks}",
+        title=f"Sensitivity of each block to {document.kind}{ranks}{aligned}",
         caption=f"How far the perplexity of {Path(document.model).name} rises for each block {meaning}, on"
         f" {document.data.samples} x {document.data.seq_len} tokens. Bars are {document.interval:.0%} bootstrap"
         f" intervals. Dashed lines: tau1 {document.tau1:g}, tau2 {document.tau2:g}, the ends of the classes.",

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.report.content.answer import Answer
-from ladderize.tradeoff.report.content.front import pareto_front
 from ladderize.tradeoff.report.content.join import ReportContent
 from ladderize.tradeoff.report.content.subjects import PHASE_WORDS, Setting, Subject, WithInterval
 from ladderize.tradeoff.report.content.tables import ReportTable, TableCell
@@ -33,6 +33,7 @@ from ladderize.tradeoff.report.plots.base import (
 CLOSE_ACROSS, CLOSE_UP = 0.3, 0.06  # of the axes: names of marks that are closer would lie on each other
 WIDE_SPAN = 12  # points; beyond, the scale is logarithmic away from 0, so that small losses stay apart
 POINT_TICKS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50)
+MARK_SIZES = (70, 120, 180)  # as converted; aligned; trained
 WIDE_RATIO = 4  # of the largest perplexity to the least: beyond, the scale is logarithmic
 
 
@@ -105,6 +106,7 @@ def _rows_of(
             "phase": phase,
             "kind": setting.kind,
             "family": subject.family,
+            "size": MARK_SIZES[bool(subject.adaptation) + subject.was_trained],
             "name": subject.name,
             "x": speed.value,
             "x1": speed.low,
@@ -164,7 +166,8 @@ def _plot(
     caption = (
         f"Up and to the right is better. Bars are 95 % intervals. Filled marks are on the Pareto front: no other model"
         f" is both faster and better, intervals aside. {margin}"
-        "Circles are measured; diamonds are emulated; triangles are predicted. At first:"
+        "Circles are measured; diamonds are emulated; triangles are predicted. Small marks are models as converted,"
+        " larger ones are aligned, the largest trained. At first:"
         f" {where}."
     )
     return ReportPlot(
@@ -218,7 +221,7 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
             "transform": has_y,
         },
         {
-            "mark": {"type": "point", "size": 130, "strokeWidth": 2, "opacity": 1},
+            "mark": {"type": "point", "strokeWidth": 2, "opacity": 1},
             "encoding": {
                 "x": x,
                 "y": y,
@@ -228,6 +231,7 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
                     "value": "var(--page)",
                 },
                 "shape": kind_shape(rows),
+                "size": {"field": "size", "type": "quantitative", "scale": None, "legend": None},
                 "description": {"field": "words"},
             },
         },

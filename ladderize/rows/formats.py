@@ -1,5 +1,4 @@
-"""What a row of training data may look like, by its columns: token ids, a conversation, a prompt with its completion,
-or text."""
+"""What a row may look like, by its columns: token ids, a conversation, a prompt with its completion, or text."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -10,15 +9,6 @@ import numpy as np
 from ladderize.data import as_ids
 from ladderize.errors import UserError
 
-# Looked for in this order, since a row of ids may carry its text too.
-COLUMNS = {
-    "input_ids": ("input_ids",),
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "prompt": ("prompt", "completion"),
-    "text": ("text",),
-}
-IN_WORDS = "input_ids, messages, conversations, prompt and completion, or text"
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -57,24 +47,44 @@ class BadRows:
         self.first = [*self.first, *other.first][:5]
 
 
-def find_format(columns: Collection[str]) -> str | None:
-    """The first format whose columns are all there."""
-    return next((name for name, needed in COLUMNS.items() if all(column in columns for column in needed)), None)
+@dataclass(frozen=True)
+class Formats:
+    """What rows are read for. columns: those of each format, the first of which is taken that a row has all of.
+    in_words: the same, for messages."""
+
+    columns: Mapping[str, tuple[str, ...]]
+    in_words: str
+
+    def find(self, columns: Collection[str]) -> str | None:
+        """The first format whose columns are all there."""
+        return next((name for name, needed in self.columns.items() if all(one in columns for one in needed)), None)
 
 
-def check_row(row: Row) -> str:
+TRAINING = Formats(
+    {
+        "input_ids": ("input_ids",),  # before the others: a row of ids may carry its text too
+        "messages": ("messages",),
+        "conversations": ("conversations",),
+        "prompt": ("prompt", "completion"),
+        "text": ("text",),
+    },
+    "input_ids, messages, conversations, prompt and completion, or text",
+)
+
+
+def check_row(row: Row, formats: Formats = TRAINING) -> str:
     """The format of a row whose values have the right types; raises BadRow. Cheap: nothing is tokenised."""
     if not isinstance(row.values, Mapping):
-        raise BadRow(f"{row.origin}: not an object with named values; a row needs {IN_WORDS}")
+        raise BadRow(f"{row.origin}: not an object with named values; a row needs {formats.in_words}")
     present = [name for name, value in row.values.items() if value is not None]
-    name = find_format(present)
+    name = formats.find(present)
     if name is None:
-        raise BadRow(f"{row.origin}: has {', '.join(map(str, present)) or 'nothing'}; a row needs {IN_WORDS}")
+        raise BadRow(f"{row.origin}: has {', '.join(map(str, present)) or 'nothing'}; a row needs {formats.in_words}")
     if name == "input_ids":
         read_ids(row)
     elif name in ("messages", "conversations"):
         read_messages(row, name)
-    elif wrong := [column for column in COLUMNS[name] if not isinstance(row.values[column], str)]:
+    elif wrong := [column for column in formats.columns[name] if not isinstance(row.values[column], str)]:
         raise BadRow(f"{row.origin}: its {wrong[0]} is not a string")
     return name
 

@@ -2,23 +2,77 @@
 
 import json
 import os
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import sentence
-from ladderize.errors import UserError
+from ladderize.errors import UsageError, UserError
 from ladderize.files.locks import fsync
 from ladderize.files.parsing import parse_json
+from ladderize.files.records import Record
 from ladderize.files.regular import read_lines
 from ladderize.files.work import WorkFolder, work_folder
+from ladderize.runtime.spec import ModelSpec, eos_ids
+from ladderize.runtime.texts.options import GenerateOptions
 
 SAMPLES = "samples.jsonl"  # whole lines, and after a kill perhaps a piece of one
 
 
-def check_corpus_target(out: Path, overwrite: bool) -> None:
+@dataclass(frozen=True)
+class SamplesIdentity(Record):
+    """What decides a line: what unfinished work has to agree with. Not tp_size and the like, which change rounding
+    only.
+
+    model: its fingerprint. layout: as config.json has it.
+    """
+
+    model: str
+    layout: dict[str, Any]
+    dtype: str
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    max_new_tokens: int
+    ignore_eos: bool
+    eos: list[int]
+
+
+def common_identity(spec: ModelSpec, options: GenerateOptions) -> dict[str, Any]:
+    """The fields of ``SamplesIdentity``."""
+    assert spec.folder is not None
+    sampling = options.sampling
+    return {
+        "model": fingerprint(read_checkpoint(spec.folder)),
+        "layout": spec.layout.to_config(),
+        "dtype": spec.dtype,
+        "seed": sampling.seed,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "max_new_tokens": options.max_new_tokens,
+        "ignore_eos": options.ignore_eos,
+        "eos": list(eos_ids(spec)),
+    }
+
+
+def check_sample_options(out: Path, samples: int | None, batch_size: int | None) -> None:
+    """Raise UsageError for a file that nothing would read as rows, and for no samples at all."""
+    if out.suffix != ".jsonl":
+        raise UsageError(f"--out {out} must end in .jsonl, which tells --data and --perplexity how to read it")
+    for option, count in (("--num-samples", samples), ("--batch-size", batch_size)):
+        if count is not None and count < 1:
+            raise UsageError(f"{option} must be at least 1, not {count}")
+
+
+def check_sample_target(out: Path, overwrite: bool) -> None:
     """Raise UserError if ``out`` is there and must not be replaced.
 
     A run that was killed just after its end may still tidy up.
@@ -27,12 +81,12 @@ def check_corpus_target(out: Path, overwrite: bool) -> None:
         raise _is_there(out)
 
 
-class CorpusFile(WorkFolder):
+class SampleFile(WorkFolder):
     """OUT while it is made, one JSON line for each sample, in a folder of unfinished work beside it.
 
-    Used as a context, by the one process that writes. ``identity``: all that the samples depend on. ``samples``,
-    ``tokens`` (without BOS) and ``ended`` (by EOS) count what is written. Raises UserError if OUT is there already
-    (unless ``overwrite``), if another run is at work, or if the unfinished work is another run's or nobody's.
+    Used as a context, by the one process that writes. ``identity``: all that the samples depend on. ``samples`` counts
+    what is written, and ``tally`` of a subclass more. Raises UserError if OUT is there already (unless ``overwrite``),
+    if another run is at work, or if the unfinished work is another run's or nobody's.
 
     What may be killed when: the rename to OUT is the last step but one, and before it the record of the run says
     ``finished``; so a record without samples tells a run that only had to tidy up.
@@ -41,12 +95,9 @@ class CorpusFile(WorkFolder):
     CONTENT = (*WorkFolder.CONTENT, SAMPLES)
     OPTION = "--out"
 
-    def __init__(
-        self, out: Path, identity: Mapping[str, Any], samples: int, *, eos: Sequence[int], overwrite: bool
-    ) -> None:
+    def __init__(self, out: Path, identity: Mapping[str, Any], samples: int, *, overwrite: bool) -> None:
         self.out = out
-        self.eos = frozenset(eos)
-        self.samples = self.tokens = self.ended = 0
+        self.samples = 0
         self.file: FileIO | None = None
         super().__init__(work_folder(str(out), None), identity)
         try:
@@ -78,28 +129,27 @@ class CorpusFile(WorkFolder):
                 f"{self.folder} holds {self.samples} samples already; ask for as many with --num-samples, or delete it"
             )
 
+    @abstractmethod
+    def tally(self, record: Mapping[str, Any]) -> None:
+        """Count one sample. Raises KeyError, TypeError or ValueError for what is none."""
+
     def _count(self, path: Path) -> int:
-        """Count the whole lines; returns where they end."""
+        """Count the whole lines; returns where they end: before what a kill or a power failure has left of one."""
         stop = 0
         for line in read_lines(path):
-            ids = _ids(line)
-            if ids is None:
+            try:
+                if not line.endswith(b"\n"):
+                    break
+                self.tally(parse_json(line))
+            except (ValueError, KeyError, TypeError):
                 break
-            self._add(ids)
+            self.samples += 1
             stop += len(line)
         return stop
 
-    def _add(self, ids: Sequence[int]) -> None:
-        self.samples += 1
-        self.tokens += len(ids) - 1
-        self.ended += len(ids) > 1 and ids[-1] in self.eos
-
-    def write(self, rows: Sequence[Sequence[int]], texts: Sequence[str] | None) -> None:
-        """Append samples: ids with BOS, and their texts where there is a tokenizer."""
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write samples behind those that are there."""
         assert self.file is not None
-        records: list[dict[str, Any]] = [{"input_ids": list(ids)} for ids in rows]
-        if texts is not None:
-            records = [{"text": text, **record} for text, record in zip(texts, records, strict=True)]
         try:
             left = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
             while left:
@@ -108,8 +158,9 @@ class CorpusFile(WorkFolder):
             raise UserError(
                 f"{self.part} cannot be written: {sentence(error)}; once it can, run the same command again to resume"
             ) from None
-        for ids in rows:
-            self._add(ids)
+        for record in records:
+            self.tally(record)
+        self.samples += len(records)
 
     def finish(self) -> None:
         """Give the file its name, and remove the folder."""
@@ -127,15 +178,6 @@ class CorpusFile(WorkFolder):
             self.file.close()
             self.file = None
         super().__exit__(kind, error, trace)
-
-
-def _ids(line: bytes) -> list[int] | None:
-    """The ids of a whole line; None for what a kill or a power failure has left of one."""
-    try:
-        ids = parse_json(line)["input_ids"] if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError):
-        return None
-    return ids if isinstance(ids, list) and ids else None
 
 
 def _is_there(out: Path) -> UserError:

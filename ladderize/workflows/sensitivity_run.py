@@ -9,10 +9,10 @@ from ladderize.convert.point_sensitivity import PointSensitivity
 from ladderize.convert.sensitivity_file import SensitivityDocument
 from ladderize.errors import UserError
 from ladderize.eval.options import PointOptions, SensitivityOptions
-from ladderize.eval.sensitivity import Save, measure_points, measure_sensitivity
 from ladderize.files.documents import check_writable, read_json, write_json
 from ladderize.files.work import WorkFolder, work_folder
 from ladderize.ranks.group import already_started
+from ladderize.workflows.sensitivity import Save, measure_points, measure_sensitivity
 
 
 class SensitivityFolder(WorkFolder):

@@ -1,0 +1,123 @@
+"""What alignment changes in a sensitivity, what it takes, and whether layouts that are chosen by it are better.
+
+    stories=../shared/fixtures/stories260K
+    python benchmarks/aligned_sensitivity.py stories $stories --data $stories-samples.npz:train
+    python benchmarks/aligned_sensitivity.py demo ladderize/demo/model --data train.jsonl --seq-len 128
+
+Of the sweeps over spd and ladder blocks, on the first 64 windows that are drawn: the perplexity of every column as it
+is, as aligned (on each of --tokens), and by a shortcut: the layers of the model whose blocks are all changed, aligned
+once and used in every column. Then, for each number of blocks, those with the least sensitivity by the one and by the
+other table are aligned and scored on 64 further windows. Seconds are those of one core. Adds to
+benchmarks/results/aligned_sensitivity.json under the given name.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ladderize.adapt.align.align import TOKENS_AT_ONCE, aligned_layers, computed
+from ladderize.adapt.align.streams import Streams
+from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.windows import Windows
+from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
+from ladderize.eval.sensitivity import column_layouts, perplexity_increases
+from ladderize.eval.suffixes import Suffixes
+from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.environment import environment
+from ladderize.workflows.aligned_layouts import AlignedLayouts
+
+RESULTS = Path(__file__).parent / "results" / "aligned_sensitivity.json"
+SCORED = 64
+BATCH = 16
+
+
+def perplexity(nll: np.ndarray, tokens: int) -> float:
+    return round(math.exp(nll.mean() / (tokens - 1)), 4)
+
+
+def by_shortcut(aligned: AlignedLayouts, layouts: list[Layout], scored: torch.Tensor) -> list[float]:
+    """Of every column, with the layers of the first one's alignment."""
+    blocks, every = aligned.blocks, range(aligned.blocks.num_layers)
+    sizes = {"batch_tokens": TOKENS_AT_ONCE, "max_memory": 1 << 40, "path": Path("states")}
+    streams = Streams(blocks, aligned.windows.train, aligned.windows.heldout, aligned.ranks, **sizes)
+    student = StudentBlocks(layouts[0], tuple(every), aligned.weights)
+    made = aligned_layers(blocks, blocks, aligned.weights, student, streams, aligned.settings, {})
+    weights = [computed(layer.weights, blocks) for layer in made]
+    found = []
+    for first, layout in enumerate(layouts):
+        nll = window_nlls(
+            blocks,
+            lambda i, layout=layout, first=first: blocks.layer(i, layout, weights[i] if i >= first else None),
+            scored,
+            batch_size=BATCH,
+        )
+        found.append(perplexity(nll.numpy(), scored.shape[1]))
+    return found
+
+
+def least(perplexities: list[float], mode: str, count: int) -> list[int]:
+    order = np.argsort(perplexity_increases(np.array(perplexities), mode), kind="stable")
+    return sorted(order[:count].tolist())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    parser.add_argument("model")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--seq-len", type=int)
+    parser.add_argument("--sync-tp-size", type=int, default=4)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 131072])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    checkpoint = open_checkpoint(args.model)
+    blocks = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), torch.device("cpu"))
+    layers = blocks.num_layers
+    drawn = torch.from_numpy(read_windows(checkpoint, args.data, seq_len=args.seq_len, samples=None, seed=0))
+    scored, confirm, rest = drawn[:SCORED], drawn[SCORED : 2 * SCORED], drawn[2 * SCORED :]
+    tokens = drawn.shape[1]
+    modes = {}
+    for mode, ranks in (("spd", args.sync_tp_size), ("ladder", None)):
+        layouts = column_layouts(mode, layers, ranks)
+        begin = time.process_time()
+        suffixes = Suffixes(blocks, layouts)
+        table = np.concatenate([suffixes(batch) for batch in scored.split(BATCH)])
+        plain = {
+            "perplexity": [perplexity(column, tokens) for column in table.T],
+            "seconds": round(time.process_time() - begin, 1),
+        }
+        found = {"as it is": plain, "aligned": {}, "shortcut": {}, "chosen": []}
+        for asked in args.tokens:
+            count = asked // tokens
+            own = Windows(rest[:count], rest[count : count + max(8, count // 8)])
+            aligned = AlignedLayouts(blocks, own, BATCH)
+            begin = time.process_time()
+            columns = [perplexity(aligned(layout, scored), tokens) for layout in layouts]
+            seconds = round(time.process_time() - begin, 1)
+            found["aligned"][str(asked)] = {"perplexity": columns, "seconds": seconds}
+            found["shortcut"][str(asked)] = by_shortcut(aligned, layouts, scored)
+            print(mode, asked, columns, found["shortcut"][str(asked)], f"{seconds} s", flush=True)
+        for count in range(1, layers):
+            chosen = [least(one, mode, count) for one in (plain["perplexity"], columns)]
+            if chosen[0] != chosen[1]:
+                made = [Layout.from_layers(layers, **{mode: blocks_of}, sync_tp_size=ranks) for blocks_of in chosen]
+                after = [perplexity(aligned(layout, confirm), tokens) for layout in made]
+                found["chosen"].append(
+                    {"by sensitivity as it is": chosen[0], "aligned": chosen[1], "perplexity": after}
+                )
+                print(mode, found["chosen"][-1], flush=True)
+        modes[mode] = found
+    known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    known["environment"] = environment(Ranks(0, 1, torch.device("cpu")))
+    known[args.name] = {"model": args.model, "sync_tp_size": args.sync_tp_size, "seq_len": tokens, "modes": modes}
+    RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

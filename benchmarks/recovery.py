@@ -1,0 +1,272 @@
+"""What alignment and retraining win back, against the tokens that they see: KL to the dense model and perplexity.
+
+    python benchmarks/recovery.py OUT.json [--models demo,stories] [--layouts ...] [--recipes ...] [--tokens 16k,60k]
+        [--seeds 0,1,2] [--lr-factors 1] [--jobs 2]
+
+Every cell is a run of ``ladderize.adapt_checkpoint``, ``adapt_blocks`` or ``align_checkpoint`` with the options that a
+user gets by default, on one thread, and is judged in float32 on texts that nothing was trained on. Cells that OUT.json
+has already are not run again, so that a run may be cut off, or asked for more. Preload tcmalloc (see docs/adapt.md).
+
+Recipes: ce (cross-entropy on the text, the Ladder paper's way), kl (the dense model's predictions), hidden (kl and
+--hidden-weight 1), blocks (block-to-block distillation), none. ``align`` in front of one starts it from the aligned
+weights; the tokens of the alignment, 16k, are not counted into the budget: they are no steps.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STORIES = ROOT.parent / "shared" / "fixtures" / "stories260K"
+LAYOUTS = ("ladder upper", "ladder all", "spd all", "both")
+RECIPES = ("none", "align", "ce", "kl", "hidden", "blocks", "align+kl", "align+hidden", "align+blocks")
+ALIGN_TOKENS = 16_384
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure: a model in a layout after a recipe."""
+
+    model: str
+    layout: str
+    recipe: str
+    tokens: int  # trained on; of a recipe that only aligns: aligned on
+    seed: int
+    lr_factor: float  # of the default learning rate
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A dense model with its data. ``train`` and ``heldout`` are --data."""
+
+    model: Path
+    train: str
+    heldout: str
+    seq_len: int
+    batch_size: int
+    ranks: int
+
+
+def cells(arguments: argparse.Namespace) -> list[Cell]:
+    """What was asked for; recipes that train nothing have no budget but their own."""
+    found = []
+    for model in arguments.models:
+        for layout in arguments.layouts:
+            for recipe in arguments.recipes:
+                if recipe == "none":
+                    found.append(Cell(model, layout, recipe, 0, 0, 1.0))
+                    continue
+                for tokens in arguments.tokens if recipe != "align" else [ALIGN_TOKENS, 8 * ALIGN_TOKENS]:
+                    for seed in arguments.seeds:
+                        for factor in arguments.lr_factors if recipe != "align" else [1.0]:
+                            found.append(Cell(model, layout, recipe, tokens, seed, factor))
+    return sorted(dict.fromkeys(found), key=lambda cell: (cell.seed, cell.tokens))
+
+
+def prepare(name: str, folder: Path) -> Bench:
+    """Put a model's data into ``folder``, once."""
+    from ladderize.demo.inputs import MODEL, write_documents
+
+    if name == "stories":
+        ids = f"{STORIES}-samples.npz"
+        return Bench(STORIES, f"{ids}:train", f"{ids}:heldout", 256, 4, 4)
+    train, heldout = folder / "train.jsonl", folder / "heldout.jsonl"
+    if not train.exists():
+        write_documents(train, 24_000, test=False, seed=11)
+        write_documents(heldout, 400, test=True, seed=1)
+    return Bench(MODEL, str(train), str(heldout), 128, 8, 2)
+
+
+def layout_of(name: str, layers: int, ranks: int) -> "object":
+    from ladderize.layout import Layout
+
+    every = range(layers)
+    return {
+        "ladder upper": Layout.from_layers(layers, ladder=range(layers // 2, layers)),
+        "ladder all": Layout.from_layers(layers, ladder=every),
+        "spd all": Layout.from_layers(layers, spd=every, sync_tp_size=ranks),
+        "both": Layout.from_layers(layers, ladder=every, spd=every, sync_tp_size=ranks),
+    }[name]
+
+
+def converted(bench: Bench, layout: str, folder: Path) -> Path:
+    """The converted checkpoint, made once."""
+    from ladderize.blocks import open_checkpoint
+    from ladderize.convert.pipeline import convert_checkpoint
+    from ladderize.convert.recipe import Recipe
+
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / layout.replace(" ", "-")
+    if not out.exists():
+        layers = int(open_checkpoint(str(bench.model)).config["num_hidden_layers"])
+        recipe = Recipe.from_layout(layout_of(layout, layers, bench.ranks))
+        convert_checkpoint(bench.model, out, recipe, verify=False)
+    return out
+
+
+def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Path:
+    from ladderize.adapt.align.options import AlignOptions
+    from ladderize.adapt.align.run import align_checkpoint
+
+    options = AlignOptions(
+        bench.train, samples=tokens // bench.seq_len, seq_len=bench.seq_len, seed=seed, dtype="float32", write="last"
+    )
+    align_checkpoint(source, out, bench.model, options, verify=False)
+    return out
+
+
+def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> Path:
+    from ladderize.adapt.blockwise.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions, DistillOptions
+    from ladderize.adapt.blockwise.run import adapt_blocks
+    from ladderize.adapt.data.sources import parse_specs
+    from ladderize.adapt.retrain.losses import Objective
+    from ladderize.adapt.retrain.options import FULL_LR, WIDTH, RetrainOptions
+    from ladderize.adapt.retrain.run import adapt_checkpoint
+    from ladderize.adapt.retrain.schedule import Budget
+    from ladderize.blocks import open_checkpoint
+
+    hidden = int(open_checkpoint(str(bench.model)).config["hidden_size"])
+    if recipe == "blocks":
+        # the tokens are seen in two epochs, so that learning rates may fall
+        distill = DistillOptions(
+            epochs=2, patience=2, lr=cell.lr_factor * PAPERS_LR * PAPERS_WIDTH / hidden, seed=cell.seed
+        )
+        windows = BlockwiseOptions(
+            bench.train,
+            samples=max(1, cell.tokens // bench.seq_len // 2),
+            heldout=16,
+            seq_len=bench.seq_len,
+            distill=distill,
+            dtype="float32",
+            write="last",
+        )
+        adapt_blocks(source, out, bench.model, windows, verify=False)
+        return out
+    weights = {
+        "ce": {"distill_weight": 0.0},
+        "kl": {"distill_weight": 1.0},
+        "hidden": {"distill_weight": 1.0, "hidden_weight": 1.0},
+    }
+    options = RetrainOptions(
+        data=tuple(parse_specs([bench.train])),
+        distill_from=None if recipe == "ce" else str(bench.model),
+        objective=Objective(**weights[recipe]),
+        budget=Budget(tokens=cell.tokens),
+        seq_len=bench.seq_len,
+        batch_size=bench.batch_size,
+        lr=cell.lr_factor * FULL_LR * WIDTH / hidden,
+        heldout=64,
+        eval_every=10**6,
+        save_every=10**6,
+        seed=cell.seed,
+        dtype="float32",
+        write="last",
+    )
+    adapt_checkpoint(source, out, options, verify=False)
+    return out
+
+
+def judge(bench: Bench, model: Path) -> dict[str, float]:
+    """KL(dense || model) in nats per token and perplexity, in float32."""
+    import torch
+
+    from ladderize.adapt.blockwise.rewrite import heldout_measures
+    from ladderize.blocks import Blocks, open_checkpoint, read_windows
+    from ladderize.layout import Layout
+
+    dense, own = (
+        Blocks(open_checkpoint(str(path)), torch.float32, torch.device("cpu")) for path in (bench.model, model)
+    )
+    ids = read_windows(dense.checkpoint, bench.heldout, seq_len=bench.seq_len, samples=None, seed=0)
+    plain = Layout.dense(dense.num_layers)
+    measured = heldout_measures(
+        {
+            "dense": (dense, lambda layer: dense.layer(layer, plain)),
+            "model": (own, lambda layer: own.layer(layer, own.layout)),
+        },
+        torch.from_numpy(ids),
+    )
+    return {
+        "kl": measured.divergence["model"],
+        "perplexity": measured.perplexity["model"].perplexity,
+        "stderr": measured.perplexity["model"].stderr or 0.0,
+        "dense_perplexity": measured.perplexity["dense"].perplexity,
+    }
+
+
+def run(cell: Cell, folder: Path) -> dict[str, object]:
+    """One cell's row."""
+    import torch
+
+    from ladderize.errors import LadderizeError
+
+    torch.set_num_threads(1)
+    bench = prepare(cell.model, folder)
+    begin = time.perf_counter()
+    scratch = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        model = converted(bench, cell.layout, folder / cell.model)
+        start, _, recipe = cell.recipe.rpartition("+")
+        if cell.recipe == "align":
+            model = aligned(bench, model, cell.tokens, cell.seed, scratch / "aligned")
+        elif cell.recipe != "none":
+            if start == "align":
+                model = aligned(bench, model, ALIGN_TOKENS, cell.seed, scratch / "aligned")
+            model = trained(bench, model, recipe, cell, scratch / "trained")
+        seconds = time.perf_counter() - begin
+        return {**asdict(cell), **judge(bench, model), "seconds": round(seconds, 1)}
+    except LadderizeError as error:
+        return {**asdict(cell), "failed": str(error)}
+    finally:
+        shutil.rmtree(scratch)
+
+
+def names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def count(text: str) -> int:
+    return round(float(text.removesuffix("k")) * (1000 if text.endswith("k") else 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--models", type=names, default=["demo", "stories"])
+    parser.add_argument("--layouts", type=names, default=list(LAYOUTS))
+    parser.add_argument("--recipes", type=names, default=list(RECIPES))
+    parser.add_argument("--tokens", type=lambda text: list(map(count, names(text))), default=[16_000, 60_000, 200_000])
+    parser.add_argument("--seeds", type=lambda text: list(map(int, names(text))), default=[0, 1, 2])
+    parser.add_argument("--lr-factors", type=lambda text: list(map(float, names(text))), default=[1.0])
+    parser.add_argument("--jobs", type=int, default=2)
+    arguments = parser.parse_args()
+    rows = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+    keys = list(Cell.__dataclass_fields__)
+    done = {tuple(row[key] for key in keys) for row in rows if "failed" not in row}
+    rows = [row for row in rows if "failed" not in row]
+    wanted = [cell for cell in cells(arguments) if tuple(asdict(cell).values()) not in done]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as scratch, ProcessPoolExecutor(arguments.jobs) as pool:
+        folder = Path(scratch)
+        for model in arguments.models:  # before the workers share them
+            bench = prepare(model, folder)
+            for layout in arguments.layouts:
+                converted(bench, layout, folder / model)
+        for number, future in enumerate(as_completed([pool.submit(run, cell, folder) for cell in wanted]), 1):
+            rows.append(row := future.result())
+            print(f"{number}/{len(wanted)}", *(f"{key} {value}" for key, value in row.items()), flush=True)
+            document = {"machine": platform.processor() or platform.machine(), "rows": rows}
+            temporary = arguments.out.with_suffix(".part")
+            temporary.write_text(json.dumps(document, indent=1) + "\n")
+            temporary.rename(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

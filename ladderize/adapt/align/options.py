@@ -1,0 +1,64 @@
+"""What an alignment is asked to do."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ladderize.adapt.blockwise.options import MAX_MEMORY, WindowOptions
+from ladderize.adapt.methods import check_training
+from ladderize.choices import check_at_least
+from ladderize.errors import UsageError
+from ladderize.files.records import Record
+
+RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # tried for every projection; the best on held-out windows is taken
+LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # by default so many, or so many for each input of the widest projection
+SHORT = 1 << 14  # tokens in the place of LEAST_TOKENS; eight times as many gain little (docs/results.md)
+
+
+@dataclass(frozen=True)
+class AlignSettings(Record):
+    """What decides the result besides data and models: for the record, and for a killed run to know its work."""
+
+    ridge: float | None = None  # a share of the mean square of the inputs; None: the best of RIDGES
+    seed: int = 0  # of which windows are taken
+
+    @property
+    def ridges(self) -> tuple[float, ...]:
+        return RIDGES if self.ridge is None else (self.ridge,)
+
+
+@dataclass(frozen=True)
+class AlignOptions(WindowOptions):
+    """See ``ladderize adapt --help``. layers: None: every layer from the first converted one on."""
+
+    ridge: float | None = None
+    seed: int = 0
+    tokens: int | None = None  # to align on where ``samples`` are not given; None: ``default_tokens``
+    max_memory: int = MAX_MEMORY  # bytes of both models' states, per process; what is beyond it goes to disk
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_training(self.dtype, None)
+        check_at_least(self, 0, "seed")
+        check_at_least(self, 1, "max_memory", "tokens")
+        if self.ridge is not None and not 0 < self.ridge < math.inf:
+            raise UsageError(f"--ridge must be above 0, not {self.ridge:g}")
+
+    def settings(self) -> AlignSettings:
+        return AlignSettings(self.ridge, self.seed)
+
+
+def default_tokens(config: Mapping[str, Any]) -> int:
+    """How many tokens to align on where nothing was said."""
+    return max(LEAST_TOKENS, TOKENS_PER_INPUT * widest_input(config))
+
+
+def short_tokens(config: Mapping[str, Any]) -> int:
+    """The same where alignment is a step of something else, or is done many times."""
+    return max(SHORT, TOKENS_PER_INPUT * widest_input(config))
+
+
+def widest_input(config: Mapping[str, Any]) -> int:
+    """The most inputs that a projection has."""
+    return max(int(config["hidden_size"]), int(config["intermediate_size"]))

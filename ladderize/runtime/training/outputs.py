@@ -1,0 +1,91 @@
+"""What sub-modules add to the residual stream, kept while a model runs, and how far a student's are from its teacher's.
+
+A model hands out what each sub-module of the layers in question adds: its product summed over the ranks, with its bias.
+The tensors belong to the graph of the pass, and all ranks have them alike, so that an error of them counts once.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.differentiable import PendingSum, ShareOfGradient
+from ladderize.runtime.parts import join_parts
+
+
+class SubModuleOutputs:
+    """Of one forward pass. layers: that are looked at. real: bool [rows, tokens], False for padding.
+
+    kept: (layer, sub-module) -> its output [rows, tokens, hidden], in the parts in which a schedule computes the pass.
+    """
+
+    def __init__(self, layers: Collection[int], real: Tensor) -> None:
+        self.layers, self.real = frozenset(layers), real
+        self.kept: dict[tuple[int, str], list[Tensor]] = {}
+
+    def of(self, layer: int) -> "LayerOutputs | None":
+        """Where a layer puts its own, in one walk; None if nobody looks at it."""
+        return LayerOutputs(self, layer) if layer in self.layers else None
+
+    def again(self) -> "SubModuleOutputs":
+        """The same for another model's pass over the same tokens."""
+        return SubModuleOutputs(self.layers, self.real)
+
+    def add(self, layer: int, sub_module: str, output: Tensor) -> None:
+        """Parts come in their order: walks take turns."""
+        self.kept.setdefault((layer, sub_module), []).append(output)
+
+
+class LayerOutputs:
+    """What one layer adds in one walk. Under tensor parallelism the sum of a dropped attention takes a message of its
+    own, which nothing else needs, and the MLP's is what is left of the sum in which both are."""
+
+    def __init__(self, outputs: SubModuleOutputs, layer: int) -> None:
+        self.outputs, self.layer = outputs, layer
+        self.dropped: PendingSum | None = None
+        self.bias: Tensor | None = None
+
+    def attention(self, output: Tensor) -> None:
+        self.outputs.add(self.layer, "attention", output)
+
+    def mlp(self, output: Tensor) -> None:
+        if self.dropped is not None:
+            partials, _ = self.dropped.wait()
+            self.attention(partials if self.bias is None else partials + self.bias)
+            output = output - partials
+        self.outputs.add(self.layer, "mlp", output)
+
+    def send_dropped(self, collectives: Collectives, partials: list[Tensor], bias: Tensor | None) -> None:
+        """Sum a dropped attention's ``partials`` of this rank's virtual ranks. Call it once the MLP's sum is sent: sums
+        are waited for in the order in which they are sent. bias: o_proj's, of which each rank knows the gradient in
+        part."""
+        own = torch.stack(partials).sum(0)  # new memory: a message belongs to the backend, and the MLP reads these
+        self.dropped = PendingSum(collectives, None, None, [own])
+        self.bias = None if bias is None else ShareOfGradient.apply(bias, 1 / collectives.ranks)
+
+
+def hidden_error(student: SubModuleOutputs, teacher: SubModuleOutputs) -> Tensor:
+    """How far the student's outputs are from the teacher's: a scalar, fp32, differentiable in the student's.
+
+    A sub-module's error in a row is the mean square of the difference over that of the teacher's output, on real
+    tokens. Returns the mean over the sub-modules, summed over the rows, each of which counts as often as it has real
+    tokens: divided by the tokens of a step it is the same however the step is cut into micro-batches. The fp32 copies
+    are made anew for the backward pass instead of kept.
+    """
+    real = teacher.real
+    errors = []
+    for place, others in teacher.kept.items():
+        pairs = list(zip(student.kept[place], others, strict=True))
+        distance = join_parts([checkpoint(_squares, *pair, use_reentrant=False) for pair in pairs], len(real))
+        size = join_parts([other.float().square().sum(-1) for other in others], len(real))
+        # FlashAttention has all rows in one
+        distance, size = ((squares.view(real.shape) * real).sum(-1) for squares in (distance, size))
+        errors.append(distance / size.clamp_min(torch.finfo(size.dtype).tiny))
+    return (torch.stack(errors).mean(0) * real.sum(-1)).sum()
+
+
+def _squares(one: Tensor, other: Tensor) -> Tensor:
+    """[..., hidden] each -> the summed squares of their difference [...]."""
+    return (one.float() - other.float()).square().sum(-1)

@@ -1,0 +1,165 @@
+"""The likelihood of windows under layouts of a dense model, each as ``ladderize adapt --method align`` would leave it.
+
+A layer is solved, the windows that are scored pass through it, and it is forgotten: nothing is written, and one layer
+is in memory at a time, whatever the size of the model.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ladderize.adapt.align.align import TOKENS_AT_ONCE, aligned_layers, computed
+from ladderize.adapt.align.estimate import FORWARDS, layer_bytes, seconds_of_a_layer, states_bytes, warn_of_few
+from ladderize.adapt.align.layers import layers_to_align
+from ladderize.adapt.align.options import AlignSettings, short_tokens
+from ladderize.adapt.align.streams import Streams
+from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.windows import Windows, window_counts
+from ladderize.blocks import Blocks, check_finite, layer_seconds, stored_dtype, window_nlls
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.console import Console, human_bytes, human_seconds
+from ladderize.convert.sensitivity_file import AlignmentWindows
+from ladderize.eval.window_table import usual_batch
+from ladderize.layout import OVERLAPPED, Layout
+from ladderize.memory import check_room
+from ladderize.ranks.group import Ranks
+
+HOST = torch.device("cpu")
+
+
+def windows_to_align_on(
+    checkpoint: Checkpoint, others: np.ndarray, samples: int | None, heldout: int | None = None
+) -> Windows | None:
+    """The first of ``others``, ids [windows, tokens] that nothing is scored on; None where they are too few.
+
+    samples, heldout: as many as that; None: as ``adapt --align`` takes of data that are just these.
+    """
+    tokens = short_tokens(checkpoint.config)
+    samples, heldout = window_counts(len(others), others.shape[1], samples, heldout, tokens)
+    if samples < 1 or samples + heldout > len(others):
+        return None
+    ids = torch.from_numpy(others)
+    return Windows(ids[:samples], ids[samples : samples + heldout])
+
+
+def describe_alignment(windows: Windows) -> AlignmentWindows:
+    """For documents."""
+    return AlignmentWindows(len(windows.train), len(windows.heldout), windows.train.shape[1])
+
+
+class AlignedLayouts:
+    """Scores layouts of the dense model of ``blocks``, which were aligned on ``windows``. A dense layout is scored as
+    it is."""
+
+    def __init__(self, blocks: Blocks, windows: Windows, batch_size: int | None) -> None:
+        checkpoint = blocks.checkpoint
+        self.blocks, self.windows, self.batch_size = blocks, windows, batch_size
+        self.settings = AlignSettings()
+        # as adapt computes: float16 has too small a range
+        half = blocks.dtype == torch.float16
+        self.teacher = Blocks(checkpoint, torch.bfloat16, blocks.device) if half else blocks
+        stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), blocks.device)
+        self.weights = lru_cache(maxsize=1)(stored.weights)
+        self.ranks = Ranks(0, 1, blocks.device)
+
+    def __call__(self, layout: Layout, scored: Tensor, advance: Callable[[int], None] = lambda n: None) -> np.ndarray:
+        """Summed negative log-likelihoods in nats, float64 [windows]. scored: ids [windows, tokens]. advance: is told
+        of each layer that was aligned. Raises UserError for what is no number."""
+        batch_size = usual_batch(self.batch_size, scored.numpy())
+        if layout.is_dense:
+            found = window_nlls(self.blocks, lambda index: self._layer(index, layout), scored, batch_size=batch_size)
+        else:
+            found = self._aligned(layout, scored, batch_size, advance)
+        check_finite(float(found.sum()), f"the log-likelihood of {self.blocks.checkpoint.folder} as {layout}")
+        return found.numpy()
+
+    def _aligned(self, layout: Layout, scored: Tensor, batch_size: int, advance: Callable[[int], None]) -> Tensor:
+        streams = Streams(
+            self.teacher,
+            self.windows.train,
+            self.windows.heldout,
+            self.ranks,
+            batch_tokens=TOKENS_AT_ONCE,
+            max_memory=sys.maxsize,
+            path=Path("states"),
+        )
+        student = StudentBlocks(layout, layers_to_align(layout, None), self.weights)
+        layers = aligned_layers(self.teacher, self.teacher, self.weights, student, streams, self.settings, {})
+
+        def layer_at(index: int) -> torch.nn.Module:
+            layer = next(layers)
+            advance(1 if layer.reports else 0)
+            return self.blocks.layer(index, layout, computed(layer.weights, self.blocks))
+
+        try:
+            return window_nlls(self.blocks, layer_at, scored, batch_size=batch_size)
+        finally:
+            streams.close()
+
+    def _layer(self, index: int, layout: Layout) -> torch.nn.Module:
+        return self.blocks.layer(index, layout, computed(self.weights(index), self.blocks))
+
+    def announce(self, what: str, layouts: Sequence[Layout], scored: np.ndarray, console: Console) -> None:
+        """Say what aligning and scoring ``layouts`` takes; raises UserError where it has no room. what: they are."""
+        blocks, windows = self.blocks, self.windows
+        sizes = {layout.sync_tp_size for layout in layouts if layout.sync_tp_size is not None}
+        weights, products = layer_bytes(self.teacher, max(sizes, default=None))
+        pairs = 2 if any(OVERLAPPED in layout.mlp_sync for layout in layouts) else 1
+        states = states_bytes(self.teacher, windows, self.ranks)
+        states += pairs * scored.size * int(blocks.config["hidden_size"]) * blocks.dtype.itemsize
+        layer = weights + products
+        on_host = blocks.device.type == HOST.type
+        for device, needed in ((blocks.device, layer + on_host * states), (HOST, states)):
+            check_room(needed, device, "aligning layouts", "lower --align-samples or --samples")
+        console.note(
+            f"{what} on {len(scored)} windows of {scored.shape[1]} tokens: {layers_of(layouts):,} layers are aligned on"
+            f" {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out), about"
+            f" {human_seconds(self._seconds(layouts, scored))} on {blocks.device}; {human_bytes(layer)} for a layer and"
+            f" its products, {human_bytes(states)} of states in memory"
+        )
+        warn_of_few(windows.train.numel(), blocks.config, "--align-samples", console)
+
+    def _seconds(self, layouts: Sequence[Layout], scored: np.ndarray) -> float:
+        sizes = {layout.sync_tp_size for layout in layouts if layout.sync_tp_size is not None}
+        forward, solved = seconds_of_a_layer(
+            self.teacher, max(sizes, default=None), self.windows, self.settings, self.ranks
+        )
+        batch = torch.from_numpy(scored[: usual_batch(self.batch_size, scored)])
+        dense = self._layer(0, Layout.dense(self.blocks.num_layers))
+        scoring = layer_seconds(self.blocks, dense, batch) / len(batch) * len(scored)
+        aligned, every = layers_of(layouts), len(layouts) * self.blocks.num_layers
+        return (FORWARDS * forward + solved) * aligned + forward * (every - aligned) + scoring * every
+
+
+def layers_of(layouts: Sequence[Layout]) -> int:
+    """How many layers of all layouts are aligned."""
+    return sum(len(layers_to_align(layout, None)) for layout in layouts if not layout.is_dense)
+
+
+def fill_aligned(
+    table: np.ndarray,
+    aligned: AlignedLayouts,
+    layouts: Sequence[Layout],
+    scored: np.ndarray,
+    *,
+    what: str,
+    save: Callable[[], None],
+    console: Console,
+) -> None:
+    """Fill the columns of ``table`` [windows, layouts] that are not there yet (NaN). save: is called after each of
+    them. what: of the messages."""
+    left = [number for number in range(len(layouts)) if np.isnan(table[:, number]).any()]
+    if len(left) < len(layouts):
+        console.note(f"resuming after {len(layouts) - len(left)} of {len(layouts)} models")
+    models = [layouts[number] for number in left]
+    aligned.announce(f"{len(models):,} models", models, scored, console)
+    ids = torch.from_numpy(scored)
+    with console.progress(what, layers_of(models)) as advance:
+        for number in left:
+            table[:, number] = aligned(layouts[number], ids, advance)
+            save()

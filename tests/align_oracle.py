@@ -1,0 +1,138 @@
+"""Alignment, written line by line after its definition, for reading and not for speed.
+
+Whole models and all windows are in memory, in float64; every virtual rank is computed apart; a bias is a column of the
+weights that reads an appended one. No code of the package is used.
+"""
+
+import torch
+from torch.nn.functional import linear, silu
+
+from tests.oracle import part, rms_norm, rotate
+
+
+class AlignOracle:
+    """``AlignOracle(dense, student, config, ridge, trained)(ids, layers)`` -> the student's weights, aligned.
+
+    dense, student: state dicts, of which the dense one's heads are in the student's order. config: the student's.
+    Windows from number ``trained`` on are held out: a projection keeps its weights unless its error on them falls.
+    """
+
+    def __init__(self, dense, student, config, ridge, trained):
+        self.dense = {name: weight.double() for name, weight in dense.items()}
+        self.student = {name: weight.double() for name, weight in student.items()}
+        self.config, self.ridge, self.trained = config, ridge, trained
+
+    def __call__(self, ids, layers):
+        """``stream`` is then what leaves the student's last layer."""
+        config = self.config
+        dense = self.dense["model.embed_tokens.weight"][ids]
+        complete = visible = self.student["model.embed_tokens.weight"][ids]
+        for layer in range(config.num_hidden_layers):
+            attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+            solve = layer in layers
+            # what reads the stream for attention
+            x_dense, x = self.normed("dense", layer, dense), self.normed("student", layer, visible)
+            for name in ("q_proj", "k_proj", "v_proj"):
+                if solve:
+                    self.solve(attention + name, [x], [self.apply(self.dense, attention + name, x_dense)])
+            # what writes attention's output: the target is the dense model's stream
+            h_dense, h = self.heads(self.dense, layer, x_dense), self.heads(self.student, layer, x)
+            attended = dense + self.apply(self.dense, attention + "o_proj", h_dense)
+            if solve:
+                self.solve(attention + "o_proj", [h], [attended - complete])
+            # each virtual rank has a part of the heads; the bias is nobody's
+            modes = config.attention_sync[layer], config.mlp_sync[layer]
+            ranks = config.sync_tp_size if modes[0] == "dropped" else 1
+            o_proj = self.student[attention + "o_proj.weight"]
+            partials = [linear(part(h, -1, k, ranks), part(o_proj, 1, k, ranks)) for k in range(ranks)]
+            bias = self.student.get(attention + "o_proj.bias", torch.zeros(()))
+            if modes[0] == "blocking":
+                reads = [complete + partials[0] + bias]
+            elif modes[0] == "overlapped":
+                reads = [complete]
+            else:
+                reads = [complete + partial + bias for partial in partials]
+            # what reads the stream for the MLP: each virtual rank's rows with the input of its own
+            m_dense = self.normed("dense", layer, attended, "post_attention_layernorm")
+            inputs = [self.normed("student", layer, stream, "post_attention_layernorm") for stream in reads]
+            for name in ("gate_proj", "up_proj"):
+                if solve:
+                    targets = self.apply(self.dense, mlp + name, m_dense).chunk(ranks, -1)
+                    self.solve(mlp + name, inputs, targets)
+            inner = [
+                silu(self.apply(self.student, mlp + "gate_proj", x, k, ranks))
+                * self.apply(self.student, mlp + "up_proj", x, k, ranks)
+                for k, x in enumerate(inputs)
+            ]
+            inner = torch.cat(inner, -1)
+            # what writes the MLP's output
+            gate, up = (self.apply(self.dense, mlp + name, m_dense) for name in ("gate_proj", "up_proj"))
+            dense = attended + self.apply(self.dense, mlp + "down_proj", silu(gate) * up)
+            summed = complete + sum(partials) + bias
+            if solve:
+                self.solve(mlp + "down_proj", [inner], [dense - summed])
+            before = complete + bias if modes[0] == "dropped" else summed  # a dropped sum is in flight with the MLP's
+            complete = summed + self.apply(self.student, mlp + "down_proj", inner)
+            visible = complete if modes[1] == "blocking" else before
+        self.stream = complete
+        return self.student
+
+    def solve(self, name, inputs, targets):
+        """argmin of sum |W x - y|^2 + l |W - W_0|^2 over the first windows, for each virtual rank's rows of W."""
+        before = self.matrix(self.student, name).chunk(len(inputs))
+        after = []
+        for prior, x, y in zip(before, inputs, targets, strict=True):
+            x, y = self.with_one(name, x)[: self.trained].flatten(0, 1), y[: self.trained].flatten(0, 1)
+            gram = x.T @ x
+            penalty = self.ridge * gram.diagonal().mean()
+            left = gram + penalty * torch.eye(len(gram), dtype=torch.float64)
+            after.append(torch.linalg.solve(left, (y.T @ x + penalty * prior).T).T)
+        if self.error(name, after, inputs, targets) >= self.error(name, before, inputs, targets):
+            return
+        matrix = torch.cat(after)
+        width = self.student[name + ".weight"].shape[1]
+        self.student[name + ".weight"] = matrix[:, :width]
+        if name + ".bias" in self.student:
+            self.student[name + ".bias"] = matrix[:, width]
+
+    def error(self, name, parts, inputs, targets):
+        """Squared, on held-out windows."""
+        return sum(
+            (linear(self.with_one(name, x), weights) - y)[self.trained :].square().sum()
+            for weights, x, y in zip(parts, inputs, targets, strict=True)
+        )
+
+    def matrix(self, weights, name):
+        bias = weights.get(name + ".bias")
+        return weights[name + ".weight"] if bias is None else torch.cat([weights[name + ".weight"], bias[:, None]], 1)
+
+    def with_one(self, name, x):
+        return x if name + ".bias" not in self.student else torch.cat([x, torch.ones_like(x[..., :1])], -1)
+
+    def apply(self, weights, name, x, rank=0, ranks=1):
+        return linear(self.with_one(name, x), part(self.matrix(weights, name), 0, rank, ranks))
+
+    def normed(self, model, layer, stream, name="input_layernorm"):
+        weights = {"dense": self.dense, "student": self.student}[model]
+        return rms_norm(stream, weights[f"model.layers.{layer}.{name}.weight"], self.config.rms_norm_eps)
+
+    def heads(self, weights, layer, x):
+        """What o_proj reads: [windows, tokens, heads * head_dim]."""
+        config = self.config
+        tokens = x.shape[1]
+        allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        positions = torch.arange(tokens)[None]
+        q, k, v = (
+            self.apply(weights, f"model.layers.{layer}.self_attn.{name}_proj", x)
+            .unflatten(-1, (-1, config.head_dim))
+            .transpose(1, 2)
+            for name in "qkv"
+        )
+        q, k = (rotate(t, positions, config.rope_parameters["rope_theta"]) for t in (q, k))
+        outputs = []
+        for head in range(config.num_attention_heads):
+            group = head // (config.num_attention_heads // config.num_key_value_heads)
+            scores = q[:, head] @ k[:, group].transpose(-1, -2) / config.head_dim**0.5
+            scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+            outputs.append(scores.softmax(-1) @ v[:, group])
+        return torch.cat(outputs, -1)

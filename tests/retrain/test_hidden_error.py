@@ -1,0 +1,217 @@
+"""The hidden error against its definition: every example alone through the oracle, sub-module by sub-module."""
+
+import json
+
+import pytest
+import torch
+
+from ladderize.adapt.data.examples import Example
+from ladderize.adapt.data.packing import collate, pack, segments
+from ladderize.adapt.lora.config import LORA_TARGETS, LoraOptions, lora_config
+from ladderize.adapt.retrain import losses
+from ladderize.adapt.retrain.hf_engine import HFEngine
+from ladderize.adapt.retrain.losses import Objective
+from ladderize.adapt.retrain.metrics import read_metrics
+from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters
+from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
+from ladderize.tradeoff.sweep.by_hand import adapt_by_hand
+from ladderize.tradeoff.sweep.settings import retraining_settings
+from tests.helpers import LAYOUTS, fresh_rng, make_layout, make_model, one_sentence
+from tests.oracle import Oracle
+from tests.retrain.commands import CPU, adapt, losses_of, succeed
+
+SCALE = 5.0 / 3  # of LoRA
+
+
+@pytest.fixture
+def rows():
+    """Rows with several examples, of different lengths, of which some tokens do not count in the loss."""
+    random = fresh_rng()
+    lengths = (9, 6, 7, 3)
+    # not the id of padding, of which transformers' embedding has no gradient
+    examples = [Example(random.integers(3, 97, n), random.random(n) < 0.6, f"row {n}") for n in lengths]
+    found = pack(examples, 12)
+    assert len({len(row) for row in found}) > 1  # so there is padding
+    assert max(len(row.origins) for row in found) > 1
+    return found
+
+
+def oracle_error(weights, layout, config, teacher, rows):
+    """Of every sub-module of the converted layers, in every row: squares of the difference over squares of the
+    teacher's, on all tokens of its examples; the mean over the sub-modules, summed over the rows' tokens."""
+    student, dense = Oracle(weights, config, layout.sync_tp_size), Oracle(teacher.state_dict(), teacher.config, 1)
+    total = 0.0
+    for row in rows:
+        distance, size = {}, {}
+        for part in segments(row):
+            ids = torch.from_numpy(row.ids[part])[None]
+            student(ids), dense(ids)
+            for place, output in dense.added.items():
+                if place[0] in layout.converted_layers:
+                    difference = (student.added[place] - output).square().sum()
+                    distance[place] = distance.get(place, 0.0) + difference
+                    size[place] = size.get(place, 0.0) + output.square().sum()
+        assert len(size) == 2 * len(layout.converted_layers)
+        total = total + len(row) * sum(distance[place] / size[place] for place in size) / len(size)
+    return total
+
+
+def engine_of(folder, layout, *, lora=None, recompute=False):
+    """Student and teacher, as ``run.make_engine`` makes them."""
+    setup = ModelSetup(CPU.device, collecting=True, gradient_checkpointing=recompute)
+    checkpoint, dense = read_checkpoint(folder / "student"), read_checkpoint(folder / "dense")
+    trained = frozenset() if lora else frozenset(checkpoint.tensors)
+    student = build_student(checkpoint, layout, setup, trained=trained, lora=lora)
+    teacher = build_teacher(dense, setup, student)
+    return HFEngine(
+        student,
+        CPU,
+        compute=torch.float32,
+        sharded=False,
+        weight_decay=0.0,
+        teacher=teacher,
+        compared=layout.converted_layers,
+    )
+
+
+@pytest.mark.parametrize("method", ["full", "recompute", "lora"])
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "dense"])
+def test_value_and_gradient_are_the_oracles(tmp_path, rows, name, method):
+    layout = make_layout(name)
+    student, dense = make_model(name), make_model("dense", **LAYOUTS[name][3])
+    student.save_pretrained(tmp_path / "student")
+    dense.save_pretrained(tmp_path / "dense")
+    lora = None
+    if method == "lora":
+        lora = lora_config(student.config.to_dict(), range(4), LoraOptions(rank=3, alpha=5.0, targets=LORA_TARGETS))
+    engine = engine_of(tmp_path, layout, lora=lora, recompute=method == "recompute")
+    weights = {key: value.clone() for key, value in student.state_dict().items()}
+    names = dict(trained_parameters(engine.student))
+    copies = {}  # of what is trained, for the oracle
+    for key, parameter in names.items():
+        if lora is not None:
+            parameter.data.normal_(0, 0.2)
+        copies[key] = parameter.detach().clone().requires_grad_()
+        if lora is None:
+            weights[key] = copies[key]
+    for key in copies:
+        if key.endswith("lora_A.weight"):
+            place = key.removeprefix("base_model.model.").removesuffix("lora_A.weight")
+            low = copies[key.replace("lora_A", "lora_B")] @ copies[key]
+            weights[f"{place}weight"] = weights[f"{place}weight"] + SCALE * low
+    expected = oracle_error(weights, layout, student.config, dense, rows)
+    expected.backward()
+
+    sums = engine.losses(collate(rows))
+    torch.testing.assert_close(sums[2], expected.detach(), rtol=1e-4, atol=1e-5)
+    sums[2].backward()
+    reached = {key: copy.grad for key, copy in copies.items() if copy.grad is not None}
+    assert all(names[key].grad is None or not names[key].grad.any() for key in copies.keys() - reached.keys())
+    least = 1e-3 * max(gradient.norm() for gradient in reached.values())
+    for key, gradient in reached.items():
+        assert (names[key].grad - gradient).norm() <= 1e-4 * max(gradient.norm(), least), key
+    with engine.evaluating():
+        parts = [engine.losses(collate([row])) for row in rows]
+        torch.testing.assert_close(sum(part[2] for part in parts), sums[2].detach(), rtol=1e-5, atol=1e-5)
+        assert engine.losses(collate([]))[2] == 0
+    plain = engine.student.model
+    with torch.no_grad():  # what is collected changes nothing
+        ids, positions, _ = collate(rows).values()
+        logits = plain(ids, position_ids=positions, use_cache=False).logits
+        scored = engine.student.scored(ids, positions, torch.zeros_like(ids), engine.outputs(collate(rows)))
+    assert torch.equal(scored, logits.flatten(0, 1))
+
+
+def test_rows_that_are_computed_as_one(tmp_path, rows, monkeypatch):
+    """As FlashAttention wants them; here by an attention that can do both."""
+    layout = make_layout("mixed")
+    make_model("mixed").save_pretrained(tmp_path / "student")
+    make_model("dense").save_pretrained(tmp_path / "dense")
+    engine, batch = engine_of(tmp_path, layout), collate(rows)
+    expected = engine.losses(batch)
+    monkeypatch.setattr(losses, "FLASH", "sdpa")
+    torch.testing.assert_close(engine.losses(batch), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_teacher_that_adds_nothing_to_a_row_of_padding_is_no_error():
+    real = torch.tensor([[True, True], [False, False]])
+    teacher = SubModuleOutputs([0], real)
+    for outputs in (student := teacher.again(), teacher):
+        own = outputs.of(0)
+        assert own is not None
+        own.attention(torch.full((2, 2, 3), 1.0 if outputs is teacher else 3.0, requires_grad=outputs is student))
+    assert teacher.of(1) is None
+    teacher.kept[0, "attention"][0].data[1] = 0
+    error = hidden_error(student, teacher)
+    assert float(error.detach()) == pytest.approx(2 * 4.0)  # two tokens, each off by twice what it should be
+    error.backward()
+    (attention,) = student.kept[0, "attention"]
+    assert attention.grad[1].abs().max() == 0
+    assert attention.grad.isfinite().all()
+
+
+def test_a_training_on_it_brings_the_outputs_nearer(place, tmp_path):
+    more = ("--distill-from", place / "dense", "--hidden-weight", 2, "--eval-every", 10)
+    document = succeed(place, tmp_path / "out", *more, steps=20)
+    assert document["options"]["objective"] == {"distill_weight": 1.0, "temperature": 1.0, "hidden_weight": 2.0}
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    divergence, error = (read_metrics(metrics, key) for key in ("divergence", "hidden_error"))
+    assert losses_of(tmp_path / "out") == pytest.approx([kl + 2 * e for kl, e in zip(divergence, error, strict=True)])
+    heldout = read_metrics(metrics, "heldout_hidden_error")
+    assert len(heldout) == 3
+    assert heldout[-1] < 0.9 * heldout[0]
+    assert "loss (KL + 2 hidden error)" in (tmp_path / "out" / "README.md").read_text()
+    lines = [json.loads(line) for line in metrics.open()]
+    assert all("hidden_error" in line or "heldout_hidden_error" in line for line in lines)
+
+
+def test_without_weight_nothing_is_compared(place, tmp_path):
+    succeed(place, tmp_path / "out", "--distill-from", place / "dense", steps=1)
+    assert "hidden" not in (tmp_path / "out" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("--hidden-weight", 1), "--hidden-weight has no effect without --distill-from"),
+        (("--hidden-weight", -1, "--distill-from", "DENSE"), "--hidden-weight must be a number of at least 0, not -1"),
+        (
+            ("--hidden-weight", "inf", "--distill-from", "DENSE"),
+            "--hidden-weight must be a number of at least 0, not inf",
+        ),
+        (
+            ("--hidden-weight", "nan", "--distill-from", "DENSE"),
+            "--hidden-weight must be a number of at least 0, not nan",
+        ),
+        (("--hidden-weight", 1, "--method", "blocks"), "--hidden-weight has no effect with --method blocks"),
+    ],
+)
+def test_weights_that_cannot_be_meant(place, tmp_path, more, expected):
+    outcome = adapt(place, tmp_path / "out", *(place / "dense" if word == "DENSE" else word for word in more))
+    assert outcome.code == 2
+    assert expected in one_sentence(outcome)
+
+
+def test_the_words_of_the_loss():
+    assert Objective(hidden_weight=0.5).label == "cross-entropy + 0.5 hidden error"
+    assert Objective(0.25, hidden_weight=1).label == "0.25 KL + 0.75 cross-entropy + 1 hidden error"
+    assert Objective(0.25, 2.0, 3.0).total(1.0, 2.0, 4.0) == 0.75 * 1 + 0.25 * 4 * 2 + 3 * 4
+    assert Objective(hidden_weight=3.0).has_teacher
+    assert not Objective().has_teacher
+
+
+@pytest.mark.parametrize(
+    ("given", "teacher"),
+    [
+        ({"hidden_weight": 2}, "dense"),
+        ({"distill_weight": 0, "hidden_weight": 2}, "dense"),
+        ({"distill_weight": 0}, None),
+    ],
+)
+def test_a_sweep_takes_it(given, teacher):
+    given = {"data": "ids.npy", "max_steps": 1, **given}
+    options = retraining_settings(given, "full", "dense", "sweep.yaml")
+    assert (options.distill_from, options.objective.hidden_weight) == (teacher, given.get("hidden_weight", 0))
+    command = adapt_by_hand("model", "out", "full", teacher, given, True)
+    assert ("--hidden-weight 2" in command) == (teacher is not None) == ("--distill-from dense" in command)

@@ -1,0 +1,437 @@
+"""Alignment: the least-squares solution against a slow one, what is chosen, what is kept, where it must be exact."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear
+
+from ladderize.adapt.align.align import align
+from ladderize.adapt.align.fit import RankRows, affine, refit
+from ladderize.adapt.align.layers import layers_to_align
+from ladderize.adapt.align.options import LEAST_TOKENS, AlignSettings, default_tokens
+from ladderize.adapt.align.reports import LayerReport
+from ladderize.adapt.align.ridge import Products
+from ladderize.adapt.align.run import heads_of
+from ladderize.adapt.align.streams import Streams
+from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.folder import LayerFiles
+from ladderize.adapt.blockwise.windows import Windows
+from ladderize.blocks import Blocks, open_checkpoint
+from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.console import SILENT, to_json
+from ladderize.convert.heads import HeadMap, permute_heads
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.recipe import Recipe
+from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.errors import UserError
+from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
+from tests.align_oracle import AlignOracle
+from tests.helpers import BIASES, LAYOUTS, SHAPE, listing, random_ids, save_llama
+
+CPU = torch.device("cpu")
+ALONE = Ranks(0, 1, CPU)
+CONVERTED = [name for name in LAYOUTS if name != "dense"]
+TRAINED = 32  # of 40 windows
+
+
+class Solved(NamedTuple):
+    """weights: of the whole model, by full name."""
+
+    weights: dict
+    reports: list
+
+
+def pair(folder, name, *, noise=0.0, dtype=torch.float32, **extra):
+    """A random dense model and its conversion; noise: a retraining has moved every weight by about so much."""
+    ladder, spd, ranks, more = LAYOUTS[name]
+    dense = save_llama(folder / "dense", dtype=dtype, seed=int(torch.randint(1 << 30, ())), **more, **extra)
+    recipe = Recipe(ladder=ladder or None, spd=spd or None, sync_tp_size=ranks)
+    convert_checkpoint(str(dense), folder / "student", recipe, verify=False)
+    if noise:
+        change(folder / "student", lambda _, weight: weight + noise * torch.randn_like(weight))
+    return dense, folder / "student"
+
+
+def change(folder, function):
+    """Write what ``function`` makes of every tensor; the file may share its bytes with the source's."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    path.unlink()
+    save_file({name: function(name, tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def blocks_of(folder, dtype=torch.float32):
+    return Blocks(open_checkpoint(str(folder)), dtype, CPU)
+
+
+def solve(models, place, ids, *, ridge=1e-2, layers=None, dtype=torch.float32, dense_weights=None, max_memory=1 << 30):
+    """Align, without the command around it."""
+    teacher, own = (blocks_of(folder, dtype) for folder in models)
+    stored = blocks_of(models[1], weights_of(models[1])["model.norm.weight"].dtype)
+    student = StudentBlocks(own.layout, layers_to_align(own.layout, layers), stored.weights)
+    place.mkdir()
+    files = LayerFiles(place, "aligned")
+    align(
+        teacher,
+        own,
+        dense_weights or blocks_of(models[0], stored.dtype).weights,
+        student,
+        Windows(ids[:TRAINED], ids[TRAINED:]),
+        AlignSettings(ridge),
+        files,
+        ALONE,
+        SILENT,
+        about={},
+        max_memory=max_memory,
+    )
+    weights = weights_of(models[1])
+    for layer in student.layers:
+        weights |= {f"model.layers.{layer}.{name}": tensor for name, tensor in files.weights(layer).items()}
+    return Solved(weights, [files.report_as(LayerReport, layer) for layer in student.layers])
+
+
+def oracle_of(models, *, ridge=1e-2, trained=TRAINED):
+    own = blocks_of(models[1])
+    return AlignOracle(*map(weights_of, models), own.model_config(own.layout), ridge, trained)
+
+
+def apart(one, other):
+    """The largest relative distance of two models' tensors."""
+    return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in other)
+
+
+def loaded(folder, layout, weights):
+    model = LadderizedLlamaForCausalLM(blocks_of(folder).model_config(layout)).eval()
+    model.load_state_dict(weights)
+    return model
+
+
+def divergence(dense, model, ids):
+    with torch.no_grad():
+        p, q = (each(ids).logits.double().log_softmax(-1) for each in (dense, model))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+# ---- the solution ----
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02], ids=["as converted", "retrained"])
+@pytest.mark.parametrize("name", CONVERTED)
+def test_the_weights_are_the_slow_ones(tmp_path, name, noise):
+    models = pair(tmp_path, name, noise=noise)
+    ids = random_ids(40, 12)
+    solved = solve(models, tmp_path / "work", ids)
+    expected = oracle_of(models)(ids, layers_to_align(blocks_of(models[1]).layout, None))
+    before = weights_of(models[1])
+    assert apart(solved.weights, expected) < 2e-3
+    assert apart(before, expected) > 0.3
+
+
+@pytest.mark.parametrize("layers", ["converted", "1:3", "3"])
+def test_layers_that_are_not_chosen_are_passed_through(tmp_path, layers):
+    models = pair(tmp_path, "ladder gaps", noise=0.02)
+    ids = random_ids(40, 12)
+    chosen = layers_to_align(blocks_of(models[1]).layout, layers)
+    solved = solve(models, tmp_path / "work", ids, layers=layers)
+    assert apart(solved.weights, oracle_of(models)(ids, chosen)) < 2e-3
+    before = weights_of(models[1])
+    changed = {int(name.split(".")[2]) for name in before if not torch.equal(before[name], solved.weights[name])}
+    assert changed == set(chosen) == {report.layer for report in solved.reports}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_the_slow_models_are_transformers(tmp_path, name):
+    """The oracle's streams are those of the class that every checkpoint carries."""
+    models = pair(tmp_path, name)
+    ids = random_ids(3, 12)
+    oracle = oracle_of(models)
+    oracle(ids, ())
+    layout = blocks_of(models[1]).layout
+    model = loaded(models[1], layout, weights_of(models[1])).double()
+    model.model.norm = torch.nn.Identity()
+    with torch.no_grad():
+        expected = model(ids, output_hidden_states=True).hidden_states[-1]
+    assert torch.allclose(oracle.stream, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_dense_stream_is_reached_where_it_can_be(tmp_path):
+    """Nothing is lost where attention adds nothing, and what was done to norms and down projections can be undone."""
+    models = pair(tmp_path, "ladder all")
+
+    def spoilt(name, weight):
+        if "post_attention_layernorm" in name:
+            return weight * (0.5 + torch.rand_like(weight))
+        return torch.randn_like(weight) if "down_proj" in name else weight
+
+    for folder in models:
+        change(folder, lambda name, weight: weight * 0 if "o_proj" in name else weight)
+    change(models[1], spoilt)
+    layout = blocks_of(models[1]).layout
+    dense = loaded(models[0], Layout.dense(layout.num_layers), weights_of(models[0]))
+    ids = random_ids(40, 12)
+    solved = solve(models, tmp_path / "work", ids, ridge=1e-7)
+    before, after = (
+        divergence(dense, loaded(models[1], layout, weights), ids)
+        for weights in (weights_of(models[1]), solved.weights)
+    )
+    assert before > 0.05
+    assert after < 1e-5
+
+
+@pytest.mark.parametrize("extra", [{}, BIASES], ids=["plain", "biases"])
+def test_heads_in_another_order_are_aligned_alike(tmp_path, extra):
+    """The dense model's heads are put in the student's order; where no sum is dropped the order changes nothing."""
+    heads, kv_heads = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
+    dense, plain = pair(tmp_path, "ladder all", **extra)
+    groups = torch.arange(heads).view(kv_heads, -1)
+    orders = {
+        layer: tuple(groups[torch.randperm(kv_heads)].flip(1).flatten().tolist())
+        for layer in range(SHAPE["num_hidden_layers"])
+    }
+    head_map = HeadMap(4, orders, fingerprint(open_checkpoint(str(dense))))
+    (tmp_path / "map.json").write_text(to_json(head_map.to_dict()))
+    recipe = Recipe(ladder="all", head_map=str(tmp_path / "map.json"))
+    convert_checkpoint(str(dense), tmp_path / "mapped", recipe, verify=False)
+    mapped = tmp_path / "mapped"
+    assert heads_of(open_checkpoint(str(mapped))) == orders
+    assert heads_of(open_checkpoint(str(plain))) == {}
+
+    def moved(layer):
+        return permute_heads(blocks_of(dense).weights(layer), orders[layer], heads, kv_heads)
+
+    ids = random_ids(40, 12)
+    one = solve((dense, plain), tmp_path / "one", ids)
+    other = solve((dense, mapped), tmp_path / "other", ids, dense_weights=moved)
+    layout = blocks_of(plain).layout
+    models = [loaded(plain, layout, weights) for weights in (one.weights, other.weights)]
+    with torch.no_grad():
+        assert torch.allclose(models[0](ids).logits, models[1](ids).logits, rtol=1e-3, atol=1e-3)
+    assert apart(other.weights, one.weights) > 0.3
+
+
+# ---- what is chosen, and what is kept ----
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_every_projection_gets_the_ridge_that_is_best_on_held_out_tokens(stored):
+    """Two projections on the same inputs, one with much to learn from clean targets, the other from noise: what is
+    chosen of each is what trying all by hand gives."""
+    ridges = (10.0, 1e-1, 1e-5)
+    projections = [torch.nn.Linear(12, 3), torch.nn.Linear(12, 3)]
+    for projection in projections:
+        projection.to(stored).float()
+    with torch.no_grad():
+        prior = affine(projections).clone()
+    truth = prior + torch.tensor([1.0, 1.0, 1.0, 0.02, 0.02, 0.02])[:, None] * torch.randn(6, 13)
+    noise = torch.tensor([0.01, 0.01, 0.01, 2.0, 2.0, 2.0])
+
+    def drawn(tokens):
+        x = torch.cat([torch.randn(tokens, 12), torch.ones(tokens, 1)], 1)
+        return x, linear(x, truth) + noise * torch.randn(tokens, 6)
+
+    (x, y), heldout = drawn(20), drawn(2000)
+    products = Products(13, 6, CPU)
+    products.add(x, y)
+    judged = [([heldout[0]], heldout[1])]
+    reports = refit(["a", "b"], projections, [RankRows(products, prior)], lambda: judged, ridges, ALONE, stored)
+    for number, (report, projection) in enumerate(zip(reports, projections, strict=True)):
+        own = slice(3 * number, 3 * number + 3)
+        tried = {None: prior[own]}
+        for ridge in ridges:
+            gram = (x.T @ x).double()
+            penalty = ridge * gram.diagonal().mean()
+            left = gram + penalty * torch.eye(13, dtype=torch.float64)
+            whole = torch.linalg.solve(left, ((y.T @ x).double() + penalty * prior).T).T
+            tried[ridge] = whole[own].to(stored).float()
+        power = heldout[1][:, own].square().sum()
+        errors = {
+            ridge: float((linear(heldout[0], weights) - heldout[1][:, own]).square().sum() / power)
+            for ridge, weights in tried.items()
+        }
+        best = min(errors, key=errors.get)
+        assert report.ridge == best
+        assert report.error_before == pytest.approx(errors[None], rel=1e-4)
+        assert report.error_after == pytest.approx(errors[best], rel=1e-4)
+        with torch.no_grad():
+            assert torch.allclose(affine([projection]), tried[best], rtol=1e-2, atol=1e-4)
+    assert reports[0].ridge == 1e-5
+    assert reports[1].ridge in (None, 10.0)
+
+
+def test_a_projection_keeps_its_weights_where_its_error_does_not_fall():
+    """What the tokens that are learnt from say is not so on held-out tokens."""
+    projection = torch.nn.Linear(8, 4, bias=False)
+    prior = projection.weight.detach().clone()
+    x = torch.randn(50, 8)
+    products = Products(8, 4, CPU)
+    products.add(x, torch.randn(50, 4))
+    heldout = [([x], linear(x, prior) + 1e-3 * torch.randn(50, 4))]
+    (report,) = refit(
+        ["a"], [projection], [RankRows(products, prior)], lambda: heldout, (1e-1, 1e-3), ALONE, torch.float32
+    )
+    assert report.ridge is None
+    assert report.error_after == report.error_before > 0
+    assert torch.equal(projection.weight, prior)
+
+
+@pytest.mark.parametrize("inputs", ["zero", "one token", "few tokens"])
+def test_products_that_are_singular(inputs):
+    """What the inputs do not say stays as it was; where they say nothing at all so does everything."""
+    projection = torch.nn.Linear(8, 4, bias=False)
+    prior = projection.weight.detach().clone()
+    x = torch.randn({"zero": 30, "one token": 1, "few tokens": 5}[inputs], 8) * (inputs != "zero")
+    y = torch.randn(len(x), 4)
+    products = Products(8, 4, CPU)
+    products.add(x, y)
+    (report,) = refit(
+        ["a"], [projection], [RankRows(products, prior)], lambda: [([x], y)], (1e-3,), ALONE, torch.float32
+    )
+    if inputs == "zero":
+        assert report.ridge is None
+        assert torch.equal(projection.weight, prior)
+        return
+    assert report.error_after < 0.1 * report.error_before
+    outside = torch.linalg.svd(x).Vh[len(x) :]  # directions that no input has
+    assert torch.allclose(projection.weight @ outside.T, prior @ outside.T, atol=1e-2)
+
+
+def test_what_the_data_do_not_say_is_kept(tmp_path):
+    """Tokens of half of the vocabulary: the aligned model is no worse than the converted one on the other half."""
+    models = pair(tmp_path, "spd all 4")
+    layout = blocks_of(models[1]).layout
+    dense = loaded(models[0], Layout.dense(layout.num_layers), weights_of(models[0]))
+    half = SHAPE["vocab_size"] // 2
+    solved = solve(models, tmp_path / "work", torch.randint(3, half, (40, 12)), ridge=None)
+    converted, aligned = (loaded(models[1], layout, weights) for weights in (weights_of(models[1]), solved.weights))
+    for low, high, share in ((3, half, 0.7), (half, SHAPE["vocab_size"], 1.0)):
+        ids = torch.randint(low, high, (40, 12))
+        assert divergence(dense, aligned, ids) < share * divergence(dense, converted, ids)
+
+
+def test_which_layers_are_aligned():
+    layout = Layout.from_layers(6, ladder=[2], spd=[4], sync_tp_size=2)
+    assert layers_to_align(layout, None) == layers_to_align(layout, "all") == (2, 3, 4, 5)
+    assert layers_to_align(layout, "converted") == (2, 4)
+    assert layers_to_align(layout, "5,3") == (3, 5)
+    with pytest.raises(UserError, match="--train: 0:2 read what the dense model's read; only 2:6 can be aligned"):
+        layers_to_align(layout, ":3")
+
+
+def test_how_many_tokens_are_taken():
+    assert default_tokens({"hidden_size": 64, "intermediate_size": 172}) == LEAST_TOKENS
+    assert default_tokens({"hidden_size": 65536, "intermediate_size": 9}) == 4 * 65536
+
+
+# ---- dtypes, disk ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_rounded_once(tmp_path, stored, dtype):
+    """Computing in bfloat16 does not make bfloat16 of weights that are stored wider; what is kept stays to the bit."""
+    models = pair(tmp_path, "ladder last half", dtype=stored)
+    ids = random_ids(40, 12)
+    solved = solve(models, tmp_path / "work", ids, dtype=dtype)
+    before = weights_of(models[1])
+    written = {
+        f"model.layers.{report.layer}.{entry.projection}.weight"
+        for report in solved.reports
+        for entry in report.projections
+        if entry.ridge is not None
+    }
+    assert len(written) > 5
+    assert {name for name in before if not torch.equal(before[name], solved.weights[name])} == written
+    assert all(solved.weights[name].dtype == stored for name in before)
+    narrow = [
+        name for name in written if torch.equal(solved.weights[name].bfloat16().float(), solved.weights[name].float())
+    ]
+    assert bool(narrow) == (stored == torch.bfloat16)
+    exact = solve(models, tmp_path / "exact", ids)
+    assert apart(solved.weights, exact.weights) < (0.2 if torch.bfloat16 in (stored, dtype) else 1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_streams_on_disk_give_the_same_bits(tmp_path, dtype):
+    models = pair(tmp_path, "same layer", dtype=dtype)
+    ids = random_ids(40, 12)
+    memory = solve(models, tmp_path / "memory", ids, ridge=None, dtype=dtype)
+    disk = solve(models, tmp_path / "disk", ids, ridge=None, dtype=dtype, max_memory=1)
+    assert all(torch.equal(memory.weights[name], disk.weights[name]) for name in memory.weights)
+    assert [report.projections for report in memory.reports] == [report.projections for report in disk.reports]
+    assert listing(tmp_path / "disk") == listing(tmp_path / "memory")
+
+
+def test_streams_go_to_disk_all_together(tmp_path):
+    """What the streams need in all decides, as it is said before the work starts."""
+    blocks = blocks_of(save_llama(tmp_path / "m", dtype=torch.bfloat16), torch.bfloat16)
+    ids = random_ids(6, 8)
+    need = ids.numel() * (3 * 4 + 2) * SHAPE["hidden_size"]
+    for limit, files in ((need, 0), (need - 14, 4)):
+        (place := tmp_path / str(limit)).mkdir()
+        streams = Streams(blocks, ids[:5], ids[5:], ALONE, batch_tokens=16, max_memory=limit, path=place / "states-0")
+        assert len(listing(place)) == files
+        streams.close()
+        assert listing(place) == []
+
+
+def test_ranks_without_windows_add_nothing(tmp_path):
+    """Rank 1 of 2 has none of the one held-out window, and no batch mixes both kinds."""
+    blocks = blocks_of(save_llama(tmp_path / "m"))
+    ids = random_ids(4, 8)
+    parts = [
+        Streams(
+            blocks,
+            ids[:3],
+            ids[3:],
+            Ranks(rank, 2, CPU),
+            batch_tokens=1,
+            max_memory=1,
+            path=tmp_path / f"states-{rank}",
+        )
+        for rank in range(2)
+    ]
+    assert [part.ids.tolist() for part in parts] == [ids[[0, 2, 3]].tolist(), ids[[1]].tolist()]
+    rows = [[batch.tolist() for batch in part.batches(heldout=held)] for part in parts for held in (False, True, None)]
+    assert rows == [[[0], [1]], [[2]], [[0], [1], [2]], [[0]], [], [[0]]]
+    for part in parts:
+        part.close()
+
+
+WEIGHTS = "layer 3: {} of the dense or the converted model has NaN or infinite weights or inputs; check the weights"
+STATES = "the {} model's states are NaN or infinite; check its weights, or compute in float32"
+
+
+@pytest.mark.parametrize("value", [torch.nan, 3e38])
+@pytest.mark.parametrize(
+    ("model", "place", "message"),
+    [
+        ("dense", "layers.3.self_attn.k_proj", WEIGHTS.format("self_attn.[qk]_proj")),
+        ("converted", "layers.3.self_attn.v_proj", WEIGHTS.format("self_attn.[qv]_proj")),
+        ("dense", "layers.3.mlp.down_proj", STATES.format("dense")),
+        ("converted", "layers.3.mlp.down_proj", WEIGHTS.format("mlp.down_proj")),
+        ("dense", "layers.0.self_attn.o_proj", STATES.format("dense")),
+        ("converted", "layers.0.mlp.gate_proj", STATES.format("converted")),
+        ("dense", "embed_tokens", STATES.format("dense")),
+        ("converted", "embed_tokens", STATES.format("converted")),
+    ],
+)
+def test_what_is_no_number_is_said(tmp_path, model, place, message, value):
+    """Also where torch's attention would compute on as if nothing were wrong."""
+    models = pair(tmp_path, "ladder last half")
+
+    def spoilt(name, weight):
+        return weight.index_fill(0, torch.tensor([0]), value) if place in name else weight
+
+    change(models[model == "converted"], spoilt)
+    ids = random_ids(40, 12)
+    ids[:, 0] = 0  # reads the first row of the embedding
+    with pytest.raises(UserError, match=message):
+        solve(models, tmp_path / "work", ids, max_memory=1)
+    assert listing(tmp_path / "work") == (["aligned-00002.safetensors"] if "layers.3" in place else [])

@@ -1,0 +1,485 @@
+"""`ladderize adapt --method align`: what it writes and says, that it goes on, several processes, what is refused."""
+
+import json
+import os
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ladderize.adapt.align import align as alignment
+from ladderize.adapt.align import estimate
+from ladderize.adapt.align.options import AlignOptions
+from ladderize.adapt.align.run import Aligning
+from ladderize.adapt.blockwise import rewrite
+from ladderize.adapt.blockwise.folder import LayerFiles
+from ladderize.adapt.blockwise.rewrite import HeldoutMeasures
+from ladderize.blocks import open_checkpoint
+from ladderize.demo import corpus
+from ladderize.demo.inputs import MODEL
+from ladderize.eval.results import Perplexity
+from ladderize.modeling import load
+from tests import warm
+from tests.helpers import ROOT, SHAPE, edit_json, fresh_rng, invoke, listing, one_sentence, save_llama
+
+WORK = "out.ladderize-work"
+PLACE = ["dense", "ids.npy", "spd"]
+# Runs ladderize; rank 1 is killed when it has sent its second sum.
+RANK_DIES = """
+import os, signal, sys
+from ladderize.ranks.group import Ranks
+summed, count = Ranks.sum, [0]
+def sum(self, values):
+    count[0] += 1
+    if self.rank == 1 and count[0] == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return summed(self, values)
+Ranks.sum = sum
+sys.argv[:1] = ["ladderize"]
+from ladderize.cli import main
+main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick_estimate(monkeypatch):
+    """Time and memory are said from small matrices."""
+    monkeypatch.setattr(estimate, "PROBE", 16)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A dense random model, its conversion, and windows of ids."""
+    dense = save_llama(tmp_path / "dense", seed=5)
+    assert invoke("convert", dense, tmp_path / "spd", "--spd", "1:", "--sync-tp-size", 4, "--no-verify").code == 0
+    np.save(tmp_path / "ids.npy", fresh_rng().integers(3, SHAPE["vocab_size"], (72, 16)))
+    return dense, tmp_path / "spd"
+
+
+def command(pair, out, *options, data="ids.npy"):
+    dense, model = pair
+    own = [] if "--no-verify" in options or "--verified" in options else ["--no-verify"]
+    sizes = [] if "--samples" in options else ["--samples", 60, "--heldout", 12]
+    options = [option for option in options if option != "--verified"]
+    write = [] if "--write" in options else ["--write", "last"]
+    return [
+        *("adapt", model, out, "--method", "align", "--distill-from", dense, "--data", dense.parent / data),
+        *("--threads", 1, "--device", "cpu", *own, *sizes, *write, *options),
+    ]
+
+
+def align(pair, out, *options, **more):
+    return invoke(*command(pair, out, *options, **more))
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def bits(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+def change(folder, function):
+    path = folder / "model.safetensors"
+    tensors = {name: function(name, tensor) for name, tensor in load_file(path).items()}
+    path.unlink()  # it may share its bytes with the source
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+# ---- what is written and said ----
+
+
+def test_a_checkpoint_is_written_with_its_document(pair, tmp_path):
+    """It loads in plain transformers (which --no-verify would skip); its perplexity is the one that was measured."""
+    shown = align(pair, tmp_path / "out", "--json", "--verified")
+    assert shown.code == 0, shown.stderr
+    document = json.loads(shown.stdout)
+    out = tmp_path / "out"
+    stored = json.loads((out / "alignment.json").read_text())
+    assert len(stored.pop("run_sha256")) == 64
+    assert stored == document
+    assert [row["layer"] for row in document["layers"]] == [1, 2, 3]
+    for row in document["layers"]:
+        names = [entry["projection"] for entry in row["projections"]]
+        assert [name.rpartition(".")[2][0] for name in names] == list("qkvogud")
+        for entry in row["projections"]:
+            assert (entry["error_after"] < entry["error_before"]) == (entry["ridge"] is not None)
+            assert entry["error_after"] <= entry["error_before"]
+    ppl = {name: value["perplexity"] for name, value in document["heldout_perplexity"].items()}
+    assert list(ppl) == ["dense", "before", "aligned"]
+    assert document["heldout_divergence"]["aligned"] < 0.7 * document["heldout_divergence"]["before"]
+    before, after = weights_of(pair[1]), weights_of(out)
+    written = {
+        f"model.layers.{row['layer']}.{entry['projection']}.weight"
+        for row in document["layers"]
+        for entry in row["projections"]
+        if entry["ridge"] is not None
+    }
+    assert list(before) == list(after)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == written
+    assert listing(tmp_path) == sorted([*PLACE, "out"])
+    assert "alignment:" in (out / "ladderize.yaml").read_text()
+    assert "The projections of layers 1:4 were solved anew by least squares" in (out / "README.md").read_text()
+    # the measures are those of the model
+    options = AlignOptions(str(tmp_path / "ids.npy"), samples=60, heldout=12)
+    ids = Aligning().windows(open_checkpoint(str(pair[0])), options).heldout
+    np.save(tmp_path / "heldout.npy", ids.numpy())
+    scored = json.loads(invoke("eval", out, "--perplexity", tmp_path / "heldout.npy", "--json").stdout)
+    assert scored["models"][0]["ladderize"]["perplexity"]["perplexity"] == pytest.approx(ppl["aligned"], rel=1e-5)
+    with torch.no_grad():
+        p, q = (load(folder, dtype="float32")(ids).logits[:, :-1].log_softmax(-1) for folder in (pair[0], out))
+    divergence = float((p.exp() * (p - q)).sum(-1).mean())
+    assert divergence == pytest.approx(document["heldout_divergence"]["aligned"], rel=1e-4)
+
+
+def test_the_table_says_what_is_left(pair, tmp_path):
+    shown = align(pair, tmp_path / "out", "--train", "2:", "--plot", tmp_path / "curves")
+    assert shown.code == 0, shown.stderr
+    rows = [line for line in shown.stdout.splitlines() if re.match(r"\s*[0-9]+ ", line)]
+    assert [row.split()[0] for row in rows] == ["2", "3"]
+    assert all(len(re.findall(r"[0-9.]+% to [0-9.]+%|[0-9.]+%, kept", row)) == 4 for row in rows), shown.stdout
+    assert "KL to dense" in shown.stdout
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert "aligning 2 layers on 960 tokens (60 windows of 16), 12 windows held out: about" in shown.stderr
+
+
+def test_the_documents_keys_are_described(pair, tmp_path):
+    """Every key of alignment.json stands in its section of docs/files.md."""
+    assert align(pair, tmp_path / "out", "--train", "3").code == 0
+    pages = (ROOT / "docs" / "files.md").read_text()
+    section = pages.partition("## `alignment.json`")[2].partition("\n## ")[0]
+    document = json.loads((tmp_path / "out" / "alignment.json").read_text())
+    keys = {*document, *document["layers"][0], *document["layers"][0]["projections"][0], *document["options"]}
+    keys -= {"schema_version", "ladderize_version", "attention_sync", "mlp_sync", "sync_tp_size"}  # of every document
+    assert {key for key in keys if f"`{key}`" not in section and key != "layout"} == set()
+
+
+def test_a_chain_of_methods_is_told_in_its_order(pair, tmp_path):
+    """align, then blocks, then full: each starts from what the one before wrote, and the last says all of it."""
+    dense, _ = pair
+    same = ["--data", tmp_path / "ids.npy", "--no-verify", "--threads", 1, "--write", "last"]
+    assert align(pair, tmp_path / "one").code == 0
+    blocks = ["--method", "blocks", "--distill-from", dense, "--epochs", 1, "--samples", 60, "--heldout", 8]
+    assert invoke("adapt", tmp_path / "one", tmp_path / "two", *blocks, *same).code == 0
+    full = ["--max-steps", 1, "--batch-size", 2, "--seq-len", 16]
+    assert invoke("adapt", tmp_path / "two", tmp_path / "three", *full, *same).code == 0
+    told = json.loads(invoke("inspect", tmp_path / "three", "--json").stdout)["retrainings"]
+    assert [entry["method"] for entry in told] == ["align", "blocks", "full"]
+    assert [told[0][key] for key in ("model", "teacher", "layers")] == [str(pair[1]), str(dense), [1, 2, 3]]
+    assert told[0]["data"] == [str(tmp_path / "ids.npy")]
+    assert told[0]["layout"] == "4 layers: spd 1:4 (sync_tp_size 4)"
+    assert list(told[0]["perplexity"]) == ["dense", "before", "aligned"]
+    assert f"align: layers 1:4 of {pair[1]}" in " ".join(invoke("inspect", tmp_path / "three").stdout.split())
+    warned = invoke("convert", tmp_path / "one", tmp_path / "four", "--ladder", "all", "--no-verify")
+    assert "the weights were retrained (align) for another layout" in warned.stderr
+    assert invoke("plot", tmp_path / "three", "--out", tmp_path / "curves").code == 0
+    picture = (tmp_path / "curves.svg").read_text()
+    assert all(text in picture for text in ("three: aligned layers", "three: distilled blocks", "Training loss"))
+
+
+def test_write_best_writes_nothing_that_got_worse(pair, tmp_path, monkeypatch):
+    def worse(*arguments):
+        never = {"dense": 8.0, "before": 9.0, "aligned": 9.5}
+        return HeldoutMeasures({name: Perplexity(x, None, 1.0, 8, 1, 8, 1.0) for name, x in never.items()}, {})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rewrite, "before_and_after", worse)
+        message = one_sentence(align(pair, tmp_path / "out", "--write", "best"))
+    assert "alignment never lowered the held-out perplexity (before 9.0000, after 9.5000)" in message
+    assert "align on more data" in message
+    assert "--lr" not in message
+    assert listing(tmp_path) == sorted([*PLACE, WORK])
+    assert "aligned-00001.safetensors" in listing(tmp_path / WORK)
+    written = align(pair, tmp_path / "out", "--write", "last")
+    assert written.code == 0
+    assert "layers up to 3 are already aligned" in written.stderr
+    assert listing(tmp_path) == sorted([*PLACE, "out"])
+
+
+# ---- killed, and several processes ----
+
+
+def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
+    assert align(pair, tmp_path / "whole").code == 0
+    save, solved = LayerFiles.save, []
+
+    def killed(self, layer, *rest):
+        save(self, layer, *rest)
+        solved.append(layer)
+        if len(solved) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(LayerFiles, "save", killed)
+    assert align(pair, tmp_path / "out").code == 130
+    assert listing(tmp_path / WORK) == ["aligned-00001.safetensors", "aligned-00002.safetensors", "run.json"]
+    again = align(pair, tmp_path / "out", "--max-memory", "1B")  # also: from disk this time
+    assert again.code == 0, again.stderr
+    assert "layers up to 2 are already aligned" in again.stderr
+    assert solved == [1, 2, 3]
+    assert bits(tmp_path / "out") == bits(tmp_path / "whole")
+    assert WORK not in listing(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "other", [["--seed", 1], ["--ridge", 0.3], ["--train", "2:"], ["--samples", 59, "--heldout", 12]]
+)
+def test_layers_that_were_solved_otherwise_are_solved_anew(pair, tmp_path, monkeypatch, other):
+    monkeypatch.setattr(rewrite, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert align(pair, tmp_path / "out").code == 130
+    monkeypatch.undo()
+    monkeypatch.setattr(estimate, "PROBE", 16)
+    again = align(pair, tmp_path / "out", *other)
+    assert again.code == 0, again.stderr
+    assert "already aligned" not in again.stderr
+    assert align(pair, tmp_path / "fresh", *other).code == 0
+    assert bits(tmp_path / "out") == bits(tmp_path / "fresh")
+
+
+def test_a_layer_behind_one_that_is_missing_is_solved_anew(pair, tmp_path, monkeypatch):
+    """A layer is solved on what the layers before it write."""
+    monkeypatch.setattr(rewrite, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert align(pair, tmp_path / "out").code == 130
+    monkeypatch.undo()
+    (tmp_path / WORK / "aligned-00002.safetensors").write_bytes(b"cut off")
+    solved, save = [], LayerFiles.save
+    monkeypatch.setattr(LayerFiles, "save", lambda self, layer, *rest: solved.append(layer) or save(self, layer, *rest))
+    again = align(pair, tmp_path / "out")
+    assert "layers up to 1 are already aligned" in again.stderr
+    assert solved == [2, 3]
+
+
+def test_two_processes_solve_the_same_weights(pair, tmp_path):
+    """But for rounding: sums are added up in another order. One of them has no window that is held out."""
+    sizes = ["--samples", 61, "--heldout", 1]
+    assert align(pair, tmp_path / "one", *sizes).code == 0
+    more = command(pair, tmp_path / "two", *sizes, "--json", "--max-memory", "1B")
+    result = warm.run_group([sys.executable, "-m", "ladderize", *more])
+    assert result.returncode == 0, result.stderr
+    assert [row["layer"] for row in json.loads(result.stdout)["layers"]] == [1, 2, 3]
+    one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
+    assert max(float((one[name] - two[name]).norm() / one[name].norm()) for name in one) < 1e-3
+    assert listing(tmp_path) == sorted([*PLACE, "one", "two"])
+
+
+def test_a_rank_that_dies_ends_the_others(pair, tmp_path):
+    result = warm.run_group([sys.executable, "-c", RANK_DIES, *command(pair, tmp_path / "out")])
+    assert result.returncode
+    assert "out" not in listing(tmp_path)
+    assert align(pair, tmp_path / "out").code == 0
+    assert listing(tmp_path) == sorted([*PLACE, "out"])
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--train", ":2"], 1, "--train: 0 read what the dense model's read; only 1:4 can be aligned"),
+        (["--train", "9"], 1, "--train: 9 is out of range"),
+        (["--samples", 70, "--heldout", 3], 1, "gives 72 windows of 16 tokens, and 73 are asked for"),
+        (["--samples", 72], 1, "too few for 72 to train on and"),
+        (["--seq-len", 1], 2, "--seq-len"),
+        (["--seq-len", 65], 1, "--seq-len 65 is over the model's 64 positions"),
+        (["--heldout", 0, "--samples", 3], 2, "--heldout"),
+        (["--ridge", 0], 2, "--ridge must be above 0"),
+        (["--ridge", "nan"], 2, "--ridge must be above 0"),
+        (["--ridge", "inf"], 2, "--ridge must be above 0"),
+        (["--dtype", "float16"], 2, "--dtype float16 has too small a range"),
+        (["--max-memory", "much"], 2, "--max-memory: 'much' is not a size"),
+        (["--data", "b.npy"], 2, "--method align reads one --data file"),
+        *(
+            ([option, value], 2, f"{option} has no effect with --method align")
+            for option, value in {
+                "--lr": 1e-3,
+                "--epochs": 2,
+                "--patience": 2,
+                "--batch-size": 2,
+                "--max-steps": 2,
+                "--max-tokens": "2k",
+                "--temperature": 2.0,
+                "--distill-weight": 0.5,
+                "--lora-rank": 4,
+                "--eval-data": "x.txt",
+                "--resume": "no",
+                "--tp-size": 2,
+                "--keep": 1,
+                "--attention": "eager",
+            }.items()
+        ),
+    ],
+)
+def test_what_is_refused(pair, tmp_path, options, code, message):
+    outcome = align(pair, tmp_path / "out", *options)
+    assert message in one_sentence(outcome)
+    assert outcome.code == code
+    assert listing(tmp_path) == PLACE
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "blocks"])
+def test_a_ridge_has_no_effect_on_other_methods(pair, tmp_path, method):
+    outcome = invoke("adapt", pair[1], tmp_path / "out", "--method", method, "--data", "x.txt", "--ridge", 0.1)
+    assert f"--ridge has no effect with --method {method}" in one_sentence(outcome)
+    assert outcome.code == 2
+
+
+@pytest.mark.parametrize("case", ["no teacher", "dense student", "converted teacher", "other shape", "other rope"])
+def test_models_that_do_not_belong_together(pair, tmp_path, case):
+    dense, model = pair
+    messages = {
+        "no teacher": "--method align needs --distill-from DENSE",
+        "dense student": "is dense",
+        "converted teacher": "is not dense (4 layers: spd 1:4 (sync_tp_size 4)); name the model that",
+        "other shape": "has other shapes than",
+        "other rope": "computes otherwise than",
+    }
+    if case == "no teacher":
+        outcome = invoke("adapt", model, tmp_path / "out", "--method", "align", "--data", tmp_path / "ids.npy")
+        assert outcome.code == 2
+    else:
+        other = save_llama(tmp_path / "other", seed=5, **({"intermediate_size": 64} if case == "other shape" else {}))
+        if case == "other rope":
+            edit_json(other / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+        pairs = {"dense student": (dense, other), "converted teacher": (model, model)}
+        outcome = align(pairs.get(case, (other, model)), tmp_path / "out", data="../" + tmp_path.name + "/ids.npy")
+        assert outcome.code == 1
+    assert messages[case] in one_sentence(outcome)
+    assert not {"out", WORK} & set(listing(tmp_path))
+
+
+@pytest.mark.parametrize("same", [[], ["embed_tokens"], ["embed_tokens", "layers.0"]])
+def test_a_dense_model_that_is_not_the_source_is_refused(pair, tmp_path, same):
+    """Another model of the same shape, also one that shares the embedding; one that shares the unconverted layers and
+    was trained from there on is a relative."""
+    stranger = save_llama(tmp_path / "stranger", seed=6)
+    source = weights_of(pair[0])
+    change(stranger, lambda name, weight: source[name] if any(part in name for part in same) else weight)
+    outcome = align((stranger, pair[1]), tmp_path / "out", data="../" + tmp_path.name + "/ids.npy")
+    if len(same) == 2:
+        assert outcome.code == 0, outcome.stderr
+        return
+    name = "model.layers.0.mlp.up_proj.weight" if same else "model.embed_tokens.weight"
+    assert re.search(
+        rf"--distill-from \S*stranger has other weights than \S*spd \({name} differs by 1[0-9][0-9]%\);"
+        " name the model that it was converted from",
+        one_sentence(outcome),
+    )
+    assert listing(tmp_path) == sorted([*PLACE, "stranger"])
+
+
+def test_a_fine_tuned_relative_is_no_stranger(pair, tmp_path):
+    change(pair[1], lambda _, weight: weight + 0.1 * weight.std() * torch.randn_like(weight))
+    outcome = align(pair, tmp_path / "out")
+    assert outcome.code == 0, outcome.stderr
+    assert "has a different embedding, final norm or LM head" in outcome.stderr
+
+
+def test_few_tokens_are_said(pair, tmp_path):
+    """Fewer than a projection has inputs: the ridge keeps what they do not say, so that little is lost."""
+    few = align(pair, tmp_path / "few", "--samples", 2, "--heldout", 12, "--json")
+    assert few.code == 0, few.stderr
+    assert "32 tokens are fewer than the 48 inputs of the widest projection" in " ".join(few.stderr.split())
+    divergences = json.loads(few.stdout)["heldout_divergence"]
+    assert divergences["aligned"] < 1.5 * divergences["before"]
+    enough = align(pair, tmp_path / "enough", "--samples", 3, "--heldout", 12)
+    assert "fewer than" not in enough.stderr
+
+
+def test_rows_of_one_token_are_joined(pair, tmp_path):
+    """A window of one token is never made."""
+    rows = fresh_rng().integers(3, SHAPE["vocab_size"], 2048)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [int(token)]}) + "\n" for token in rows))
+    np.save(tmp_path / "column.npy", rows[:, None])
+    for name in ("rows.jsonl", "column.npy"):
+        outcome = align(pair, tmp_path / "out", "--samples", 20, "--heldout", 8, "--json", data=name)
+        print(outcome)
+        assert "gives 1 tokens, too few for one to be predicted from another" in one_sentence(outcome)
+
+
+def test_windows_that_say_nothing_change_nothing(pair, tmp_path):
+    """One token again and again: every product has rank 1 or so, and the result is finite and no worse on it."""
+    np.save(tmp_path / "same.npy", np.full((72, 16), 7))
+    outcome = align(pair, tmp_path / "out", "--json", data="same.npy")
+    assert outcome.code == 0, outcome.stderr
+    divergences = json.loads(outcome.stdout)["heldout_divergence"]
+    assert divergences["aligned"] <= divergences["before"] + 1e-6
+    assert all(torch.isfinite(weight).all() for weight in weights_of(tmp_path / "out").values())
+
+
+@pytest.mark.parametrize("model", ["dense", "spd"])
+def test_weights_that_are_no_numbers(pair, tmp_path, model):
+    def spoilt(name, weight):
+        return weight.index_fill(0, torch.tensor([1]), torch.nan) if "layers.2.mlp.up_proj" in name else weight
+
+    change(tmp_path / model, spoilt)
+    message = one_sentence(align(pair, tmp_path / "out"))
+    assert "layer 2: mlp.up_proj of the dense or the converted model has NaN or infinite weights or inputs" in message
+    assert listing(tmp_path) == sorted([*PLACE, WORK])
+    assert listing(tmp_path / WORK) == ["aligned-00001.safetensors", "run.json"]
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_full_disk_is_one_sentence(pair, tmp_path, monkeypatch, number):
+    """At the first file of states or at a later one: those before it are not left behind."""
+    reserved, reserve = [], os.posix_fallocate
+
+    def full(descriptor, offset, size):
+        if len(reserved) == number:
+            raise OSError(28, "No space left on device")
+        reserved.append(size)
+        reserve(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert "no space left on device" in one_sentence(align(pair, tmp_path / "out", "--max-memory", "1B"))
+    assert len(reserved) == number
+    assert listing(tmp_path) == PLACE
+
+
+def test_a_disk_that_is_full_when_a_layer_is_saved(pair, tmp_path, monkeypatch):
+    from ladderize.adapt.blockwise import folder
+
+    def full(*arguments, **more):
+        raise folder.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(folder, "save_file", full)
+    assert "block 1 cannot be saved" in one_sentence(align(pair, tmp_path / "out"))
+    assert listing(tmp_path) == PLACE
+
+
+def test_killed_while_states_are_on_disk(pair, tmp_path, monkeypatch):
+    """Ctrl-C frees the disk; the states of a run that was killed are overwritten, and go with the work."""
+    layer = alignment.LayerAlignment.run
+    monkeypatch.setattr(alignment.LayerAlignment, "run", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert align(pair, tmp_path / "out", "--max-memory", "1B").code == 130
+    assert listing(tmp_path) == PLACE
+    monkeypatch.setattr(alignment.LayerAlignment, "run", layer)
+    (tmp_path / WORK).mkdir()
+    (tmp_path / WORK / "run.json").write_text("{}")
+    (tmp_path / WORK / "states-0-dense-0.bin").write_bytes(b"old")
+    assert align(pair, tmp_path / "out", "--max-memory", "1B").code == 0
+    assert listing(tmp_path) == sorted([*PLACE, "out"])
+
+
+# ---- models that were trained ----
+
+
+def test_a_trained_model_gets_nearer_to_the_dense_one(tmp_path):
+    """The bundled model, in bfloat16: much of the divergence goes, and the output is stored as the source is."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(corpus.documents(400, test=False)))
+    same = ["--seq-len", 64, "--samples", 64, "--heldout", 16, "--no-verify", "--threads", 1]
+    for name, layout in {"ladder": ["--ladder", "4:"], "spd": ["--spd", "all", "--sync-tp-size", 4]}.items():
+        assert invoke("convert", MODEL, tmp_path / name, *layout, "--no-verify").code == 0
+        aligning = ["--method", "align", "--distill-from", MODEL, "--data", text, *same, "--json"]
+        shown = invoke("adapt", tmp_path / name, tmp_path / f"{name}-aligned", *aligning)
+        assert shown.code == 0, shown.stderr
+        document = json.loads(shown.stdout)
+        assert document["dtype"] == "bfloat16"
+        divergences = document["heldout_divergence"]
+        assert divergences["aligned"] < 0.7 * divergences["before"]
+        weights = weights_of(tmp_path / f"{name}-aligned")
+        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}

@@ -1,0 +1,301 @@
+"""Sensitivities of aligned models: against convert, adapt --method align and eval, on which windows, resuming, who
+reads them, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from ladderize.adapt.align import run as align_run
+from ladderize.adapt.align.options import short_tokens
+from ladderize.adapt.blockwise.windows import Windows
+from ladderize.blocks import open_checkpoint, read_windows
+from ladderize.convert.point_sensitivity import read_point_sensitivity
+from ladderize.convert.recipe import Recipe
+from ladderize.convert.sensitivity_file import read_sensitivity
+from ladderize.errors import UserError
+from ladderize.eval import sensitivity_plot
+from ladderize.eval.results import EvalResults
+from ladderize.eval.sensitivity import column_layouts
+from ladderize.layout import Layout
+from ladderize.planning.planner.measure import LayoutMeasurer
+from ladderize.planning.planner.windows import AlignmentCounts
+from ladderize.tradeoff.sweep.settings import SENSITIVITY_KEYS, check_keys, sensitivity_settings
+from ladderize.workflows import aligned_layouts
+from ladderize.workflows.aligned_layouts import AlignedLayouts
+from ladderize.workflows.sensitivity_run import SensitivityFolder
+from tests.helpers import SHAPE, fresh_rng, invoke, one_sentence, save_llama
+
+LAYERS = SHAPE["num_hidden_layers"]
+SCORED, ALIGNED, HELD_OUT, TOKENS = 3, 12, 3, 16  # windows of so many tokens
+MODES = {"spd": 4, "ladder": None, "each": 2, "each-ladder": None}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("aligned") / "dense", seed=int(torch.randint(1 << 30, ())))
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory):
+    """A file of 40 windows of random ids."""
+    path = tmp_path_factory.mktemp("ids") / "ids.npy"
+    np.save(path, fresh_rng().integers(3, SHAPE["vocab_size"], (40, TOKENS)))
+    return path
+
+
+def measured(model, ids, out, *more, align=("--align", "--align-samples", ALIGNED)):
+    """``ladderize sensitivity`` of the first windows."""
+    where = ("--data", ids, "--samples", SCORED, "--seed", 5, "--out", out, "--threads", 1)
+    return invoke("sensitivity", model, *where, *align, *more)
+
+
+def of_mode(mode, ranks):
+    return ("--mode", mode, *(("--sync-tp-size", ranks) if ranks is not None else ()))
+
+
+def drawn(model, ids):
+    return read_windows(open_checkpoint(str(model)), str(ids), seq_len=None, samples=None, seed=5)
+
+
+def by_commands(model, layout, windows, folder, monkeypatch):
+    """Nats of each scored window: convert, adapt --method align on the windows after the scored ones, eval."""
+    scored, rest = windows[:SCORED], torch.from_numpy(windows[SCORED:])
+    own = Windows(rest[:ALIGNED], rest[ALIGNED : ALIGNED + HELD_OUT])
+    folder.mkdir()
+    np.save(folder / "scored.npy", scored)
+    np.save(folder / "own.npy", own.all.numpy())
+    recipe = {key: value for key, value in Recipe.from_layout(layout).to_dict().items() if value is not None}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(recipe))))
+    converted, aligned = folder / "converted", folder / "aligned"
+    assert invoke("convert", model, converted, "--recipe", folder / "recipe.yaml", "--no-verify").code == 0
+    monkeypatch.setattr(align_run, "training_windows", lambda *_: own)
+    more = ("--distill-from", model, "--data", folder / "own.npy", "--write", "last", "--no-verify")
+    assert invoke("adapt", converted, aligned, "--method", "align", *more).code == 0
+    shown = invoke("eval", aligned, "--perplexity", folder / "scored.npy", "--json")
+    assert shown.code == 0, shown
+    return EvalResults.from_dict(json.loads(shown.stdout), "results").models[0].model.perplexity.window_nll
+
+
+@pytest.mark.parametrize(("mode", "ranks"), MODES.items())
+def test_an_entry_is_what_convert_adapt_and_eval_give(model, ids, tmp_path, mode, ranks, monkeypatch):
+    out = tmp_path / "s.json"
+    outcome = measured(model, ids, out, *of_mode(mode, ranks))
+    assert outcome.code == 0, outcome
+    assert f"each changed model was aligned first, on {ALIGNED} other windows of {TOKENS} tokens" in outcome.stdout
+    assert "adapt dense-" in outcome.stdout
+    document = read_sensitivity(out, "ladder" if ranks is None else "spd")
+    assert vars(document.aligned) == {"samples": ALIGNED, "heldout": HELD_OUT, "seq_len": TOKENS}
+    column = int(fresh_rng().integers(LAYERS))
+    layout = column_layouts(mode, LAYERS, ranks)[column]
+    expected = by_commands(model, layout, drawn(model, ids), tmp_path / "one", monkeypatch)
+    table = np.array(document.nll)
+    np.testing.assert_allclose(table[:, column], expected, rtol=1e-5)
+    plain = tmp_path / "plain.json"
+    assert measured(model, ids, plain, *of_mode(mode, ranks), align=()).code == 0
+    before = np.array(json.loads(plain.read_text())["nll"])
+    np.testing.assert_allclose(table[:, -1], before[:, -1], rtol=1e-5)  # the dense model has nothing to align
+    assert (np.abs(table[:, :-1] - before[:, :-1]) > 1e-3).all()
+    assert "aligned" not in json.loads(plain.read_text())
+
+
+def test_how_many_windows_are_taken_by_default(model, ids, tmp_path):
+    """As many as adapt --align takes of data that are the windows which are not scored."""
+    assert measured(model, ids, tmp_path / "s.json", "--mode", "each-ladder", align=("--align",)).code == 0
+    aligned = json.loads((tmp_path / "s.json").read_text())["aligned"]
+    left = 40 - SCORED
+    assert short_tokens(SHAPE) > left * TOKENS  # all that are left
+    assert aligned == {"samples": left - left // 10, "heldout": left // 10, "seq_len": TOKENS}
+
+
+def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch):
+    out, mode = tmp_path / "s.json", ("--mode", "ladder")
+    assert measured(model, ids, tmp_path / "whole.json", *mode).code == 0
+    scored, original = [], AlignedLayouts.__call__
+
+    def stopped(self, layout, *arguments):
+        if len(scored) == 2:
+            raise UserError("stopped")
+        scored.append(layout)
+        return original(self, layout, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AlignedLayouts, "__call__", stopped)
+        assert "stopped" in one_sentence(measured(model, ids, out, *mode))
+    table = json.loads((out.with_name("s.json.ladderize-work") / SensitivityFolder.TABLE).read_text())["nll"]
+    assert [[value is None for value in row] for row in table] == [[False] * 2 + [True] * (LAYERS - 1)] * SCORED
+    others = ("--align", "--align-samples", ALIGNED - 1)
+    for align in ((), others):
+        refused = one_sentence(measured(model, ids, out, *mode, align=align))
+        assert "holds a measurement with another alignment" in refused
+    monkeypatch.setattr(
+        AlignedLayouts, "__call__", lambda self, layout, *rest: scored.append(layout) or original(self, layout, *rest)
+    )
+    resumed = measured(model, ids, out, *mode)
+    assert f"resuming after 2 of {LAYERS + 1} models" in resumed.stderr
+    assert scored == column_layouts("ladder", LAYERS, None)  # each of them once
+    assert json.loads(out.read_text()) == json.loads((tmp_path / "whole.json").read_text())
+    assert measured(model, ids, out, *mode).code == 0
+    assert len(scored) == LAYERS + 1
+
+
+def test_time_and_memory_are_announced_and_checked(model, ids, tmp_path, monkeypatch):
+    outcome = measured(model, ids, tmp_path / "s.json", "--mode", "ladder")
+    layers = LAYERS * (LAYERS + 1) // 2
+    assert f"{layers} layers are aligned on {ALIGNED * TOKENS} tokens" in " ".join(outcome.stderr.split())
+    assert "of states in memory" in outcome.stderr
+
+    def no_room(needed, device, what, advice):
+        raise UserError(f"{what} needs {needed} bytes; {advice}")
+
+    monkeypatch.setattr(aligned_layouts, "check_room", no_room)
+    refused = one_sentence(measured(model, ids, tmp_path / "t.json", "--mode", "ladder"))
+    assert "lower --align-samples or --samples" in refused
+
+
+@pytest.mark.parametrize(
+    ("align", "more", "code", "message"),
+    [
+        (("--align-samples", 3), (), 2, "--align-samples has no effect without --align"),
+        (("--align", "--align-samples", 37), (), 1, "gives 40 windows of 16 tokens, too few for 3 to score, 37 others"),
+        (("--align",), ("--samples", 39), 1, "too few for 39 to score, 1 others to align on and some that are held"),
+        (("--align",), ("--samples", 64), 1, "too few for 64 to score"),
+    ],
+)
+def test_what_is_refused(model, ids, tmp_path, align, more, code, message):
+    outcome = measured(model, ids, tmp_path / "s.json", "--mode", "ladder", *more, align=align)
+    assert message in one_sentence(outcome)
+    assert outcome.code == code
+    assert not (tmp_path / "s.json").exists()
+
+
+def test_a_model_in_half_precision(ids, tmp_path):
+    for dtype in (torch.bfloat16, torch.float16):
+        folder = save_llama(tmp_path / str(dtype), dtype=dtype)
+        assert measured(folder, ids, tmp_path / f"{dtype}.json", "--mode", "ladder").code == 0
+
+
+# ---- who reads them ----
+
+
+def test_convert_says_and_records_it(model, ids, tmp_path, monkeypatch):
+    out = tmp_path / "s.json"
+    assert measured(model, ids, out, "--mode", "each", "--sync-tp-size", 4).code == 0
+    half = ("--spd", "auto", "--sensitivity", out, "--spd-fraction", "0.5", "--no-verify")
+    outcome = invoke("convert", model, tmp_path / "spd", *half)
+    assert f"was aligned first, on {ALIGNED} other windows" in " ".join(outcome.stdout.split())
+    assert "--method align" in outcome.stdout
+    recorded = yaml.safe_load((tmp_path / "spd" / "ladderize.yaml").read_text())["selection"]["sensitivity"]
+    assert recorded["aligned"] == {"samples": ALIGNED, "heldout": HELD_OUT, "seq_len": TOKENS}
+    figures = []
+    monkeypatch.setattr(sensitivity_plot, "save_figure", lambda figure, stem: figures.append(figure))
+    document = read_sensitivity(out)
+    sensitivity_plot.draw_sensitivity(document, tmp_path / "s")
+    sensitivity_plot.draw_sensitivity(replace(document, aligned=None), tmp_path / "s")
+    assert ["aligned" in figure.get_suptitle() for figure in figures] == [True, False]
+
+
+def test_a_report_says_it(model, ids, tmp_path):
+    assert measured(model, ids, tmp_path / "s.json", "--mode", "ladder").code == 0
+    assert invoke("report", tmp_path / "s.json", "--out", tmp_path / "page.html").code == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "Sensitivity of each block to ladder, after alignment" in page
+    assert f"--align --align-samples {ALIGNED}" in page
+
+
+def test_a_sweep_passes_it_on():
+    given = check_keys({"data": "a.txt", "align": True, "align_samples": 8}, SENSITIVITY_KEYS, "sensitivity")
+    options = sensitivity_settings(given, "ladder", None, "sensitivity")
+    assert (options.align, options.align_samples) == (True, 8)
+    with pytest.raises(UserError, match="sensitivity: --align-samples has no effect without --align"):
+        sensitivity_settings({"data": "a.txt", "align_samples": 8}, "ladder", None, "sensitivity")
+
+
+# ---- layouts that plan measures ----
+
+
+@pytest.fixture(scope="module")
+def points(model, ids, tmp_path_factory):
+    out = tmp_path_factory.mktemp("points") / "p.json"
+    outcome = measured(model, ids, out, "--mode", "points", "--sync-tp-size", 4)
+    assert outcome.code == 0, outcome
+    assert "--verify 16 --align" in outcome.stdout
+    return out
+
+
+def test_points_are_aligned_too(model, ids, points, tmp_path, monkeypatch):
+    document = read_point_sensitivity(points)
+    assert document.aligned.samples == ALIGNED
+    number = int(fresh_rng().integers(len(document.costs)))
+    layout = document.costs[number].layout(LAYERS, 4)
+    expected = by_commands(model, layout, drawn(model, ids), tmp_path / "one", monkeypatch)
+    np.testing.assert_allclose(np.array(document.nll)[:, number], expected, rtol=1e-5)
+
+
+def aligned_measurer(model, points, folder, **how):
+    sensitivity = read_point_sensitivity(points)
+    counts = AlignmentCounts(sensitivity.aligned.samples, sensitivity.aligned.heldout)
+    return LayoutMeasurer(model, sensitivity.fingerprint, sensitivity.data, folder=folder, **{"align": counts, **how})
+
+
+def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monkeypatch):
+    sensitivity = read_point_sensitivity(points)
+    costs = [sensitivity.costs[int(number)] for number in fresh_rng().choice(len(sensitivity.costs), 2, replace=False)]
+    layouts = [cost.layout(LAYERS, 4) for cost in costs]
+    aligned, original = [], AlignedLayouts.__call__
+    monkeypatch.setattr(
+        AlignedLayouts, "__call__", lambda self, layout, *rest: aligned.append(layout) or original(self, layout, *rest)
+    )
+    with aligned_measurer(model, points, tmp_path / "work") as measurer:
+        assert measurer.aligned == sensitivity.aligned
+        found = measurer.measure(layouts[:1], False)
+        assert measurer.measured(layouts[0], True)  # aligned once, scored on all windows
+        others = {window.tobytes() for window in measurer.aligner.windows.all.numpy()}
+        assert not others & {w.tobytes() for windows in measurer.windows.values() for w in windows}
+        held_out = measurer.measure(layouts[:1], True)
+    with aligned_measurer(model, points, tmp_path / "work") as again:  # a killed run goes on
+        assert again.measure(layouts[:1], True) == held_out
+        found += again.measure(layouts[1:], False)
+    assert aligned == [Layout.dense(LAYERS), *layouts]
+    np.testing.assert_allclose([cost.increase for cost in found], [cost.nats for cost in costs], atol=1e-5)
+    windows = drawn(model, ids)[SCORED + ALIGNED + HELD_OUT :][:SCORED]
+    assert np.array_equal(measurer.windows["confirm"], windows)
+    with pytest.raises(UserError, match="with another windows to"):
+        aligned_measurer(model, points, tmp_path / "work", align=None).__enter__()
+
+
+def test_too_few_windows_to_align_and_to_confirm_on(model, points, tmp_path):
+    with pytest.raises(UserError, match="beside the 3 that a layout is chosen by, too few for 37 to align on"):
+        aligned_measurer(model, points, tmp_path / "a", align=AlignmentCounts(37))
+    with pytest.raises(UserError, match="has 1 windows .* and the 36 that layouts are aligned on, and 2 are needed"):
+        aligned_measurer(model, points, tmp_path / "b", align=AlignmentCounts(33))
+    with aligned_measurer(model, points, tmp_path / "c", align=AlignmentCounts()) as measurer:
+        assert len(measurer.aligner.windows.all) == (40 - SCORED) // 2  # the rest is left to confirm on
+
+
+def test_plan_names_the_step(model, ids, points, tmp_path):
+    hardware = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", 4, "--prompt-len", 8, "--output-len", 4)
+
+    def plan(*more):
+        return invoke("plan", model, *hardware, "--max-ppl-increase", "900%", *more)
+
+    recipe = tmp_path / "recipe.yaml"
+    outcome = plan("--sensitivity", points, "--verify", 2, "--align", "--recipe-out", recipe, "--json")
+    assert outcome.code == 0, outcome
+    aligned = {"samples": ALIGNED, "heldout": HELD_OUT, "seq_len": TOKENS}
+    assert json.loads(outcome.stdout)["choice"]["aligned"] == aligned
+    assert "ladderize adapt --method align" in recipe.read_text().replace("\n# ", " ")
+    estimated = plan("--sensitivity", points)
+    assert "--method align" in estimated.stdout
+    assert f"aligned  each changed model was aligned first, on {ALIGNED}" in estimated.stdout
+    assert "costs of aligned models" in one_sentence(plan("--sensitivity", points, "--verify", 2))
+    assert "--align has no effect without --verify" in one_sentence(plan("--sensitivity", points, "--align"))
+    plain = tmp_path / "plain.json"
+    assert measured(model, ids, plain, "--mode", "points", align=()).code == 0
+    shown = plan("--sensitivity", plain, "--json")
+    assert "aligned" not in json.loads(shown.stdout)["choice"]
+    verified = plan("--sensitivity", plain, "--verify", 2, "--align", "--align-samples", 9, "--json")
+    assert json.loads(verified.stdout)["choice"]["aligned"]["samples"] == 9

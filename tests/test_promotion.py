@@ -1,0 +1,193 @@
+"""``promote`` of a sweep.yaml: which layouts go on, by what was measured of them, and what becomes of the others."""
+
+import json
+import math
+
+import pytest
+
+from ladderize.tradeoff.sweep.builder import StageBuilder
+from ladderize.tradeoff.sweep.execute import Execution
+from ladderize.tradeoff.sweep.inputs import Inputs
+from ladderize.tradeoff.sweep.plan import Planner
+from ladderize.tradeoff.sweep.promotion import Entrant, promoted, ranking
+from ladderize.tradeoff.sweep.reading import read_sweep
+from tests.helpers import fresh_rng, invoke
+from tests.sweeps import FAST, make_place, ran, read, spec, write
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("sweep"))
+
+
+# ---- the rule ----
+
+
+def entrants_of(rng, count):
+    """Small numbers: many ties."""
+    pairs = rng.integers(0, 5, (count, 2)).tolist()
+    return [Entrant(f"layout {n}", float(a), float(s)) for n, (a, s) in enumerate(pairs)]
+
+
+def better(one, other):
+    return one.matches(other) and not other.matches(one)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 25])
+def test_the_ranking_is_front_by_front(count):
+    """Against the definition: a model's front is the longest chain of models each better than the next that ends in
+    it."""
+    entrants = entrants_of(fresh_rng(), count)
+
+    def front(one):
+        return max((1 + front(other) for other in entrants if better(other, one)), default=0)
+
+    expected = sorted(entrants, key=lambda one: (front(one), -one.accuracy))
+    assert [(front(one), one.accuracy) for one in ranking(entrants)] == [(front(one), one.accuracy) for one in expected]
+    assert {id(one) for one in ranking(entrants)} == {id(one) for one in entrants}
+
+
+@pytest.mark.parametrize("dense", [None, Entrant("dense", 2.0, 2.0)])
+def test_everybody_who_is_left_behind_is_told_why(dense):
+    entrants = entrants_of(fresh_rng(), 12)
+    reasons = promoted(entrants, dense, 4)
+    assert reasons.count(None) == 4
+    for one, reason in zip(entrants, reasons, strict=True):
+        if reason is not None and "Pareto front" in reason:
+            assert not any(better(other, one) for other in (*entrants, *([dense] if dense else [])))
+        elif reason is not None:
+            name = reason.partition(" is at least as fast and as good")[0]
+            named = next(other for other in (*entrants, dense) if other is not None and other.name == name)
+            assert named is not one
+            assert named.matches(one)
+
+
+def test_what_dense_beats_comes_after_what_it_does_not():
+    slow, fast = Entrant("slow", 0.6, 0.9), Entrant("fast", 0.2, 1.5)
+    assert promoted([slow, fast], None, 1)[0] is None
+    assert promoted([slow, fast], Entrant("dense", 0.7, 1.0), 1) == ["dense is at least as fast and as good", None]
+    assert promoted([slow, fast], Entrant("dense", 0.7, 1.0), 2) == [None, None]  # a place is a place
+
+
+def test_a_model_that_broke_down_is_not_promoted():
+    sound, broken = Entrant("sound", -5.0, 1.0), Entrant("broken", math.nan, 2.0)
+    assert promoted([broken, sound], Entrant("dense", math.nan, 1.0), 2) == ["its accuracy is not a number", None]
+
+
+# ---- a sweep ----
+
+LAYOUTS = [{"name": "two", "ladder": "2:"}, {"name": "all", "ladder": "all"}, {"spd": "all", "sync_tp_size": 2}]
+
+
+def tournament(place, **changes):
+    """Three layouts, each aligned; one of them is trained on."""
+    same = {"data": str(place / "ids.npy"), "seq_len": 16, "write": "last"}
+    align = {**same, "method": "align", "samples": 8, "heldout": 4}
+    full = {**same, "method": "full", "max_steps": 2, "batch_size": 2, "promote": 1}
+    return spec(place, **{"layouts": LAYOUTS, "sensitivity": None, "adapt": [[align, full]], **changes})
+
+
+def measured(out, point, bench):
+    """Accuracy and speed, as the files have them."""
+    results = json.loads((out / point["results"]).read_text())
+    speed = -(point["attention_sync"] + point["mlp_sync"]).count("blocking")
+    if bench is not None:
+        rows = json.loads((out / bench).read_text())["rows"]
+        speed = next(row["speedup_end_to_end"] for row in rows if row["model"] == point["timed"])
+    return Entrant(point["name"], -results["models"][0]["ladderize"]["perplexity"]["perplexity"], speed)
+
+
+@pytest.mark.parametrize("bench", [[FAST], None])
+def test_only_the_best_go_on(place, tmp_path, bench):
+    """By their accuracy after the stage before and their times, or else their blocking sync points."""
+    file, out = write(tmp_path / "s.yaml", tournament(place, bench=bench)), tmp_path / "out"
+    dry = json.loads(invoke("sweep", file, "--out", out, "--dry-run", "--json").stdout)
+    assert len(dry["unplanned"]) == 3
+    assert any("the best 1 of 3 layouts are promoted" in note for note in dry["notes"])
+    outcome = invoke("sweep", file, "--out", out)
+    assert outcome.code == 0, outcome.stderr
+    document = read(out)
+    assert document["complete"] is True
+    dense, *points = document["points"]
+    aligned, trained = points[::2], points[1::2]
+    assert [point["adapted"] for point in (*aligned, *trained)] == ["align"] * 3 + ["align + full"] * 3
+    timings = document["benches"][0] if bench else None
+    entrants = [measured(out, point, timings) for point in aligned]
+    reasons = promoted(entrants, measured(out, dense, timings), 1)
+    assert reasons.count(None) == 1
+    for point, reason in zip(trained, reasons, strict=True):
+        last = point["stages"][-1]
+        if reason is None:
+            assert point["results"] is not None
+        else:
+            assert (last["stage"], last["status"], last["message"]) == ("adapt", "not promoted", reason)
+            assert (point["results"], point["model"]) == (None, None)
+            assert reason in outcome.stdout
+    stages = [line.split(":")[0] for line in ran(outcome)]
+    assert stages.count("adapt") == 4
+    assert "bench" not in stages or stages.index("bench") < len(stages) - 1  # times decide, too
+    again = invoke("sweep", file, "--out", out)
+    assert again.code == 0
+    assert ran(again) == []
+    assert json.loads(invoke("sweep", file, "--out", out, "--dry-run", "--json").stdout)["unplanned"] == []
+    page = invoke("report", out, "--out", tmp_path / "page.html")
+    assert page.code == 0, page.stderr
+    assert next(reason for reason in reasons if reason is not None) in (tmp_path / "page.html").read_text()
+
+
+def test_what_is_lost_takes_no_part(place, tmp_path):
+    """A layout whose evaluation failed is not waited for; a benchmark that failed decides nothing."""
+    file = write(tmp_path / "s.yaml", tournament(place))
+    asked = read_sweep(file)
+    planner = Planner.of(asked, StageBuilder.of(asked, Inputs(tmp_path / "cache")), tmp_path / "out")
+    first = planner.plan()
+    waiting = [point for point in first.points if point.held is not None]
+    assert [point.held.status for point in waiting] == ["waiting"] * 3
+    assert not first.complete
+    lost = {first.points[1].evaluating.key}
+    second = planner.plan(lost=lost)
+    assert [point.held.status for point in second.points if point.held] == ["skipped", "waiting", "waiting"]
+    everything = {point.evaluating.key for point in first.points if point.evaluating is not None}
+    assert planner.plan(lost=everything).complete
+    (bench,) = first.benches
+    third = planner.plan(lost={bench.key})
+    assert {point.held.message for point in third.points if point.held} == {"the benchmark that decides it failed"}
+    assert third.complete
+
+
+def test_the_others_go_on_where_an_evaluation_fails(place, tmp_path, monkeypatch):
+    """The whole way: the failed layout is skipped, of the others the best is trained."""
+    ended = Execution._ended
+
+    def failing(self, one):
+        if one.stage.title == "eval: two, align 8 windows":
+            self._set(one.stage, status="failed", message="no luck")
+            one.process.join()
+        else:
+            ended(self, one)
+
+    monkeypatch.setattr(Execution, "_ended", failing)
+    file = write(tmp_path / "s.yaml", tournament(place, bench=None))
+    outcome = invoke("sweep", file, "--out", tmp_path / "out")
+    assert outcome.code == 1
+    found = {point["name"]: point for point in read(tmp_path / "out")["points"]}
+    last = {name: point["stages"][-1] for name, point in found.items()}
+    assert last["two, align 8 windows + full"]["status"] == "skipped"
+    assert last["two, align 8 windows + full"]["message"] == "the evaluation that decides it failed"
+    others = [point for name, point in found.items() if name.endswith("full") and not name.startswith("two")]
+    assert sorted(point["stages"][-1]["status"] for point in others) == ["done", "not promoted"]
+
+
+def test_two_rounds(place, tmp_path):
+    """Who is left behind in the first takes no part in the second."""
+    content = tournament(place, bench=None)
+    align, full = content["adapt"][0]
+    content["adapt"] = [[align, {**full, "promote": 2}, {**full, "seed": 1}]]
+    out = tmp_path / "out"
+    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", out)
+    assert outcome.code == 0, outcome.stderr
+    points = read(out)["points"]
+    last = [point["stages"][-1]["status"] for point in points if point["adapted"] == "align + full + full"]
+    assert sorted(last) == ["done", "not promoted", "not promoted"]
+    middle = [point["stages"][-1]["status"] for point in points if point["adapted"] == "align + full"]
+    assert sorted(middle) == ["done", "done"]
