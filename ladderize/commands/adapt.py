@@ -1,7 +1,7 @@
 """``adapt``."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -35,6 +35,7 @@ from ladderize.errors import UsageError
 
 if TYPE_CHECKING:
     from ladderize.adapt.blockwise.documents import RewrittenLayers
+    from ladderize.adapt.blockwise.options import WindowOptions
 
 SHOWN_ROWS = 4  # of --show-data
 
@@ -497,90 +498,54 @@ def adapt(
         from ladderize.figure import check_plot
 
         check_plot(plot)
-    run = {BLOCKS: _adapt_blocks, ALIGN: _align}.get(method, _retrain)
+    run = _retrain if method in (FULL, LORA) else _rewrite
     run(model, out, preset_filled_in(ctx.params), console)
 
 
-def _adapt_blocks(model: str, out: str | None, params: Mapping[str, Any], console: Console) -> None:
+def _rewrite(model: str, out: str | None, params: Mapping[str, Any], console: Console) -> None:
+    """Methods that work layer by layer."""
     assert out is not None
-    check_windowed(BLOCKS, params)
+    method, layers = params["method"], params["train"]
+    check_windowed(method, params)
     device = start_training_on(params["device"], params["dtype"], params["threads"], params["lr"])
-    from ladderize.adapt.blockwise.documents import BLOCK_ERROR, distillation_rows
-    from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-    from ladderize.adapt.blockwise.run import adapt_blocks
-
-    distill = options_from(DistillOptions, params, max_memory=memory_limit(params["max_memory"]))
-    options = options_from(
-        BlockwiseOptions,
-        params,
-        data=params["data"][0],
-        layers=params["train"] if params["train"] != CONVERTED else None,
-        distill=distill,
-        device=device,
-    )
-    distillation = adapt_blocks(
-        model,
-        out,
-        params["distill_from"],
-        options,
-        console=console,
-        overwrite=params["overwrite"],
-        verify=not params["no_verify"],
-        revision=params["revision"],
-    )
-    if distillation is not None:
-        rows = distillation_rows(distillation.blocks)
-        _show_rewritten(distillation, rows, BLOCK_ERROR, distillation.target, params, console)
-
-
-def _align(model: str, out: str | None, params: Mapping[str, Any], console: Console) -> None:
-    assert out is not None
-    check_windowed(ALIGN, params)
-    device = start_training_on(params["device"], params["dtype"], params["threads"], None)
-    from ladderize.adapt.align.documents import ERROR, alignment_rows
-    from ladderize.adapt.align.options import AlignOptions
-    from ladderize.adapt.align.run import align_checkpoint
-
-    options = options_from(
-        AlignOptions,
-        params,
-        data=params["data"][0],
-        layers=params["train"],
-        max_memory=memory_limit(params["max_memory"]),
-        device=device,
-    )
-    alignment = align_checkpoint(
-        model,
-        out,
-        params["distill_from"],
-        options,
-        console=console,
-        overwrite=params["overwrite"],
-        verify=not params["no_verify"],
-        revision=params["revision"],
-    )
-    if alignment is not None:
-        _show_rewritten(alignment, alignment_rows(alignment.layers), ERROR, alignment.target, params, console)
-
-
-def _show_rewritten(
-    document: "RewrittenLayers",
-    rows: list[dict[str, str]],
-    meaning: str,
-    target: str,
-    params: Mapping[str, Any],
-    console: Console,
-) -> None:
-    """The table of layers, what its errors mean, the held-out measures, and what to do next."""
+    max_memory = memory_limit(params["max_memory"])
+    given: dict[str, Any] = {"data": params["data"][0], "device": device}
     from ladderize.adapt.blockwise.documents import perplexity_rows
 
+    run: Callable[..., RewrittenLayers | None]
+    options: WindowOptions
+    if method == ALIGN:
+        from ladderize.adapt.align.options import AlignOptions
+        from ladderize.adapt.align.run import align_checkpoint as run
+
+        options = options_from(AlignOptions, params, layers=layers, max_memory=max_memory, **given)
+    else:
+        from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+        from ladderize.adapt.blockwise.run import adapt_blocks as run
+
+        given["layers"] = layers if layers != CONVERTED else None
+        distill = options_from(DistillOptions, params, max_memory=max_memory)
+        options = options_from(BlockwiseOptions, params, distill=distill, **given)
+    document = run(
+        model,
+        out,
+        params["distill_from"],
+        options,
+        console=console,
+        overwrite=params["overwrite"],
+        verify=not params["no_verify"],
+        revision=params["revision"],
+    )
+    if document is None:
+        return
     console.document(document.to_dict())
+    rows = document.rows()
     console.table(rows, right=[next(iter(rows[0]))])
     console.result("")
     measured = perplexity_rows(document.heldout_perplexity, document.heldout_divergence)
     console.table(measured, right=["perplexity", "stderr", "difference", "KL to dense"])
-    console.prose(meaning)
-    console.prose(target)
+    console.prose(document.MEANING)
+    console.prose(document.target)
     console.result(f"wrote {document.out}")
     _draw(document.out, params["plot"], console)
     show_next(console, _measure(params, document.out))

@@ -33,12 +33,10 @@ def _launched_dtype(stored: str) -> str:
     return "float32" if stored in WIDE else "bfloat16"
 
 
-def check_launch_of_blocks(*, sharded_later: bool = False) -> None:
-    """Raise UserError for what a launcher may ask for that has no effect where every process works on whole blocks.
-
-    sharded_later: FSDP is meant for what follows."""
+def check_launch_of_blocks() -> None:
+    """Raise UserError for what a launcher may ask for that has no effect where every process works on whole blocks."""
     _refuse_common()
-    if accelerate_settings().fsdp and not sharded_later:
+    if accelerate_settings().fsdp:
         raise UserError(
             "accelerate launch asks for FSDP, which has no effect on the methods blocks and align: every process works"
             " on whole blocks; leave it out"

@@ -22,6 +22,7 @@ from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console
 from ladderize.convert.heads import HEAD_MAP, permute_heads, read_head_map
 from ladderize.layout import Layout
+from ladderize.ranks.training import check_launch_of_blocks
 
 
 def align_checkpoint(
@@ -34,14 +35,14 @@ def align_checkpoint(
     verify: bool = True,
     revision: str | None = None,
     console: Console = SILENT,
-    sharded_later: bool = False,
 ) -> Alignment | None:
     """Align ``model`` with the dense ``teacher_name`` that it was converted from and write the result to ``out``;
     returns the document of alignment.json, on other ranks than 0 None.
 
     Several processes (accelerate launch, torchrun) share the windows out; rank 0 writes. A killed run goes on where it
-    was. sharded_later: what the launcher says of FSDP is meant for a training that follows.
+    was.
     """
+    check_launch_of_blocks()
     return rewrite(
         Aligning(),
         model,
@@ -52,14 +53,13 @@ def align_checkpoint(
         verify=verify,
         revision=revision,
         console=console,
-        sharded_later=sharded_later,
     )
 
 
 class Aligning(LayerMethod[AlignOptions, Alignment]):
     """Least squares, without gradients."""
 
-    name, result, document, key, kind = ALIGN, "aligned", "alignment.json", "alignment", Alignment
+    name, document, key, kind = ALIGN, "alignment.json", "alignment", Alignment
     advice = "align on more data, or on data like those that the model is for"
     needs_source = True
 
@@ -114,9 +114,6 @@ class Aligning(LayerMethod[AlignOptions, Alignment]):
             heldout_perplexity=measured.perplexity,
             heldout_divergence=measured.divergence,
         )
-
-    def note(self, document: Alignment) -> str:
-        return document.card_note()
 
 
 def heads_of(checkpoint: Checkpoint) -> dict[int, tuple[int, ...]]:

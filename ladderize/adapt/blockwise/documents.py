@@ -1,7 +1,9 @@
 """distillation.json: what became of each block, and what it cost and won."""
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -84,8 +86,12 @@ class HeldoutMeasures:
 
 
 @dataclass(frozen=True)
-class RewrittenLayers(Record):
-    """What documents of methods that rewrite layers one by one have in common."""
+class RewrittenLayers(Record, ABC):
+    """What documents of methods that rewrite layers one by one have in common. RESULT: the method's step among the
+    held-out measures. MEANING: of the errors in ``rows``."""
+
+    RESULT: ClassVar[str]
+    MEANING: ClassVar[str]
 
     model: str
     teacher: str
@@ -100,27 +106,51 @@ class RewrittenLayers(Record):
     heldout_perplexity: dict[str, Perplexity]
     heldout_divergence: dict[str, float] = field(default_factory=dict, kw_only=True)
 
+    @abstractmethod
+    def rows(self) -> list[dict[str, str]]:
+        """A table of layers for people."""
+
+    @abstractmethod
+    def done(self) -> str:
+        """What was done, as a paragraph of the model card."""
+
+    @property
+    def card_note(self) -> str:
+        """What was done and measured, for the model card."""
+        return f"{self.done()}\n\n{measured_note(self.heldout_perplexity, self.data)}"
+
+    @property
+    def target(self) -> str:
+        """The dense model's perplexity and the share of the loss recovered, in words."""
+        values = [self.heldout_perplexity[name].perplexity for name in ("before", self.RESULT, "dense")]
+        return target_text(*values)
+
 
 @dataclass(frozen=True)
 class Distillation(RewrittenLayers):
     """The document; docs/files.md says what the keys mean."""
 
+    RESULT = "distilled"
+    MEANING = BLOCK_ERROR
     options: DistillSettings
     blocks: list[BlockReport]
 
-    def card_note(self) -> str:
-        """What was done and measured, for the model card."""
-        layers = format_ranges([block.block for block in self.blocks])
-        return (
-            f"**Retraining.** Layers {layers} were distilled block by block from `{self.teacher}` (`blocks`).\n\n"
-            + measured_note(self.heldout_perplexity, self.data)
-        )
+    def rows(self) -> list[dict[str, str]]:
+        return [
+            {
+                "block": str(report.block),
+                "loss (MSE) before": f"{report.loss_before:.3e}",
+                "after": f"{report.loss_after:.3e}",
+                "block error before": f"{report.share_lost_before:.2%}",
+                "after distillation": f"{report.share_lost_after:.2%}",
+                "steps": str(report.steps) + (" (stopped early)" if report.stopped_early else ""),
+            }
+            for report in self.blocks
+        ]
 
-    @property
-    def target(self) -> str:
-        """The dense model's perplexity and the share of the loss recovered, in words."""
-        values = [self.heldout_perplexity[name].perplexity for name in ("before", "distilled", "dense")]
-        return target_text(*values)
+    def done(self) -> str:
+        layers = format_ranges([block.block for block in self.blocks])
+        return f"**Retraining.** Layers {layers} were distilled block by block from `{self.teacher}` (`blocks`)."
 
 
 def measured_note(perplexities: Mapping[str, Perplexity], data: WindowData) -> str:
@@ -130,21 +160,6 @@ def measured_note(perplexities: Mapping[str, Perplexity], data: WindowData) -> s
         f"**Measured.** Perplexity on {data.heldout} held-out windows of {data.seq_len} tokens of `{data.file}`:"
         f" {steps}."
     )
-
-
-def distillation_rows(reports: Sequence[BlockReport]) -> list[dict[str, str]]:
-    """A table of blocks for people."""
-    return [
-        {
-            "block": str(report.block),
-            "loss (MSE) before": f"{report.loss_before:.3e}",
-            "after": f"{report.loss_after:.3e}",
-            "block error before": f"{report.share_lost_before:.2%}",
-            "after distillation": f"{report.share_lost_after:.2%}",
-            "steps": str(report.steps) + (" (stopped early)" if report.stopped_early else ""),
-        }
-        for report in reports
-    ]
 
 
 def perplexity_rows(

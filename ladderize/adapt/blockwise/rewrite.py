@@ -33,7 +33,7 @@ from ladderize.files.regular import resolved
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
-from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
+from ladderize.ranks.training import compute_dtype
 
 MethodOptions = TypeVar("MethodOptions", bound=WindowOptions)
 Document = TypeVar("Document", bound=RewrittenLayers)
@@ -77,12 +77,11 @@ class Rewriting(Generic[MethodOptions]):
 
 
 class LayerMethod(ABC, Generic[MethodOptions, Document]):
-    """A method. name: of ``--method``. result: of its step in documents, such as ``distilled``. document: the file with
-    its document. key: of its record in ladderize.yaml, and what it is called in messages. advice: what to try where it
-    did not help. needs_source: whether the dense model has to be the converted one's source or a relative of it."""
+    """A method. name: of ``--method``. document: the file with its document. key: of its record in ladderize.yaml, and
+    what it is called in messages. advice: what to try where it did not help. needs_source: whether the dense model has
+    to be the converted one's source or a relative of it."""
 
     name: str
-    result: str
     document: str
     key: str
     kind: type[Document]
@@ -113,10 +112,6 @@ class LayerMethod(ABC, Generic[MethodOptions, Document]):
     def describe(self, job: Rewriting[MethodOptions], measured: HeldoutMeasures) -> Document:
         """The document of what was done."""
 
-    @abstractmethod
-    def note(self, document: Document) -> str:
-        """What was done and measured, for the model card."""
-
 
 def rewrite(
     method: LayerMethod[MethodOptions, Document],
@@ -129,16 +124,13 @@ def rewrite(
     verify: bool,
     revision: str | None,
     console: Console,
-    sharded_later: bool = False,
 ) -> Document | None:
     """Rewrite ``model``'s layers with the dense ``teacher_name`` at hand and write the result to ``out``; returns the
     document, on other ranks than 0 None.
 
     Several processes (accelerate launch, torchrun) share the work; rank 0 writes. A killed run goes on where it was.
-    sharded_later: what the launcher says of FSDP is meant for a training that follows.
     """
     model, out, teacher_name = str(model), str(out), str(teacher_name)
-    check_launch_of_blocks(sharded_later=sharded_later)
     options.source.files()  # that they are there
     ranks = join_ranks(options.device)
     student_checkpoint, teacher_checkpoint = open_checkpoint(model, revision), open_checkpoint(teacher_name)
@@ -198,9 +190,9 @@ def rewrite(
             return None
         with console.stage("measuring held-out perplexities"):
             files = method.files(work)
-            measured = before_and_after(teacher, own, layout, layers, files, windows.heldout, method.result)
+            measured = before_and_after(teacher, own, layout, layers, files, windows.heldout, method.kind.RESULT)
         if options.write == "best":
-            before, after = (measured.perplexity[name].perplexity for name in ("before", method.result))
+            before, after = (measured.perplexity[name].perplexity for name in ("before", method.kind.RESULT))
             check_improved(before, after, work=folder, advice=method.advice, what=method.key)
         document = method.describe(job, measured)
         work.write_about(**{FINISHED: digest})  # a run that is killed from here on may find OUT complete
@@ -222,7 +214,7 @@ def rewrite(
                     }
                 },
                 extra_files={method.document: to_json({**document.to_dict(), RUN: digest}) + "\n"},
-                note=method.note(document),
+                note=document.card_note,
             ),
             console=console,
         )

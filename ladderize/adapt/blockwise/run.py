@@ -19,6 +19,7 @@ from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console, human_bytes, human_seconds
 from ladderize.errors import UserError
 from ladderize.layout import Layout, format_ranges, parse_ranges
+from ladderize.ranks.training import check_launch_of_blocks
 
 
 def adapt_blocks(
@@ -38,6 +39,7 @@ def adapt_blocks(
     Several processes (accelerate launch, torchrun) share the blocks out; rank 0 writes. A killed run goes on where it
     was.
     """
+    check_launch_of_blocks()
     return rewrite(
         Distilling(),
         model,
@@ -54,7 +56,7 @@ def adapt_blocks(
 class Distilling(LayerMethod[BlockwiseOptions, Distillation]):
     """Block-to-block distillation."""
 
-    name, result, document, key, kind = BLOCKS, "distilled", "distillation.json", "distillation", Distillation
+    name, document, key, kind = BLOCKS, "distillation.json", "distillation", Distillation
     advice = "train with a lower --lr or on other data"
 
     def layers(self, layout: Layout, ranges: str | None) -> tuple[int, ...]:
@@ -98,9 +100,6 @@ class Distilling(LayerMethod[BlockwiseOptions, Distillation]):
             heldout_perplexity=measured.perplexity,
             heldout_divergence=measured.divergence,
         )
-
-    def note(self, document: Distillation) -> str:
-        return document.card_note()
 
 
 def announce_distillation(

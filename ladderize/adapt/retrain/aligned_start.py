@@ -1,14 +1,18 @@
 """``adapt --align``: a short alignment before retraining, from whose weights that starts."""
 
-from pathlib import Path
-
 from ladderize.adapt.align.options import AlignOptions, short_tokens
-from ladderize.adapt.align.run import align_checkpoint
+from ladderize.adapt.align.run import Aligning
+from ladderize.adapt.blockwise.rewrite import rewrite
+from ladderize.adapt.lora.config import ADAPTATION
 from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.retrain.outcome import check_out
 from ladderize.blocks import open_checkpoint
 from ladderize.console import Console
 from ladderize.convert.retraining import read_retrainings
 from ladderize.errors import UsageError, UserError
+from ladderize.files.finished import EarlierRun
+from ladderize.files.regular import resolved
+from ladderize.files.work import work_folder
 from ladderize.layout import Layout
 
 
@@ -42,19 +46,28 @@ def start_aligned(
         raise UsageError(f"--align reads --data {data} whole, which is streamed; put a file first, or align beforehand")
     tokens = short_tokens(checkpoint.config)
     asked = AlignOptions(
-        data, seq_len=seq_len, tokens=tokens, seed=options.seed, dtype=options.dtype, device=options.device
+        data,
+        seq_len=seq_len,
+        tokens=tokens,
+        seed=options.seed,
+        dtype=options.dtype,
+        device=options.device,
+        write=options.write,
     )
+    folder = work_folder(out, options.work_dir, checkpoint.folder)
+    if not EarlierRun(resolved(out), ADAPTATION, folder, overwrite=overwrite).may_have_finished():
+        check_out(out, [checkpoint, open_checkpoint(options.distill_from)], options.method, overwrite=overwrite)
     beside = aligned_path(out)
     console.note(f"aligning first; the result stays in {beside}")
-    align_checkpoint(
+    rewrite(  # whatever a launcher says of FSDP is about the training that follows
+        Aligning(),
         model,
         beside,
         options.distill_from,
         asked,
-        overwrite=overwrite and Path(beside).exists(),
+        overwrite=overwrite,
         verify=verify,
         revision=revision,
         console=console,
-        sharded_later=True,
     )
     return beside

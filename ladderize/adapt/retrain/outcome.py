@@ -1,6 +1,6 @@
 """What a retraining leaves: a checkpoint or an adapter, with a record of how it came about."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from ladderize.adapt.improvement import check_improved
 from ladderize.adapt.lora.config import ADAPTATION
-from ladderize.adapt.lora.write import adapter_base, write_adapter
-from ladderize.adapt.methods import LORA
+from ladderize.adapt.lora.write import adapter_base, check_adapter_target, write_adapter
+from ladderize.adapt.methods import LORA, Method
 from ladderize.adapt.retrain.adaptation import (
     Adaptation,
     AdapterAdaptation,
@@ -26,12 +26,14 @@ from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.blocks import open_checkpoint, stored_dtype
 from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import EMBEDDING, HEAD
+from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import locate_tensors
 from ladderize.console import Console, to_json
 from ladderize.convert.changes import Changes
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
+from ladderize.files import output
 from ladderize.files.finished import FINISHED, RUN
 
 # what ladderize.yaml says of it
@@ -46,6 +48,15 @@ RECORDED = (
     "heldout_perplexity",
     "options",
 )
+
+
+def check_out(out: str, sources: Iterable[Checkpoint], method: Method, *, overwrite: bool) -> None:
+    """Raise UserError unless what ``method`` makes may be written to ``out``, which is none of its sources."""
+    for source in sources:
+        if method == LORA:
+            check_adapter_target(Path(out), source, overwrite=overwrite)
+        else:
+            output.check_target(Path(out), source.folder, overwrite=overwrite)
 
 
 def write_outcome(

@@ -14,7 +14,6 @@ from ladderize.adapt.data.packing import PackedRow
 from ladderize.adapt.data.show import batch_document, show_batch
 from ladderize.adapt.data.stream import Stream, fixed_rows
 from ladderize.adapt.lora.config import ADAPTATION
-from ladderize.adapt.lora.write import check_adapter_target
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.aligned_start import start_aligned
@@ -22,7 +21,7 @@ from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.hf_engine import HFEngine
 from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher
 from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.outcome import write_outcome
+from ladderize.adapt.retrain.outcome import check_out, write_outcome
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.adapt.retrain.task import (
@@ -41,7 +40,6 @@ from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console, human_count, human_seconds
 from ladderize.errors import UserError
-from ladderize.files import output
 from ladderize.files.finished import EarlierRun
 from ladderize.files.regular import resolved
 from ladderize.files.work import work_folder
@@ -145,11 +143,7 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
     done, document = written_before(task, ranks, earlier, console)
     if done:
         return document
-    for source in task.sources:
-        if options.method == LORA:
-            check_adapter_target(Path(out), source, overwrite=overwrite)
-        else:
-            output.check_target(Path(out), source.folder, overwrite=overwrite)
+    check_out(out, task.sources, options.method, overwrite=overwrite)
     check_length(task, folder)
     check_memory(task, ranks, console)
     with console.stage("reading the data"):

@@ -1,0 +1,123 @@
+"""``adapt --align``: an alignment whose checkpoint stays beside OUT, and a retraining that starts there."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ladderize.adapt.retrain import aligned_start
+from tests.helpers import invoke, listing, one_sentence
+from tests.retrain.commands import adapt, arguments, losses_of, succeed
+
+
+def aligned(place, out, *more, steps=4, **kwargs):
+    return adapt(place, out, "--align", "--distill-from", place / "dense", *more, steps=steps, **kwargs)
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.fixture(scope="module")
+def done(place, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("aligned")
+    outcome = aligned(place, folder / "out")
+    assert outcome.code == 0, outcome.stderr
+    assert f"aligning first; the result stays in {folder}/out-aligned" in outcome.stderr
+    return folder
+
+
+def test_it_is_an_alignment_and_a_retraining_of_that(place, done, tmp_path):
+    """The two commands one after the other give the same bits."""
+    assert listing(done) == ["out", "out-aligned"]
+    alone = invoke(
+        *("adapt", place / "both", tmp_path / "beside", "--method", "align", "--distill-from", place / "dense"),
+        *("--data", place / "ids.npy", "--seq-len", 48, "--threads", 1, "--device", "cpu", "--write", "last"),
+        "--no-verify",
+    )
+    assert alone.code == 0, alone.stderr
+    start = weights_of(done / "out-aligned")
+    assert same(weights_of(tmp_path / "beside"), start)
+    command = arguments(place, "--distill-from", place / "dense", steps=4)
+    command[1] = tmp_path / "beside"
+    retrained = invoke(*command[:2], tmp_path / "out", *command[2:])
+    assert retrained.code == 0, retrained.stderr
+    assert same(weights_of(tmp_path / "out"), weights_of(done / "out"))
+    assert losses_of(tmp_path / "out") == losses_of(done / "out")
+    moved = [name for name, tensor in weights_of(done / "out").items() if not torch.equal(tensor, start[name])]
+    assert len(moved) > 20
+    shown = invoke("inspect", done / "out").stdout
+    assert shown.index("align: layers 0:4") < shown.index("full: layers 0:4")
+
+
+def test_training_begins_nearer_to_the_dense_model(place, done, tmp_path):
+    from_converted = succeed(place, tmp_path / "out", "--distill-from", place / "dense", steps=4)
+    assert losses_of(done / "out")[0] < losses_of(tmp_path / "out")[0]
+    document = json.loads((done / "out" / "adaptation.json").read_text())
+    before, converted = (one["heldout_perplexity"]["before"] for one in (document, from_converted))
+    assert before != converted
+
+
+def test_the_default_rate_is_half(place, tmp_path):
+    rates = []
+    for number, more in enumerate((["--align"], [])):
+        command = arguments(place, *more, "--distill-from", place / "dense", steps=2)
+        at = command.index("--lr")
+        del command[at : at + 2]
+        assert invoke(*command[:2], tmp_path / str(number), *command[2:]).code == 0
+        rates.append(
+            json.loads((tmp_path / str(number) / "adaptation.json").read_text())["options"]["schedule"]["peak"]
+        )
+    assert rates[0] == pytest.approx(rates[1] / 2)
+
+
+def test_an_adapter_belongs_to_the_aligned_checkpoint(place, tmp_path):
+    outcome = aligned(place, tmp_path / "out", "--method", "lora")
+    assert outcome.code == 0, outcome.stderr
+    base = json.loads((tmp_path / "out" / "adaptation.json").read_text())["base"]
+    assert base["model"] == str(tmp_path / "out-aligned")
+    merged = invoke("merge", tmp_path / "out", tmp_path / "merged", "--no-verify")
+    assert merged.code == 0, merged.stderr
+
+
+def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypatch):
+    """Stopped after the alignment, the same command trains on from there; done, it finds both."""
+    with monkeypatch.context() as patch:
+        patch.setattr("ladderize.adapt.retrain.run.retrain", lambda *_: 1 / 0)
+        assert aligned(place, tmp_path / "out").code != 0
+    assert listing(tmp_path) == ["out-aligned"]
+    monkeypatch.setattr("ladderize.adapt.align.run.align", lambda *_, **__: pytest.fail("aligned again"))
+    for said in ("out-aligned is complete", "out is complete"):
+        outcome = aligned(place, tmp_path / "out")
+        assert outcome.code == 0, outcome.stderr
+        assert said in outcome.stderr
+    assert same(weights_of(tmp_path / "out"), weights_of(done / "out"))
+
+
+def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(aligned_start, "rewrite", lambda *_, **__: pytest.fail("aligned"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    for method in ("full", "lora"):
+        assert "is not empty; choose another folder" in one_sentence(
+            aligned(place, tmp_path / "out", "--method", method)
+        )
+    assert "--overwrite does not replace it" in one_sentence(aligned(place, tmp_path / "out", "--overwrite"))
+    assert "is the source" in one_sentence(aligned(place, place / "dense", "--overwrite"))
+    assert listing(tmp_path) == ["out"]
+
+
+def test_what_is_refused(place, done, tmp_path):
+    dense = aligned(place, tmp_path / "out", "--train", "all", "--hidden-weight", 0, model="dense")
+    assert "is dense; there is nothing to align" in one_sentence(dense)
+    command = arguments(place, "--align", "--distill-from", place / "dense")
+    command[1] = done / "out"
+    again = invoke(*command[:2], tmp_path / "out", *command[2:])
+    assert "was retrained already (full); align before that" in one_sentence(again)
+    assert "--align needs --distill-from DENSE" in one_sentence(adapt(place, tmp_path / "out", "--align"))
+    assert listing(tmp_path) == []
