@@ -1,5 +1,6 @@
 """Alignment: the least-squares solution against a slow one, what is chosen, what is kept, where it must be exact."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
-from ladderize.adapt.align.align import align
+from ladderize.adapt.align.align import align, with_random
 from ladderize.adapt.align.fit import RankRows, affine, refit
 from ladderize.adapt.align.layers import layers_to_align
 from ladderize.adapt.align.options import LEAST_TOKENS, AlignSettings, default_tokens
@@ -71,7 +72,18 @@ def blocks_of(folder, dtype=torch.float32):
     return Blocks(open_checkpoint(str(folder)), dtype, CPU)
 
 
-def solve(models, place, ids, *, ridge=1e-2, layers=None, dtype=torch.float32, dense_weights=None, max_memory=1 << 30):
+def solve(
+    models,
+    place,
+    ids,
+    *,
+    ridge=1e-2,
+    layers=None,
+    dtype=torch.float32,
+    dense_weights=None,
+    max_memory=1 << 30,
+    random_share=0.0,
+):
     """Align, without the command around it."""
     teacher, own = (blocks_of(folder, dtype) for folder in models)
     stored = blocks_of(models[1], weights_of(models[1])["model.norm.weight"].dtype)
@@ -84,7 +96,7 @@ def solve(models, place, ids, *, ridge=1e-2, layers=None, dtype=torch.float32, d
         dense_weights or blocks_of(models[0], stored.dtype).weights,
         student,
         Windows(ids[:TRAINED], ids[TRAINED:]),
-        AlignSettings(ridge),
+        AlignSettings(ridge, random_share=random_share),
         files,
         ALONE,
         SILENT,
@@ -132,6 +144,26 @@ def test_the_weights_are_the_slow_ones(tmp_path, name, noise):
     before = weights_of(models[1])
     assert apart(solved.weights, expected) < 2e-3
     assert apart(before, expected) > 0.3
+
+
+def test_random_tokens_are_windows_like_others(tmp_path):
+    """Half as many of each part; none is in both, and another seed draws others."""
+    models = pair(tmp_path, "same layer", noise=0.02)
+    ids = random_ids(40, 12)
+    settings = AlignSettings(random_share=0.5)
+    text = Windows(ids[:TRAINED], ids[TRAINED:])
+    config = blocks_of(models[1]).config
+    joined = with_random(text, config, settings)
+    assert [len(part) for part in (joined.train, joined.heldout)] == [48, 12]
+    assert torch.equal(joined.train[:TRAINED], text.train)
+    assert torch.equal(joined.heldout[:8], text.heldout)
+    drawn = torch.cat([joined.train[TRAINED:], joined.heldout[8:]])
+    assert len(drawn.unique(dim=0)) == len(drawn)
+    assert 0 <= drawn.min() <= drawn.max() < config["vocab_size"]
+    assert not torch.equal(with_random(text, config, replace(settings, seed=1)).train, joined.train)
+    solved = solve(models, tmp_path / "work", ids, random_share=0.5)
+    expected = oracle_of(models, trained=48)(joined.all, layers_to_align(blocks_of(models[1]).layout, None))
+    assert apart(solved.weights, expected) < 2e-3
 
 
 @pytest.mark.parametrize("layers", ["converted", "1:3", "3"])
@@ -375,7 +407,9 @@ def test_streams_go_to_disk_all_together(tmp_path):
     need = ids.numel() * (3 * 4 + 2) * SHAPE["hidden_size"]
     for limit, files in ((need, 0), (need - 14, 4)):
         (place := tmp_path / str(limit)).mkdir()
-        streams = Streams(blocks, ids[:5], ids[5:], ALONE, batch_tokens=16, max_memory=limit, path=place / "states-0")
+        streams = Streams(
+            blocks, Windows(ids[:5], ids[5:]), ALONE, batch_tokens=16, max_memory=limit, path=place / "states-0"
+        )
         assert len(listing(place)) == files
         streams.close()
         assert listing(place) == []
@@ -388,8 +422,7 @@ def test_ranks_without_windows_add_nothing(tmp_path):
     parts = [
         Streams(
             blocks,
-            ids[:3],
-            ids[3:],
+            Windows(ids[:3], ids[3:]),
             Ranks(rank, 2, CPU),
             batch_tokens=1,
             max_memory=1,

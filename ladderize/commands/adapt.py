@@ -154,6 +154,18 @@ def adapt(
             rich_help_panel=METHOD,
         ),
     ] = None,
+    random_share: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help=(
+                "align: windows of random tokens that are added, for each window of the data, so that text of other"
+                " kinds gets no worse."
+            ),
+            show_default="0.25",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
     lora_rank: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="lora: rank.", show_default="16", rich_help_panel=METHOD)
     ] = None,

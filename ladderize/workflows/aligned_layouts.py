@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.align.align import TOKENS_AT_ONCE, aligned_layers, computed
+from ladderize.adapt.align.align import TOKENS_AT_ONCE, aligned_layers, computed, with_random
 from ladderize.adapt.align.estimate import FORWARDS, layer_bytes, seconds_of_a_layer, states_bytes, warn_of_few
 from ladderize.adapt.align.layers import layers_to_align
 from ladderize.adapt.align.options import AlignSettings, short_tokens
@@ -60,6 +60,7 @@ class AlignedLayouts:
         checkpoint = blocks.checkpoint
         self.blocks, self.windows, self.batch_size = blocks, windows, batch_size
         self.settings = AlignSettings()
+        self.all_windows = with_random(windows, checkpoint.config, self.settings)
         # as adapt computes: float16 has too small a range
         half = blocks.dtype == torch.float16
         self.teacher = Blocks(checkpoint, torch.bfloat16, blocks.device) if half else blocks
@@ -81,8 +82,7 @@ class AlignedLayouts:
     def _aligned(self, layout: Layout, scored: Tensor, batch_size: int, advance: Callable[[int], None]) -> Tensor:
         streams = Streams(
             self.teacher,
-            self.windows.train,
-            self.windows.heldout,
+            self.all_windows,
             self.ranks,
             batch_tokens=TOKENS_AT_ONCE,
             max_memory=sys.maxsize,
@@ -110,7 +110,7 @@ class AlignedLayouts:
         sizes = {layout.sync_tp_size for layout in layouts if layout.sync_tp_size is not None}
         weights, products = layer_bytes(self.teacher, max(sizes, default=None))
         pairs = 2 if any(OVERLAPPED in layout.mlp_sync for layout in layouts) else 1
-        states = states_bytes(self.teacher, windows, self.ranks)
+        states = states_bytes(self.teacher, self.all_windows, self.ranks)
         states += pairs * scored.size * int(blocks.config["hidden_size"]) * blocks.dtype.itemsize
         layer = weights + products
         on_host = blocks.device.type == HOST.type
@@ -127,7 +127,7 @@ class AlignedLayouts:
     def _seconds(self, layouts: Sequence[Layout], scored: np.ndarray) -> float:
         sizes = {layout.sync_tp_size for layout in layouts if layout.sync_tp_size is not None}
         forward, solved = seconds_of_a_layer(
-            self.teacher, max(sizes, default=None), self.windows, self.settings, self.ranks
+            self.teacher, max(sizes, default=None), self.all_windows, self.settings, self.ranks
         )
         batch = torch.from_numpy(scored[: usual_batch(self.batch_size, scored)])
         dense = self._layer(0, Layout.dense(self.blocks.num_layers))

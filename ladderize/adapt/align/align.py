@@ -3,6 +3,7 @@ side by side."""
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,9 +60,8 @@ def align(
     if len(done) == len(student.layers):
         return
     path = files.folder / f"states-{ranks.rank}"
-    streams = Streams(
-        teacher, windows.train, windows.heldout, ranks, batch_tokens=TOKENS_AT_ONCE, max_memory=max_memory, path=path
-    )
+    windows = with_random(windows, teacher.config, settings)
+    streams = Streams(teacher, windows, ranks, batch_tokens=TOKENS_AT_ONCE, max_memory=max_memory, path=path)
     try:
         with console.progress("aligning", student.layers[-1] + 1) as advance:
             known = {layer: partial(files.weights, layer) for layer in done}
@@ -72,6 +72,21 @@ def align(
                 advance(1)
     finally:
         streams.close()
+
+
+def with_random(windows: Windows, config: Mapping[str, Any], settings: AlignSettings) -> Windows:
+    """The windows, and ``settings.random_share`` as many of random tokens in each of the two parts.
+
+    Text of one kind says little about others: solved on it alone, weights go astray wherever another kind reads them.
+    Random tokens say a little about everything, need no data, and cost next to nothing on the text itself.
+    """
+    generator = torch.Generator().manual_seed(settings.seed)
+    parts = []
+    for part in (windows.train, windows.heldout):
+        count = math.ceil(settings.random_share * len(part))
+        random = torch.randint(int(config["vocab_size"]), (count, part.shape[1]), generator=generator)
+        parts.append(torch.cat([part, random.to(part.dtype)]))
+    return Windows(*parts)
 
 
 @dataclass(frozen=True)

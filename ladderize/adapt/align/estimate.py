@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ladderize.adapt.align.align import TOKENS_AT_ONCE
+from ladderize.adapt.align.align import TOKENS_AT_ONCE, with_random
 from ladderize.adapt.align.options import AlignSettings, widest_input
 from ladderize.adapt.align.ridge import OUTPUTS_AT_ONCE
 from ladderize.adapt.align.streams import heads_width
@@ -40,8 +40,9 @@ def announce_alignment(
         f"aligning one layer ({human_bytes(weights)} of weights, {human_bytes(products)} of products)",
         "choose a machine with more",
     )
-    states = states_bytes(teacher, windows, ranks)
-    seconds = alignment_seconds(teacher, student, windows, settings, ranks)
+    all_windows = with_random(windows, config, settings)
+    states = states_bytes(teacher, all_windows, ranks)
+    seconds = alignment_seconds(teacher, student, all_windows, settings, ranks)
     place = "in memory" if states <= max_memory else f"on disk (beyond {human_bytes(max_memory)})"
     console.note(
         f"aligning {len(student.layers)} layers on {tokens:,} tokens ({len(windows.train)} windows of"

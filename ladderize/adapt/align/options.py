@@ -13,6 +13,7 @@ from ladderize.files.records import Record
 
 RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # tried for every projection; the best on held-out windows is taken
 LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # by default so many, or so many for each input of the widest projection
+RANDOM_SHARE = 0.25  # of windows of random tokens, for each of the data (docs/align.md)
 SHORT = 1 << 14  # tokens in the place of LEAST_TOKENS; eight times as many gain little (docs/results.md)
 
 
@@ -22,6 +23,7 @@ class AlignSettings(Record):
 
     ridge: float | None = None  # a share of the mean square of the inputs; None: the best of RIDGES
     seed: int = 0  # of which windows are taken
+    random_share: float = RANDOM_SHARE  # so many windows of random tokens are added, for each of the data
 
     @property
     def ridges(self) -> tuple[float, ...]:
@@ -34,6 +36,7 @@ class AlignOptions(WindowOptions):
 
     ridge: float | None = None
     seed: int = 0
+    random_share: float = RANDOM_SHARE
     tokens: int | None = None  # to align on where ``samples`` are not given; None: ``default_tokens``
     max_memory: int = MAX_MEMORY  # bytes of both models' states, per process; what is beyond it goes to disk
 
@@ -44,9 +47,11 @@ class AlignOptions(WindowOptions):
         check_at_least(self, 1, "max_memory", "tokens")
         if self.ridge is not None and not 0 < self.ridge < math.inf:
             raise UsageError(f"--ridge must be above 0, not {self.ridge:g}")
+        if not 0 <= self.random_share < math.inf:
+            raise UsageError(f"--random-share must be at least 0, not {self.random_share:g}")
 
     def settings(self) -> AlignSettings:
-        return AlignSettings(self.ridge, self.seed)
+        return AlignSettings(self.ridge, self.seed, self.random_share)
 
 
 def default_tokens(config: Mapping[str, Any]) -> int:

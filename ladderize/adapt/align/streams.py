@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.blockwise.hidden_states import StateStore
+from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, State
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks
@@ -28,8 +29,7 @@ class Streams:
     def __init__(
         self,
         blocks: Blocks,
-        train: Tensor,
-        heldout: Tensor,
+        windows: Windows,
         ranks: Ranks,
         *,
         batch_tokens: int,
@@ -38,9 +38,9 @@ class Streams:
     ) -> None:
         self.device = blocks.device
         self.ranks = ranks
-        self.ids = torch.cat([part[ranks.rank :: ranks.size] for part in (train, heldout)])
-        self.trained = len(train[ranks.rank :: ranks.size])
-        self.tokens = train.shape[1]
+        self.ids = torch.cat([part[ranks.rank :: ranks.size] for part in (windows.train, windows.heldout)])
+        self.trained = len(windows.train[ranks.rank :: ranks.size])
+        self.tokens = windows.train.shape[1]
         self.batch_size = max(1, batch_tokens // self.tokens)
         kinds = dict.fromkeys(STREAMS, (int(blocks.config["hidden_size"]), torch.float32))
         kinds["heads"] = heads_width(blocks), blocks.dtype
