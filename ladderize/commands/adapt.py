@@ -273,7 +273,7 @@ def adapt(
             metavar="N",
             min=0,
             help="Steps of linear warm-up.",
-            show_default="5 % of all, at most 200",
+            show_default="5 % of all, after align 20 %; at most 200",
             rich_help_panel=OPTIMISATION,
         ),
     ] = None,

@@ -63,10 +63,10 @@ def test_training_begins_nearer_to_the_dense_model(place, done, tmp_path):
     assert before != converted
 
 
-def test_the_default_rate_is_half(place, tmp_path):
-    rates = []
+def test_the_default_rate_is_half_as_high_and_rises_slower(place, tmp_path):
+    rates, warmups = [], []
     for number, more in enumerate((["--align"], [])):
-        command = arguments(place, *more, "--distill-from", place / "dense", steps=2)
+        command = arguments(place, *more, "--distill-from", place / "dense", steps=20)
         at = command.index("--lr")
         del command[at : at + 2]
         assert invoke(*command[:2], tmp_path / str(number), *command[2:]).code == 0
@@ -74,6 +74,7 @@ def test_the_default_rate_is_half(place, tmp_path):
             json.loads((tmp_path / str(number) / "adaptation.json").read_text())["options"]["schedule"]["peak"]
         )
     assert rates[0] == pytest.approx(rates[1] / 2)
+    assert warmups == [4, 1]
 
 
 def test_an_adapter_belongs_to_the_aligned_checkpoint(place, tmp_path):

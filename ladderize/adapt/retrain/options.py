@@ -19,7 +19,10 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
-ALIGNED = 0.5  # of the peak where weights were aligned: a higher one throws away what that won (docs/results.md)
+# Where weights were aligned: of the peak, and of the steps to warm up over. Sooner and higher rates throw away what
+# alignment won (docs/results.md).
+ALIGNED_PEAK, ALIGNED_WARMUP = 0.5, 0.2
+WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
 # than from large ones.
 LEAST_PER_STEP, MOST_PER_STEP = 2048, 65536
@@ -152,8 +155,10 @@ class RetrainOptions:
         often = max(1, min(500, steps // 10))
         peak = (LORA_LR if self.method == LORA else FULL_LR) * WIDTH / config["hidden_size"]
         if aligned:
-            peak *= ALIGNED
-        warmup = self.warmup_steps if self.warmup_steps is not None else min(200, steps // 20)
+            peak *= ALIGNED_PEAK
+        warmup = self.warmup_steps
+        if warmup is None:
+            warmup = min(MOST_WARMUP, int(steps * (ALIGNED_WARMUP if aligned else WARMUP)))
         return TrainOptions(
             budget=self.budget,
             objective=self.objective,
