@@ -70,9 +70,9 @@ def test_the_default_rate_is_half_as_high_and_rises_slower(place, tmp_path):
         at = command.index("--lr")
         del command[at : at + 2]
         assert invoke(*command[:2], tmp_path / str(number), *command[2:]).code == 0
-        rates.append(
-            json.loads((tmp_path / str(number) / "adaptation.json").read_text())["options"]["schedule"]["peak"]
-        )
+        schedule = json.loads((tmp_path / str(number) / "adaptation.json").read_text())["options"]["schedule"]
+        rates.append(schedule["peak"])
+        warmups.append(schedule["warmup_steps"])
     assert rates[0] == pytest.approx(rates[1] / 2)
     assert warmups == [4, 1]
 
