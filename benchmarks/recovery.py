@@ -39,7 +39,7 @@ class Cell:
     recipe: str
     tokens: int  # trained on; of a recipe that only aligns: aligned on
     seed: int
-    lr_factor: float  # of the default learning rate
+    lr_factor: float  # of the default learning rate, which is lower after an alignment
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
     from ladderize.adapt.blockwise.run import adapt_blocks
     from ladderize.adapt.data.sources import parse_specs
     from ladderize.adapt.retrain.losses import Objective
-    from ladderize.adapt.retrain.options import FULL_LR, WIDTH, RetrainOptions
+    from ladderize.adapt.retrain.options import ALIGNED_PEAK, FULL_LR, WIDTH, RetrainOptions
     from ladderize.adapt.retrain.run import adapt_checkpoint
     from ladderize.adapt.retrain.schedule import Budget
     from ladderize.blocks import open_checkpoint
@@ -161,7 +161,7 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
         budget=Budget(tokens=cell.tokens),
         seq_len=bench.seq_len,
         batch_size=bench.batch_size,
-        lr=cell.lr_factor * FULL_LR * WIDTH / hidden,
+        lr=cell.lr_factor * (ALIGNED_PEAK if cell.recipe.startswith("align+") else 1) * FULL_LR * WIDTH / hidden,
         heldout=64,
         eval_every=10**6,
         save_every=10**6,
