@@ -560,7 +560,12 @@ def _rewrite(model: str, out: str | None, params: Mapping[str, Any], console: Co
     console.prose(document.target)
     console.result(f"wrote {document.out}")
     _draw(document.out, params["plot"], console)
-    show_next(console, _measure(params, document.out))
+    retrained = command(
+        *("adapt", out, f"{out.rstrip('/')}-adapted", "--distill-from", params["distill_from"]),
+        *("--data", params["data"][0], "--max-tokens", "20M"),
+    )
+    steps = [("retrain from there", retrained)] if method == ALIGN else []
+    show_next(console, *steps, _measure(params, out))
 
 
 def _retrain(model: str, out: str | None, params: Mapping[str, Any], console: Console) -> None:
