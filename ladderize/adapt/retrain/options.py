@@ -22,7 +22,7 @@ WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
 # Where weights were aligned: of the peak, and of the steps to warm up over. Sooner and higher rates throw away what
 # alignment won (docs/results.md).
 ALIGNED_PEAK, ALIGNED_WARMUP = 0.5, 0.2
-WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
+SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
 # than from large ones.
 LEAST_PER_STEP, MOST_PER_STEP = 2048, 65536
@@ -158,7 +158,7 @@ class RetrainOptions:
             peak *= ALIGNED_PEAK
         warmup = self.warmup_steps
         if warmup is None:
-            warmup = min(MOST_WARMUP, int(steps * (ALIGNED_WARMUP if aligned else WARMUP)))
+            warmup = min(MOST_WARMUP, int(steps * (ALIGNED_WARMUP if aligned else SHARE_OF_WARMUP)))
         return TrainOptions(
             budget=self.budget,
             objective=self.objective,
