@@ -133,7 +133,7 @@ def spd(
     None.
 
     Every step is kept in a work folder until OUT is there, so a killed run goes on. Of several processes (accelerate
-    launch, torchrun) rank 0 measures and groups, and all distil.
+    launch, torchrun) rank 0 measures and groups, and all repair.
     """
     model, out, training = str(model), str(out), options.training
     check_launch_of_blocks()

@@ -14,6 +14,7 @@ from ladderize.files.records import Record
 RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # tried for every projection; the best on held-out windows is taken
 LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # by default so many, or so many for each input of the widest projection
 RANDOM_SHARE = 0.25  # of windows of random tokens, for each of the data (docs/align.md)
+MOST_RANDOM = 10
 SHORT = 1 << 14  # tokens in the place of LEAST_TOKENS; eight times as many gain little (docs/results.md)
 
 
@@ -47,8 +48,8 @@ class AlignOptions(WindowOptions):
         check_at_least(self, 1, "max_memory", "tokens")
         if self.ridge is not None and not 0 < self.ridge < math.inf:
             raise UsageError(f"--ridge must be above 0, not {self.ridge:g}")
-        if not 0 <= self.random_share < math.inf:
-            raise UsageError(f"--random-share must be at least 0, not {self.random_share:g}")
+        if not 0 <= self.random_share <= MOST_RANDOM:
+            raise UsageError(f"--random-share must be between 0 and {MOST_RANDOM}, not {self.random_share:g}")
 
     def settings(self) -> AlignSettings:
         return AlignSettings(self.ridge, self.seed, self.random_share)
