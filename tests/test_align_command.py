@@ -225,7 +225,8 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "other", [["--seed", 1], ["--ridge", 0.3], ["--train", "2:"], ["--samples", 59, "--heldout", 12]]
+    "other",
+    [["--seed", 1], ["--ridge", 0.3], ["--random-share", 0.5], ["--train", "2:"], ["--samples", 59, "--heldout", 12]],
 )
 def test_layers_that_were_solved_otherwise_are_solved_anew(pair, tmp_path, monkeypatch, other):
     monkeypatch.setattr(rewrite, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -289,6 +290,9 @@ def test_a_rank_that_dies_ends_the_others(pair, tmp_path):
         (["--ridge", 0], 2, "--ridge must be above 0"),
         (["--ridge", "nan"], 2, "--ridge must be above 0"),
         (["--ridge", "inf"], 2, "--ridge must be above 0"),
+        (["--random-share", -1], 2, "--random-share must be between 0 and 10"),
+        (["--random-share", "nan"], 2, "--random-share must be between 0 and 10"),
+        (["--random-share", 11], 2, "--random-share must be between 0 and 10"),
         (["--dtype", "float16"], 2, "--dtype float16 has too small a range"),
         (["--max-memory", "much"], 2, "--max-memory: 'much' is not a size"),
         (["--data", "b.npy"], 2, "--method align reads one --data file"),
@@ -320,10 +324,11 @@ def test_what_is_refused(pair, tmp_path, options, code, message):
     assert listing(tmp_path) == PLACE
 
 
+@pytest.mark.parametrize("option", ["--ridge", "--random-share"])
 @pytest.mark.parametrize("method", ["full", "lora", "blocks"])
-def test_a_ridge_has_no_effect_on_other_methods(pair, tmp_path, method):
-    outcome = invoke("adapt", pair[1], tmp_path / "out", "--method", method, "--data", "x.txt", "--ridge", 0.1)
-    assert f"--ridge has no effect with --method {method}" in one_sentence(outcome)
+def test_options_that_have_no_effect_on_other_methods(pair, tmp_path, method, option):
+    outcome = invoke("adapt", pair[1], tmp_path / "out", "--method", method, "--data", "x.txt", option, 0.1)
+    assert f"{option} has no effect with --method {method}" in one_sentence(outcome)
     assert outcome.code == 2
 
 
