@@ -1,11 +1,14 @@
 """What alignment and retraining win back, against the tokens that they see: KL to the dense model and perplexity.
 
-    python benchmarks/recovery.py OUT.json [--models demo,stories] [--layouts ...] [--recipes ...] [--tokens 16k,60k]
-        [--seeds 0,1,2] [--lr-factors 1] [--jobs 2]
+    python benchmarks/recovery.py OUT.json [--models demo,stories] [--prose MODEL] [--layouts ...] [--recipes ...]
+        [--tokens 16k,60k] [--seeds 0,1,2] [--lr-factors 1] [--jobs 2]
+    python benchmarks/recovery.py OUT.json --plot STEM
 
 Every cell is a run of ``ladderize.adapt_checkpoint``, ``adapt_blocks`` or ``align_checkpoint`` with the options that a
-user gets by default, on one thread, and is judged in float32 on texts that nothing was trained on. Cells that OUT.json
-has already are not run again, so that a run may be cut off, or asked for more. Preload tcmalloc (see docs/adapt.md).
+user gets by default, on one thread, and is judged in float32 on texts that nothing was trained on; of the demo model
+with seed 0 and 60k tokens or more the demo's tasks are asked, too. Cells that OUT.json has already are not run again, so that a run may be cut
+off, or asked for more. The model ``prose`` is made by scripts/train_demo_model.py, which says how. Preload tcmalloc
+(see docs/results.md).
 
 Recipes: ce (cross-entropy on the text, the Ladder paper's way), kl (the dense model's predictions), hidden (kl and
 --hidden-weight 1), blocks (block-to-block distillation), none. ``align`` in front of one starts it from the aligned
@@ -21,13 +24,17 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STORIES = ROOT.parent / "shared" / "fixtures" / "stories260K"
+FIXTURES = ROOT.parent / "shared" / "fixtures"
+STORIES = FIXTURES / "stories260K"
 LAYOUTS = ("ladder upper", "ladder all", "spd all", "both")
 RECIPES = ("none", "align", "ce", "kl", "hidden", "blocks", "align+kl", "align+hidden", "align+blocks")
 ALIGN_TOKENS = 16_384
+JUDGED = 400  # windows
+TASKS = ("demo_many_agreement", "demo_many_arithmetic", "demo_repeating", "demo_first_word", "demo_last_word")
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Cell:
     recipe: str
     tokens: int  # trained on; of a recipe that only aligns: aligned on
     seed: int
-    lr_factor: float  # of the default learning rate, which is lower after an alignment
+    lr_factor: float | None  # of the default learning rate without an alignment; None: the default
 
 
 @dataclass(frozen=True)
@@ -61,18 +68,24 @@ def cells(arguments: argparse.Namespace) -> list[Cell]:
         for layout in arguments.layouts:
             for recipe in arguments.recipes:
                 if recipe == "none":
-                    found.append(Cell(model, layout, recipe, 0, 0, 1.0))
+                    found.append(Cell(model, layout, recipe, 0, 0, None))
                     continue
                 for tokens in arguments.tokens if recipe != "align" else [ALIGN_TOKENS, 8 * ALIGN_TOKENS]:
                     for seed in arguments.seeds:
-                        for factor in arguments.lr_factors if recipe != "align" else [1.0]:
+                        for factor in arguments.lr_factors if recipe != "align" else [None]:
                             found.append(Cell(model, layout, recipe, tokens, seed, factor))
     return sorted(dict.fromkeys(found), key=lambda cell: (cell.seed, cell.tokens))
 
 
-def prepare(name: str, folder: Path) -> Bench:
-    """Put a model's data into ``folder``, once."""
+def prepare(name: str, prose: Path | None, folder: Path) -> Bench:
+    """Put a model's data into ``folder``, once. ``prose``: where that model is."""
     from ladderize.demo.inputs import MODEL, write_documents
+
+    if name == "prose":
+        if prose is None:
+            raise SystemExit("--models prose needs --prose MODEL; scripts/train_demo_model.py makes it")
+        texts = FIXTURES / "wikitext-2"
+        return Bench(prose, str(texts / "test.txt"), str(texts / "valid.txt"), 128, 8, 2)
 
     if name == "stories":
         ids = f"{STORIES}-samples.npz"
@@ -127,7 +140,7 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
     from ladderize.adapt.blockwise.run import adapt_blocks
     from ladderize.adapt.data.sources import parse_specs
     from ladderize.adapt.retrain.losses import Objective
-    from ladderize.adapt.retrain.options import ALIGNED_PEAK, FULL_LR, WIDTH, RetrainOptions
+    from ladderize.adapt.retrain.options import FULL_LR, WIDTH, RetrainOptions
     from ladderize.adapt.retrain.run import adapt_checkpoint
     from ladderize.adapt.retrain.schedule import Budget
     from ladderize.blocks import open_checkpoint
@@ -136,7 +149,7 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
     if recipe == "blocks":
         # the tokens are seen in two epochs, so that learning rates may fall
         distill = DistillOptions(
-            epochs=2, patience=2, lr=cell.lr_factor * PAPERS_LR * PAPERS_WIDTH / hidden, seed=cell.seed
+            epochs=2, patience=2, lr=(cell.lr_factor or 1) * PAPERS_LR * PAPERS_WIDTH / hidden, seed=cell.seed
         )
         windows = BlockwiseOptions(
             bench.train,
@@ -161,7 +174,7 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
         budget=Budget(tokens=cell.tokens),
         seq_len=bench.seq_len,
         batch_size=bench.batch_size,
-        lr=cell.lr_factor * (ALIGNED_PEAK if cell.recipe.startswith("align+") else 1) * FULL_LR * WIDTH / hidden,
+        lr=None if cell.lr_factor is None else cell.lr_factor * FULL_LR * WIDTH / hidden,
         heldout=64,
         eval_every=10**6,
         save_every=10**6,
@@ -171,6 +184,19 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
     )
     adapt_checkpoint(source, out, options, verify=False)
     return out
+
+
+def answered(model: Path) -> dict[str, float]:
+    """The share of right answers to each of the demo's tasks."""
+    from ladderize import EvalOptions, evaluate
+
+    tasks = str(ROOT / "ladderize" / "demo" / "tasks")
+    options = EvalOptions(TASKS, include_path=tasks, include_default_tasks=False, batch_size=64, dtype="float32")
+    (result,) = evaluate([model], options).models
+    scores = {}
+    for task, metrics in result.tasks.items():
+        (scores[task],) = (value for key, value in metrics.items() if key.startswith(("acc,", "exact_match,")))
+    return scores
 
 
 def judge(bench: Bench, model: Path) -> dict[str, float]:
@@ -184,7 +210,7 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     dense, own = (
         Blocks(open_checkpoint(str(path)), torch.float32, torch.device("cpu")) for path in (bench.model, model)
     )
-    ids = read_windows(dense.checkpoint, bench.heldout, seq_len=bench.seq_len, samples=None, seed=0)
+    ids = read_windows(dense.checkpoint, bench.heldout, seq_len=bench.seq_len, samples=None, seed=0)[:JUDGED]
     plain = Layout.dense(dense.num_layers)
     measured = heldout_measures(
         {
@@ -201,14 +227,14 @@ def judge(bench: Bench, model: Path) -> dict[str, float]:
     }
 
 
-def run(cell: Cell, folder: Path) -> dict[str, object]:
+def run(cell: Cell, prose: Path | None, folder: Path) -> dict[str, object]:
     """One cell's row."""
     import torch
 
     from ladderize.errors import LadderizeError
 
     torch.set_num_threads(1)
-    bench = prepare(cell.model, folder)
+    bench = prepare(cell.model, prose, folder)
     begin = time.perf_counter()
     scratch = Path(tempfile.mkdtemp(dir=folder))
     try:
@@ -221,7 +247,9 @@ def run(cell: Cell, folder: Path) -> dict[str, object]:
                 model = aligned(bench, model, ALIGN_TOKENS, cell.seed, scratch / "aligned")
             model = trained(bench, model, recipe, cell, scratch / "trained")
         seconds = time.perf_counter() - begin
-        return {**asdict(cell), **judge(bench, model), "seconds": round(seconds, 1)}
+        row = {**asdict(cell), **judge(bench, model), "seconds": round(seconds, 1)}
+        asked = cell.model == "demo" and cell.seed == 0 and cell.tokens != 16_000 and cell.lr_factor is None
+        return {**row, **answered(model)} if asked else row
     except LadderizeError as error:
         return {**asdict(cell), "failed": str(error)}
     finally:
@@ -240,14 +268,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--models", type=names, default=["demo", "stories"])
+    parser.add_argument("--prose", type=Path, help="the model of that name")
     parser.add_argument("--layouts", type=names, default=list(LAYOUTS))
     parser.add_argument("--recipes", type=names, default=list(RECIPES))
     parser.add_argument("--tokens", type=lambda text: list(map(count, names(text))), default=[16_000, 60_000, 200_000])
     parser.add_argument("--seeds", type=lambda text: list(map(int, names(text))), default=[0, 1, 2])
-    parser.add_argument("--lr-factors", type=lambda text: list(map(float, names(text))), default=[1.0])
+    parser.add_argument("--lr-factors", type=lambda text: list(map(float, names(text))), default=[None])
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
-    rows = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+    document = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
+    rows = document["rows"]
     keys = list(Cell.__dataclass_fields__)
     done = {tuple(row[key] for key in keys) for row in rows if "failed" not in row}
     rows = [row for row in rows if "failed" not in row]
@@ -256,13 +286,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch, ProcessPoolExecutor(arguments.jobs) as pool:
         folder = Path(scratch)
         for model in arguments.models:  # before the workers share them
-            bench = prepare(model, folder)
+            bench = prepare(model, arguments.prose, folder)
             for layout in arguments.layouts:
                 converted(bench, layout, folder / model)
-        for number, future in enumerate(as_completed([pool.submit(run, cell, folder) for cell in wanted]), 1):
+        futures = [pool.submit(run, cell, arguments.prose, folder) for cell in wanted]
+        for number, future in enumerate(as_completed(futures), 1):
             rows.append(row := future.result())
             print(f"{number}/{len(wanted)}", *(f"{key} {value}" for key, value in row.items()), flush=True)
-            document = {"machine": platform.processor() or platform.machine(), "rows": rows}
+            document.update(machine=platform.processor() or platform.machine(), torch=version("torch"), rows=rows)
             temporary = arguments.out.with_suffix(".part")
             temporary.write_text(json.dumps(document, indent=1) + "\n")
             temporary.rename(arguments.out)

@@ -4,6 +4,11 @@
 
 The result is committed, so nobody has to run this. It is here so that anybody can see where the weights come
 from. Not bit-reproducible across machines (floating-point sums depend on the number of threads).
+
+Another shape, on prose in the place of the demo's texts (benchmarks/recovery.py --prose):
+
+    python scripts/train_demo_model.py --text ../shared/fixtures/wikitext-2/test.txt --layers 16 --hidden-size 96 \
+        --intermediate-size 256 --heads 6 --repeat-kv --steps 1200 --out prose --log prose.log
 """
 
 import argparse
@@ -22,8 +27,7 @@ from ladderize.demo.corpus import documents
 ROOT = Path(__file__).resolve().parent.parent
 BOS, EOS = "<s>", "</s>"
 CONFIG = {
-    "vocab_size": 768, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+    "vocab_size": 768, "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
 }  # fmt: skip
 
@@ -48,6 +52,21 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, model_max_length=512)
 
 
+def repeat_kv(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The same function with a key-value head for each query head."""
+    config = copy.deepcopy(model.config)
+    config.num_key_value_heads = config.num_attention_heads
+    times = config.num_attention_heads // model.config.num_key_value_heads
+    weights = model.state_dict()
+    for name, weight in weights.items():
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            heads = weight.unflatten(0, (model.config.num_key_value_heads, -1))
+            weights[name] = heads.repeat_interleave(times, 0).flatten(0, 1)
+    repeated = LlamaForCausalLM(config)
+    repeated.load_state_dict(weights)
+    return repeated
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3200)
@@ -56,19 +75,35 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2.5e-3)
     parser.add_argument("--documents", type=int, default=250_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--intermediate-size", type=int, default=320)
+    parser.add_argument("--heads", type=int, default=8, help="half as many for keys and values")
+    parser.add_argument("--repeat-kv", action="store_true", help="write key-value heads twice, for more ranks")
+    parser.add_argument("--text", type=Path, help="train on the lines of this file")
     parser.add_argument("--out", type=Path, default=ROOT / "ladderize" / "demo" / "model")
     parser.add_argument("--log", type=Path, default=ROOT / "scripts" / "train_demo_model.log")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    texts = list(documents(args.documents, test=False, seed=args.seed))
+    if args.text:
+        texts = [line.strip() for line in args.text.read_text(encoding="utf-8").splitlines() if line.strip()]
+    else:
+        texts = list(documents(args.documents, test=False, seed=args.seed))
     tokenizer = train_tokenizer(texts[:50_000], CONFIG["vocab_size"])
 
     # one stream "<s> document </s> <s> document </s> ...", cut into rows that all begin with <s>
     stream = [token for row in tokenizer(texts)["input_ids"] for token in (*row, 1)]
     rows = torch.tensor(stream[: len(stream) // args.seq_len * args.seq_len], dtype=torch.int16).view(-1, args.seq_len)
 
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    shape = {
+        "hidden_size": args.hidden_size,
+        "intermediate_size": args.intermediate_size,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.heads // 2,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG, **shape))
     parameters = sum(p.numel() for p in model.parameters())
     decay = [p for p in model.parameters() if p.ndim > 1]
     other = [p for p in model.parameters() if p.ndim == 1]
@@ -114,7 +149,8 @@ def main() -> None:
                 report(step=step + 1, loss=round(loss_sum / 100, 4), seconds=round(time.time() - start))
                 loss_sum = 0.0
             if (step + 1) % 1000 == 0 or step + 1 == args.steps:
-                copy.deepcopy(model).to(torch.bfloat16).save_pretrained(args.out)
+                written = repeat_kv(model) if args.repeat_kv else copy.deepcopy(model)
+                written.to(torch.bfloat16).save_pretrained(args.out)
                 tokenizer.save_pretrained(args.out)
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from ladderize import load
 from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.convert.heads import permute_heads, read_head_map
+from ladderize.convert.retraining import read_retrainings
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL
 from ladderize.errors import UsageError, UserError
@@ -246,6 +247,10 @@ def test_alignment_repairs_in_the_place_of_distillation_or_before_it(tmp_path, t
         document = SpdDocument.from_dict(json.loads((out / "spd.json").read_text()), "spd.json")
         perplexities[repair] = {name: value.perplexity for name, value in document.perplexity.items()}
         assert document.repair == repair
+        (retraining,) = read_retrainings(out)
+        assert retraining.aligned == (repair == "align")
+        assert list(retraining.divergence) == list(retraining.perplexity)[1:]
+        assert 0 < retraining.share_left < 1
         first = min(row.block for row in document.blocks if row.selected)
         for row in document.blocks:  # every block from the first dropped one on reads a changed stream
             assert (row.alignment is not None) == (row.block >= first)

@@ -157,7 +157,10 @@ def spd(
     if any(block.distillation for block in document.blocks):
         console.prose(BLOCK_ERROR)
     console.result("")
-    console.table(perplexity_rows(document.perplexity), right=["perplexity", "stderr", "difference"])
+    console.table(
+        perplexity_rows(document.perplexity, document.divergence),
+        right=["perplexity", "stderr", "difference", "KL to dense"],
+    )
     console.result(f"wrote {out}")
     show_next(
         console,

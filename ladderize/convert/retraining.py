@@ -2,7 +2,7 @@
 put beside them, which every later conversion carries along. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from ladderize.layout import Layout, format_ranges
 
 @dataclass(frozen=True)
 class Retraining(Record):
-    """One retraining. model: what was retrained. perplexity: held out, by step, such as dense, before and after."""
+    """One retraining. model: what was retrained. perplexity: held out, by step, such as dense, before and after.
+    divergence: KL(dense || model) likewise, empty where it was not measured. aligned: whether it ended with an
+    alignment."""
 
     method: str
     model: str
@@ -22,6 +24,14 @@ class Retraining(Record):
     layers: list[int]
     data: list[str]
     perplexity: dict[str, float]
+    divergence: dict[str, float] = field(default_factory=dict)
+    aligned: bool = False
+
+    @property
+    def share_left(self) -> float:
+        """The share of the divergence that is left, at most 1; 1 where it was not measured."""
+        before, *_, after = self.divergence.values() or (1.0, 1.0)
+        return min(1.0, after / before) if before > 0 else 1.0
 
     def summary(self) -> str:
         """In words."""
@@ -78,10 +88,20 @@ class _Rewritten(Record):
     layout: str
     data: _Data
     heldout_perplexity: dict[str, _Score]
+    heldout_divergence: dict[str, float] = field(default_factory=dict, kw_only=True)
 
     def retraining_of(self, method: str, layers: list[int]) -> Retraining:
-        scores = {name: score.perplexity for name, score in self.heldout_perplexity.items()}
-        return Retraining(method, self.model, self.teacher, self.layout, layers, [self.data.file], scores)
+        return Retraining(
+            method,
+            self.model,
+            self.teacher,
+            self.layout,
+            layers,
+            [self.data.file],
+            {name: score.perplexity for name, score in self.heldout_perplexity.items()},
+            self.heldout_divergence,
+            aligned=method == "align",
+        )
 
 
 @dataclass(frozen=True)
@@ -130,13 +150,23 @@ class _Spd(Record):
     data: _Data
     blocks: list[_SpdBlock]
     perplexity: dict[str, _Score]
+    divergence: dict[str, float] = field(default_factory=dict)
 
     def retraining(self) -> Retraining | None:
         layers = [block.block for block in self.blocks if (block.alignment or block.distillation) is not None]
-        scores = {name: score.perplexity for name, score in self.perplexity.items()}
         if not layers:
             return None
-        return Retraining("spd", self.model, self.model, self.layout, layers, [self.data.file], scores)
+        return Retraining(
+            "spd",
+            self.model,
+            self.model,
+            self.layout,
+            layers,
+            [self.data.file],
+            {name: score.perplexity for name, score in self.perplexity.items()},
+            self.divergence,
+            aligned=all(block.distillation is None for block in self.blocks),
+        )
 
 
 # in the order in which they usually follow each other

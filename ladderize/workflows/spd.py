@@ -23,7 +23,7 @@ from ladderize.adapt.align.options import AlignSettings, default_tokens
 from ladderize.adapt.align.reports import LayerReport
 from ladderize.adapt.blockwise.block_trainer import StudentBlocks
 from ladderize.adapt.blockwise.distill import distill
-from ladderize.adapt.blockwise.documents import TrainingRecord
+from ladderize.adapt.blockwise.documents import HeldoutMeasures, TrainingRecord
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_assignment import Units
 from ladderize.adapt.blockwise.head_grouping import group_heads, grouping_seconds
@@ -227,8 +227,8 @@ def spd(
         if not ranks.is_main:
             return None
         with console.stage("measuring held-out perplexities"):
-            measured = perplexities(teacher, layout, head_map, work, start, student, windows.heldout)
-        if (worse := made_worse(measured)) is not None:
+            measured = measure_steps(teacher, layout, head_map, work, start, student, windows.heldout)
+        if (worse := made_worse(measured.perplexity)) is not None:
             console.warn(worse)
         document = SpdDocument(
             model=model,
@@ -236,7 +236,8 @@ def spd(
             layout=str(layout),
             **layout.to_config(),
             selection=selection,
-            perplexity=measured,
+            perplexity=measured.perplexity,
+            divergence=measured.divergence,
             blocks=block_table(selection, head_map, work, start, student),
             repair=options.repair,
             **vars(record),
@@ -419,7 +420,7 @@ def permuted(blocks: Blocks, layer: int, head_map: HeadMap | None) -> dict[str, 
     )
 
 
-def perplexities(
+def measure_steps(
     blocks: Blocks,
     layout: Layout,
     head_map: HeadMap | None,
@@ -427,8 +428,8 @@ def perplexities(
     start: StudentBlocks,
     student: StudentBlocks,
     heldout: Tensor,
-) -> dict[str, Perplexity]:
-    """Held-out perplexity of the dense model and after each step."""
+) -> HeldoutMeasures:
+    """Held-out measures of the dense model and after each step."""
     dense = Layout.dense(layout.num_layers)
 
     def aligned(layer: int) -> dict[str, Tensor]:
@@ -449,7 +450,7 @@ def perplexities(
         del variants["+ alignment"]
     if not student.layers:
         del variants["+ distillation"]
-    return heldout_measures({name: (blocks, at) for name, at in variants.items()}, heldout).perplexity
+    return heldout_measures({name: (blocks, at) for name, at in variants.items()}, heldout)
 
 
 def made_worse(measured: Mapping[str, Perplexity]) -> str | None:

@@ -1,6 +1,6 @@
 """spd.json: what each block got and why, with the figures of each step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ladderize.adapt.align.reports import LayerReport
@@ -39,6 +39,7 @@ class SpdDocument(Record):
     data: WindowData
     options: DistillSettings
     dtype: str
+    divergence: dict[str, float] = field(default_factory=dict)
     repair: str = "blocks"  # as SpdOptions has it; before there was a choice blocks were distilled
 
     def card_note(self) -> str:

@@ -7,6 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize.adapt.retrain import aligned_start
+from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.retrain.schedule import Budget
+from ladderize.adapt.retrain.task import left_by_alignment
 from tests.helpers import invoke, listing, one_sentence
 from tests.retrain.commands import adapt, arguments, losses_of, succeed
 
@@ -63,7 +66,7 @@ def test_training_begins_nearer_to_the_dense_model(place, done, tmp_path):
     assert before != converted
 
 
-def test_the_default_rate_is_half_as_high_and_rises_slower(place, tmp_path):
+def test_the_default_rate_falls_with_what_alignment_left_and_rises_slower(place, tmp_path):
     rates, warmups = [], []
     for number, more in enumerate((["--align"], [])):
         command = arguments(place, *more, "--distill-from", place / "dense", steps=20)
@@ -73,8 +76,25 @@ def test_the_default_rate_is_half_as_high_and_rises_slower(place, tmp_path):
         schedule = json.loads((tmp_path / str(number) / "adaptation.json").read_text())["options"]["schedule"]
         rates.append(schedule["peak"])
         warmups.append(schedule["warmup_steps"])
-    assert rates[0] == pytest.approx(rates[1] / 2)
+    document = json.loads((tmp_path / "0-aligned" / "alignment.json").read_text())
+    left = document["heldout_divergence"]["aligned"] / document["heldout_divergence"]["before"]
+    assert 0.0625 < left < 0.95
+    assert rates[0] == pytest.approx(rates[1] * left**0.5)
     assert warmups == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "share"), [(0.4, 0.2, 0.5**0.5), (4, 0.1, 0.25), (4, 0, 0.25), (0.4, 0.5, 1), (0, 0, 1)]
+)
+def test_the_peak_goes_with_the_root_of_the_divergence_that_is_left(done, tmp_path, before, after, share):
+    """At least a quarter of it, and never more than all, also where the conversion cost nothing."""
+    document = json.loads((done / "out-aligned" / "alignment.json").read_text())
+    document["heldout_divergence"] = {"before": before, "aligned": after}
+    (tmp_path / "alignment.json").write_text(json.dumps(document))
+    options = RetrainOptions(data=(), budget=Budget(steps=100))
+    left = left_by_alignment(tmp_path)
+    training = options.resolve({"hidden_size": 4096}, 1, left_by_alignment=left)
+    assert training.schedule.peak == pytest.approx(2e-5 * share)
 
 
 def test_an_adapter_belongs_to_the_aligned_checkpoint(place, tmp_path):

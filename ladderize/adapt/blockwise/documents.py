@@ -162,9 +162,7 @@ def measured_note(perplexities: Mapping[str, Perplexity], data: WindowData) -> s
     )
 
 
-def perplexity_rows(
-    perplexities: Mapping[str, Perplexity], divergences: Mapping[str, float] | None = None
-) -> list[dict[str, str]]:
+def perplexity_rows(perplexities: Mapping[str, Perplexity], divergences: Mapping[str, float]) -> list[dict[str, str]]:
     """Held-out perplexities beside the first, the dense model's, and divergences from it, for people."""
     dense = next(iter(perplexities.values())).perplexity
     return [
@@ -173,7 +171,7 @@ def perplexity_rows(
             "perplexity": f"{value.perplexity:.4f}",
             "stderr": "" if value.stderr is None else f"{value.stderr:.4f}",
             "difference": "" if number == 0 else f"{value.perplexity - dense:+.4f}",
-            "KL to dense": f"{divergences[name]:.4f}" if divergences and name in divergences else "",
+            "KL to dense": f"{divergences[name]:.4f}" if name in divergences else "",
         }
         for number, (name, value) in enumerate(perplexities.items())
     ]

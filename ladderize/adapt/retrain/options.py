@@ -1,5 +1,6 @@
 """What a retraining is asked to do, and the defaults for a model."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,9 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
-# Where weights were aligned: of the peak, and of the steps to warm up over. Sooner and higher rates throw away what
-# alignment won (docs/results.md).
-ALIGNED_PEAK, ALIGNED_WARMUP = 0.5, 0.2
+# Of the steps to warm up over, and the least share of the peak, where weights were aligned: sooner and higher rates
+# throw away what alignment won (docs/results.md).
+ALIGNED_WARMUP, LEAST_PEAK = 0.2, 0.25
 SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
 # than from large ones.
@@ -123,9 +124,10 @@ class RetrainOptions:
         if self.log_dir is not None and not {"tensorboard", "wandb"} & set(self.log_with):
             raise UsageError("--log-dir has no effect without --log-with tensorboard or wandb")
 
-    def resolve(self, config: Mapping[str, Any], ranks: int, *, aligned: bool = False) -> TrainOptions:
+    def resolve(self, config: Mapping[str, Any], ranks: int, *, left_by_alignment: float | None = None) -> TrainOptions:
         """Every default worked out for a model and a number of ranks that read different data (all processes /
-        ``tp_size``); aligned: whether the weights were aligned last. Raises UserError for what does not go together."""
+        ``tp_size``); left_by_alignment: where weights were aligned last, the share of the divergence that it left.
+        Raises UserError for what does not go together."""
         positions = int(config.get("max_position_embeddings") or 2048)
         seq_len = self.seq_len or min(2048, positions)
         if seq_len > positions:
@@ -154,18 +156,20 @@ class RetrainOptions:
         steps = self.budget.about_steps(batch_size * seq_len)
         often = max(1, min(500, steps // 10))
         peak = (LORA_LR if self.method == LORA else FULL_LR) * WIDTH / config["hidden_size"]
-        if aligned:
-            peak *= ALIGNED_PEAK
-        warmup = self.warmup_steps
-        if warmup is None:
-            warmup = min(MOST_WARMUP, int(steps * (ALIGNED_WARMUP if aligned else SHARE_OF_WARMUP)))
+        warmup = SHARE_OF_WARMUP
+        if left_by_alignment is not None:
+            peak *= peak_after_alignment(left_by_alignment)
+            warmup = ALIGNED_WARMUP
+        warmup_steps = self.warmup_steps if self.warmup_steps is not None else min(MOST_WARMUP, int(steps * warmup))
         return TrainOptions(
             budget=self.budget,
             objective=self.objective,
             seq_len=seq_len,
             batch_size=batch_size,
             micro_batch_size=micro,
-            schedule=RateSchedule(self.lr_schedule, self.lr if self.lr is not None else peak, warmup, self.min_lr),
+            schedule=RateSchedule(
+                self.lr_schedule, self.lr if self.lr is not None else peak, warmup_steps, self.min_lr
+            ),
             weight_decay=self.weight_decay,
             max_gradient=self.max_gradient,
             seed=self.seed,
@@ -196,3 +200,10 @@ class RetrainOptions:
     def deciding(self, training: TrainOptions) -> DecidingOptions:
         """Everything that decides the result."""
         return DecidingOptions.of(self.fixed(training), self.settings(training))
+
+
+def peak_after_alignment(left: float) -> float:
+    """Of the default peak learning rate, the share that suits aligned weights. A divergence grows with the square of
+    the distance to what training looks for, and Adam's rate is the length of its steps. ``left``: the share of the
+    divergence that alignment left."""
+    return max(LEAST_PEAK, math.sqrt(left))

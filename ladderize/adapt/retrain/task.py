@@ -11,7 +11,7 @@ import torch
 from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.data.stream import Stream
 from ladderize.adapt.lora.config import LoraOptions, lora_config
-from ladderize.adapt.methods import ALIGN, LORA
+from ladderize.adapt.methods import LORA
 from ladderize.adapt.pair import check_pair
 from ladderize.adapt.retrain.hf_engine import check_attention
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
@@ -146,7 +146,7 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
         layers=layers_to_train(layout, options.train),
         options=options,
         everything=options.train == "all",
-        training=options.resolve(checkpoint.config, data_ranks, aligned=was_aligned(checkpoint.folder)),
+        training=options.resolve(checkpoint.config, data_ranks, left_by_alignment=left_by_alignment(checkpoint.folder)),
         compute=compute,
         sharded=wants_fsdp(ranks.size, options.tp_size),
         data_ranks=data_ranks,
@@ -175,10 +175,10 @@ def check_teaches(student: Checkpoint, teacher: Checkpoint, model: str, options:
         )
 
 
-def was_aligned(folder: Path) -> bool:
-    """Whether alignment was the last thing done to a checkpoint's weights."""
+def left_by_alignment(folder: Path) -> float | None:
+    """The share of a conversion's divergence that alignment left, if that was the last thing done to the weights."""
     found = read_retrainings(folder)
-    return bool(found) and found[-1].method == ALIGN
+    return found[-1].share_left if found and found[-1].aligned else None
 
 
 def layers_to_train(layout: Layout, train: str) -> tuple[int, ...]:
