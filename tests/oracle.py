@@ -1,4 +1,4 @@
-"""The oracle: a Llama with sync points, written line by line after DESIGN section 2, for reading and not for speed.
+"""The oracle: a Llama with sync points, written line by line after docs/design.md, for reading and not for speed.
 
 Every rank is computed apart, with its own slices of the weights, in fp32 or fp64, without cache, without any code of
 the package. It understands batches padded on the left through ``attention_mask``.

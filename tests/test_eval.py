@@ -99,7 +99,7 @@ def test_the_standard_error_covers_the_truth():
     ],
 )
 def test_published_perplexities(tmp_path, recipe, expected):
-    """DESIGN section 8, to the digits that it gives."""
+    """What was measured once with code of its own, to the digits that were kept."""
     model = STORIES
     if recipe is not None:
         convert_checkpoint(STORIES, tmp_path / "out", recipe, verify=False)

@@ -266,7 +266,7 @@ def random_layout(layers: int) -> Layout:
 
 
 def slow_total(parts: PassParts, layout: Layout, *, dt: float = 2e-3) -> float:
-    """The loop of DESIGN section 2, lived through in small steps of time."""
+    """The loop of docs/design.md, lived through in small steps of time."""
     clock, in_flight = 0.0, 0.0
 
     def compute(work):

@@ -1,7 +1,7 @@
 """How long the parts of a forward pass take by themselves, and of a whole pass in some layout. Imports no torch.
 
-All layers of a Llama are alike, so a pass is a few figures. Each wait comes right after the next sub-module (DESIGN
-section 2), so one message is in flight at a time, and times add up over sync points.
+All layers of a Llama are alike, so a pass is a few figures. Each wait comes right after the next sub-module
+(docs/design.md), so one message is in flight at a time, and times add up over sync points.
 
 A product takes as long as its floating-point operations or its bytes, whichever takes longer (the roofline of Williams
 et al., 2009), and everything else as long as its bytes; what is started costs some microseconds besides. Where the host

@@ -3,7 +3,7 @@
 Column-parallel layers (q, k, v; gate, up) compute a slice of their outputs; row-parallel ones (o, down) read a slice of
 their inputs and return a *partial sum*: whoever calls them decides when to reduce it, so their bias belongs to no rank
 and is kept apart. Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated
-where there are more ranks than KV heads (DESIGN section 2; Megatron-LM, arXiv 1909.08053).
+where there are more ranks than KV heads (docs/design.md; Megatron-LM, arXiv 1909.08053).
 """
 
 import functools

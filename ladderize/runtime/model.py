@@ -1,4 +1,4 @@
-"""The one tensor-parallel Llama, for every layout: DESIGN section 2 as its forward.
+"""The one tensor-parallel Llama, for every layout: docs/design.md as its forward.
 
 Between layers the state is the residual stream, equal on all ranks, and perhaps one all-reduce in flight. Each
 sub-module returns this rank's partial sum; the layout says whether its sum is waited for at once (blocking), after the

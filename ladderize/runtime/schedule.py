@@ -1,4 +1,4 @@
-"""When the parts of a forward pass run. A schedule changes nothing that is computed (DESIGN section 2). No torch here.
+"""When the parts of a forward pass run. A schedule changes nothing that is computed (docs/design.md). No torch here.
 
 ``sequential`` runs the whole batch as one part. ``domino`` (arXiv 2409.15241) cuts it into parts and goes round: each
 part computes one sub-module, sends its sum, and makes room for the next part, whose compute hides the message.

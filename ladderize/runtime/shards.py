@@ -1,7 +1,7 @@
 """Which part of a Llama's tensors is one rank's.
 
 Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where there are more
-ranks than KV heads (DESIGN section 2; Megatron-LM, arXiv 1909.08053).
+ranks than KV heads (docs/design.md; Megatron-LM, arXiv 1909.08053).
 """
 
 from collections.abc import Mapping
