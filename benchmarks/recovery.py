@@ -6,9 +6,9 @@
 
 Every cell is a run of ``ladderize.adapt_checkpoint``, ``adapt_blocks`` or ``align_checkpoint`` with the options that a
 user gets by default, on one thread, and is judged in float32 on texts that nothing was trained on; of the demo model
-with seed 0 and 60k tokens or more the demo's tasks are asked, too. Cells that OUT.json has already are not run again, so that a run may be cut
-off, or asked for more. The model ``prose`` is made by scripts/train_demo_model.py, which says how. Preload tcmalloc
-(see docs/results.md).
+with seed 0 and 60k tokens or more the demo's tasks are asked, too. Cells that OUT.json has already are not run again,
+so that a run may be cut off, or asked for more. The model ``prose`` is made by scripts/train_demo_model.py, which says
+how. Preload tcmalloc (see docs/results.md). docs/draw_recovery.py makes the figure and the tables of it.
 
 Recipes: ce (cross-entropy on the text, the Ladder paper's way), kl (the dense model's predictions), hidden (kl and
 --hidden-weight 1), blocks (block-to-block distillation), none. ``align`` in front of one starts it from the aligned

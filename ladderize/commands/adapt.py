@@ -255,7 +255,7 @@ def adapt(
             "--lr",
             metavar="X",
             help="Peak learning rate.",
-            show_default="full 2e-5, lora 1e-4, blocks 5e-5; times 4096 / hidden size; half of it after align",
+            show_default="full 2e-5, lora 1e-4, blocks 5e-5; times 4096 / hidden size; less after align",
             rich_help_panel=OPTIMISATION,
         ),
     ] = None,
