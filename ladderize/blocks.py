@@ -116,12 +116,12 @@ class Blocks:
     def model_config(self, layout: Layout) -> Any:
         from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
 
-        said = {
+        stated = {
             key: value
             for key, value in self.config.items()
             if key not in ("auto_map", "architectures", "ladder_layers")
         }
-        config = LadderizedLlamaConfig.from_dict({**said, "model_type": "ladderized_llama", **layout.to_config()})
+        config = LadderizedLlamaConfig.from_dict({**stated, "model_type": "ladderized_llama", **layout.to_config()})
         config._attn_implementation = "sdpa"
         return config
 

@@ -518,7 +518,7 @@ def test_what_is_doubtful_is_said(shape, monkeypatch):
 def test_a_single_round_has_no_interval(shape):
     arguments = ["--random-weights", shape, "--layout", "dense,ladder", "--emulate-tp", 2, "--link", "1,1"]
     outcome = invoke("bench", *arguments, *QUICK, "--repeat", 1)
-    assert "Warning: with fewer than 3 rounds nobody knows how far rounds disagree" in outcome.stderr
+    assert "Warning: with fewer than 3 rounds their scatter is unknown" in outcome.stderr
     assert "one round" in outcome.stdout
     assert not re.search(r"\d-\d", outcome.stdout.split("speed-up: over")[0])
 

@@ -470,8 +470,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "of a list": (lambda path: path.write_text("[]"), "holds a list where an object is expected"),
     "other schema": (lambda path: rewrite(path, lambda c: c.update(schema_version=9)), "schema_version 9"),
     "cut off": (break_samples('{"doc_id": 5, "do'), "alpha.jsonl, line 301 is not valid JSON"),
-    "no sample": (break_samples('{"a": 1}\n'), "line 301 is no sample of lm-eval: its filter is no str"),
-    "a number": (break_samples("5\n"), "line 301 is no sample of lm-eval, which is an object"),
+    "no sample": (break_samples('{"a": 1}\n'), "line 301 is not a sample of lm-eval: its filter is not a str"),
+    "a number": (break_samples("5\n"), "line 301 is not a sample of lm-eval (an object)"),
     "no file": (lambda path: (path.with_suffix(".samples") / "beta.jsonl").unlink(), "that are not there"),
     "no samples": (
         lambda path: rewrite(path, lambda c: c["models"][0].pop("samples")),
@@ -658,7 +658,7 @@ def test_samples_in_memory_are_as_those_of_files(evaluated, pair):
     for task, filters in entry.answers.items():
         assert filters["none"].values == stored.answers[task]["none"].values
         assert filters["none"].hashes == stored.answers[task]["none"].hashes
-    with pytest.raises(UserError, match="this run: t, sample 0 is no sample of lm-eval"):
+    with pytest.raises(UserError, match="this run: t, sample 0 is not a sample of lm-eval"):
         make_entry(results.models[0], {"t": [{"doc": 1}]}, "this run")
 
 

@@ -599,7 +599,7 @@ def test_choices_that_are_refused(dense, costs, tmp_path):
         choice_of(ladder, costs, "--min-speedup", "1.02")
     )
     shape = ("--shape", dense, *H100[:4], "--tp-size", "4", *TINY, "--sensitivity", costs, "--min-speedup", "1.02")
-    assert "a shape has no weights, so nobody can tell whether" in invoke("plan", *shape).stdout
+    assert "a shape has no weights, so it cannot be told whether" in invoke("plan", *shape).stdout
     assert "--shape has no weights; name the checkpoint" in one_sentence(invoke("plan", *shape, "--verify", "3"))
     assert "--sync-tp-size 8" in one_sentence(choice_of(dense, costs, "--min-speedup", "1.02", "--sync-tp-size", "8"))
 

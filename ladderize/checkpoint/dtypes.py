@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# safetensors' name -> bytes of an element, torch's name (None: nobody here computes with it)
+# safetensors' name -> bytes of an element, torch's name (None: nothing here computes with it)
 KNOWN_DTYPES: dict[str, tuple[int, str | None]] = {
     "F64": (8, "float64"),
     "F32": (4, "float32"),

@@ -23,7 +23,7 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "proportional": (),
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# buffers that Llama 1 checkpoints carry and nobody reads
+# buffers that Llama 1 checkpoints carry and no code reads
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 

@@ -25,8 +25,8 @@ from ladderize.commands.options import (
     Revision,
     SeqLen,
     Threads,
+    given_options,
     options_from,
-    said,
 )
 from ladderize.commands.retraining import check_effect, check_windowed, preset_filled_in, retrain_options, schedule_name
 from ladderize.commands.training import ComputeDtype, TrainingSeed, WorkDir, memory_limit, start_training_on
@@ -503,7 +503,7 @@ def adapt(
         raise UsageError("OUT is missing: name the folder to write")
     console = Console(as_json)
     with console.stage(LOADING):
-        check_effect(method, said(ctx))
+        check_effect(method, given_options(ctx))
         room = {BLOCKS: "blockwise", ALIGN: "align"}.get(method, "retrain")
         importlib.import_module(f"ladderize.adapt.{room}.run")
     if plot is not None:

@@ -30,8 +30,8 @@ from ladderize.commands.options import (
     Revision,
     Threads,
     TpSize,
+    given_options,
     options_from,
-    said,
 )
 from ladderize.console import Console
 from ladderize.runtime.bench.options import (
@@ -265,7 +265,7 @@ def bench(
 ) -> None:
     """Time layouts and schedules against each other on ladderize's tensor-parallel runtime, and show what they wait
     for."""
-    check_way(said(ctx), train=train, engine=engine)
+    check_way(given_options(ctx), train=train, engine=engine)
     choice = options_from(ModelChoice, ctx.params, models=tuple(models or ()))
     console = Console(as_json)
     if engine == "vllm":

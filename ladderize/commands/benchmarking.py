@@ -67,12 +67,12 @@ def bench_options(params: Mapping[str, Any]) -> BenchOptions:
 
 
 def training_bench_options(params: Mapping[str, Any]) -> TrainingBenchOptions:
-    said = params["schedules"]
+    schedules = params["schedules"]
     return options_from(
         TrainingBenchOptions,
         params,
         **_sizes(params),
-        schedules=TrainingBenchOptions.schedules if said is None else parse_schedules(said),
+        schedules=TrainingBenchOptions.schedules if schedules is None else parse_schedules(schedules),
         check=not params["no_check"],
         device=params["device"] or "cpu",
     )

@@ -23,8 +23,8 @@ from ladderize.commands.options import (
     Device,
     Threads,
     _runtime_options,
+    given_options,
     options_from,
-    said,
 )
 from ladderize.console import Console
 from ladderize.errors import UsageError
@@ -168,7 +168,7 @@ def calibrate(
 ) -> None:
     """Measure a device and a link in minutes, for plan and for bench --emulate-tp, or fit them to timings."""
     console = Console(as_json)
-    given = said(ctx)
+    given = given_options(ctx)
     if timings:
         _check_given(given, [*ONLY_TIMINGS, *FOR_BOTH], "with --timings, which times nothing")
         if hardware is None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ladderize.commands.command import Command
-from ladderize.commands.options import ADVANCED, said
+from ladderize.commands.options import ADVANCED, given_options
 from ladderize.errors import UserError
 
 NOT_IN_FILES = {"config", "print_config", "help"}
@@ -51,7 +51,7 @@ def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
 
 def config_text(ctx: typer.Context) -> str:
     """The YAML that makes the same run: what was given, and as comments the defaults of everything else."""
-    given = said(ctx)
+    given = given_options(ctx)
     lines = [f"# ladderize {ctx.info_name} --config FILE"]
     for key, parameter in file_keys(ctx).items():
         value = ctx.params.get(parameter.name)

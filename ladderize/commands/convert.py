@@ -14,9 +14,9 @@ from ladderize.commands.options import (
     NoVerify,
     Overwrite,
     Revision,
+    given_options,
     names_of,
     options_from,
-    said,
 )
 from ladderize.console import Console, human_bytes
 from ladderize.convert.sensitivity_file import alignment_words
@@ -138,7 +138,7 @@ def convert(
     from ladderize.convert.pipeline import convert_checkpoint
     from ladderize.convert.recipe import Recipe, read_recipe
 
-    if recipe is not None and (clash := [name for name in said(ctx) if name in names_of(Recipe)]):
+    if recipe is not None and (clash := [name for name in given_options(ctx) if name in names_of(Recipe)]):
         raise UsageError(f"--recipe and --{clash[0].replace('_', '-')} cannot be combined; give one of them")
     console = Console(as_json)
     if not out.strip():

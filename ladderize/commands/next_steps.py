@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ladderize.console import Console
 
-FILE = "FILE"  # stands for what nobody has named yet
+FILE = "FILE"  # stands for what was not named yet
 
 
 def command(*words: object) -> str:

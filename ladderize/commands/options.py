@@ -95,7 +95,7 @@ Options = TypeVar("Options")
 def options_from(kind: type[Options], given: Mapping[str, Any], *, prefix: str = "", **more: Any) -> Options:
     """The dataclass of a command's options, field by field from what the command was given (``typer.Context.params``).
 
-    An option that is None was not said, so the dataclass's own default holds: no default is written down twice. prefix:
+    An option that is None was not given, so the dataclass's own default holds: no default is written twice. prefix:
     of the options' names, such as ``lora_``. more: fields that no option of the same name and type gives; they win.
     """
     names = [field.name for field in fields(kind) if field.name not in more]  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def names_of(kind: type, prefix: str = "") -> set[str]:
     return {prefix + field.name for field in fields(kind)}
 
 
-def said(ctx: typer.Context) -> list[str]:
+def given_options(ctx: typer.Context) -> list[str]:
     """The parameters that the user gave, in the command's order, also where the value is the default."""
     names = [parameter.name for parameter in ctx.command.params if parameter.name is not None]
     return [name for name in names if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"]

@@ -20,9 +20,9 @@ from ladderize.commands.options import (
     AsJson,
     Revision,
     compute_options,
+    given_options,
     names_of,
     options_from,
-    said,
 )
 from ladderize.console import Console
 from ladderize.errors import UsageError
@@ -266,7 +266,7 @@ def plan(
     """Predict how fast layouts are on hardware that need not be there, and choose one."""
     console = Console(as_json)
     if show_list:
-        if others := [name for name in said(ctx) if name not in ("show_list", "as_json")]:
+        if others := [name for name in given_options(ctx) if name not in ("show_list", "as_json")]:
             raise UsageError(f"--{others[0].replace('_', '-')} has no effect with --list")
         from ladderize.planning.plans.listing import KnownHardware, show_known
 
@@ -290,7 +290,7 @@ def plan(
 
 
 def _options(ctx: typer.Context) -> PlanOptions:
-    given, params = said(ctx), dict(ctx.params)
+    given, params = given_options(ctx), dict(ctx.params)
     if params["hardware"] is None or params["tp_size"] is None:
         missing = "--hardware" if params["hardware"] is None else "--tp-size"
         raise UsageError(f"{missing} is missing: say on what to run, for example --hardware h100-sxm --tp-size 8")
@@ -307,7 +307,7 @@ def _options(ctx: typer.Context) -> PlanOptions:
 
 def _goal(ctx: typer.Context) -> PlanGoal | None:
     """None where no layout is to be chosen."""
-    given = [name for name in said(ctx) if name in names_of(PlanGoal)]
+    given = [name for name in given_options(ctx) if name in names_of(PlanGoal)]
     if given and not {"sensitivity", "sweep", "max_ppl_increase", "min_speedup"} & set(given):
         raise UsageError(
             f"--{given[0].replace('_', '-')} has no effect where no layout is chosen; give --max-ppl-increase or"

@@ -24,9 +24,9 @@ from ladderize.commands.options import (
     Tau2,
     Threads,
     compute_options,
+    given_options,
     names_of,
     options_from,
-    said,
 )
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import POINTS, Mode, alignment_words, kind_of
@@ -161,7 +161,7 @@ def _check_effect(ctx: typer.Context, mode: str) -> None:
     """Raise UsageError for options that say something of another mode only."""
     of_points, of_blocks = names_of(PointOptions), names_of(SensitivityOptions) - {"mode"}
     idle, when = (of_blocks - of_points, "with") if mode == POINTS else (of_points - of_blocks, "without")
-    for name in said(ctx):
+    for name in given_options(ctx):
         if name in idle:
             raise UsageError(f"--{name.replace('_', '-')} has no effect {when} --mode {POINTS}")
 

@@ -21,8 +21,8 @@ from ladderize.commands.options import (
     Tau1,
     Tau2,
     Threads,
+    given_options,
     options_from,
-    said,
 )
 from ladderize.commands.training import (
     ComputeDtype,
@@ -137,7 +137,7 @@ def spd(
     """Sync-Point Drop in one command: measure sensitivity, drop, regroup heads, repair, and show what each step won."""
     console = Console(as_json)
     for name in ("epochs", "patience", "lr", "batch_size"):
-        if repair == "align" and name in said(ctx):
+        if repair == "align" and name in given_options(ctx):
             raise UsageError(f"--{name.replace('_', '-')} has no effect with --repair align, which trains nothing")
     with console.stage(LOADING):
         device = start_training_on(device, dtype, threads, lr)

@@ -68,15 +68,15 @@ def make_card(
 
 def _changes(permuted: Sequence[int], replaced: int) -> str:
     """What became of the weights; empty where they are the source's (apart from their dtype)."""
-    said = []
+    sentences = []
     if permuted:
-        said.append(
+        sentences.append(
             f"The attention heads of layers {format_ranges(permuted)} are in another order, which makes no"
             " difference to a dense model."
         )
     if replaced:
-        said.append(f"{replaced} tensors have other values than the source's; `ladderize.yaml` names them.")
-    return f"\n\n**Weights.** {' '.join(said)}" if said else ""
+        sentences.append(f"{replaced} tensors have other values than the source's; `ladderize.yaml` names them.")
+    return f"\n\n**Weights.** {' '.join(sentences)}" if sentences else ""
 
 
 def _serving(name: str, layout: Layout, ranks: int) -> str:

@@ -128,14 +128,14 @@ class PointOptions:
 
 
 def check_alignment(options: Any) -> None:
-    """Raise UsageError for a number of windows to align on that has no effect or cannot be meant."""
+    """Raise UsageError for a number of windows to align on that has no effect or is impossible."""
     if options.align_samples is not None and not options.align:
         raise UsageError("--align-samples has no effect without --align")
     check_at_least(options, 1, "align_samples")
 
 
 def check_taus(tau1: float | None, tau2: float) -> None:
-    """Raise UsageError for thresholds of sensitivity that cannot be meant."""
+    """Raise UsageError for impossible thresholds of sensitivity."""
     for option, value in (("--tau1", tau1), ("--tau2", tau2)):
         if value is not None and not math.isfinite(value):
             raise UsageError(f"{option} must be finite, not {value}")

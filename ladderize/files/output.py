@@ -157,7 +157,7 @@ def _remove_if_unlocked(path: str) -> None:
     except OSError:
         return
     try:
-        if try_lock(descriptor):  # with the lock held nobody can begin to write in it meanwhile
+        if try_lock(descriptor):  # with the lock held no process can begin to write in it meanwhile
             shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(descriptor)

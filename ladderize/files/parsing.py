@@ -1,4 +1,4 @@
-"""The one door for JSON: nesting, text and numbers are checked before anybody walks through the values."""
+"""Reads all JSON: nesting, text and numbers are checked before any value is used."""
 
 import json
 import re

@@ -24,7 +24,7 @@ KINDS = {
 
 
 def resolved(path: str | Path, what: str = "") -> Path:
-    """The absolute path without links and ``~``; raises UserError for a loop of links and for nobody's home.
+    """The absolute path without links and ``~``; raises UserError for a loop of links and an unknown user's home.
 
     what: precedes the path in the message, such as "OUT ".
     """

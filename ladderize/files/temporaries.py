@@ -1,6 +1,6 @@
 """Temporary files and folders that the next run removes if the one that made them was killed.
 
-Each is locked for as long as its owner lives. What bears our name, is this user's and nobody has locked is a killed
+Each is locked for as long as its owner lives. What bears our name, is this user's and is not locked is a killed
 run's.
 """
 
@@ -61,7 +61,7 @@ def replacement(path: Path) -> Iterator[IO[str]]:
 
 
 def remove_abandoned(folder: Path, prefix: str) -> None:
-    """Remove the temporaries in ``folder`` with names that begin with ``prefix``, if nobody holds them."""
+    """Remove the temporaries in ``folder`` with names that begin with ``prefix``, unless they are locked."""
     pattern = re.compile(re.escape(prefix) + f"[0-9a-f]{{{_HEX}}}")
     with os.scandir(folder) as entries:
         found = [entry for entry in entries if pattern.fullmatch(entry.name) and not entry.is_symlink()]
@@ -70,7 +70,7 @@ def remove_abandoned(folder: Path, prefix: str) -> None:
             if entry.stat(follow_symlinks=False).st_uid != os.getuid():
                 continue
             descriptor = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:  # its owner removed it just now, or nobody may open it
+        except OSError:  # its owner removed it just now, or it may not be opened
             continue
         try:
             if not try_lock(descriptor):
@@ -89,7 +89,7 @@ def _fresh(prefix: str) -> str:
 
 def _holds(descriptor: int, path: Path) -> bool:
     """Lock an open temporary; False if another run, which found it before it was locked, has removed it."""
-    with contextlib.suppress(OSError):  # a file system without locks: there nobody removes anything
+    with contextlib.suppress(OSError):  # a file system without locks: nothing is removed there
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     return path.exists()
 

@@ -87,8 +87,8 @@ class DeviceSpec(Record):
     what of the shorter does not run beside the longer: 0 on a GPU, about a half on a CPU's core. relative_error: of a
     time of compute, one standard deviation. engine: whose timings the figures were fitted to. calibrated: on this
     device itself, by ``ladderize calibrate``. nvlink_gb_s: of its NVLink, to all others, in one direction; 0 where it
-    has none, None where nobody says. uncertain: names of figures that were fitted and are uncertain by more than their
-    size.
+    has none, None where it is unknown. uncertain: names of figures that were fitted and are uncertain by more than
+    their size.
     """
 
     name: str

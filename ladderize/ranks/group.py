@@ -29,7 +29,7 @@ TRAINING_TIMEOUT = timedelta(days=30)
 
 
 def _unheard(value: Any) -> None:
-    """Nobody has asked for reports."""
+    """Reports were not asked for."""
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,16 @@ ALONE = Place(rank=0, size=1, local_rank=0, local_size=1)
 
 def launched_place() -> Place:
     """What the launcher says, or ``ALONE`` without one; raises ValueError, with one sentence, if it says nonsense."""
-    said = launch_variables()
-    if not said.is_group:
+    variables = launch_variables()
+    if not variables.is_group:
         return ALONE
-    assert said.rank is not None
-    assert said.world_size is not None
+    assert variables.rank is not None
+    assert variables.world_size is not None
     return Place(
-        rank=said.rank,
-        size=said.world_size,
-        local_rank=said.local_rank or 0,
-        local_size=said.local_world_size or said.world_size,
+        rank=variables.rank,
+        size=variables.world_size,
+        local_rank=variables.local_rank or 0,
+        local_size=variables.local_world_size or variables.world_size,
     )
 
 
@@ -70,20 +70,20 @@ class AccelerateSettings:
 
 
 def accelerate_settings() -> AccelerateSettings:
-    def said(name: str) -> str:
+    def variable(name: str) -> str:
         return os.environ.get(name, "").lower()
 
-    reshard = said("FSDP_RESHARD_AFTER_FORWARD")
+    reshard = variable("FSDP_RESHARD_AFTER_FORWARD")
     return AccelerateSettings(
-        mixed_precision=said("ACCELERATE_MIXED_PRECISION"),
-        deepspeed=said("ACCELERATE_USE_DEEPSPEED") == "true",
-        accumulation_steps=said("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
-        fsdp=said("ACCELERATE_USE_FSDP") == "true",
-        fsdp_version=said("FSDP_VERSION"),
-        offload=said("FSDP_OFFLOAD_PARAMS") == "true",
-        activation_checkpointing=said("FSDP_ACTIVATION_CHECKPOINTING") == "true",
+        mixed_precision=variable("ACCELERATE_MIXED_PRECISION"),
+        deepspeed=variable("ACCELERATE_USE_DEEPSPEED") == "true",
+        accumulation_steps=variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+        fsdp=variable("ACCELERATE_USE_FSDP") == "true",
+        fsdp_version=variable("FSDP_VERSION"),
+        offload=variable("FSDP_OFFLOAD_PARAMS") == "true",
+        activation_checkpointing=variable("FSDP_ACTIVATION_CHECKPOINTING") == "true",
         reshard=False if reshard == "false" else None,
-        parallelism={name: said(f"PARALLELISM_CONFIG_{name}_SIZE".upper()) or "1" for name in _PARALLEL}
-        if said("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
+        parallelism={name: variable(f"PARALLELISM_CONFIG_{name}_SIZE".upper()) or "1" for name in _PARALLEL}
+        if variable("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
         else {},
     )

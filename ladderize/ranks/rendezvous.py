@@ -142,11 +142,11 @@ class Waiting:
     """Says once, after some seconds, who waits for whom: on stderr of any rank, since rank 0 may be the missing one."""
 
     def __init__(self, limit_s: int) -> None:
-        self.limit_s, self.at, self.said = limit_s, time.monotonic() + SAY_AFTER_S, False
+        self.limit_s, self.at, self.announced = limit_s, time.monotonic() + SAY_AFTER_S, False
 
     def say(self, text: str) -> None:
-        if not self.said and time.monotonic() >= self.at:
-            self.said = True
+        if not self.announced and time.monotonic() >= self.at:
+            self.announced = True
             print(f"{text}, at most {self.limit_s} s", file=sys.stderr, flush=True)
 
 

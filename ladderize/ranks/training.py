@@ -22,7 +22,7 @@ def compute_dtype(asked: str, stored: str) -> torch.dtype:
 
 
 def _launched_dtype(stored: str) -> str:
-    launched = accelerate_settings().mixed_precision  # the launcher sets "no" where nobody asked
+    launched = accelerate_settings().mixed_precision  # the launcher sets "no" where it was not asked
     if launched == "bf16":
         return "bfloat16"
     if launched not in ("", "no"):

@@ -144,7 +144,7 @@ def started(
             ours, theirs = context.Pipe(duplex=False)
             place = Place(rank, size, rank, size)
             arguments = (function, args[rank], place, device, threads, f"file://{store}", timeout, theirs, streams)
-            # a daemon: whoever leaves without a word does not wait for ranks that wait for him
+            # a daemon: a process that leaves early does not wait for ranks that wait for it
             process = context.Process(
                 target=_work, args=(*arguments, dict(os.environ)), name=f"rank {rank}", daemon=True
             )

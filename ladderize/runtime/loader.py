@@ -105,7 +105,7 @@ def _layer(
         width = (bounds[1] - bounds[0]) // virtual
         return [(bounds[0] + k * width, bounds[0] + (k + 1) * width) for k in range(virtual)]
 
-    def turning(part: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    def paired(part: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         return pair_rope_rows(part[0], shape.head_dim), None if part[1] is None else pair_rope_rows(
             part[1], shape.head_dim
         )
@@ -113,8 +113,8 @@ def _layer(
     biased = shape.attention_bias
     qkv = fused(
         [
-            turning(rows("self_attn.q_proj", shape.query_rows(), biased)),
-            turning(rows("self_attn.k_proj", shape.kv_rows(), biased)),
+            paired(rows("self_attn.q_proj", shape.query_rows(), biased)),
+            paired(rows("self_attn.k_proj", shape.kv_rows(), biased)),
             rows("self_attn.v_proj", shape.kv_rows(), biased),
         ]
     )

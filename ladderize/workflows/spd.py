@@ -73,7 +73,7 @@ HeadGrouping = Literal["error", "paper", "none"]
 
 @dataclass(frozen=True)
 class SpdOptions:
-    """See ``ladderize spd --help``. Raises UsageError for values that cannot be meant.
+    """See ``ladderize spd --help``. Raises UsageError for values that do not go together.
 
     spd_fraction: 0.7 unless max_ppl_increase is given. training: the data, its windows, and the distillation.
     calibration_samples: so many of the windows to train on, or all, for the sensitivity and the grouping. distill:

@@ -19,7 +19,7 @@ MAX_MEMORY = 8_000_000_000
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """What layers are rewritten from: windows of data. Raises UsageError for data that cannot be meant."""
+    """What layers are rewritten from: windows of data. Raises UsageError for options that contradict each other."""
 
     data: str  # one --data
     samples: int | None = None  # windows to learn from; None: what the data give, up to a default of the method

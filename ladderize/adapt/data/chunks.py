@@ -53,7 +53,7 @@ class Chunk:
 
 
 class Stopped(Exception):
-    """Nobody wants the chunk that was being made."""
+    """The chunk that was being made is not wanted."""
 
 
 class ChunkMaker:

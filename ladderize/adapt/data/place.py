@@ -81,8 +81,8 @@ class SourceCounts(Record):
 class DataCounts(Record):
     """What was read of a stream: up to the end of the chunk in use, which is ahead of what was trained on.
 
-    trained_tokens: of the rows that steps were made of; None where nobody trained. padding_share: of the places in rows
-    of ``seq_len``. A skipped row is counted once, a truncated or dropped example in every epoch.
+    trained_tokens: of the rows that steps were made of; None where there was no training. padding_share: of the places
+    in rows of ``seq_len``. A skipped row is counted once, a truncated or dropped example in every epoch.
     """
 
     examples: int

@@ -34,8 +34,8 @@ class Reader(Protocol):
 
     @property
     def progress(self) -> float:
-        """The share of the epoch that was read, in the middle of the next row; 0 for a stream, whose length nobody
-        knows."""
+        """The share of the epoch that was read, in the middle of the next row; 0 for a stream, whose length is
+        unknown."""
         ...
 
     def take(self) -> Encoded:

@@ -68,7 +68,7 @@ class SourceSpec:
 
 
 def parse_specs(texts: Sequence[str], option: str = "--data") -> list[SourceSpec]:
-    """``option`` as given on the command line; nothing is opened. Raises UsageError for what cannot be meant."""
+    """``option`` as given on the command line; nothing is opened. Raises UsageError for what is not valid."""
     specs = [_parse(text, option) for text in texts]
     weighted = [spec for spec in specs if spec.weight is not None]
     if len(specs) == 1 and weighted:

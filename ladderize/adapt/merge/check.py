@@ -153,9 +153,9 @@ def with_peft(
             raise UserError(f"PEFT cannot apply {adapter.folder} to layer {index}: {sentence(error)}") from error
     made = {name.replace(".default", "") for name in root.state_dict() if ".lora_" in name}
     if different := sorted(made ^ set(tensors)) or result.unexpected_keys:
-        said = "asks for" if different[0] in made else "does not ask for"
+        asks = "asks for" if different[0] in made else "does not ask for"
         raise UserError(
-            f"{adapter.folder}: adapter_config.json {said} {different[0]}, which {ADAPTER_TENSORS}"
+            f"{adapter.folder}: adapter_config.json {asks} {different[0]}, which {ADAPTER_TENSORS}"
             f" {'lacks' if different[0] in made else 'holds'}"
         )
     return layer.eval()

@@ -60,7 +60,7 @@ class Engine(ABC):
         """Around forward and backward of one micro-batch. After the ``last`` of a step every gradient is the mean over
         the data ranks.
 
-        Where FSDP2 shares the parameters out, ranks average in each: gradients of which nobody has a part yet would be
+        Where FSDP2 shares the parameters out, ranks average in each: gradients of which no rank has a part yet would be
         whole ones, on every rank.
         """
         with contextlib.nullcontext() if last or self.parallel is None else self.parallel.no_sync():
@@ -91,7 +91,7 @@ class Engine(ABC):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around losses that nobody trains on: no dropout, no gradients."""
+        """Around losses that are not trained on: no dropout, no gradients."""
         self.student.eval()
         with torch.no_grad():
             yield

@@ -48,7 +48,7 @@ class Objective(Record):
         return bool(self.distill_weight or self.hidden_weight)
 
     def check(self) -> None:
-        """Raise UsageError for weights that cannot be meant."""
+        """Raise UsageError for impossible weights."""
         if not (math.isfinite(self.hidden_weight) and self.hidden_weight >= 0):
             raise UsageError(f"--hidden-weight must be a number of at least 0, not {self.hidden_weight:g}")
         if not 0 < self.temperature <= MOST_TEMPERATURE:

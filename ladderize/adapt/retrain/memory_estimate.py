@@ -135,13 +135,13 @@ def what_would_fit(
                 )
             )
         if ranks > demand.shards and demand.tp_size == 1:
-            said = f"{ranks} GPUs (accelerate launch --use_fsdp --fsdp_version 2 --num_processes {ranks})"
+            words = f"{ranks} GPUs (accelerate launch --use_fsdp --fsdp_version 2 --num_processes {ranks})"
             remedies.append(
-                (f"{said} with --gradient-checkpointing and --micro-batch-size 1", replace(checkpointed, shards=ranks))
+                (f"{words} with --gradient-checkpointing and --micro-batch-size 1", replace(checkpointed, shards=ranks))
             )
-    for said, remedy in remedies:
+    for words, remedy in remedies:
         if remedy.total <= available:
-            return f"{said} would fit"
+            return f"{words} would fit"
     if demand.seq_len > 512:
         return "a shorter --seq-len, or devices with more memory, would be needed"
     return "devices with more memory would be needed"

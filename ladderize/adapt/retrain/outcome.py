@@ -76,7 +76,7 @@ def write_outcome(
     chosen = (task.options.write == "best" and progress.best_step) or progress.step
     with console.stage("validating the weights as they will be stored"):
         scores = score_stored(trainer, task, chosen)
-    trainer.engine.close()  # nobody computes from here on
+    trainer.engine.close()  # nothing is computed from here on
     before = progress.before_perplexity
     if scores is not None and before is not None and task.options.write == "best":
         advice = "train with a lower --lr or on other data (--resume no)"

@@ -87,7 +87,7 @@ def adapt_checkpoint(
     control). One process, or those of accelerate launch or torchrun; without such a launcher, an
     ``options.tp_size`` above 1 starts that many processes on this host, which end with this one, and SIGTERM and Ctrl-C
     let them save first. A killed run goes on where its last state was saved. Raises UserError, UsageError for options
-    that cannot be meant.
+    that do not go together.
     """
     model, out = str(model), str(out)
     options.check()

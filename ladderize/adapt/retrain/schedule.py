@@ -10,7 +10,7 @@ from ladderize.files.records import Record
 
 ScheduleKind = Literal["cosine", "wsd", "constant"]
 DECAY = 0.2  # wsd: of the training, at its end
-MOST = 10**18  # tokens that nobody has
+MOST = 10**18  # tokens: more than any data have
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 

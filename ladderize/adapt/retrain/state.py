@@ -97,7 +97,7 @@ class TrainingFolder(WorkFolder):
     def save(self, progress: Progress, engine: Engine, keep: int, *, weights_only: bool = False) -> None:
         """Write this step's state; of the others the last ``keep`` and the best one's weights stay. All ranks call it.
 
-        weights_only: nobody is to go on from it.
+        weights_only: without what a run needs to go on from it.
         """
         path = self.state_path(progress.step)
         part = path.with_suffix(".part")
@@ -138,7 +138,7 @@ class TrainingFolder(WorkFolder):
         kept = [step for step, path in states.items() if (path / STATE_OPTIMIZER).is_file()][-keep:]
         for step, path in states.items():
             if step == progress.best_step and step not in kept:
-                (path / STATE_OPTIMIZER).unlink(missing_ok=True)  # its weights are wanted, but nobody goes on from it
+                (path / STATE_OPTIMIZER).unlink(missing_ok=True)  # its weights are wanted, but no run goes on from it
             elif step not in kept:
                 shutil.rmtree(path)
 

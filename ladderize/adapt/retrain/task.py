@@ -226,7 +226,7 @@ def check_disk(task: Task, folder: Path) -> None:
 
 
 def check_length(task: Task, folder: Path) -> None:
-    """Refuse a training that nobody means: its log alone, a line for each step, would not fit on the disk."""
+    """Refuse a training whose log alone, a line for each step, would not fit on the disk."""
     steps = task.training.about_steps
     needed, free = steps * METRICS_BYTES, shutil.disk_usage(output.existing_parent(folder)).free
     if needed > free:

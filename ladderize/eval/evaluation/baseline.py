@@ -31,9 +31,9 @@ from ladderize.ranks.group import Ranks
 
 @dataclass
 class Baseline:
-    """Where the reference's predictions lie. keep: the folder for those of the first model; None: nobody asks for
-    them. about: what is kept by now. strict: whether a model that cannot be compared, or a reference that cannot be
-    kept, is an error: the user has named a folder; else a warning tells what is left out."""
+    """Where the reference's predictions lie. keep: the folder for those of the first model; None: they
+    are not asked for. about: what is kept by now. strict: whether a model that cannot be compared, or a reference that
+    cannot be kept, is an error: the user has named a folder; else a warning tells what is left out."""
 
     keep: Path | None
     about: KeptPredictions | None
@@ -122,7 +122,7 @@ def open_baseline(
             yield Baseline(folder, None, None, True, ranks, console)
         else:
             yield Baseline(_temporary(models, ranks, stack, console), None, None, False, ranks, console)
-            ranks.barrier()  # nobody reads in the folder any more
+            ranks.barrier()  # no rank reads in the folder any more
 
 
 def _temporary(models: int, ranks: Ranks, stack: contextlib.ExitStack, console: Console) -> Path | None:

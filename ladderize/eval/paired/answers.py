@@ -82,7 +82,7 @@ def collect_answers(samples: Iterable[tuple[str, Mapping[str, Any]]], source: st
     found: dict[str, Answers] = {}
     for where, sample in samples:
         if not isinstance(sample, Mapping):
-            raise UserError(f"{where} is no sample of lm-eval, which is an object; name the results of an evaluation")
+            raise UserError(f"{where} is not a sample of lm-eval (an object); name the results of an evaluation")
         try:
             found.setdefault(_part(sample, "filter", str), Answers()).add(sample)
         except ValueError as error:
@@ -127,5 +127,5 @@ def as_value(value: Any) -> Value:
 def _part(sample: Mapping[str, Any], name: str, kind: type) -> Any:
     value = sample.get(name)
     if type(value) is not kind:
-        raise ValueError(f"is no sample of lm-eval: its {name} is no {kind.__name__}")
+        raise ValueError(f"is not a sample of lm-eval: its {name} is not a {kind.__name__}")
     return value

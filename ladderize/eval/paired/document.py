@@ -51,7 +51,7 @@ class TaskComparison(Record):
     high: the ends of its interval; None where so few clusters have none. clusters: groups of samples that were
     resampled together. main: whether this metric stands for its task in what is pooled. mcnemar_p, right_to_wrong,
     wrong_to_right, ..._docs (their doc_id): of metrics that are 0 or 1. verdict: see ``Verdict``; None where a margin
-    in points has no meaning: the metric is not between 0 and 1, or nobody says whether more is better.
+    in points has no meaning: the metric is not between 0 and 1, or it is unknown whether more is better.
     samples_needed: to have shown the margin with a chance of 80 % if the models were equally good; only where
     these were too few.
     """

@@ -85,7 +85,7 @@ def _by_samples(compared: Mapping[str, Compared], tasks: Sequence[str]) -> dict[
 
 
 def _units(reference: ComparedModel, compared: Mapping[str, Compared]) -> Iterator[_Unit]:
-    """The tasks and groups that nobody else contains, in the order of the results; each task once."""
+    """The tasks and groups that no other group contains, in the order of the results; each task once."""
     groups = _groups(reference.harness)
     inside = {child for children in groups.values() for child in children}
     seen: set[str] = set()

@@ -31,7 +31,7 @@ LEAST_ERROR = 0.02  # of a time: runs of the same program differ by as much
 
 
 @dataclass(frozen=True)
-class _Free:
+class _Fitted:
     """A kind of figure that can be fitted. low, high: what is physical. logarithmic: fitted as its logarithm; others
     as they are, of the size ``scale``. advice: what to time where it is left open."""
 
@@ -47,21 +47,21 @@ _PREFILL = "the prefill of a long prompt"
 _DECODE = "decode steps at batch 1 of a model whose weights are larger than the caches"
 _SMALL, _LARGE = "a small all-reduce, or dense decode at batch 1", "a large all-reduce, or a dense prefill"
 FITTED = {
-    "bandwidth_share": _Free(0.02, 1.0, True, 1, "of the peak", _DECODE),
-    "memory_bandwidth_gb_s": _Free(0.05, 5e4, True, 1, "GB/s", _DECODE),
-    "matmul_share": _Free(0.02, 1.0, True, 1, "of the peak", _PREFILL),
-    "matmul_tflop_s": _Free(1e-3, 1e4, True, 1, "TFLOP/s", _PREFILL),
-    "kernel_us": _Free(0, 2e3, False, 1, "us", "decode steps of two widths, or at two numbers of ranks, at batch 1"),
-    "thin_us": _Free(0, 2e3, False, 1, "us", "decode steps at a batch of 2 to 256, and at batch 1"),
-    "thin_share": _Free(
+    "bandwidth_share": _Fitted(0.02, 1.0, True, 1, "of the peak", _DECODE),
+    "memory_bandwidth_gb_s": _Fitted(0.05, 5e4, True, 1, "GB/s", _DECODE),
+    "matmul_share": _Fitted(0.02, 1.0, True, 1, "of the peak", _PREFILL),
+    "matmul_tflop_s": _Fitted(1e-3, 1e4, True, 1, "TFLOP/s", _PREFILL),
+    "kernel_us": _Fitted(0, 2e3, False, 1, "us", "decode steps of two widths, or at two numbers of ranks, at batch 1"),
+    "thin_us": _Fitted(0, 2e3, False, 1, "us", "decode steps at a batch of 2 to 256, and at batch 1"),
+    "thin_share": _Fitted(
         0, 0.5, False, 0.1, "", "decode steps of wide products and of narrow ones at a batch of 2 to 256"
     ),
-    "launch_us": _Free(0, 2e3, False, 1, "us", "a prefill of one short prompt"),
-    "serial_share": _Free(0, 1, False, 0.5, "", "decode steps at a batch of 1, of about 8 and of 64"),
-    "contention": _Free(0, 0.9, False, 0.5, "", "a layout with overlapped sync points, prefill and decode"),
-    "alpha_us": _Free(0.05, 1e6, True, 1, "us", _SMALL),
-    "bus_gb_s": _Free(1e-4, 2e4, True, 1, "GB/s", _LARGE),
-    "alpha_per_rank_us": _Free(0, 1e4, False, 1, "us", f"{_SMALL}, at three numbers of ranks"),
+    "launch_us": _Fitted(0, 2e3, False, 1, "us", "a prefill of one short prompt"),
+    "serial_share": _Fitted(0, 1, False, 0.5, "", "decode steps at a batch of 1, of about 8 and of 64"),
+    "contention": _Fitted(0, 0.9, False, 0.5, "", "a layout with overlapped sync points, prefill and decode"),
+    "alpha_us": _Fitted(0.05, 1e6, True, 1, "us", _SMALL),
+    "bus_gb_s": _Fitted(1e-4, 2e4, True, 1, "GB/s", _LARGE),
+    "alpha_per_rank_us": _Fitted(0, 1e4, False, 1, "us", f"{_SMALL}, at three numbers of ranks"),
 }
 
 
@@ -281,13 +281,13 @@ class _Model:
         for number in range(STARTS):
             near = first if number == 0 else first + generator.normal(0, 0.5, len(first))
             inside = np.clip(near, low + 1e-6 * (high - low), high - 1e-6 * (high - low))
-            leaning = functools.partial(self._leaning, first)
-            tries.append(least_squares(leaning, inside, bounds=(low, high), x_scale="jac", max_nfev=200))
+            regularised = functools.partial(self._regularised, first)
+            tries.append(least_squares(regularised, inside, bounds=(low, high), x_scale="jac", max_nfev=200))
         best = min(tries, key=lambda tried: tried.cost).x
         self._check_identified(best)
         return best
 
-    def _leaning(self, first: np.ndarray, vector: np.ndarray) -> np.ndarray:
+    def _regularised(self, first: np.ndarray, vector: np.ndarray) -> np.ndarray:
         """The misfits, and what holds a figure near its start where the timings hardly tell it from another: a start
         counts as one timing of usual scatter, by which the figure is known within a factor."""
         logarithmic = np.array([kind.logarithmic for kind in self.kinds])
@@ -339,7 +339,7 @@ class _Model:
         """One standard deviation of times of compute, and of messages, from the residuals; both at most 1.
 
         Of times of whole passes a message is only a part: it is taken to be ``PART_OF_A_PASS`` times as uncertain as
-        they are, and as the compute in them is; and as one that nobody timed where there are hardly more timings than
+        they are, and as the compute in them is; and as one that was not timed where there are hardly more timings than
         figures. device: as it was fitted, or held.
         """
         silent = [r.relative_error for seen, r in pairs if not seen.communicates]

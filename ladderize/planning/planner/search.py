@@ -136,7 +136,7 @@ def way_back(space: TimedLayouts, chosen: np.ndarray) -> LayoutFront:
 
 
 def _find_end(search: LayoutSearch, way: LayoutFront, budget: float, start: int, most: int) -> None:
-    """Find the fastest point of a way that ends with the dense layout whose measured cost is within the budget, by
+    """Find the fastest layout on a path to the dense one whose measured cost is within the budget, by
     ``most`` measurements or fewer.
 
     Costs grow along the front about as their estimates do, so the next point to measure is where the estimate, longer

@@ -61,7 +61,7 @@ def choose_layout(
         found = plan_layout(seconds, workload.decode_steps, goal.phase, target, costs, console=console)
         if choice.model is None:
             note = (
-                f"a shape has no weights, so nobody can tell whether {found.costs_file} is of the model that is meant"
+                f"a shape has no weights, so it cannot be told whether {found.costs_file} is of the model that is meant"
             )
             found = dataclasses.replace(found, notes=[*found.notes, note])
         return found, lambda: None

@@ -20,8 +20,8 @@ class PlannedRow(SpeedRow):
     """A row of bench.json that nothing ran for. Its intervals are 95 % bands of the prediction.
 
     end_to_end_tokens_per_s: new tokens of the whole batch over prefill and all decode steps. parameters: of the model.
-    memory_need_bytes: a rank's weights, KV cache and prefill; fits: whether its device has that much, None where nobody
-    says how much it has. peak_memory_bytes: None, it is measured or nothing.
+    memory_need_bytes: a rank's weights, KV cache and prefill; fits: whether its device has that much, None where that
+    is unknown. peak_memory_bytes: None, it is measured or nothing.
     """
 
     parameters: int

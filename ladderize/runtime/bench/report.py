@@ -195,9 +195,7 @@ def link_warnings(link: Link | None, ranks: int, outside: Sequence[int]) -> Iter
 def _warnings(document: BenchDocument, labels: Sequence[str]) -> list[str]:
     found = list(link_warnings(document.link, document.options.ranks, document.message_bytes_outside_link_range))
     if document.options.repeat < LEAST_ROUNDS:
-        found.append(
-            f"with fewer than {LEAST_ROUNDS} rounds nobody knows how far rounds disagree: no intervals; raise --repeat"
-        )
+        found.append(f"with fewer than {LEAST_ROUNDS} rounds their scatter is unknown: no intervals; raise --repeat")
     doubtful, impossible = [], []
     for row, label in zip(document.rows, labels, strict=True):
         for phase in PHASES:

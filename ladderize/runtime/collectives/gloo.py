@@ -78,9 +78,9 @@ class Gloo(Collectives):
 class _Swap:
     """A place for the peer's next message of one size, always listening.
 
-    A gloo message for which nobody listens yet is announced first and sent by a thread of its own once the peer has
-    answered. While both ranks compute on all cores, that thread gets its turn milliseconds later; a peer that listens
-    is sent to at once.
+    A gloo message that no rank has posted a receive for is announced first and sent by a thread of its own once the
+    peer has answered. While both ranks compute on all cores, that thread gets its turn milliseconds later; a peer that
+    listens is sent to at once.
     """
 
     def __init__(self, group: Any, peer: int, tag: int, buffer: Tensor) -> None:

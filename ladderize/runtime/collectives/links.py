@@ -74,8 +74,8 @@ class Interconnect(Record):
 
     contention: while a message is in flight, compute runs at the rate 1 - contention. relative_error: of a message's
     time, one standard deviation. calibrated: measured on this link itself, by ``ladderize calibrate``. nvlink_gb_s: of
-    the NVLink that it was measured over, in one direction; None of other links, and where nobody says. uncertain: names
-    of figures that were fitted and are uncertain by more than their size.
+    the NVLink that it was measured over, in one direction; None of other links, and where it is unknown. uncertain:
+    names of figures that were fitted and are uncertain by more than their size.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """All-reduce between processes of one host through shared memory: no sockets, no system call while all are on time.
 
 Every rank writes its message into a slot of its own and then raises its counter; a peer that sees the counter may read
-the slot. "Asynchronous" means that nobody waits for anybody until ``wait``: by then the peers' data is usually there.
+the slot. "Asynchronous" means that no rank waits for another until ``wait``: by then the peers' data is usually there.
 
 Memory ordering. A writer's stores to its slot must become visible before its store to the counter, and a reader must
 not load the slot before the counter. x86 guarantees both for ordinary stores and loads (total store order); the C

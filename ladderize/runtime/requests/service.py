@@ -42,7 +42,7 @@ def open_service(spec: ModelSpec, options: RequestOptions) -> "Service":
 
 
 class Service(ABC):
-    """An opened model. Use it as a context, or ``close`` it; if nobody does, it ends with the process."""
+    """An opened model. Use it as a context, or ``close`` it; if neither happens, it ends with the process."""
 
     @abstractmethod
     def ask(self, job: Job, advance: Callable[[int], None] = lambda n: None) -> Any:
@@ -90,7 +90,7 @@ class StartedService(Service):
     """Ranks of this host that were started for the model, and wait for what this process sends."""
 
     def __init__(self, spec: ModelSpec, options: RequestOptions) -> None:
-        self.said: list[tuple[str, Any]] = []
+        self.received: list[tuple[str, Any]] = []
         self.inboxes: list[Connection] = []
         self.stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
@@ -107,14 +107,14 @@ class StartedService(Service):
                     options.device,
                     options.threads,
                     folder / "store",
-                    self.said.append,
+                    self.received.append,
                 )
             )
             for reading, _ in pairs:  # so that the pipe breaks when its rank ends
                 reading.close()
             self._hear(lambda n: None)  # that the model is open
             self.stack = stack.pop_all()
-        # where nobody closes it: before multiprocessing, at the exit, waits for the processes that it has started
+        # where it is not closed: before multiprocessing, at the exit, waits for the processes that it has started
         self.at_exit = multiprocessing.util.Finalize(self, self.stack.close, exitpriority=10)
 
     def ask(self, job: Job, advance: Callable[[int], None] = lambda n: None) -> Any:
@@ -126,17 +126,17 @@ class StartedService(Service):
                 for inbox in self.inboxes:
                     inbox.send(job)
             return self._hear(advance)
-        except BaseException:  # Ctrl-C too: the ranks would go on with a job that nobody waits for
+        except BaseException:  # Ctrl-C too: the ranks would go on with a job whose result is not wanted
             self.close()
             raise
 
     def _hear(self, advance: Callable[[int], None]) -> Any:
         """Listen until rank 0 has answered."""
         while True:
-            self.ranks.watch(lambda: bool(self.said))
-            if not self.said:
+            self.ranks.watch(lambda: bool(self.received))
+            if not self.received:
                 raise UserError("the ranks have ended without an answer")
-            kind, value = self.said.pop(0)
+            kind, value = self.received.pop(0)
             if kind == "answer":
                 return value
             advance(value)

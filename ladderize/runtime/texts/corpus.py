@@ -183,7 +183,7 @@ def check_corpus_space(out: Path, samples: int) -> None:
 
 def bos_id(spec: ModelSpec, tokenizer: Any) -> int:
     """The token that begins a text: of generation_config.json, of config.json, or the tokenizer's; raises UserError if
-    nobody names one."""
+    none is named."""
     path = spec.folder / "generation_config.json" if spec.folder is not None else None
     found = [read_json(path).get("bos_token_id")] if path is not None and path.is_file() else []
     found += [spec.config.get("bos_token_id"), getattr(tokenizer, "bos_token_id", None)]

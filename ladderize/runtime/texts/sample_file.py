@@ -86,7 +86,7 @@ class SampleFile(WorkFolder):
 
     Used as a context, by the one process that writes. ``identity``: all that the samples depend on. ``samples`` counts
     what is written, and ``tally`` of a subclass more. Raises UserError if OUT is there already (unless ``overwrite``),
-    if another run is at work, or if the unfinished work is another run's or nobody's.
+    if another run is at work, or if the unfinished work is another run's or unknown.
 
     What may be killed when: the rename to OUT is the last step but one, and before it the record of the run says
     ``finished``; so a record without samples tells a run that only had to tidy up.

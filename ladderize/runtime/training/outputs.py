@@ -26,7 +26,7 @@ class SubModuleOutputs:
         self.kept: dict[tuple[int, str], list[Tensor]] = {}
 
     def of(self, layer: int) -> "LayerOutputs | None":
-        """Where a layer puts its own, in one walk; None if nobody looks at it."""
+        """Where a layer puts its own, in one walk; None if it is not looked at."""
         return LayerOutputs(self, layer) if layer in self.layers else None
 
     def again(self) -> "SubModuleOutputs":

@@ -62,7 +62,7 @@ class Piece:
         own = whole.narrow(self.dim, start, min(size, self.shape[self.dim] - start))
         if self.head_dim:
             own = pair_rope_rows(own, self.head_dim)
-        for target in targets:  # the last rows of a padded vocabulary are nobody's
+        for target in targets:  # the last rows of a padded vocabulary stand for no token
             width = min(target.shape[self.dim], own.shape[self.dim])
             target.narrow(self.dim, 0, width).copy_(own.narrow(self.dim, 0, width))
             own = own.narrow(self.dim, width, own.shape[self.dim] - width)

@@ -66,10 +66,10 @@ def check_controlled(stages: Sequence[AdaptStage], at: str) -> None:
 
 def _stage(entry: Any, at: str, data: Any) -> Iterator[AdaptStage]:
     """A stage with each combination of its values."""
-    said = entry.get("method") if isinstance(entry, Mapping) else entry
-    if said not in get_args(Method):
-        raise UserError(f"{at}: method is {said!r}, but must be one of {', '.join(get_args(Method))}")
-    method = cast(Method, said)
+    named = entry.get("method") if isinstance(entry, Mapping) else entry
+    if named not in get_args(Method):
+        raise UserError(f"{at}: method is {named!r}, but must be one of {', '.join(get_args(Method))}")
+    method = cast(Method, named)
     given = check_keys(entry if isinstance(entry, Mapping) else {}, ("method", PROMOTE, *adapt_keys(method)), at)
     given = absolute({**({"data": data} if data is not None else {}), **given})
     given.pop("method", None)

@@ -175,13 +175,13 @@ def machine() -> dict[str, Any]:
 
 
 def bench_title(setting: BenchChoice) -> str:
-    """A benchmark in words: what was said of it."""
-    said = [
+    """A benchmark in words: the keys that it was given."""
+    parts = [
         f"{key} {','.join(map(str, value)) if isinstance(value, list) else value}"
         for key, value in setting.given.items()
         if value is not True
     ]
-    return ", ".join(said) if said else "one process"
+    return ", ".join(parts) if parts else "one process"
 
 
 def _with_command(stage: Stage) -> Stage:

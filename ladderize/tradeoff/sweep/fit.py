@@ -13,7 +13,7 @@ from ladderize.tradeoff.sweep.spec import BenchChoice, LayoutChoice, SweepSpec
 
 
 @contextmanager
-def placed(where: str) -> Iterator[None]:
+def names_the_entry(where: str) -> Iterator[None]:
     """Around a check: its error gets the place in the file in front."""
     try:
         yield
@@ -32,22 +32,22 @@ def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any]) -> None:
         raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
     layouts = []
     for choice in spec.layouts:
-        with placed(choice.where):
+        with names_the_entry(choice.where):
             layouts.append((choice, _layout(choice, config)))
     if spec.eval_given is not None:
         ranks = spec.eval_options().tp_size
         for choice, layout in layouts:
-            with placed(choice.where):
+            with names_the_entry(choice.where):
                 check_runnable(config, layout, ranks, name="eval with --tp-size")
     for setting in spec.bench:
-        with placed(setting.where):
+        with names_the_entry(setting.where):
             plan_bench(bench_choice(setting.given, [model], None, setting.where), setting.options, setting.link)
         for choice, layout in layouts:
-            if times(setting, choice.name):
+            if is_timed(setting, choice.name):
                 _check_runs(setting, choice, layout, config)
 
 
-def times(setting: BenchChoice, *entries: str | None) -> bool:
+def is_timed(setting: BenchChoice, *entries: str | None) -> bool:
     """Whether a benchmark is for a layout whose entries have these names."""
     return not setting.layouts or any(name in setting.layouts for name in entries)
 

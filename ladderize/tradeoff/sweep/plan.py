@@ -14,7 +14,7 @@ from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.errors import LadderizeError
 from ladderize.layout import Layout, format_ranges
 from ladderize.tradeoff.sweep.builder import StageBuilder, summed
-from ladderize.tradeoff.sweep.fit import check_fit, times
+from ladderize.tradeoff.sweep.fit import check_fit, is_timed
 from ladderize.tradeoff.sweep.points import DENSE, Held, LayoutGroup, PlannedPoint, SweepPlan, named_apart, point_name
 from ladderize.tradeoff.sweep.promotion import WAITING, Judge
 from ladderize.tradeoff.sweep.spec import AdaptChoice, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
@@ -208,7 +208,7 @@ class Planner:
 
     def _bench(self, setting: BenchChoice, groups: Sequence[LayoutGroup], usable: set[str] | None) -> Stage:
         """One model of each layout that the setting times, the dense one first."""
-        timed = [one.converting for one in groups if one.converting is not None and times(setting, *one.names)]
+        timed = [one.converting for one in groups if one.converting is not None and is_timed(setting, *one.names)]
         return self.builder.benchmark(setting, [stage for stage in timed if usable is None or stage.key in usable])
 
     def _deciding(self, benches: Sequence[Stage]) -> Stage | None:

@@ -160,7 +160,7 @@ def _layout(given: dict[str, Any], at: str, has_sensitivity: bool) -> LayoutChoi
         if given.get(key) is not None and not (kind in choice.auto or (kind == key and choice.auto)):
             raise UserError(f"{at}: {key} has no effect where the layers are named")
     for kind in choice.auto:
-        choice.selecting(kind, "sensitivity.json")  # raises for what cannot be meant
+        choice.selecting(kind, "sensitivity.json")  # raises for what is not valid
     if choice.auto and not has_sensitivity:
         raise UserError(f"{at} chooses layers by their sensitivity, but the file has no section sensitivity")
     choice.recipe(dict.fromkeys(choice.auto, "all"))

@@ -238,9 +238,9 @@ class _Sweep:
         execution.run(self.plan.benches)
         return usable
 
-    def _show(self, board: Board, execution: Execution, said: list[str]) -> None:
+    def _show(self, board: Board, execution: Execution, shown: list[str]) -> None:
         for note in self.plan.notes:
-            if note not in said:
+            if note not in shown:
                 board.note(f"Note: {note}")
         for stage in self.plan.stages:
             execution.state(stage)
@@ -248,10 +248,10 @@ class _Sweep:
         board.show(self.plan, execution.states)
 
     def _replan(self, board: Board, execution: Execution, usable: set[str] | None) -> None:
-        said = self.plan.notes
+        shown = self.plan.notes
         lost = {key for key, state in execution.states.items() if state.status in LOST}
         self.plan = self.planner.plan(usable, lost)
-        self._show(board, execution, said)
+        self._show(board, execution, shown)
 
     def _write(self, execution: Execution, *, over: bool = False) -> SweepDocument:
         """sweep.json, as things stand."""

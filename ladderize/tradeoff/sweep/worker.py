@@ -102,10 +102,10 @@ def _convert(job: Mapping[str, Any], folder: Path, console: Console) -> None:
     from ladderize.convert.pipeline import convert_checkpoint
     from ladderize.convert.recipe import Recipe
 
-    said: dict[str, Any] = {
+    given: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in job["recipe"].items()
     }
-    recipe = Recipe(**said)
+    recipe = Recipe(**given)
     convert_checkpoint(
         job["model"], folder / MODEL_FOLDER, recipe, revision=job["revision"], verify=job["verify"], console=console
     )

@@ -105,7 +105,7 @@ def estimate_mean(
     """The weighted mean of strata with its interval, of resampled means that were drawn for each of them.
 
     weights: of each stratum, their sum is 1. draws: [resamples] of each stratum. There is no interval where a stratum
-    has a single cluster, and where all differences are equal but nobody knows how large one can be.
+    has a single cluster, and where all differences are equal but their possible size is unknown.
     """
     shares = _shares(strata, weights)
     centred = [stratum.sums / stratum.sizes - stratum.mean for stratum in strata]

@@ -76,7 +76,7 @@ def reference_outcome(
 def check_sent(step: TrainingStep, recording: Recording, what: str) -> None:
     """Raise UserError, which begins with ``what``, unless the step sends what it should, and waits for all of it.
 
-    recording: the collectives of ``step``. Emulated sums are delays, so that nobody sees in the gradients that one was
+    recording: the collectives of ``step``. Emulated sums are delays, so that the gradients do not show that one was
     not begun.
     """
     loss = step.forward()

@@ -114,9 +114,7 @@ def _explanations(document: TrainingBenchDocument, labels: list[str]) -> list[st
 def _warnings(document: TrainingBenchDocument, labels: list[str]) -> list[str]:
     found = list(link_warnings(document.link, document.options.ranks, document.message_bytes_outside_link_range))
     if document.options.repeat < LEAST_ROUNDS:
-        found.append(
-            f"with fewer than {LEAST_ROUNDS} rounds nobody knows how far rounds disagree: no intervals; raise --repeat"
-        )
+        found.append(f"with fewer than {LEAST_ROUNDS} rounds their scatter is unknown: no intervals; raise --repeat")
     rows = list(zip(document.rows, labels, strict=True))
     doubtful = [
         f"{label}, {row.schedule.name} ({row.batch_size} rows)"

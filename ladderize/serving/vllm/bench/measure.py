@@ -29,7 +29,7 @@ def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> tuple[VllmBe
     options = plan.options
     surroundings = environment(ranks, settings=("VLLM_", "LADDERIZE_"))
     identify(ranks)
-    register_plugin()  # also where ladderize runs from a source tree, whose entry points nobody knows
+    register_plugin()  # also where ladderize runs from a source tree, whose entry points are not installed
     engines = []
     for number, served in enumerate(plan.served, start=1):
         with console.stage(f"starting vLLM, {number} of {len(plan.served)}: {served.name}"):

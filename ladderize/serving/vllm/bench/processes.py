@@ -64,20 +64,20 @@ def run_ranks(
             pipe.close()
 
 
-def rank_environment(place: Place, device: str, threads: int | None, said: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a rank's process beside those of this one, which ``said`` are. Raises UserError for cores that
+def rank_environment(place: Place, device: str, threads: int | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a rank's process on top of ``environment``, those of this one. Raises UserError for cores that
     are not there."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the rank itself
-        **{name: said.get(name, value) for name, value in QUIET.items()},
+        **{name: environment.get(name, value) for name, value in QUIET.items()},
         **started_rank_variables(place),
     }
     if place.local_size == place.size:  # under a launcher of several hosts the user knows the interface
-        variables["GLOO_SOCKET_IFNAME"] = said.get("GLOO_SOCKET_IFNAME") or _loopback()
+        variables["GLOO_SOCKET_IFNAME"] = environment.get("GLOO_SOCKET_IFNAME") or _loopback()
     if device != "cpu":
         return variables
-    own = _cores_of(place, threads, said.get(BOUND_CORES, "auto"))
-    preloaded = said.get("LD_PRELOAD", "")
+    own = _cores_of(place, threads, environment.get(BOUND_CORES, "auto"))
+    preloaded = environment.get("LD_PRELOAD", "")
     if not any(name in preloaded for name in ("libgomp", "libiomp", "libomp")):
         preloaded = ":".join(filter(None, (preloaded, _openmp())))
     return variables | {

@@ -25,7 +25,7 @@ def show_vllm_bench(document: VllmBenchDocument, console: Console) -> None:
     if any(row.weights == "random" for row in document.rows):
         console.prose("Weights are random: only the times are meaningful.")
     if document.options.repeat < LEAST_ROUNDS:
-        console.warn(f"with fewer than {LEAST_ROUNDS} rounds nobody knows how far rounds disagree; raise --repeat")
+        console.warn(f"with fewer than {LEAST_ROUNDS} rounds their scatter is unknown; raise --repeat")
 
 
 def vllm_group_text(document: VllmBenchDocument) -> str:

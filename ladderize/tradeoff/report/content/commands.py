@@ -47,8 +47,8 @@ def _eval_command(results: FoundResults) -> str:
         return results.command
     options = results.document.options
     models = [entry.model.model for entry in results.document.models]
-    said = _changed(vars(options), vars(EvalOptions()))
-    return _line("eval", models, said, str(results.path.name))
+    changed = _changed(vars(options), vars(EvalOptions()))
+    return _line("eval", models, changed, str(results.path.name))
 
 
 def _bench_command(bench: FoundBench) -> str:
@@ -56,38 +56,38 @@ def _bench_command(bench: FoundBench) -> str:
         return bench.command
     document = bench.document
     rows = list(dict.fromkeys((row.model, row.is_random) for row in document.rows if row.is_model))
-    said = _changed(vars(document.options), vars(BenchOptions(device=document.options.device)))
-    said = {"batch_size" if name == "batch_sizes" else name: value for name, value in said.items()}
+    changed = _changed(vars(document.options), vars(BenchOptions(device=document.options.device)))
+    changed = {"batch_size" if name == "batch_sizes" else name: value for name, value in changed.items()}
     if document.link is not None:
         link = document.link
         by_hand = link.source == "given by hand"
-        said["link"] = f"{link.alpha_us:g},{link.beta_gb_s or float('inf'):g}" if by_hand else link.name
+        changed["link"] = f"{link.alpha_us:g},{link.beta_gb_s or float('inf'):g}" if by_hand else link.name
     models = [model for model, is_random in rows if not is_random]
     if not models:
-        said = {"random_weights": "SHAPE", "layout": ",".join(model for model, _ in rows), **said}
-    return _line("bench", models, said, str(bench.path.name))
+        changed = {"random_weights": "SHAPE", "layout": ",".join(model for model, _ in rows), **changed}
+    return _line("bench", models, changed, str(bench.path.name))
 
 
 def _plan_command(plan: FoundPlan) -> str:
     asked, options = plan.document.model, plan.document.options
     models = [] if asked.model is None else [asked.model]
-    said = _changed({**vars(asked), "model": None}, vars(PlanModel(shape="")))
+    changed = _changed({**vars(asked), "model": None}, vars(PlanModel(shape="")))
     names = {"tp_sizes": "tp_size", "batch_sizes": "batch_size"}
-    said |= {names.get(name, name): value for name, value in vars(options).items() if value is not None}
-    return _line("plan", models, said, str(plan.path.name))
+    changed |= {names.get(name, name): value for name, value in vars(options).items() if value is not None}
+    return _line("plan", models, changed, str(plan.path.name))
 
 
 def _sensitivity_command(found: FoundSensitivity) -> str:
     if found.command is not None:
         return found.command
     document = found.document
-    said: dict[str, object] = {"mode": document.mode, "data": document.data.file}
+    changed: dict[str, object] = {"mode": document.mode, "data": document.data.file}
     if document.sync_tp_size is not None:
-        said["sync_tp_size"] = document.sync_tp_size
-    said |= {"samples": document.data.samples, "seq_len": document.data.seq_len}
+        changed["sync_tp_size"] = document.sync_tp_size
+    changed |= {"samples": document.data.samples, "seq_len": document.data.seq_len}
     if document.aligned is not None:
-        said |= {"align": True, "align_samples": document.aligned.samples}
-    return _line("sensitivity", [document.model], said, str(found.path.name))
+        changed |= {"align": True, "align_samples": document.aligned.samples}
+    return _line("sensitivity", [document.model], changed, str(found.path.name))
 
 
 def _changed(values: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
@@ -98,8 +98,8 @@ def _changed(values: Mapping[str, object], defaults: Mapping[str, object]) -> di
     }
 
 
-def _line(command: str, models: list[str], said: Mapping[str, object], out: str) -> str:
+def _line(command: str, models: list[str], changed: Mapping[str, object], out: str) -> str:
     given = {
-        f"no_{name}" if value is False else name: True if value is False else value for name, value in said.items()
+        f"no_{name}" if value is False else name: True if value is False else value for name, value in changed.items()
     }
     return line(command, *models, *options_by_hand(given), "--out", out)

@@ -182,7 +182,7 @@ class Subject:
 
     @property
     def adaptation(self) -> str:
-        """How it was adapted, in words; empty where it was not, or nobody says."""
+        """How it was adapted, in words; empty where it was not, or it is unknown."""
         if self.adapted in (None, AS_CONVERTED):
             return ""
         return f"{self.adapted}, {self.tokens:,} tokens" if self.tokens else str(self.adapted)

@@ -157,10 +157,10 @@ def _plot(
     choices = [PlotChoice("setting", "Setting", names)] if len(names) > 1 else []
     choices.append(PlotChoice("phase", "Time of", list(PHASE_WORDS.items())))
     where = dict(names)[chosen]
-    said = "accuracy" if measure.more else "perplexity"
+    axis = "accuracy" if measure.more else "perplexity"
     summary = (
         f"Scatter plot of {len({row['name'] for row in rows})} models: speed-up over dense on the horizontal axis,"
-        f" {said} on the vertical one; at first {where}, end to end."
+        f" {axis} on the vertical one; at first {where}, end to end."
     )
     margin = f"The dashed line is the margin, {margin_text(content.margin)}. " if measure.more else ""
     caption = (
