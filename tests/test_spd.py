@@ -250,7 +250,7 @@ def test_alignment_repairs_in_the_place_of_distillation_or_before_it(tmp_path, t
         (retraining,) = read_retrainings(out)
         assert retraining.aligned == (repair == "align")
         assert list(retraining.divergence) == list(retraining.perplexity)[1:]
-        assert 0 < retraining.share_left < 1
+        assert retraining.left_by_alignment == (document.divergence["+ alignment"] if repair == "align" else None)
         first = min(row.block for row in document.blocks if row.selected)
         for row in document.blocks:  # every block from the first dropped one on reads a changed stream
             assert (row.alignment is not None) == (row.block >= first)

@@ -28,10 +28,9 @@ class Retraining(Record):
     aligned: bool = False
 
     @property
-    def share_left(self) -> float:
-        """The share of the divergence that is left, at most 1; 1 where it was not measured."""
-        before, *_, after = self.divergence.values() or (1.0, 1.0)
-        return min(1.0, after / before) if before > 0 else 1.0
+    def left_by_alignment(self) -> float | None:
+        """The held-out divergence after it; None where something else came last."""
+        return list(self.divergence.values())[-1] if self.aligned and self.divergence else None
 
     def summary(self) -> str:
         """In words."""

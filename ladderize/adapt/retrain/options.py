@@ -20,9 +20,9 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
-# Of the steps to warm up over, and the least share of the peak, where weights were aligned: sooner and higher rates
-# throw away what alignment won (docs/results.md).
-ALIGNED_WARMUP, LEAST_PEAK = 0.2, 0.25
+# Where weights were aligned: of the steps to warm up over; of the peak at least; the divergence in nats per token from
+# which on the whole peak suits. Sooner and higher rates throw away what alignment won (docs/results.md).
+ALIGNED_WARMUP, LEAST_PEAK, WHOLE_PEAK_FROM = 0.2, 0.2, 0.6
 SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
 # than from large ones.
@@ -126,8 +126,8 @@ class RetrainOptions:
 
     def resolve(self, config: Mapping[str, Any], ranks: int, *, left_by_alignment: float | None = None) -> TrainOptions:
         """Every default worked out for a model and a number of ranks that read different data (all processes /
-        ``tp_size``); left_by_alignment: where weights were aligned last, the share of the divergence that it left.
-        Raises UserError for what does not go together."""
+        ``tp_size``); left_by_alignment: where weights were aligned last, the held-out divergence from the
+        dense model after it, in nats per token. Raises UserError for what does not go together."""
         positions = int(config.get("max_position_embeddings") or 2048)
         seq_len = self.seq_len or min(2048, positions)
         if seq_len > positions:
@@ -203,7 +203,7 @@ class RetrainOptions:
 
 
 def peak_after_alignment(left: float) -> float:
-    """Of the default peak learning rate, the share that suits aligned weights. A divergence grows with the square of
-    the distance to what training looks for, and Adam's rate is the length of its steps. ``left``: the share of the
-    divergence that alignment left."""
-    return max(LEAST_PEAK, math.sqrt(left))
+    """Of the default peak learning rate, the share that suits aligned weights, whose divergence from the dense model is
+    ``left`` nats per token. A divergence grows with the square of the distance to go, and Adam's rate is the length of
+    its steps."""
+    return min(1.0, max(LEAST_PEAK, math.sqrt(left / WHOLE_PEAK_FROM)))

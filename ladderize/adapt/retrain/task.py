@@ -176,9 +176,9 @@ def check_teaches(student: Checkpoint, teacher: Checkpoint, model: str, options:
 
 
 def left_by_alignment(folder: Path) -> float | None:
-    """The share of a conversion's divergence that alignment left, if that was the last thing done to the weights."""
+    """The held-out divergence that alignment left, if that was the last thing done to the weights."""
     found = read_retrainings(folder)
-    return found[-1].share_left if found and found[-1].aligned else None
+    return found[-1].left_by_alignment if found else None
 
 
 def layers_to_train(layout: Layout, train: str) -> tuple[int, ...]:
