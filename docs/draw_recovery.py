@@ -14,7 +14,7 @@ from statistics import mean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ladderize.figure import save_figure
 
@@ -27,6 +27,7 @@ LAYOUTS = {
     "spd all": "spd, all",
     "both": "both, all",
 }
+BUDGETS = (16_000, 60_000, 200_000, 600_000)
 PLAIN, BEST = "kl", "align+hidden"
 RECIPES = {
     "ce": "cross-entropy",
@@ -98,8 +99,9 @@ def draw_panel(axes: Axes, curves: Curves, place: Place) -> None:
         curve = means(curves, place, recipe)
         axes.plot(list(curve), list(curve.values()), color=colour, marker="o", markersize=3, label=RECIPES[recipe])
     axes.set(xscale="log", yscale="log", xticks=[16_000, 60_000, 200_000, 600_000])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens / 1000:.0f}k"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda kl, _: f"{kl:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda kl, _: f"{kl:.3g}"))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_formatter(NullFormatter())
     axes.tick_params(labelsize=8)
@@ -107,12 +109,29 @@ def draw_panel(axes: Axes, curves: Curves, place: Place) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def print_table(heads: list[str], rows: Callable[[Place], list[list[str]]]) -> None:
-    print("\n| model, layout | " + " | ".join(heads) + " |")
+def print_table(title: str, heads: list[str], cells: Callable[[Place], list[str]]) -> None:
+    print(f"\n{title}\n\n| model, layout | " + " | ".join(heads) + " |")
     print("|---" * (len(heads) + 1) + "|")
     for place in (Place(model, layout) for model in MODELS for layout in LAYOUTS):
-        for cells in rows(place):
-            print(f"| {MODELS[place.model]}, {LAYOUTS[place.layout]} | " + " | ".join(cells) + " |")
+        print(f"| {MODELS[place.model]}, {LAYOUTS[place.layout]} | " + " | ".join(cells(place)) + " |")
+
+
+def print_tasks() -> None:
+    """What the demo's tasks score, of seed 0."""
+    steps = [("none", 0), ("align", 16_384), *((recipe, n) for n in BUDGETS[1:] for recipe in (PLAIN, BEST))]
+    scores = {
+        (row["layout"], row["recipe"], row["tokens"], task): row[task]
+        for row in json.loads(ROWS.read_text())["rows"]
+        for task in row
+        if task.startswith("demo_") and row["seed"] == 0
+    }
+    heads = ["converted", "aligned", *(f"{RECIPES[recipe]}, {n // 1000}k" for recipe, n in steps[2:])]
+    print("\n| layout | task | " + " | ".join(heads) + " |\n" + "|---" * (len(steps) + 2) + "|")
+    for layout in LAYOUTS:
+        for task in dict.fromkeys(key[-1] for key in scores):
+            found = (scores.get((layout, *step, task)) for step in steps)
+            cells = ("" if score is None else f"{score:.3f}" for score in found)
+            print(f"| {LAYOUTS[layout]} | {task.removeprefix('demo_')} | " + " | ".join(cells) + " |")
 
 
 def spread(values: list[float]) -> str:
@@ -125,31 +144,31 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     curves = read()
     draw(curves)
-    for budget in (16_000, 60_000, 200_000, 600_000):
-        print(f"\nafter {budget // 1000}k tokens")
+    for budget in BUDGETS:
         print_table(
+            f"after {budget // 1000}k tokens",
             list(RECIPES.values()),
-            lambda place, budget=budget: [[spread(curves[place, recipe].get(budget, [])) for recipe in RECIPES]],
+            lambda place, budget=budget: [spread(curves[place, recipe].get(budget, [])) for recipe in RECIPES],
         )
-    print("\nalone")
-    alone = (("none", 0), ("align", 16_384), ("align", 131_072))
+    alone = {"converted": ("none", 0), "aligned, 16k": ("align", 16_384), "aligned, 131k": ("align", 131_072)}
     print_table(
-        ["converted", "aligned, 16k", "aligned, 131k"],
-        lambda place: [[spread(curves[place, recipe].get(tokens, [])) for recipe, tokens in alone]],
+        "alone",
+        list(alone),
+        lambda place: [spread(curves[place, recipe].get(tokens, [])) for recipe, tokens in alone.values()],
     )
-    budgets = (60_000, 200_000, 600_000)
-    print(f"\ntimes as many tokens that {RECIPES[PLAIN]} training takes as {RECIPES[BEST]}, to the same KL")
 
-    def ratios(place: Place) -> list[list[str]]:
+    def ratios(place: Place) -> list[str]:
         plain, best = means(curves, place, PLAIN), means(curves, place, BEST)
         cells = []
-        for budget in budgets:
+        for budget in BUDGETS[1:]:
             found = tokens_to_reach(best, plain[budget]) if budget in plain else None
             bound = "at least " if found == min(best, default=None) else ""
             cells.append(f"{bound}{budget / found:.1f}" if found else "")
-        return [cells]
+        return cells
 
-    print_table([f"{budget // 1000}k" for budget in budgets], ratios)
+    title = f"times as many tokens that {RECIPES[PLAIN]} training takes as {RECIPES[BEST]}, to the same KL"
+    print_table(title, [f"{budget // 1000}k" for budget in BUDGETS[1:]], ratios)
+    print_tasks()
 
 
 if __name__ == "__main__":
