@@ -10,7 +10,7 @@ import typer
 from ladderize.adapt.methods import ALIGN, BLOCKS, CONVERTED, FULL, LORA, Attention, Method, Write
 from ladderize.adapt.retrain.schedule import ScheduleKind
 from ladderize.commands.config_file import Config, PrintConfig
-from ladderize.commands.next_steps import command, scoring_file, show_next
+from ladderize.commands.next_steps import command, retrain_command, scoring_file, show_next
 from ladderize.commands.options import (
     DATA,
     LOADING,
@@ -560,11 +560,9 @@ def _rewrite(model: str, out: str | None, params: Mapping[str, Any], console: Co
     console.prose(document.target)
     console.result(f"wrote {document.out}")
     _draw(document.out, params["plot"], console)
-    retrained = command(
-        *("adapt", out, f"{out.rstrip('/')}-adapted", "--distill-from", params["distill_from"]),
-        *("--data", params["data"][0], "--max-tokens", "20M"),
-    )
-    steps = [("retrain from there", retrained)] if method == ALIGN else []
+    adapted = f"{out.rstrip('/')}-adapted"
+    retrain = retrain_command(out, adapted, params["distill_from"], params["data"][0], align=False)
+    steps = [("retrain from there", retrain)] if method == ALIGN else []
     show_next(console, *steps, _measure(params, out))
 
 

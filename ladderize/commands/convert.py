@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ladderize.commands.next_steps import FILE, align_command, command, show_next
+from ladderize.commands.next_steps import FILE, align_command, command, retrain_command, show_next
 from ladderize.commands.options import (
     LAYOUT,
     OUTPUT,
@@ -19,6 +19,7 @@ from ladderize.commands.options import (
     options_from,
 )
 from ladderize.console import Console, human_bytes
+from ladderize.convert.retraining import read_retrainings
 from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import BLOCKING, RangeSyntaxError, format_ranges
@@ -205,8 +206,8 @@ def _show_next(console: Console, src: str, out: str, report: "ConversionReport")
     if report.selection is not None and report.selection.sensitivity.aligned is not None:
         steps.append(("align it, as was measured", align_command(out, src)))
     elif {*report.attention_sync, *report.mlp_sync} != {BLOCKING}:
-        adapt = command("adapt", out, f"{out.rstrip('/')}-adapted", "--distill-from", src)
-        steps.append(("recover accuracy", f"{adapt} --data {FILE} --max-tokens 20M"))
+        untrained = not read_retrainings(Path(out))
+        steps.append(("recover accuracy", retrain_command(out, f"{out.rstrip('/')}-adapted", src, align=untrained)))
     show_next(console, *steps)
 
 

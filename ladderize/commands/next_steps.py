@@ -19,6 +19,14 @@ def align_command(converted: str, dense: str, data: str = FILE) -> str:
     return command("adapt", converted, aligned, "--method", "align", "--distill-from", dense, "--data", data)
 
 
+def retrain_command(converted: str, out: str, dense: str, data: str = FILE, *, align: bool) -> str:
+    """The command that retrains a converted checkpoint as docs/results.md found best. align: first, which is for
+    checkpoints that were neither aligned nor retrained."""
+    first = ["--align"] if align else []
+    what = ["--distill-from", dense, *first, "--hidden-weight", 1, "--data", data, "--max-tokens", "20M"]
+    return command("adapt", converted, out, *what)
+
+
 def show_next(console: Console, *steps: tuple[str, str]) -> None:
     """steps: what for, and the command."""
     wide = max(len(purpose) for purpose, _ in steps)

@@ -9,7 +9,7 @@ import typer
 import ladderize
 from ladderize.choices import DeviceName, Dtype
 from ladderize.commands.config_file import Config, PrintConfig
-from ladderize.commands.next_steps import FILE, align_command, command, show_next
+from ladderize.commands.next_steps import align_command, command, retrain_command, show_next
 from ladderize.commands.options import (
     LAYOUT,
     LOADING,
@@ -355,8 +355,8 @@ def _show_next_of_choice(
     if choice.aligned is not None:
         steps.append(("align it, as was measured", align_command(target, model)))
         made = f"{target}-aligned"
-    adapt = command("adapt", made, f"{target}-adapted", "--distill-from", model)
-    steps.append(("recover accuracy", f"{adapt} --data {FILE} --max-tokens 20M"))
+    retrain = retrain_command(made, f"{target}-adapted", model, align=choice.aligned is None)
+    steps.append(("recover accuracy", retrain))
     show_next(console, *steps, ("measure it there", command("bench", model, made, *_bench_words(options))))
 
 

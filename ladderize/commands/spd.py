@@ -6,7 +6,7 @@ import typer
 
 import ladderize
 from ladderize.commands.config_file import Config, PrintConfig
-from ladderize.commands.next_steps import command, scoring_file, show_next
+from ladderize.commands.next_steps import command, retrain_command, scoring_file, show_next
 from ladderize.commands.options import (
     DATA,
     LAYOUT,
@@ -165,8 +165,5 @@ def spd(
     show_next(
         console,
         ("measure it", command("eval", model, out, "--perplexity", scoring_file([]))),
-        (
-            "retrain it",
-            command("adapt", out, f"{out}-adapted", "--distill-from", model, "--data", data, "--max-tokens", "20M"),
-        ),
+        ("retrain it", retrain_command(out, f"{out.rstrip('/')}-adapted", model, data, align=False)),
     )
