@@ -298,7 +298,7 @@ def announce_training(trainer: Trainer, task: Task, console: Console) -> None:
         f"{', embedding and head' if task.everything and task.options.method != LORA else ''})"
         f" on {ranks.size} process{'es' if ranks.size > 1 else ''}{shared};"
         f" {'about ' if training.budget.tokens else ''}{training.about_steps:,} steps of {training.batch_size} rows"
-        f" of {training.seq_len} tokens, peak learning rate {training.schedule.peak:g}"
+        f" of {training.seq_len} tokens, peak learning rate {training.schedule.peak:.3g}"
     )
     if rows := trainer.heldout[: training.micro_batch_size]:
         per_token = probe_seconds(trainer.engine, rows, training) / sum(len(row) for row in rows)
