@@ -20,8 +20,8 @@ def align_command(converted: str, dense: str, data: str = FILE) -> str:
 
 
 def retrain_command(converted: str, out: str, dense: str, data: str = FILE, *, align: bool) -> str:
-    """The command that retrains a converted checkpoint as docs/results.md found best for short runs. align: first, which is for
-    checkpoints that were neither aligned nor retrained."""
+    """The command that retrains a converted checkpoint as docs/results.md found best for short runs. align: first,
+    which is for checkpoints that were neither aligned nor retrained."""
     first = ["--align"] if align else []
     what = ["--distill-from", dense, *first, "--hidden-weight", 1, "--data", data, "--max-tokens", "20M"]
     return command("adapt", converted, out, *what)
