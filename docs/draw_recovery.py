@@ -1,4 +1,4 @@
-"""Draw docs/recovery.png and .svg from benchmarks/results/recovery.json, and print the tables of docs/results.md.
+"""Draw docs/recovery.png and .svg from benchmarks/results/recovery.json, and print its figures as tables.
 
 python docs/draw_recovery.py        # needs matplotlib (pip install 'ladderize[plots]')
 """

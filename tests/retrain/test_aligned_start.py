@@ -78,8 +78,7 @@ def test_the_default_rate_falls_with_what_alignment_left_and_rises_slower(place,
         warmups.append(schedule["warmup_steps"])
     document = json.loads((tmp_path / "0-aligned" / "alignment.json").read_text())
     left = document["heldout_divergence"]["aligned"]
-    assert 0.024 < left < 0.6
-    assert rates[0] == pytest.approx(rates[1] * (left / 0.6) ** 0.5)
+    assert rates[0] == pytest.approx(rates[1] * min(1, max(0.2, (left / 0.6) ** 0.5)))
     assert warmups == [4, 1]
 
 
