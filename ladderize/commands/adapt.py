@@ -150,7 +150,7 @@ def adapt(
                 "align: how strongly weights are held where they are, as a share of the mean square of a projection's"
                 " inputs."
             ),
-            show_default="chosen for each projection on held-out windows, from 1e-1 to 1e-5",
+            show_default="chosen for each projection on held-out windows, from 10 to 1e-5",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -273,7 +273,7 @@ def adapt(
             metavar="N",
             min=0,
             help="Steps of linear warm-up.",
-            show_default="5 % of all, after align 20 %; at most 200",
+            show_default="5 % of all, at most 200; after align at least 10, or 20 %",
             rich_help_panel=OPTIMISATION,
         ),
     ] = None,

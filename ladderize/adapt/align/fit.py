@@ -11,6 +11,10 @@ from ladderize.adapt.align.reports import ProjectionReport
 from ladderize.adapt.align.ridge import Products, solve, squared_errors
 from ladderize.ranks.group import Ranks
 
+# Of the error that a stronger ridge takes away, what a weaker one must take away besides: weights nearer to the dense
+# ones come out better in the whole model, and train better (docs/results.md)
+WORTH_LESS_RIDGE = 0.02
+
 # Batches of tokens: the inputs [tokens, width] of each virtual rank, and the targets [tokens, outputs] of all of them
 Batches = Iterable[tuple[Sequence[Tensor], Tensor]]
 
@@ -59,8 +63,8 @@ def refit(
 ) -> list[ProjectionReport]:
     """Solve the projections anew in place; each keeps what it had unless that lowers its error on held-out tokens.
 
-    parts: of the virtual ranks. heldout: makes the held-out batches; the ranks hold different tokens. stored: the dtype
-    that weights are rounded to.
+    parts: of the virtual ranks. heldout: makes the held-out batches; the ranks hold different tokens. ridges: the
+    strongest first; a weaker one must gain more by ``WORTH_LESS_RIDGE``. stored: the dtype that weights are rounded to.
     """
     for part in parts:
         part.products.reduce(ranks)
@@ -85,7 +89,7 @@ def refit(
         del solved
         found, _ = errors(rounded)
         for number, projection in enumerate(projections):
-            if found[number] < best[number]:
+            if found[number] < best[number] - WORTH_LESS_RIDGE * (before[number] - best[number]):
                 best[number], chosen[number] = found[number], ridge
                 rows = torch.cat([weights.split(sizes)[number] for weights in rounded])
                 _assign(projection, rows)

@@ -11,7 +11,7 @@ from ladderize.choices import check_at_least
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 
-RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # tried for every projection; the best on held-out windows is taken
+RIDGES = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # tried for every projection on held-out windows, strongest first
 LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # by default so many, or so many for each input of the widest projection
 RANDOM_SHARE = 0.25  # of windows of random tokens, for each of the data (docs/align.md)
 MOST_RANDOM = 10

@@ -20,9 +20,10 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
-# Where weights were aligned: of the steps to warm up over; of the peak at least; the divergence in nats per token from
-# which on the whole peak suits. Sooner and higher rates throw away what alignment won (docs/results.md).
-ALIGNED_WARMUP, LEAST_PEAK, WHOLE_PEAK_FROM = 0.2, 0.2, 0.6
+# Where weights were aligned: the steps to warm up over at least, up to this share of all; of the peak at least; the
+# divergence in nats per token from which on the whole peak suits. Sooner and higher rates throw away what alignment won,
+# and a longer warm-up is training lost (docs/results.md).
+ALIGNED_WARMUP, ALIGNED_SHARE, LEAST_PEAK, WHOLE_PEAK_FROM = 10, 0.2, 0.2, 0.6
 SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
 # than from large ones.
@@ -156,11 +157,10 @@ class RetrainOptions:
         steps = self.budget.about_steps(batch_size * seq_len)
         often = max(1, min(500, steps // 10))
         peak = (LORA_LR if self.method == LORA else FULL_LR) * WIDTH / config["hidden_size"]
-        warmup = SHARE_OF_WARMUP
+        warmup = min(MOST_WARMUP, int(steps * SHARE_OF_WARMUP))
         if left_by_alignment is not None:
             peak *= peak_after_alignment(left_by_alignment)
-            warmup = ALIGNED_WARMUP
-        warmup_steps = self.warmup_steps if self.warmup_steps is not None else min(MOST_WARMUP, int(steps * warmup))
+            warmup = max(warmup, min(ALIGNED_WARMUP, int(steps * ALIGNED_SHARE)))
         return TrainOptions(
             budget=self.budget,
             objective=self.objective,
@@ -168,7 +168,10 @@ class RetrainOptions:
             batch_size=batch_size,
             micro_batch_size=micro,
             schedule=RateSchedule(
-                self.lr_schedule, self.lr if self.lr is not None else peak, warmup_steps, self.min_lr
+                self.lr_schedule,
+                self.lr if self.lr is not None else peak,
+                self.warmup_steps if self.warmup_steps is not None else warmup,
+                self.min_lr,
             ),
             weight_decay=self.weight_decay,
             max_gradient=self.max_gradient,
