@@ -93,6 +93,15 @@ def test_the_peak_goes_with_the_root_of_the_divergence_that_is_left(done, tmp_pa
     assert training.schedule.peak == pytest.approx(2e-5 * share)
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(4, 0), (20, 4), (58, 10), (190, 10), (600, 30), (9000, 200)])
+def test_the_rate_rises_over_ten_steps_or_a_fifth_of_a_shorter_training(steps, warmup):
+    options = RetrainOptions(data=(), budget=Budget(steps=steps))
+    training = options.resolve({"hidden_size": 4096}, 1, left_by_alignment=0.1)
+    assert training.schedule.warmup_steps == warmup
+    usual = options.resolve({"hidden_size": 4096}, 1).schedule.warmup_steps
+    assert usual == min(200, steps // 20)
+
+
 def test_an_adapter_belongs_to_the_aligned_checkpoint(place, tmp_path):
     outcome = aligned(place, tmp_path / "out", "--method", "lora")
     assert outcome.code == 0, outcome.stderr

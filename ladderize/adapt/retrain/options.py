@@ -21,8 +21,8 @@ from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 # Peak learning rates at width 4096; a step of Adam moves a sum over twice the width twice as far.
 WIDTH, FULL_LR, LORA_LR = 4096, 2e-5, 1e-4
 # Where weights were aligned: the steps to warm up over at least, up to this share of all; of the peak at least; the
-# divergence in nats per token from which on the whole peak suits. Sooner and higher rates throw away what alignment won,
-# and a longer warm-up is training lost (docs/results.md).
+# divergence in nats per token from which on the whole peak suits. Sooner and higher rates throw away what alignment
+# won, and a longer warm-up is training lost (docs/results.md).
 ALIGNED_WARMUP, ALIGNED_SHARE, LEAST_PEAK, WHOLE_PEAK_FROM = 10, 0.2, 0.2, 0.6
 SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 # Tokens of a step: a two-thousandth of the budget within these bounds, since a short training gains more from steps
