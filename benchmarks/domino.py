@@ -33,7 +33,7 @@ from ladderize.runtime.bench.options import BenchOptions, ModelChoice
 from ladderize.runtime.bench.run import bench
 from ladderize.runtime.bench.spread import speedup_interval
 from ladderize.runtime.bench.training.document import TrainingBenchDocument, TrainingBenchRow
-from ladderize.runtime.bench.training.model_steps import step_opener
+from ladderize.runtime.bench.training.measure import step_opener
 from ladderize.runtime.bench.training.options import TrainingBenchOptions
 from ladderize.runtime.bench.training.run import bench_training
 from ladderize.runtime.bench.training.steps import Batch

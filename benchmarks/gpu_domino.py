@@ -27,7 +27,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.training.check import Outcome, outcome_of
 from ladderize.runtime.bench.training.document import TrainingBenchDocument
-from ladderize.runtime.bench.training.model_steps import ModelStep
+from ladderize.runtime.bench.training.measure import ModelStep
 from ladderize.runtime.bench.training.options import TrainingBenchOptions
 from ladderize.runtime.bench.training.run import bench_training
 from ladderize.runtime.bench.training.steps import Batch

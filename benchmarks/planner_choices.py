@@ -25,9 +25,9 @@ from ladderize.layout import Layout
 from ladderize.planning.hardware import known_engines, read_device
 from ladderize.planning.passes import Workload, pass_parts
 from ladderize.planning.planner.choose import TimedLayouts, choose_point, option_seconds
-from ladderize.planning.planner.costs import estimate_costs
 from ladderize.planning.planner.document import ChoiceTarget, LayoutNll
 from ladderize.planning.planner.front import OptionCosts, chosen_options
+from ladderize.planning.planner.plan import estimate_costs
 from ladderize.planning.planner.verify import verified_choice
 from ladderize.planning.prediction import point_seconds
 from ladderize.runtime.collectives.links import read_interconnect

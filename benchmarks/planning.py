@@ -17,12 +17,12 @@ from typing import Any
 from ladderize.figure import save_figure
 from ladderize.files.documents import write_json
 from ladderize.layout import OVERLAPPED, Layout
-from ladderize.planning.bands import band_cases, relative_band
 from ladderize.planning.calibration.fit import FitResult, OpenFigureError, fit
 from ladderize.planning.calibration.observations import Observation, expected_seconds, parts_seen
 from ladderize.planning.calibration.timings import read_timings
 from ladderize.planning.hardware import DeviceSpec, known_engines, read_device
 from ladderize.planning.passes import PassParts, pass_parts
+from ladderize.planning.plans.rows import band_cases, relative_band
 from ladderize.planning.prediction import point_seconds, predict_parallel
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, known_links, read_interconnect
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
 from ladderize.adapt.align.align import align, with_random
-from ladderize.adapt.align.fit import RankRows, affine, refit
+from ladderize.adapt.align.layer import RankRows, affine, refit
 from ladderize.adapt.align.layers import layers_to_align
 from ladderize.adapt.align.options import LEAST_TOKENS, AlignSettings, default_tokens
 from ladderize.adapt.align.reports import LayerReport

@@ -15,7 +15,7 @@ from ladderize.runtime.bench.instrument import PhaseOperations
 from ladderize.runtime.bench.message_check import read_sums, sent_sums
 from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.trace import Overlap
-from ladderize.runtime.bench.training import check, measure, model_steps
+from ladderize.runtime.bench.training import check, measure
 from ladderize.runtime.bench.training.document import TrainingBenchDocument
 from ladderize.runtime.bench.training.memory_need import training_bytes, weights_key
 from ladderize.runtime.bench.training.options import TrainingBenchOptions, check_training_usage, parse_schedules
@@ -300,11 +300,11 @@ def test_a_message_that_is_left_out(shape, monkeypatch, kind):
         def all_gather(self, x):
             return self.inner.all_gather(x)
 
-    class Leaving(model_steps.TPTraining):
+    class Leaving(measure.TPTraining):
         def __init__(self, weights, config, layout, collectives, **more):
             super().__init__(weights, config, layout, LeavesOut(collectives), **more)
 
-    monkeypatch.setattr(model_steps, "TPTraining", Leaving)
+    monkeypatch.setattr(measure, "TPTraining", Leaving)
     message = one_sentence(invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, "--layout", "dense"))
     assert f"dense by the schedule sequential: a {kind} pass completed" in message
 
@@ -433,7 +433,7 @@ def test_the_emulated_message_is_as_long_as_the_real_one(biases):
     layout = Layout.from_layers(4, spd=[1, 2], sync_tp_size=8)
     spec = ModelSpec("m", None, config, layout, "float32")
     batch = Batch.random(97, 2, 6, 0, ALONE.device)
-    opened = model_steps.step_opener(ALONE, 8)(spec, SEQUENTIAL, Collectives(8), batch)
+    opened = measure.step_opener(ALONE, 8)(spec, SEQUENTIAL, Collectives(8), batch)
     opened.backward(opened.forward())
     sent = []
 

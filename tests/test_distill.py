@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from ladderize.adapt.blockwise import rewrite
 from ladderize.adapt.blockwise import run as blockwise
 from ladderize.adapt.blockwise.block_trainer import BlockTrainer, StudentBlocks, _schedule
+from ladderize.adapt.blockwise.distill import teacher_pass
 from ladderize.adapt.blockwise.documents import BlockReport, HeldoutMeasures
 from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair
 from ladderize.adapt.blockwise.options import DistillOptions
-from ladderize.adapt.blockwise.teacher import teacher_pass
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError

@@ -18,7 +18,7 @@ from tests.helpers import all_gone
 
 def work(group, folder, save_seconds):
     """What a training does with signals: a note of each rank that began, and a last step after SIGTERM."""
-    from ladderize.adapt.retrain.signals import stop_signals
+    from ladderize.adapt.retrain.trainer import stop_signals
 
     with stop_signals(announce=group.is_main) as stopped:
         (folder / f"{group.rank}.pid").write_text(str(os.getpid()))

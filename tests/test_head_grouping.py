@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ladderize.adapt.blockwise.head_assignment import Units, match, spread
-from ladderize.adapt.blockwise.head_descent import Descent, descend
-from ladderize.adapt.blockwise.head_grouping import CRITERIA, _observe, group_heads, papers_assignment
+from ladderize.adapt.blockwise.head_grouping import CRITERIA, Descent, _observe, descend, group_heads, papers_assignment
 from ladderize.blocks import Blocks, open_checkpoint, window_nlls
 from ladderize.convert.heads import check_order, permute_heads
 from ladderize.layout import Layout

@@ -10,7 +10,6 @@ from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import write_json
 from ladderize.layout import DROPPED, OVERLAPPED
 from ladderize.planning.planner.choose import TimedLayouts, choose_point, in_nats, option_seconds, read_target
-from ladderize.planning.planner.costs import estimate_costs, read_accuracy_costs
 from ladderize.planning.planner.document import PlanChoice
 from ladderize.planning.planner.front import (
     LAYER_OPTIONS,
@@ -19,7 +18,7 @@ from ladderize.planning.planner.front import (
     chosen_options,
     pareto_layouts,
 )
-from ladderize.planning.planner.plan import PlanCosts, plan_layout
+from ladderize.planning.planner.plan import PlanCosts, estimate_costs, plan_layout, read_accuracy_costs
 from tests.planner_toys import FakeSeconds, all_options, random_costs, random_seconds, sensitivity_of
 
 

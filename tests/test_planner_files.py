@@ -16,11 +16,10 @@ from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult, Per
 from ladderize.files.documents import write_json
 from ladderize.layout import Layout
 from ladderize.planning.planner.choose import describe, layout_seconds, option_seconds, read_target
-from ladderize.planning.planner.costs import estimate_costs
 from ladderize.planning.planner.document import PlanChoice
 from ladderize.planning.planner.front import chosen_layout
 from ladderize.planning.planner.front_plot import draw_front
-from ladderize.planning.planner.plan import PlanCosts, plan_layout, read_plan_costs
+from ladderize.planning.planner.plan import PlanCosts, estimate_costs, plan_layout, read_plan_costs
 from ladderize.planning.planner.recipe import write_plan_recipe
 from ladderize.planning.planner.retrained import read_retrained_costs
 from ladderize.workflows.sweep_document import SweepDocument, SweepPoint

@@ -8,9 +8,8 @@ import pytest
 
 from ladderize.errors import UserError
 from ladderize.planning.planner.choose import TimedLayouts, choose_point, read_target
-from ladderize.planning.planner.costs import estimate_costs
 from ladderize.planning.planner.document import ChoiceTarget
-from ladderize.planning.planner.plan import PlanCosts, plan_layout
+from ladderize.planning.planner.plan import PlanCosts, estimate_costs, plan_layout
 from ladderize.planning.planner.recipe import cost_words
 from ladderize.planning.planner.verify import verified_choice
 from tests.planner_toys import FakeMeasurer, FakeSeconds, all_options, random_costs, sensitivity_of

@@ -9,7 +9,6 @@ import pytest
 
 from ladderize.errors import UserError
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVERLAPPED, Layout, LayoutError
-from ladderize.planning.bands import band_cases, relative_band
 from ladderize.planning.calibration.fit import OpenFigureError, fit
 from ladderize.planning.calibration.observations import Observation, expected_seconds, parts_seen
 from ladderize.planning.hardware import (
@@ -21,6 +20,7 @@ from ladderize.planning.hardware import (
     read_device,
 )
 from ladderize.planning.passes import PassParts, Workload, pass_parts
+from ladderize.planning.plans.rows import band_cases, relative_band
 from ladderize.planning.prediction import point_seconds, predict_parallel, predict_pass, predict_silent
 from ladderize.runtime.collectives.links import (
     NO_LINK,

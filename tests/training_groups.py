@@ -6,10 +6,10 @@ from unittest import mock
 
 import torch
 
-from ladderize.adapt.retrain import tp_build
+from ladderize.adapt.retrain import tensor_parallel
 from ladderize.adapt.retrain.run import RetrainJob, make_engine, retrain
 from ladderize.adapt.retrain.task import open_task
-from ladderize.adapt.retrain.tp_engine import TPEngine
+from ladderize.adapt.retrain.tensor_parallel import TPEngine
 from ladderize.console import SILENT
 from ladderize.errors import UserError
 from tests.groups import Counting
@@ -34,7 +34,7 @@ def retrain_all(group, runs):
     for model, out, options, more in runs:
         with contextlib.ExitStack() as patches:
             counted = []
-            patches.enter_context(mock.patch.object(tp_build, "choose", _counting(counted)))
+            patches.enter_context(mock.patch.object(tensor_parallel, "choose", _counting(counted)))
             if more:
                 patches.enter_context(mock.patch.object(TPEngine, "losses", failing(TPEngine, group.rank, out, **more)))
             try:
@@ -66,7 +66,7 @@ def losses_of_zeros(group, model, choices):
 
 
 def _counting(counted):
-    def choose(*args, original=tp_build.choose, **kwargs):
+    def choose(*args, original=tensor_parallel.choose, **kwargs):
         collectives, said = original(*args, **kwargs)
         counted.append(Counted(collectives))
         return counted[-1], said

@@ -6,8 +6,7 @@ import datasets
 import numpy as np
 import pytest
 
-from ladderize.adapt.data.files import TextRows
-from ladderize.adapt.data.sources import open_rows, parse_specs
+from ladderize.adapt.data.sources import TextRows, open_rows, parse_specs
 from ladderize.adapt.data.stream import Stream, fixed_rows
 from ladderize.errors import UsageError, UserError
 from ladderize.rows.formats import BadRows

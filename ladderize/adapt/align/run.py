@@ -1,17 +1,17 @@
 """``ladderize adapt --method align``: solve a converted checkpoint's projections anew, and write a new checkpoint."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ladderize.adapt.align.align import align
-from ladderize.adapt.align.documents import Alignment, AlignRecord
 from ladderize.adapt.align.estimate import announce_alignment
 from ladderize.adapt.align.layers import layers_to_align
-from ladderize.adapt.align.options import AlignOptions, default_tokens
-from ladderize.adapt.align.reports import LayerReport
-from ladderize.adapt.blockwise.documents import HeldoutMeasures
+from ladderize.adapt.align.options import AlignOptions, AlignSettings, default_tokens
+from ladderize.adapt.align.reports import GROUPS, LayerReport
+from ladderize.adapt.blockwise.documents import HeldoutMeasures, RewrittenLayers, WindowData
 from ladderize.adapt.blockwise.folder import BlockFolder, LayerFiles
 from ladderize.adapt.blockwise.rewrite import LayerMethod, Rewriting, rewrite
 from ladderize.adapt.blockwise.windows import Windows, training_windows
@@ -21,8 +21,56 @@ from ladderize.checkpoint.llama import kv_head_count
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console
 from ladderize.convert.heads import HEAD_MAP, permute_heads, read_head_map
-from ladderize.layout import Layout
+from ladderize.files.records import Record
+from ladderize.layout import Layout, format_ranges
 from ladderize.ranks.training import check_launch_of_blocks
+
+
+@dataclass(frozen=True)
+class AlignRecord(Record):
+    """What an alignment depends on besides the models. dtype: what is computed in."""
+
+    data: WindowData
+    options: AlignSettings
+    dtype: str
+
+    @classmethod
+    def of(cls, windows: Windows, options: AlignOptions, dtype: torch.dtype) -> "AlignRecord":
+        """Reads all data once."""
+        return cls(WindowData.of(windows, options), options.settings(), str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class Alignment(RewrittenLayers):
+    """The document; docs/files.md says what the keys mean."""
+
+    RESULT = "aligned"
+    MEANING = (
+        "errors: squared, on held-out tokens, in % of the squared values aimed at; reads: q, k, v; gate, up. writes:"
+        " o; down; they aim at the dense model's stream"
+    )
+    options: AlignSettings
+    layers: list[LayerReport]
+
+    def rows(self) -> list[dict[str, str]]:
+        """The error of each sub-module's reads and writes, before and after."""
+        return [{"layer": str(one.layer), **{name: _errors(one, name) for name in GROUPS}} for one in self.layers]
+
+    def done(self) -> str:
+        layers = format_ranges([report.layer for report in self.layers])
+        return (
+            f"**Alignment.** The projections of layers {layers} were solved anew by least squares, towards"
+            f" `{self.teacher}` (`align`)."
+        )
+
+
+def _errors(report: LayerReport, name: str) -> str:
+    errors = report.errors(name)
+    if errors is None:
+        return ""
+    before, after = errors
+    kept = all(entry.ridge is None for entry in report.of_group(name))
+    return f"{before:.1%}, kept" if kept else f"{before:.1%} to {after:.1%}"
 
 
 def align_checkpoint(

@@ -1,7 +1,7 @@
 """What the training loop asks of whoever computes: losses, gradients, updates, and the trained tensors by name.
 
-``hf_engine`` computes with the Hugging Face model on every rank (plain, DDP or FSDP2); ``tp_engine`` with the runtime's
-model, whose ranks share every layer. The loop, its states and its outputs know neither.
+``hf_engine`` computes with the Hugging Face model on every rank (plain, DDP or FSDP2); ``tensor_parallel`` with the
+runtime's model, whose ranks share every layer. The loop, its states and its outputs know neither.
 """
 
 import contextlib

@@ -18,7 +18,32 @@ from ladderize.adapt.retrain.sharding import shard
 from ladderize.blocks import Blocks
 from ladderize.checkpoint.llama import HEAD
 from ladderize.checkpoint.reading import Checkpoint
+from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaDecoderLayer, base_linear
 from ladderize.layout import Layout
+from ladderize.runtime.training.outputs import SubModuleOutputs
+
+
+class CollectingLayer(LadderizedLlamaDecoderLayer):
+    """The same layer, which also hands on what its sub-modules add to the stream.
+
+    They leave ``forward`` as its results: so they are kept once where a layer is computed again for its backward pass
+    (activation checkpointing), and FSDP2 knows that gradients come through them.
+    """
+
+    def __call__(self, *args: Any, sub_module_outputs: SubModuleOutputs | None = None, **kwargs: Any) -> Any:
+        state, attention, mlp = super().__call__(*args, **kwargs)
+        own = None if sub_module_outputs is None else sub_module_outputs.of(self.self_attn.layer_idx)
+        if own is not None:
+            own.attention(attention)
+            own.mlp(mlp)
+        return state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state, attention, mlp = self.with_outputs(*args, **kwargs)
+        if self.attention_sync == "dropped" and (bias := base_linear(self.self_attn.o_proj).bias) is not None:
+            attention = attention + bias
+        return state, attention, mlp
+
 
 LORA_A, LORA_B = ".lora_A.default.", ".lora_B.default."
 
@@ -125,8 +150,6 @@ def _meta_model(checkpoint: Checkpoint, layout: Layout, setup: ModelSetup) -> An
     with torch.device("meta"):
         model = LadderizedLlamaForCausalLM(config)
         if setup.collecting:
-            from ladderize.adapt.retrain.collecting import CollectingLayer
-
             model.model.layers = nn.ModuleList(
                 CollectingLayer(config, layer) for layer in range(len(model.model.layers))
             )

@@ -1,8 +1,9 @@
 """``ladderize adapt --method full`` and ``lora``: retrain a checkpoint as a whole, and write a checkpoint or an
 adapter."""
 
+import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,7 @@ from ladderize.adapt.retrain.task import (
     result_digest,
     run_identity,
 )
-from ladderize.adapt.retrain.tp_build import build_tp_engine
-from ladderize.adapt.retrain.trackers import Trackers, check_trackers
+from ladderize.adapt.retrain.tensor_parallel import build_tp_engine
 from ladderize.adapt.retrain.trainer import Trainer, TrainOptions, probe_seconds
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
@@ -50,6 +50,44 @@ from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, already_started, join
 from ladderize.ranks.launcher import accelerate_settings
 from ladderize.ranks.threads import set_threads
 from ladderize.runtime.launch import check_group_size, run
+
+TRACKERS = ("tensorboard", "wandb", "trackio")  # also the names of their packages
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise UserError for a tracker that is not known or not installed: Accelerate would leave it out."""
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(f"--log-with {name} is not one of {', '.join(TRACKERS)}")
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--log-with {name} needs the package {name}, which is not installed (pip install {name})")
+
+
+class Trackers:
+    """On the main process those in ``names``; nothing where there are none. folder: for what they write to disk."""
+
+    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any], ranks: Ranks) -> None:
+        self.accelerator: Any = None
+        if names:
+            from accelerate import Accelerator
+
+            on_cpu = ranks.device.type == "cpu"
+            self.accelerator = Accelerator(
+                log_with=list(names), project_dir=str(folder), mixed_precision="no", cpu=on_cpu
+            )
+            plain = {key: value for key, value in config.items() if isinstance(value, int | float | str | bool)}
+            kwargs = {"wandb": {"dir": str(folder)}} if "wandb" in names else {}
+            folder.mkdir(parents=True, exist_ok=True)
+            self.accelerator.init_trackers("ladderize", config=plain, init_kwargs=kwargs)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        if self.accelerator is not None:
+            self.accelerator.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Not Accelerate's ``end_training``, which would end the process group too."""
+        for tracker in self.accelerator.trackers if self.accelerator is not None else ():
+            tracker.finish()
 
 
 def open_data(

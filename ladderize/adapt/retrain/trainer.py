@@ -8,11 +8,16 @@ uninterrupted run makes, bit for bit on a CPU.
 
 import json
 import math
+import multiprocessing
+import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -23,11 +28,44 @@ from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.metrics import cut_metrics
 from ladderize.adapt.retrain.schedule import Budget, RateSchedule
-from ladderize.adapt.retrain.signals import stop_signals
 from ladderize.adapt.retrain.state import Progress, TrainingFolder
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UserError
 from ladderize.memory import peak_bytes
+
+HEARD = b"\nstopping after the step under way, whose state is then saved (Ctrl-C again stops at once)\n"
+
+
+@contextmanager
+def stop_signals(*, announce: bool) -> Iterator[Callable[[], bool]]:
+    """SIGTERM and the first Ctrl-C ask to stop after the step under way; yields whether one came. A second Ctrl-C
+    interrupts. announce: say on stderr that the signal was understood.
+
+    A rank that ladderize has started leaves Ctrl-C, which a terminal sends to all processes, to the one that started
+    it: that one hands it on as SIGTERM.
+    """
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+        if announce and len(received) == 1:
+            os.write(2, HEARD)  # a handler may have interrupted a print, so it must not print itself
+
+    try:
+        left = multiprocessing.parent_process() is not None and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        heard = (signal.SIGTERM,) if left else (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, note) for number in heard}
+    except ValueError:  # not the main thread: its owner handles signals
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 RECENT, EXPLOSIONS = 50, 3  # steps that a loss is compared with; so many in a row far above them end the run
 

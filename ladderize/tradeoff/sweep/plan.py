@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from ladderize.checkpoint.model_check import check_model
 from ladderize.checkpoint.reading import read_config
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
-from ladderize.errors import LadderizeError
-from ladderize.layout import Layout, format_ranges
+from ladderize.errors import LadderizeError, UserError
+from ladderize.layout import Layout, check_split, format_ranges
+from ladderize.runtime.bench.plan import plan_bench
+from ladderize.runtime.shards import check_runnable
 from ladderize.tradeoff.sweep.builder import StageBuilder, summed
-from ladderize.tradeoff.sweep.fit import check_fit, is_timed
 from ladderize.tradeoff.sweep.points import DENSE, Held, LayoutGroup, PlannedPoint, SweepPlan, named_apart, point_name
 from ladderize.tradeoff.sweep.promotion import WAITING, Judge
+from ladderize.tradeoff.sweep.settings import bench_choice
 from ladderize.tradeoff.sweep.spec import AdaptChoice, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
 from ladderize.tradeoff.sweep.stages import (
     MODEL_FOLDER,
@@ -24,6 +27,65 @@ from ladderize.tradeoff.sweep.stages import (
     Stage,
     finished_stage,
 )
+
+
+@contextmanager
+def names_the_entry(where: str) -> Iterator[None]:
+    """Around a check: its error gets the place in the file in front."""
+    try:
+        yield
+    except LadderizeError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+
+
+def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any]) -> None:
+    """Raise UserError, which names the entry, for a layout or a benchmark that this model cannot have.
+
+    model: the dense one, as stages name it. Layers that are yet to be chosen are taken as all of them.
+    """
+    dense = Layout.from_config(config)
+    if not dense.is_dense:
+        raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
+    layouts = []
+    for choice in spec.layouts:
+        with names_the_entry(choice.where):
+            layouts.append((choice, _layout(choice, config)))
+    if spec.eval_given is not None:
+        ranks = spec.eval_options().tp_size
+        for choice, layout in layouts:
+            with names_the_entry(choice.where):
+                check_runnable(config, layout, ranks, name="eval with --tp-size")
+    for setting in spec.bench:
+        with names_the_entry(setting.where):
+            plan_bench(bench_choice(setting.given, [model], None, setting.where), setting.options, setting.link)
+        for choice, layout in layouts:
+            if is_timed(setting, choice.name):
+                _check_runs(setting, choice, layout, config)
+
+
+def is_timed(setting: BenchChoice, *entries: str | None) -> bool:
+    """Whether a benchmark is for a layout whose entries have these names."""
+    return not setting.layouts or any(name in setting.layouts for name in entries)
+
+
+def _layout(choice: LayoutChoice, config: Mapping[str, Any]) -> Layout:
+    if choice.sync_tp_size is not None:
+        check_split(config, choice.sync_tp_size, name="sync_tp_size")
+    layout = choice.recipe(dict.fromkeys(choice.auto, "all")).layout(Layout.from_config(config))
+    layout.check_model(config)
+    return layout
+
+
+def _check_runs(setting: BenchChoice, choice: LayoutChoice, layout: Layout, config: Mapping[str, Any]) -> None:
+    try:
+        check_runnable(config, layout, setting.options.ranks, name=setting.options.ranks_option)
+    except LadderizeError as error:
+        place = choice.where.rpartition(": ")[2]
+        raise UserError(
+            f"{setting.where} cannot time {place}: {error} (a benchmark's key layouts names those that it times)"
+        ) from None
+
 
 Stop = tuple[int, Held]  # before which stage of adaptation a layout is held, and why
 OF_CONVERTED = ("hidden_weight",)  # options of training that compare converted layers

@@ -1,24 +1,132 @@
 """One rank's part of the benchmark: all rows' engines in one process, timed in turn, in an order drawn anew for each
 round, so that whatever the machine does hits all alike."""
 
+import contextlib
 import os
 import random
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.profiler import record_function
 
 from ladderize.console import Console
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.alone_times import AloneTimes, synchronize
 from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.bench.speed_row import PHASES
+from ladderize.runtime.bench.measure import TRACED_STEPS
+from ladderize.runtime.bench.speed_row import BASELINE_ROW, MODEL_ROW, PHASES
+from ladderize.runtime.bench.spread import quartiles, speedup_interval
+from ladderize.runtime.bench.trace import Overlap, trace_passes
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.observed import Traced
 from ladderize.serving.vllm.backends import MessageBackend
 from ladderize.serving.vllm.bench.document import ENGINE, VllmBenchDocument, VllmBenchRow
 from ladderize.serving.vllm.bench.engine import TimedEngine, communicator, identify
-from ladderize.serving.vllm.bench.rows import Timed, vllm_rows
-from ladderize.serving.vllm.bench.served import VllmPlan, file_stem
-from ladderize.serving.vllm.bench.traces import trace_pass
+from ladderize.serving.vllm.bench.options import VllmBenchOptions
+from ladderize.serving.vllm.bench.served import Served, VllmPlan, file_stem
 from ladderize.serving.vllm.plugin import register_plugin
 from ladderize.serving.vllm.versions import installed_version
+
+
+def trace_pass(engine: TimedEngine, prompts: list[list[int]], path: Path, ranks: Ranks) -> dict[str, Overlap] | None:
+    """Write the trace of a pass to ``path``; returns what it shows of each phase, or None for vLLM's own class, which
+    has no messages in flight. All ranks call it."""
+
+    def run() -> None:
+        with record_function(PHASES[0]):
+            engine.prefill(prompts, TRACED_STEPS + 1)
+            synchronize(ranks.device)
+        with record_function(PHASES[1]):
+            engine.decode()
+            synchronize(ranks.device)
+
+    with _traced(engine) as traced:
+        link = MessageBackend.from_environment(os.environ).link
+        alone = AloneTimes(ranks, traced.inner, link, engine.dtype)
+        found = trace_passes(run, PHASES, path, ranks.device, traced, lambda size: alone.seconds("all_reduce", size))
+    return None if engine.messages is None else found
+
+
+@contextlib.contextmanager
+def _traced(engine: TimedEngine) -> Iterator[Traced]:
+    """The engine's messages appear in torch's profiler inside the block."""
+    messages = engine.messages
+    if messages is None:
+        yield Traced(Collectives())
+        return
+    inner = messages.collectives
+    messages.collectives = traced = Traced(inner)
+    try:
+        yield traced
+    finally:
+        messages.collectives = inner
+
+
+@dataclass
+class Timed:
+    """A row at one batch size, and the seconds of its counted rounds, by phase (decode: of one token of each
+    request)."""
+
+    served: Served
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    overlap: dict[str, Overlap] | None = None
+
+    def end_to_end_seconds(self, decode_steps: int) -> list[float]:
+        """Of each round: the prefill and ``decode_steps`` steps."""
+        return [a + decode_steps * b for a, b in zip(*(self.seconds[phase] for phase in PHASES), strict=True)]
+
+
+def vllm_rows(timed: list[Timed], options: VllmBenchOptions, batch: int) -> list[VllmBenchRow]:
+    """Rows of one batch size, in the order of ``timed``; the first is what the others are compared with."""
+    return [_row(each, timed[0], options, batch) for each in timed]
+
+
+def _row(timed: Timed, first: Timed, options: VllmBenchOptions, batch: int) -> VllmBenchRow:
+    served, layout, steps = timed.served, timed.served.layout, options.decode_steps
+    prefill, decode = (_median(timed.seconds, phase) for phase in PHASES)
+    ends, first_ends = timed.end_to_end_seconds(steps), first.end_to_end_seconds(steps)
+    ratios = {
+        phase: [a / b for a, b in zip(timed.seconds[phase], first.seconds[phase], strict=True)] for phase in PHASES
+    }
+    intervals = {phase: speedup_interval(first.seconds[phase], timed.seconds[phase]) for phase in PHASES}
+    return VllmBenchRow(
+        model=served.name,
+        kind=BASELINE_ROW if served.baseline else MODEL_ROW,
+        architecture=served.architecture,
+        layout=str(layout),
+        attention_sync=list(layout.attention_sync),
+        mlp_sync=list(layout.mlp_sync),
+        sync_tp_size=layout.sync_tp_size,
+        weights="random" if served.weights is None else str(served.weights),
+        dtype=served.dtype,
+        tp_size=options.tp_size,
+        batch_size=batch,
+        prefill_ms=1e3 * prefill,
+        decode_ms_per_token=1e3 * decode,
+        output_tokens_per_s=batch / decode,
+        tokens_per_s_per_user=1 / decode,
+        end_to_end_ms=1e3 * (prefill + steps * decode),
+        ratio_prefill=statistics.median(ratios["prefill"]),
+        ratio_decode=statistics.median(ratios["decode"]),
+        ratio_prefill_quartiles=list(quartiles(ratios["prefill"])),
+        ratio_decode_quartiles=list(quartiles(ratios["decode"])),
+        speedup_prefill=_median(first.seconds, "prefill") / prefill,
+        speedup_decode=_median(first.seconds, "decode") / decode,
+        speedup_end_to_end=statistics.median(first_ends) / statistics.median(ends),
+        speedup_prefill_interval=intervals["prefill"],
+        speedup_decode_interval=intervals["decode"],
+        speedup_end_to_end_interval=speedup_interval(first_ends, ends),
+        quartiles_ms={phase: [1e3 * s for s in quartiles(timed.seconds[phase])] for phase in PHASES},
+        samples_ms={phase: [1e3 * s for s in timed.seconds[phase]] for phase in PHASES},
+        overlap=timed.overlap,
+    )
+
+
+def _median(seconds: Mapping[str, list[float]], phase: str) -> float:
+    return statistics.median(seconds[phase])
 
 
 def measure_vllm(ranks: Ranks, plan: VllmPlan, console: Console) -> tuple[VllmBenchDocument, list[TimedEngine]]:
