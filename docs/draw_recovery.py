@@ -141,15 +141,24 @@ def spread(values: list[float]) -> str:
     return f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
+def print_budget(curves: Curves, budget: int) -> None:
+    """KL after so many tokens, of the recipes that were run with them; the lowest of a row in bold."""
+    places = [Place(model, layout) for model in MODELS for layout in LAYOUTS]
+    recipes = [recipe for recipe in RECIPES if any(budget in curves.get((place, recipe), {}) for place in places)]
+
+    def cells(place: Place) -> list[str]:
+        found = [curves.get((place, recipe), {}).get(budget, []) for recipe in recipes]
+        least = min((mean(values) for values in found if values), default=None)
+        return [f"**{spread(values)}**" if values and mean(values) == least else spread(values) for values in found]
+
+    print_table(f"after {budget // 1000}k tokens", [RECIPES[recipe] for recipe in recipes], cells)
+
+
 def main() -> None:
     curves = read()
     draw(curves)
     for budget in BUDGETS:
-        print_table(
-            f"after {budget // 1000}k tokens",
-            list(RECIPES.values()),
-            lambda place, budget=budget: [spread(curves[place, recipe].get(budget, [])) for recipe in RECIPES],
-        )
+        print_budget(curves, budget)
     alone = {"converted": ("none", 0), "aligned, 16k": ("align", 16_384), "aligned, 131k": ("align", 131_072)}
     print_table(
         "alone",
