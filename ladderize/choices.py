@@ -1,9 +1,12 @@
-"""The words that options take: one list for the command line, for Python and for the type checker.
+"""The words that options take, and how an option is described: once, for the command line, for Python and for the type
+checker.
 
-Here are those that several rooms share; options of one room have theirs beside their dataclass.
+Here is what several rooms share; an option of one room is described beside the dataclass that has it.
 """
 
-from dataclasses import fields
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ladderize.errors import UsageError
@@ -11,16 +14,84 @@ from ladderize.errors import UsageError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]  # to compute in; auto: as stored
 DeviceName = Literal["cpu", "cuda"]
 BackendName = Literal["auto", "nccl", "symm_mem", "gloo", "shm", "none"]  # how ranks communicate
-
 EngineName = Literal["runtime", "vllm"]  # whose forward pass ``bench`` times
+
+MAX_SEED = 2**32 - 1
+OPTION = "option"  # the key of a field's metadata under which its Option is
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is to be known of an option beyond the name, the type and the default of the dataclass's field that it is
+    described at. ``check_options`` and the command line hold values to it; commands/builder.py makes the help of it."""
+
+    help: str
+    metavar: str | None = None  # None: N for an integer, X for another number, nothing for a switch, else typer's
+    min: float | None = None  # with an integer here, the value must be one
+    max: float | None = None
+    shown: str | None = None  # the default in words; such an option is None where it is not given
+    flags: str = ""  # its names; none: that of the field. A switch whose name begins with --no- makes its field False
+    optional: bool = False  # the command line may leave out what the field needs; the command says what is missing
+    needs: str = ""  # the field of the same dataclass without which it has no effect
+    only: tuple[str, ...] = ()  # the values of --method that heed it, where not all do
+    kind: Any = None  # its type on the command line, where that is not the field's
+    parse: Callable[[str], Any] | None = None  # makes the field's value of what the command line has
+    parser: Callable[[str], Any] | None = None  # the same at once: it raises typer's BadParameter
+    positional: bool = False
+
+
+def option(what: str | Option, default: Any = None, **more: Any) -> Any:
+    """A field of a dataclass that is an option of a command. what: the help of it, or the description of one that is
+    shared; more: of ``Option``. default: a value, a function that makes one, or ``...``: it must be given."""
+    known = Option(what, **more) if isinstance(what, str) else replace(what, **more)
+    given = {} if default is ... else {"default_factory" if callable(default) else "default": default}
+    return dataclasses.field(**given, metadata={OPTION: known})
+
+
+def argument(metavar: str, help: str, default: Any = ...) -> Any:
+    """A field of a dataclass that is an argument of a command."""
+    return option(help, default, metavar=metavar, positional=True)
+
+
+def described(options: Any) -> list[dataclasses.Field]:
+    """The fields of a dataclass, or of an object of it, that are described as options."""
+    return [field for field in fields(options) if OPTION in field.metadata]
+
+
+def parameter_name(field: dataclasses.Field) -> str:
+    """The option's name with underscores: in messages, in files of --config, and as a command's parameter."""
+    flags = field.metadata[OPTION].flags if OPTION in field.metadata else ""
+    return max(flags.split(), key=len).lstrip("-").replace("-", "_") if flags else field.name
+
+
+def flag(name: str) -> str:
+    """``seq_len`` -> ``--seq-len``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_options(options: Any) -> None:
+    """Raise UsageError for a field of a dataclass of options that holds none of the words of its annotation, is out of
+    its range, or has no effect without another one. None was not given."""
+    check_choices(options)
+    for field in described(options):
+        known: Option = field.metadata[OPTION]
+        value, name = getattr(options, field.name), flag(parameter_name(field))
+        if value is None:
+            continue
+        if type(known.min) is int and (type(value) is not int or value < known.min):
+            raise UsageError(f"{name} must be an integer of at least {known.min}, not {value!r}")
+        if known.max is not None and value > known.max:
+            raise UsageError(f"{name} must be at most {known.max}, not {value!r}")
+        if known.needs and value != field.default and getattr(options, known.needs) in (None, False, (), ""):
+            raise UsageError(f"{name} has no effect without {flag(known.needs)}")
 
 
 def check_at_least(options: Any, least: int, *names: str) -> None:
-    """Raise UsageError for a field of a dataclass of options that is below ``least``; None was not said."""
+    """Raise UsageError for a field of a dataclass of options that is below ``least``; None was not given."""
     for name in names:
         value = getattr(options, name)
         if value is not None and (type(value) is not int or value < least):
-            raise UsageError(f"--{name.replace('_', '-')} must be an integer of at least {least}, not {value!r}")
+            raise UsageError(f"{flag(name)} must be an integer of at least {least}, not {value!r}")
 
 
 def check_choices(options: Any) -> None:
@@ -31,4 +102,32 @@ def check_choices(options: Any) -> None:
         words = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
         value = getattr(options, field.name)
         if words and value not in words and not (value is None and type(None) in kinds):
-            raise UsageError(f"--{field.name.replace('_', '-')} {value} is not one of {', '.join(words)}")
+            raise UsageError(f"{flag(field.name)} {value} is not one of {', '.join(words)}")
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """``a, b`` -> (a, b)."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def distinct_names(text: str) -> tuple[str, ...]:
+    """The same, each once."""
+    return tuple(dict.fromkeys(split_names(text)))
+
+
+AS_JSON = Option("Print one JSON document on stdout and nothing else.", flags="--json")
+REVISION = Option("Branch, tag or commit of a model from the hub.")
+DEVICE = Option("Where to compute.", kind=DeviceName, shown="cuda if there is one")
+THREADS = Option("CPU threads of each process.", min=1, shown="cores / processes")
+DTYPE = Option("float32, bfloat16, float16, or auto: as stored.", "DTYPE")
+BACKEND = Option("How ranks communicate. none: no communication, for timing only; results are wrong.")
+TP_SIZE = Option("Tensor-parallel ranks (processes). Under torchrun: as many as it started.", min=1)
+SEQ_LEN = Option("Tokens per window.", min=2, shown="the rows of ids, else 2048 or the model's limit")
+LOWER_TAU = Option("Sensitivity up to which a block is insensitive.", shown="0.05; 0.02 from 30B parameters")
+UPPER_TAU = Option("Sensitivity above which a block is extremely sensitive.")
+REPLICATE_VOCAB = Option("Keep the whole embedding and LM head on every rank. This saves their all-reduces.")
+COMPILE = Option("Compile the parts between two all-reduces with torch.compile.")
+OVERWRITE = Option("Replace OUT if it is a checkpoint.")
+NO_VERIFY = Option("Skip loading the output in plain transformers.", flags="--no-verify")
+DRAW = Option("Draw STEM.png and STEM.svg.", "STEM")
+SEED_OF_ROUNDS = Option("Seed of prompts and of the order in each round.", min=0, max=MAX_SEED)

@@ -26,8 +26,7 @@ from ladderize.commands import (
     spd,
     sweep,
 )
-from ladderize.commands.command import Command, Commands
-from ladderize.commands.config_file import ConfigurableCommand
+from ladderize.commands.builder import Commands, add
 from ladderize.console import DEBUG, check_arguments, error_boundary
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.environment import launch_variables
@@ -98,19 +97,19 @@ def root(
 
 
 CONVERT, RECOVER, MEASURE = "Convert", "Recover accuracy", "Measure and run"
-app.command(rich_help_panel=CONVERT, cls=ConfigurableCommand)(plan.plan)
-app.command(rich_help_panel=CONVERT, cls=Command)(convert.convert)
-app.command(rich_help_panel=CONVERT, cls=Command)(inspect.inspect)
-app.command(rich_help_panel=CONVERT, cls=ConfigurableCommand)(sensitivity.sensitivity)
-app.command(rich_help_panel=RECOVER, cls=ConfigurableCommand)(spd.spd)
-app.command(rich_help_panel=RECOVER, cls=ConfigurableCommand)(adapt.adapt)
-app.command(rich_help_panel=RECOVER, cls=Command)(merge.merge)
-app.command(rich_help_panel=RECOVER, cls=Command)(plot.plot)
-app.command("eval", rich_help_panel=MEASURE, cls=ConfigurableCommand)(evaluate.evaluate)
-app.command(rich_help_panel=MEASURE, cls=Command)(compare.compare)
-app.command(rich_help_panel=MEASURE, cls=ConfigurableCommand)(bench.bench)
-app.command(rich_help_panel=MEASURE, cls=ConfigurableCommand)(calibrate.calibrate)
-app.command(rich_help_panel=MEASURE, cls=Command)(report.report)
-app.command(rich_help_panel=MEASURE, cls=Command)(generate.generate)
-app.command(rich_help_panel=MEASURE, cls=Command)(sweep.sweep)
-app.command(rich_help_panel=MEASURE, cls=Command)(demo.demo)
+add(app, CONVERT, plan.plan)
+add(app, CONVERT, convert.convert)
+add(app, CONVERT, inspect.inspect)
+add(app, CONVERT, sensitivity.sensitivity)
+add(app, RECOVER, spd.spd)
+add(app, RECOVER, adapt.adapt)
+add(app, RECOVER, merge.merge)
+add(app, RECOVER, plot.plot)
+add(app, MEASURE, evaluate.evaluate, "eval")
+add(app, MEASURE, compare.compare)
+add(app, MEASURE, bench.bench)
+add(app, MEASURE, calibrate.calibrate)
+add(app, MEASURE, report.report)
+add(app, MEASURE, generate.generate)
+add(app, MEASURE, sweep.sweep)
+add(app, MEASURE, demo.demo)

@@ -86,14 +86,6 @@ def test_a_config_that_is_not_there(tmp_path):
     assert "no such file" in one_sentence(outcome)
 
 
-@pytest.mark.parametrize("command", ["", "convert", *CONFIGURABLE])
-def test_h_is_help(command):
-    outcome = invoke(*command.split(), "-h")
-    assert outcome.code == 0
-    assert outcome.stdout == invoke(*command.split(), "--help").stdout
-    assert "Usage:" in outcome.stdout
-
-
 def test_a_bad_command_line_is_one_sentence():
     for arguments, message in (
         (["adapt"], "Missing argument 'MODEL'"),

@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import importlib
-import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ladderize
+from ladderize.choices import described
 from tests.helpers import ROOT
 
 PACKAGE = ROOT / "ladderize"
@@ -222,60 +222,50 @@ def test_lines_are_short_and_calls_are_formatted():
 # ---- one default for an option ----
 
 
-def typer_command(stem: str, tree: ast.Module) -> str:
-    """The function that typer fills, as file.function; empty where a file has none that asks for the context."""
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return next((f"{stem}.{f.name}" for f in functions if f.args.args and f.args.args[0].arg == "ctx"), "")
-
-
-def imported_commands(tree: ast.Module) -> set[str]:
-    modules = (node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
-    return {module.removeprefix("ladderize.commands.") for module in modules}
-
-
-def filled_options() -> list[tuple[str, str, str, set[str]]]:
-    """(command, dataclass, prefix, fields given otherwise) for each ``options_from(Dataclass, ...)`` of commands/."""
-    found = []
-    files = {path.stem: ast.parse(path.read_text()) for path in sorted((PACKAGE / "commands").glob("*.py"))}
-    for stem, tree in files.items():
+def filled_options() -> list[tuple[str, str, str, tuple[str, ...]]]:
+    """(module, dataclass, prefix, fields given otherwise) for each ``given.fill(Dataclass, ...)`` of commands/ that
+    fills another dataclass than the one beside the command."""
+    found = set()
+    for path in sorted((PACKAGE / "commands").glob("*.py")):
+        tree = ast.parse(path.read_text())
         homes = {a.asname or a.name: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-        users = [typer_command(user, other) for user, other in files.items() if stem in imported_commands(other)]
-        command = typer_command(stem, tree) or next(filter(None, users), "")  # whose filling is left to this file
-        for function in functions:
-            for call in ast.walk(function):
-                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "options_from":
-                    assert isinstance(call.args[0], ast.Name), f"{stem}: options_from takes the dataclass by its name"
-                    name = call.args[0].id
-                    prefix = next((k.value.value for k in call.keywords if k.arg == "prefix"), "")
-                    more = {keyword.arg for keyword in call.keywords}
-                    found.append((command, f"{homes[name]}.{name}", prefix, more))
-    return found
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "fill":
+                assert isinstance(call.args[0], ast.Name), f"{path}: fill takes the dataclass by its name"
+                name = call.args[0].id
+                prefix = next((k.value.value for k in call.keywords if k.arg == "prefix"), "")
+                if name in homes:
+                    found.add((path.stem, f"{homes[name]}.{name}", prefix, tuple(k.arg or "" for k in call.keywords)))
+    return sorted(found)
 
 
-def test_commands_fill_dataclasses():
-    assert filled_options()
-
-
-@pytest.mark.parametrize(("function", "dataclass", "prefix", "more"), filled_options())
-def test_an_option_has_the_default_of_its_field(function, dataclass, prefix, more):
-    """Or None, which means that it was not said: no default is written down twice, to differ one day."""
-    module, _, name = function.partition(".")
-    parameters = inspect.signature(getattr(importlib.import_module(f"ladderize.commands.{module}"), name)).parameters
-    home, _, kind = dataclass.rpartition(".")
-    shared = 0
-    for field in dataclasses.fields(getattr(importlib.import_module(home), kind)):
-        option = parameters.get(prefix + field.name)
-        if option is None or field.name in more:
+@pytest.mark.parametrize(("module", "kind", "prefix", "more"), filled_options())
+def test_an_option_has_the_default_of_its_field(module, kind, prefix, more):
+    """Where a command describes an option of a dataclass that it cannot import: or None, which means that it was not
+    given. Other options are described at the field, with its default."""
+    home, _, name = kind.rpartition(".")
+    fields = {prefix + field.name: field for field in dataclasses.fields(getattr(importlib.import_module(home), name))}
+    classes = vars(importlib.import_module(f"ladderize.commands.{module}")).values()
+    (beside,) = [one for one in classes if getattr(one, "__name__", "").endswith("Arguments")]
+    for option in described(beside):
+        field = fields.get(option.name)
+        if field is None or field.name in more:
             continue
-        shared += 1
-        defaults = [None, inspect.Parameter.empty]  # not said; must be said
-        defaults += [field.default] if field.default is not dataclasses.MISSING else []
+        defaults = [None, dataclasses.MISSING, field.default]  # not given; must be given
         defaults += [field.default_factory()] if field.default_factory is not dataclasses.MISSING else []
-        assert option.default in defaults, (
-            f"--{field.name} of {function}: {option.default!r}, in {kind}: {defaults[2:]}"
-        )
-    assert shared
+        assert option.default in defaults, f"--{option.name} of {module}: {option.default!r}, in {name}: {defaults[2:]}"
+
+
+def test_every_option_is_described_once():
+    """A dataclass beside a command describes what the rooms' dataclasses do not."""
+    kinds = {kind: module for module, kind, _, _ in filled_options()}
+    for kind, module in kinds.items():
+        home, _, name = kind.rpartition(".")
+        theirs = {field.name for field in described(getattr(importlib.import_module(home), name))}
+        classes = vars(importlib.import_module(f"ladderize.commands.{module}")).values()
+        (beside,) = [one for one in classes if getattr(one, "__name__", "").endswith("Arguments")]
+        # --mode points is of another dataclass than the other modes
+        assert theirs & {field.name for field in described(beside)} <= {"mode"}, kind
 
 
 # ---- what starts without what ----

@@ -4,25 +4,13 @@ line."""
 import difflib
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from ladderize.commands.command import Command
-from ladderize.commands.options import ADVANCED, given_options
 from ladderize.errors import UserError
 
-NOT_IN_FILES = {"config", "print_config", "help"}
-
-
-class ConfigurableCommand(Command):
-    """A command that has ``Config`` and ``PrintConfig`` among its options."""
-
-    def invoke(self, ctx: Any) -> Any:
-        if not ctx.params["print_config"]:
-            return super().invoke(ctx)
-        print(config_text(ctx), end="")
-        return None
+NOT_IN_FILES = {"config", "print_config", "help", "h"}
 
 
 def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -51,7 +39,7 @@ def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
 
 def config_text(ctx: typer.Context) -> str:
     """The YAML that makes the same run: what was given, and as comments the defaults of everything else."""
-    given = given_options(ctx)
+    given = given_names(ctx)
     lines = [f"# ladderize {ctx.info_name} --config FILE"]
     for key, parameter in file_keys(ctx).items():
         value = ctx.params.get(parameter.name)
@@ -63,6 +51,12 @@ def config_text(ctx: typer.Context) -> str:
         text = json.dumps(plain, ensure_ascii=False) if plain not in (None, []) else ""
         lines.append(f"{'' if parameter.name in given else '# '}{key}: {text}".rstrip())
     return "\n".join(lines) + "\n"
+
+
+def given_names(ctx: typer.Context) -> list[str]:
+    """The parameters that the user gave, in the command's order, also where the value is the default."""
+    names = [parameter.name for parameter in ctx.command.params if parameter.name is not None]
+    return [name for name in names if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"]
 
 
 def file_keys(ctx: typer.Context) -> dict[str, Any]:
@@ -88,21 +82,3 @@ def _as_given(parameter: Any, value: Any, where: str) -> Any:
         return value
     texts = [str(int(item) if isinstance(item, float) and item.is_integer() else item) for item in items]
     return texts if getattr(parameter, "multiple", False) or parameter.nargs == -1 else ",".join(texts)
-
-
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        callback=config_values,
-        is_eager=True,
-        help="Read options from this YAML file. The command line wins over it.",
-        rich_help_panel=ADVANCED,
-    ),
-]
-PrintConfig = Annotated[
-    bool,
-    typer.Option(
-        "--print-config", help="Print all options as a YAML file for --config, and stop.", rich_help_panel=ADVANCED
-    ),
-]

@@ -1,23 +1,12 @@
 """``convert``."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import typer
-
-from ladderize.commands.next_steps import FILE, align_command, command, retrain_command, show_next
-from ladderize.commands.options import (
-    LAYOUT,
-    OUTPUT,
-    RANGES,
-    AsJson,
-    NoVerify,
-    Overwrite,
-    Revision,
-    given_options,
-    names_of,
-    options_from,
-)
+from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, flag, option
+from ladderize.commands.builder import LAYOUT, MODELS, OUTPUT, GivenOptions, command, names_of
+from ladderize.commands.next_steps import FILE, align_command, command_line, retrain_command, show_next
 from ladderize.console import Console, human_bytes
 from ladderize.convert.retraining import read_retrainings
 from ladderize.convert.sensitivity_file import alignment_words
@@ -27,111 +16,61 @@ from ladderize.layout import BLOCKING, RangeSyntaxError, format_ranges
 if TYPE_CHECKING:
     from ladderize.convert.report import ConversionReport
 
-_AUTO, _WEIGHTS = "Choosing layers by sensitivity (auto)", "Weights"
+RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
 
 
-def convert(
-    ctx: typer.Context,
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: folder or hub id. It is never changed.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write. It appears whole or not at all.")],
-    ladder: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RANGES",
-            help=f"Layers whose all-reduces are overlapped (Ladder Residual): {RANGES}; or auto, with --sensitivity.",
-            rich_help_panel=LAYOUT,
-        ),
-    ] = None,
-    spd: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RANGES",
-            help="Layers whose attention all-reduce is dropped (Sync-Point Drop); or auto, with --sensitivity.",
-            rich_help_panel=LAYOUT,
-        ),
-    ] = None,
-    sync_tp_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="With --spd: TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.",
-            rich_help_panel=LAYOUT,
-        ),
-    ] = None,
-    dense: Annotated[
-        bool,
-        typer.Option(
-            "--dense", help="Make every sync point blocking again: an ordinary Llama.", rich_help_panel=LAYOUT
-        ),
-    ] = False,
-    recipe: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Read these options from YAML: a recipe, or the ladderize.yaml of a checkpoint.",
-            rich_help_panel=LAYOUT,
-        ),
-    ] = None,
-    sensitivity: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="For auto: the file that `ladderize sensitivity` wrote. Alone it selects the insensitive layers.",
-            rich_help_panel=_AUTO,
-        ),
-    ] = None,
-    spd_fraction: Annotated[
-        float | None,
-        typer.Option(
-            metavar="F", help="For --spd auto: fraction of all layers to select (0 to 1).", rich_help_panel=_AUTO
-        ),
-    ] = None,
-    ladder_fraction: Annotated[
-        float | None,
-        typer.Option(
-            metavar="F", help="For --ladder auto: fraction of all layers to select (0 to 1).", rich_help_panel=_AUTO
-        ),
-    ] = None,
-    max_ppl_increase: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="For auto: select layers while their summed sensitivities stay within X perplexity.",
-            rich_help_panel=_AUTO,
-        ),
-    ] = None,
-    head_map: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Reorder attention heads as this head_map.json says.", rich_help_panel=_WEIGHTS
-        ),
-    ] = None,
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="Dtype to store weights in: float32, bfloat16 or float16.",
-            show_default="as in SRC",
-            rich_help_panel=_WEIGHTS,
-        ),
-    ] = None,
-    max_shard_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Largest weight file to write, such as 5GB.", rich_help_panel=_WEIGHTS),
-    ] = None,
-    copy: Annotated[
-        bool,
-        typer.Option("--copy", help="Copy unchanged weights instead of hard-linking them.", rich_help_panel=_WEIGHTS),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done and write nothing.", rich_help_panel=OUTPUT)
-    ] = False,
-    overwrite: Overwrite = False,
-    no_verify: NoVerify = False,
-    revision: Revision = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True)
+class ConvertArguments:
+    src: str = argument("SRC", "A checkpoint: folder or hub id. It is never changed.")
+    out: str = argument("OUT", "The folder to write. It appears whole or not at all.")
+    ladder: str | None = option(
+        f"Layers whose all-reduces are overlapped (Ladder Residual): {RANGES}; or auto, with --sensitivity.",
+        metavar="RANGES",
+    )
+    spd: str | None = option(
+        "Layers whose attention all-reduce is dropped (Sync-Point Drop); or auto, with --sensitivity.", metavar="RANGES"
+    )
+    sync_tp_size: int | None = option(
+        "With --spd: TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.", min=1
+    )
+    dense: bool = option("Make every sync point blocking again: an ordinary Llama.", False)
+    recipe: Path | None = option(
+        "Read these options from YAML: a recipe, or the ladderize.yaml of a checkpoint.", metavar="FILE"
+    )
+    sensitivity: str | None = option(
+        "For auto: the file that `ladderize sensitivity` wrote. Alone it selects the insensitive layers.",
+        metavar="FILE",
+    )
+    spd_fraction: float | None = option("For --spd auto: fraction of all layers to select (0 to 1).", metavar="F")
+    ladder_fraction: float | None = option("For --ladder auto: fraction of all layers to select (0 to 1).", metavar="F")
+    max_ppl_increase: float | None = option(
+        "For auto: select layers while their summed sensitivities stay within X perplexity."
+    )
+    head_map: str | None = option("Reorder attention heads as this head_map.json says.", metavar="FILE")
+    dtype: Literal["float32", "float16", "bfloat16"] | None = option(
+        "Dtype to store weights in: float32, bfloat16 or float16.", metavar="DTYPE", shown="as in SRC"
+    )
+    max_shard_size: str | None = option("Largest weight file to write, such as 5GB.", metavar="SIZE")
+    copy: bool = option("Copy unchanged weights instead of hard-linking them.", False)
+    dry_run: bool = option("Show what would be done and write nothing.", False)
+    overwrite: bool = option(OVERWRITE, False)
+    verify: bool = option(NO_VERIFY, True)
+    revision: str | None = option(REVISION)
+    as_json: bool = option(AS_JSON, False)
+
+
+@command(
+    ConvertArguments,
+    panels={
+        LAYOUT: "ladder spd sync_tp_size dense recipe",
+        "Choosing layers by sensitivity (auto)": "sensitivity spd_fraction ladder_fraction max_ppl_increase",
+        "Weights": "head_map dtype max_shard_size copy",
+        OUTPUT: "dry_run overwrite no_verify json",
+        MODELS: "revision",
+    },
+    configurable=False,
+)
+def convert(given: GivenOptions) -> None:
     """Convert a Llama checkpoint to a layout of overlapped and dropped all-reduces.
 
     Weights keep their values, except with --dtype. --head-map changes the order of heads.
@@ -139,22 +78,24 @@ def convert(
     from ladderize.convert.pipeline import convert_checkpoint
     from ladderize.convert.recipe import Recipe, read_recipe
 
-    if recipe is not None and (clash := [name for name in given_options(ctx) if name in names_of(Recipe)]):
-        raise UsageError(f"--recipe and --{clash[0].replace('_', '-')} cannot be combined; give one of them")
-    console = Console(as_json)
+    own = given.fill(ConvertArguments)
+    src, out, recipe, dry_run = own.src, own.out, own.recipe, own.dry_run
+    if recipe is not None and (clash := [name for name in given.names if name in names_of(Recipe)]):
+        raise UsageError(f"--recipe and {flag(clash[0])} cannot be combined; give one of them")
+    console = Console(own.as_json)
     if not out.strip():
         raise UsageError("OUT is empty; name the folder to write")
-    asked = read_recipe(recipe) if recipe is not None else options_from(Recipe, ctx.params)
+    asked = read_recipe(recipe) if recipe is not None else given.fill(Recipe)
     try:
         report = convert_checkpoint(
             src,
             out,
             asked,
-            revision=revision,
-            copy=copy,
-            overwrite=overwrite,
+            revision=own.revision,
+            copy=own.copy,
+            overwrite=own.overwrite,
             dry_run=dry_run,
-            verify=not no_verify,
+            verify=own.verify,
             console=console,
         )
     except RangeSyntaxError as error:
@@ -202,7 +143,7 @@ def convert(
 
 
 def _show_next(console: Console, src: str, out: str, report: "ConversionReport") -> None:
-    steps = [("measure it", command("eval", src, out, "--perplexity", FILE))]
+    steps = [("measure it", command_line("eval", src, out, "--perplexity", FILE))]
     if report.selection is not None and report.selection.sensitivity.aligned is not None:
         steps.append(("align it, as was measured", align_command(out, src)))
     elif {*report.attention_sync, *report.mlp_sync} != {BLOCKING}:

@@ -1,36 +1,30 @@
 """``demo``."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from ladderize.commands.options import LOADING, OUTPUT, AsJson
+from ladderize.choices import AS_JSON, option
+from ladderize.commands.builder import OUTPUT, GivenOptions, command
+from ladderize.commands.options import LOADING
 from ladderize.console import Console
 
-DEMO_FOLDER = Path("ladderize-demo")
+
+@dataclass(frozen=True)
+class DemoArguments:
+    out: Path = option(
+        "Keep everything here. The same command goes on with an earlier demo.", Path("ladderize-demo"), metavar="DIR"
+    )
+    quick: bool = option("Two layouts and few samples: a minute.", False)
+    open_page: bool = option("Show the report in a browser.", False, flags="--open")
+    as_json: bool = option(AS_JSON, False)
 
 
-def demo(
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR",
-            help="Keep everything here. The same command goes on with an earlier demo.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = DEMO_FOLDER,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Two layouts and few samples: a minute.", rich_help_panel=OUTPUT)
-    ] = False,
-    open_page: Annotated[
-        bool, typer.Option("--open", help="Show the report in a browser.", rich_help_panel=OUTPUT)
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+@command(DemoArguments, panels={OUTPUT: "out quick open json"}, configurable=False)
+def demo(given: GivenOptions) -> None:
     """Sweep layouts of the bundled tiny Llama, from conversion to speed, and write a report."""
-    console = Console(as_json)
+    own = given.fill(DemoArguments)
+    console = Console(own.as_json)
     with console.stage(LOADING):
         from ladderize.demo.run import run_demo
 
-    console.document(run_demo(out, quick=quick, open_page=open_page, console=console))
+    console.document(run_demo(own.out, quick=own.quick, open_page=own.open_page, console=console))

@@ -1,41 +1,31 @@
 """``inspect``."""
 
-from typing import Annotated
+from dataclasses import dataclass
 
-import typer
-
-from ladderize.commands.options import OUTPUT, AsJson, Revision
+from ladderize.choices import AS_JSON, REVISION, argument, option
+from ladderize.commands.builder import MODELS, OUTPUT, GivenOptions, command
 from ladderize.console import Console
 
 
-def inspect(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A checkpoint: folder or hub id (only its .json files are downloaded)."),
-    ],
-    tp_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=2,
-            help="TP size to count bytes for.",
-            show_default="the layout's sync_tp_size, else up to 8",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    layers: Annotated[
-        bool, typer.Option("--layers", help="Print the table of all layers too.", rich_help_panel=OUTPUT)
-    ] = False,
-    revision: Revision = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True)
+class InspectArguments:
+    model: str = argument("MODEL", "A checkpoint: folder or hub id (only its .json files are downloaded).")
+    tp_size: int | None = option("TP size to count bytes for.", min=2, shown="the layout's sync_tp_size, else up to 8")
+    layers: bool = option("Print the table of all layers too.", False)
+    revision: str | None = option(REVISION)
+    as_json: bool = option(AS_JSON, False)
+
+
+@command(InspectArguments, panels={OUTPUT: "tp_size layers json", MODELS: "revision"}, configurable=False)
+def inspect(given: GivenOptions) -> None:
     """Show a checkpoint's layout, and its sync points and bytes per token beside the dense model's."""
     from ladderize.convert.inspection import inspect_checkpoint
 
-    console = Console(as_json)
-    report = inspect_checkpoint(model, revision=revision, tp_size=tp_size)
+    own = given.fill(InspectArguments)
+    console = Console(own.as_json)
+    report = inspect_checkpoint(own.model, revision=own.revision, tp_size=own.tp_size)
     console.document(report.to_dict())
-    if layers:
+    if own.layers:
         console.table([layer.to_dict() for layer in report.layers], right=["layer"])
         console.result("")
     console.result(f"model       {report.model} ({report.model_type})")

@@ -1,45 +1,48 @@
 """``merge``."""
 
-from typing import Annotated
+from dataclasses import dataclass
 
-import typer
-
-from ladderize.commands.next_steps import FILE, command, show_next
-from ladderize.commands.options import LOADING, MODELS, AsJson, NoVerify, Overwrite, Revision
+from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, option
+from ladderize.commands.builder import MODELS, OUTPUT, GivenOptions, command
+from ladderize.commands.next_steps import FILE, command_line, show_next
+from ladderize.commands.options import LOADING
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UsageError
 from ladderize.layout import format_ranges
 
 
-def merge(
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A LoRA adapter folder. It is never changed.")],
-    out: Annotated[
-        str, typer.Argument(metavar="OUT", help="The checkpoint folder to write. It appears whole or not at all.")
-    ],
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="The checkpoint that ADAPTER was trained on.",
-            show_default="the one that ADAPTER names",
-            rich_help_panel=MODELS,
-        ),
-    ] = None,
-    overwrite: Overwrite = False,
-    no_verify: NoVerify = False,
-    revision: Revision = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True)
+class MergeArguments:
+    adapter: str = argument("ADAPTER", "A LoRA adapter folder. It is never changed.")
+    out: str = argument("OUT", "The checkpoint folder to write. It appears whole or not at all.")
+    base: str | None = option(
+        "The checkpoint that ADAPTER was trained on.", metavar="MODEL", shown="the one that ADAPTER names"
+    )
+    overwrite: bool = option(OVERWRITE, False)
+    verify: bool = option(NO_VERIFY, True)
+    revision: str | None = option(REVISION)
+    as_json: bool = option(AS_JSON, False)
+
+
+@command(MergeArguments, panels={MODELS: "base revision", OUTPUT: "overwrite no_verify json"}, configurable=False)
+def merge(given: GivenOptions) -> None:
     """Merge a LoRA adapter into its base model. The logits are compared with PEFT's before OUT appears."""
-    if not out.strip():
+    own = given.fill(MergeArguments)
+    if not own.out.strip():
         raise UsageError("OUT is empty; name the folder to write")
-    if not adapter.strip():
+    if not own.adapter.strip():
         raise UsageError("ADAPTER is empty; name the folder of a PEFT adapter")
-    console = Console(as_json)
+    console = Console(own.as_json)
     with console.stage(LOADING):
         from ladderize.adapt.merge.run import merge as merge_adapter
     report = merge_adapter(
-        adapter, out, base=base, console=console, overwrite=overwrite, verify=not no_verify, revision=revision
+        own.adapter,
+        own.out,
+        base=own.base,
+        console=console,
+        overwrite=own.overwrite,
+        verify=own.verify,
+        revision=own.revision,
     )
     console.document(report.to_dict())
     how = " and ".join(f"{count} {how}" for how, count in report.weights.items())
@@ -53,5 +56,5 @@ def merge(
         f" weights: {report.max_abs_logit_difference_of_rounding:.2g}); largest logit: {report.max_abs_logit:.3g}",
         indent=9,
     )
-    console.result(f"wrote {out}")
-    show_next(console, ("measure it", command("eval", report.base, out, "--perplexity", FILE)))
+    console.result(f"wrote {own.out}")
+    show_next(console, ("measure it", command_line("eval", report.base, own.out, "--perplexity", FILE)))

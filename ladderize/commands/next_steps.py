@@ -8,7 +8,7 @@ from ladderize.console import Console
 FILE = "FILE"  # stands for what was not named yet
 
 
-def command(*words: object) -> str:
+def command_line(*words: object) -> str:
     """A command line of ``ladderize`` as a shell takes it."""
     return shlex.join(["ladderize", *map(str, words)])
 
@@ -16,7 +16,7 @@ def command(*words: object) -> str:
 def align_command(converted: str, dense: str, data: str = FILE) -> str:
     """The command that aligns a converted checkpoint."""
     aligned = f"{converted.rstrip('/')}-aligned"
-    return command("adapt", converted, aligned, "--method", "align", "--distill-from", dense, "--data", data)
+    return command_line("adapt", converted, aligned, "--method", "align", "--distill-from", dense, "--data", data)
 
 
 def retrain_command(converted: str, out: str, dense: str, data: str = FILE, *, align: bool) -> str:
@@ -24,7 +24,7 @@ def retrain_command(converted: str, out: str, dense: str, data: str = FILE, *, a
     which is for checkpoints that were neither aligned nor retrained."""
     first = ["--align"] if align else []
     what = ["--distill-from", dense, *first, "--hidden-weight", 1, "--data", data, "--max-tokens", "20M"]
-    return command("adapt", converted, out, *what)
+    return command_line("adapt", converted, out, *what)
 
 
 def show_next(console: Console, *steps: tuple[str, str]) -> None:

@@ -1,41 +1,44 @@
 """``spd``."""
 
-from typing import Annotated, Literal
-
-import typer
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import ladderize
-from ladderize.commands.config_file import Config, PrintConfig
-from ladderize.commands.next_steps import command, retrain_command, scoring_file, show_next
-from ladderize.commands.options import (
+from ladderize.choices import (
+    AS_JSON,
+    DEVICE,
+    LOWER_TAU,
+    NO_VERIFY,
+    OVERWRITE,
+    REVISION,
+    SEQ_LEN,
+    THREADS,
+    UPPER_TAU,
+    DeviceName,
+    Dtype,
+    argument,
+    flag,
+    option,
+)
+from ladderize.commands.builder import (
     DATA,
     LAYOUT,
-    LOADING,
+    MEASUREMENT,
+    MEMORY,
     METHOD,
-    AsJson,
-    Device,
-    NoVerify,
-    Overwrite,
-    Revision,
-    SeqLen,
-    Tau1,
-    Tau2,
-    Threads,
-    given_options,
-    options_from,
+    MODELS,
+    OPTIMISATION,
+    OUTPUT,
+    GivenOptions,
+    command,
 )
-from ladderize.commands.training import (
-    ComputeDtype,
-    Epochs,
-    Heldout,
-    LearningRate,
-    MaxMemory,
-    Patience,
-    Samples,
-    StepWindows,
-    TrainingData,
-    TrainingSeed,
-    WorkDir,
+from ladderize.commands.next_steps import command_line, retrain_command, scoring_file, show_next
+from ladderize.commands.options import (
+    COMPUTE_DTYPE,
+    LOADING,
+    TRAINING_SEED,
+    WORK_DIR,
     memory_limit,
     start_training_on,
 )
@@ -43,113 +46,91 @@ from ladderize.console import Console
 from ladderize.errors import UsageError
 
 
-def spd(
-    ctx: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A dense checkpoint: folder or hub id. It is never changed.")
-    ],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write. It appears whole or not at all.")],
-    sync_tp_size: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=2,
-            help="TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.",
-            rich_help_panel=LAYOUT,
-        ),
-    ],
-    data: TrainingData,
-    spd_fraction: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Fraction of all blocks to drop, least sensitive first.",
-            show_default="0.7",
-            rich_help_panel=LAYOUT,
-        ),
-    ] = None,
-    max_ppl_increase: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Instead: drop blocks while their summed sensitivities stay within this perplexity.",
-            rich_help_panel=LAYOUT,
-        ),
-    ] = None,
-    tau1: Tau1 = None,
-    tau2: Tau2 = 10.0,
-    repair: Annotated[
-        Literal["align", "blocks", "align+blocks"],
-        typer.Option(
-            help=(
-                "align: solve the projections from the first dropped block on by least squares. blocks: distil each"
-                " dropped block, as in the paper. align+blocks: the one, then the other."
-            ),
-            rich_help_panel=METHOD,
-        ),
-    ] = "align",
-    distill: Annotated[
-        Literal["all", "sensitive"],
-        typer.Option(
-            help="Dropped blocks to repair. sensitive: not the insensitive ones, as in the paper.",
-            rich_help_panel=METHOD,
-        ),
-    ] = "all",
-    head_grouping: Annotated[
-        Literal["error", "paper", "none"],
-        typer.Option(
-            help=(
-                "Regroup attention heads over ranks. error: of every distilled block, to minimise its output error."
-                " paper: of extremely sensitive blocks, by the paper's criterion."
-            ),
-            rich_help_panel=METHOD,
-        ),
-    ] = "error",
-    calibration_samples: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Windows for sensitivity and head grouping, out of --samples.",
-            rich_help_panel=DATA,
-        ),
-    ] = 128,
-    samples: Samples = None,
-    heldout: Heldout = None,
-    seq_len: SeqLen = None,
-    seed: TrainingSeed = 0,
-    epochs: Epochs = 10,
-    patience: Patience = 2,
-    lr: LearningRate = None,
-    batch_size: StepWindows = None,
-    max_memory: MaxMemory = None,
-    dtype: ComputeDtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
-    work_dir: WorkDir = None,
-    overwrite: Overwrite = False,
-    no_verify: NoVerify = False,
-    revision: Revision = None,
-    as_json: AsJson = False,
-    config: Config = None,
-    print_config: PrintConfig = False,
-) -> None:
+@dataclass(frozen=True)
+class SpdArguments:
+    model: str = argument("MODEL", "A dense checkpoint: folder or hub id. It is never changed.")
+    out: str = argument("OUT", "The folder to write. It appears whole or not at all.")
+    sync_tp_size: int = option(
+        "TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.", ..., min=2
+    )
+    data: str = option("jsonl, parquet, txt, npy, npz:array, or a glob of one kind.", ..., metavar="FILE")
+    spd_fraction: float | None = option("Fraction of all blocks to drop, least sensitive first.", shown="0.7")
+    max_ppl_increase: float | None = option(
+        "Instead: drop blocks while their summed sensitivities stay within this perplexity."
+    )
+    tau1: float | None = option(LOWER_TAU)
+    tau2: float = option(UPPER_TAU, 10.0)
+    repair: Literal["align", "blocks", "align+blocks"] = option(
+        "align: solve the projections from the first dropped block on by least squares. blocks: distil each dropped"
+        " block, as in the paper. align+blocks: the one, then the other.",
+        "align",
+    )
+    distill: Literal["all", "sensitive"] = option(
+        "Dropped blocks to repair. sensitive: not the insensitive ones, as in the paper.", "all"
+    )
+    head_grouping: Literal["error", "paper", "none"] = option(
+        "Regroup attention heads over ranks. error: of every distilled block, to minimise its output error. paper: of"
+        " extremely sensitive blocks, by the paper's criterion.",
+        "error",
+    )
+    calibration_samples: int = option("Windows for sensitivity and head grouping, out of --samples.", 128, min=1)
+    samples: int | None = option("Windows to train on.", min=1, shown="what the data give, up to 1024")
+    heldout: int | None = option(
+        "Windows to hold out for early stopping and for the table.", min=1, shown="a tenth, up to 64"
+    )
+    seq_len: int | None = option(SEQ_LEN)
+    seed: int = option(TRAINING_SEED, 0)
+    epochs: int = option("Most epochs per block; see --patience.", 10, min=1)
+    patience: int = option("A block stops after this many epochs without a better held-out loss.", 2, min=1)
+    lr: float | None = option("Peak learning rate.", shown="5e-5 * 4096 / hidden size")
+    batch_size: int | None = option("Windows per step.", min=1, shown="2048 tokens")
+    max_memory: str | None = option(
+        "Memory for the dense model's states, per process. What is beyond it goes to disk.",
+        metavar="SIZE",
+        shown="8GB",
+    )
+    dtype: Dtype = option(COMPUTE_DTYPE, "auto")
+    device: DeviceName | None = option(DEVICE)
+    threads: int | None = option(THREADS)
+    work_dir: Path | None = option(WORK_DIR)
+    overwrite: bool = option(OVERWRITE, False)
+    verify: bool = option(NO_VERIFY, True)
+    revision: str | None = option(REVISION)
+    as_json: bool = option(AS_JSON, False)
+
+
+@command(
+    SpdArguments,
+    panels={
+        LAYOUT: "sync_tp_size spd_fraction max_ppl_increase",
+        DATA: "data calibration_samples samples heldout seq_len seed",
+        MEASUREMENT: "tau1 tau2",
+        METHOD: "repair distill head_grouping",
+        OPTIMISATION: "epochs patience lr batch_size",
+        MEMORY: "max_memory dtype device threads",
+        OUTPUT: "work_dir overwrite no_verify json",
+        MODELS: "revision",
+    },
+    short="spd_fraction max_ppl_increase repair head_grouping samples seq_len dtype device overwrite json config",
+)
+def spd(given: GivenOptions) -> None:
     """Sync-Point Drop in one command: measure sensitivity, drop, regroup heads, repair, and show what each step won."""
-    console = Console(as_json)
+    own = given.fill(SpdArguments)
+    console = Console(own.as_json)
     for name in ("epochs", "patience", "lr", "batch_size"):
-        if repair == "align" and name in given_options(ctx):
-            raise UsageError(f"--{name.replace('_', '-')} has no effect with --repair align, which trains nothing")
+        if own.repair == "align" and name in given.names:
+            raise UsageError(f"{flag(name)} has no effect with --repair align, which trains nothing")
     with console.stage(LOADING):
-        device = start_training_on(device, dtype, threads, lr)
+        device = start_training_on(own.device, own.dtype, own.threads, own.lr)
         from ladderize.adapt.blockwise.documents import BLOCK_ERROR, perplexity_rows
         from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
         from ladderize.workflows.spd import SpdOptions
         from ladderize.workflows.spd_document import spd_rows
 
-    distillation = options_from(DistillOptions, ctx.params, max_memory=memory_limit(max_memory))
-    training = options_from(BlockwiseOptions, ctx.params, distill=distillation, device=device)
-    options = options_from(SpdOptions, ctx.params, training=training)
-    document = ladderize.spd(model, out, options, console=console, overwrite=overwrite, verify=not no_verify)
+    distillation = given.fill(DistillOptions, max_memory=memory_limit(own.max_memory))
+    training = given.fill(BlockwiseOptions, distill=distillation, device=device)
+    options = given.fill(SpdOptions, training=training)
+    document = ladderize.spd(own.model, own.out, options, console=console, overwrite=own.overwrite, verify=own.verify)
     if document is None:
         return
     console.document(document.to_dict())
@@ -161,9 +142,10 @@ def spd(
         perplexity_rows(document.perplexity, document.divergence),
         right=["perplexity", "stderr", "difference", "KL to dense"],
     )
-    console.result(f"wrote {out}")
+    console.result(f"wrote {own.out}")
+    adapted = f"{own.out.rstrip('/')}-adapted"
     show_next(
         console,
-        ("measure it", command("eval", model, out, "--perplexity", scoring_file([]))),
-        ("retrain it", retrain_command(out, f"{out.rstrip('/')}-adapted", model, data, align=False)),
+        ("measure it", command_line("eval", own.model, own.out, "--perplexity", scoring_file([]))),
+        ("retrain it", retrain_command(own.out, adapted, own.model, own.data, align=False)),
     )

@@ -1,56 +1,39 @@
 """``sweep``."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 import ladderize
-from ladderize.commands.next_steps import command, show_next
-from ladderize.commands.options import LOADING, OUTPUT, AsJson
+from ladderize.choices import AS_JSON, argument, option
+from ladderize.commands.builder import OUTPUT, PLAIN_OPTIONS, GivenOptions, command
+from ladderize.commands.next_steps import command_line, show_next
+from ladderize.commands.options import LOADING
 from ladderize.console import Console
 from ladderize.errors import UsageError, UserError
 from ladderize.tradeoff.sweep.example import EXAMPLE
 
 
-def sweep(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="What to measure: a YAML file; see --write-example.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Keep everything here. The same command goes on with what is there.",
-            show_default="the file's key out",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Show what would run, about how long, and how much disk it takes.", rich_help_panel=OUTPUT
-        ),
-    ] = False,
-    jobs: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=1, help="Stages that run side by side, with the cores shared out. Never a benchmark."
-        ),
-    ] = 1,
-    prune: Annotated[
-        bool,
-        typer.Option("--prune", help="Remove outputs that FILE no longer asks for.", rich_help_panel=OUTPUT),
-    ] = False,
-    write_example: Annotated[
-        bool,
-        typer.Option("--write-example", help="Write an example to FILE, or print it.", rich_help_panel=OUTPUT),
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True)
+class SweepArguments:
+    file: Path | None = argument("FILE", "What to measure: a YAML file; see --write-example.", None)
+    out: Path | None = option(
+        "Keep everything here. The same command goes on with what is there.", metavar="DIR", shown="the file's key out"
+    )
+    dry_run: bool = option("Show what would run, about how long, and how much disk it takes.", False)
+    jobs: int = option("Stages that run side by side, with the cores shared out. Never a benchmark.", 1, min=1)
+    prune: bool = option("Remove outputs that FILE no longer asks for.", False)
+    write_example: bool = option("Write an example to FILE, or print it.", False)
+    as_json: bool = option(AS_JSON, False)
+
+
+@command(
+    SweepArguments, panels={PLAIN_OPTIONS: "jobs", OUTPUT: "out dry_run prune write_example json"}, configurable=False
+)
+def sweep(given: GivenOptions) -> None:
     """Measure a grid of layouts from conversion to accuracy and speed. What is complete is kept and reused."""
-    console = Console(as_json)
-    if write_example:
+    own = given.fill(SweepArguments)
+    file, out, console = own.file, own.out, Console(own.as_json)
+    if own.write_example:
         _write_example(file, console)
         return
     if file is None:
@@ -61,7 +44,7 @@ def sweep(
     with console.stage(LOADING):
         from ladderize.tradeoff.sweep.run import plan_sweep, sweep_folder
         from ladderize.tradeoff.sweep.summary import TEXT_COLUMNS, sweep_rows
-    if dry_run:
+    if own.dry_run:
         planned = plan_sweep(file, out, console=console)
         console.document(planned.to_dict())
         for note in planned.notes:
@@ -70,13 +53,13 @@ def sweep(
         console.result(f"\n{planned.total}")
         return
     root = sweep_folder(file, out)  # before hours in which the file may change
-    document = ladderize.sweep(file, out, jobs=jobs, prune=prune, console=console)
+    document = ladderize.sweep(file, out, jobs=own.jobs, prune=own.prune, console=console)
     console.document(document.to_dict())
     rows = sweep_rows(document, root)
     console.result("")
     console.table(rows, right=[key for key in rows[0] if key not in TEXT_COLUMNS])
     console.result(f"\nwrote {root / 'sweep.json'}")
-    show_next(console, ("see the trade-off", command("report", root, "--out", "report.html")))
+    show_next(console, ("see the trade-off", command_line("report", root, "--out", "report.html")))
     if failed := document.failed:
         first = failed[0]
         raise UserError(
@@ -95,7 +78,7 @@ def _write_example(file: Path | None, console: Console) -> None:
     console.note(f"wrote {file}")
     show_next(
         console,
-        ("make the model that it names", command("demo", "--quick", "--out", "demo")),
-        ("see what it takes", command("sweep", file, "--dry-run")),
-        ("run it", command("sweep", file)),
+        ("make the model that it names", command_line("demo", "--quick", "--out", "demo")),
+        ("see what it takes", command_line("sweep", file, "--dry-run")),
+        ("run it", command_line("sweep", file)),
     )

@@ -1,10 +1,25 @@
 """The options of ``ladderize eval`` and ``ladderize sensitivity``, with their defaults. Imports no torch."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from ladderize.choices import Dtype, check_at_least, check_choices
+from ladderize.choices import (
+    DEVICE,
+    DTYPE,
+    LOWER_TAU,
+    MAX_SEED,
+    REVISION,
+    SEQ_LEN,
+    TP_SIZE,
+    UPPER_TAU,
+    Dtype,
+    Option,
+    check_choices,
+    check_options,
+    distinct_names,
+    option,
+)
 from ladderize.convert.sensitivity_file import POINTS, Mode, changes_to_ladder
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
@@ -15,39 +30,47 @@ EvalBackend = Literal["hf", "runtime", "vllm"]  # what computes: transformers, l
 
 @dataclass(frozen=True)
 class EvalOptions(Record):
-    """What is the same for all models. ``limit``: samples per task. ``perplexity``: a file for ``ladderize.data``;
-    ``windows``: how many of its windows are scored, the first ones. ``tp_size``: processes that share one model, of
-    the runtime and of vLLM. ``batch_size``: sequences per forward pass; of the runtime and of vLLM, sequences that are
-    computed side by side. ``max_length``: tokens of the longest text, for which vLLM keeps room; None: the model's
-    positions."""
+    """What is the same for all models."""
 
-    tasks: tuple[str, ...] = ()
-    include_path: str | None = None
-    limit: int | None = None
-    num_fewshot: int | None = None
-    apply_chat_template: bool = False
-    batch_size: int = 8
-    dtype: Dtype = "auto"
-    device: str | None = None
-    revision: str | None = None
-    seed: int = 0
-    trust_remote_code: bool = False
-    perplexity: str | None = None
-    seq_len: int | None = None
+    tasks: tuple[str, ...] = option("lm-eval tasks or groups.", (), metavar="A,B", parse=distinct_names)
+    include_path: str | None = option("A folder with your own lm-eval tasks.", metavar="DIR", needs="tasks")
+    limit: int | None = option("Samples per task, for a quick look.", min=1, needs="tasks")
+    num_fewshot: int | None = option("Few-shot examples.", min=0, shown="the task's own number", needs="tasks")
+    apply_chat_template: bool = option("Format prompts with the model's chat template.", False, needs="tasks")
+    batch_size: int = option("Sequences per forward pass.", 8, min=1)  # runtime, vllm: computed side by side
+    dtype: Dtype = option(DTYPE, "auto")
+    device: str | None = option("Where to compute, such as cpu or cuda:0.", shown="cuda if there is one")
+    revision: str | None = option(REVISION)
+    seed: int = option("Seed of sampling and of few-shot examples.", 0, min=0)
+    trust_remote_code: bool = option(
+        "Run Python code that a checkpoint brings along. Not needed for ladderized ones.", False
+    )
+    perplexity: str | None = option(
+        "Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array) to score.", metavar="FILE"
+    )
+    seq_len: int | None = option("Tokens per window of --perplexity.", min=2, shown=SEQ_LEN.shown, needs="perplexity")
     include_default_tasks: bool = True  # False: only include_path, which spares indexing lm-eval's thousands of tasks
-    windows: int | None = None
-    backend: EvalBackend = "hf"
-    tp_size: int = 1
-    max_length: int | None = None
+    windows: int | None = option(
+        "Score the first N windows of --perplexity only.", min=1, shown="all", needs="perplexity"
+    )
+    backend: EvalBackend = option(
+        "What computes: transformers in one process, ladderize's runtime, which bench times, or vLLM.", "hf"
+    )
+    tp_size: int = option(TP_SIZE, 1)  # of the runtime and of vLLM
+    max_length: int | None = option(
+        "With --backend vllm: tokens of the longest text that it keeps room for. Of longer ones the end is read.",
+        min=2,
+        shown="the model's positions",
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
 
     def check(self) -> None:
         """Raise UsageError for what takes no effect, or asks for nothing."""
-        check_at_least(self, 0, "num_fewshot")
-        check_at_least(self, 1, "limit", "batch_size", "windows", "tp_size")
-        check_at_least(self, 2, "seq_len", "max_length")
+        if not self.tasks and self.perplexity is None:
+            raise UsageError("nothing to evaluate: name --tasks, or a file for --perplexity")
+        check_options(self)
         if self.tp_size != 1 and self.backend == "hf":
             raise UsageError(
                 f"--tp-size {self.tp_size} needs --backend runtime or vllm; transformers runs in one process"
@@ -58,41 +81,53 @@ class EvalOptions(Record):
             raise UsageError(f"--device {self.device} has no effect on vLLM, which computes where it was built for")
         if self.max_length is not None and self.backend != "vllm":
             raise UsageError(f"--max-length {self.max_length} needs --backend vllm, which keeps room for whole texts")
-        for option in ("seq_len", "windows"):
-            if getattr(self, option) is not None and self.perplexity is None:
-                raise UsageError(f"--{option.replace('_', '-')} has no effect without --perplexity")
-        if not self.tasks and self.perplexity is None:
-            raise UsageError("nothing to evaluate: name --tasks, or a file for --perplexity")
-        for option in ("include_path", "limit", "num_fewshot", "apply_chat_template"):
-            if getattr(self, option) not in (None, False) and not self.tasks:
-                raise UsageError(f"--{option.replace('_', '-')} has no effect without --tasks")
+
+
+_DATA = Option("Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array).", "FILE")
+_DROPPED_FOR = Option(
+    "TP size to drop sync points for (virtual ranks). Mode points: without it nothing is dropped.", min=1
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowsToScore:
+    """What ``ladderize sensitivity`` scores in all modes. Raises UsageError."""
+
+    samples: int = option("Windows to score, drawn from the data; all if there are fewer.", 128, min=1)
+    seq_len: int | None = option(SEQ_LEN)
+    seed: int = option("Seed of the windows that are drawn.", 0, min=0, max=MAX_SEED)
+    batch_size: int | None = option("Windows per forward pass.", min=1, shown="4096 tokens")
+    dtype: Dtype = option(DTYPE, "auto")
+    device: str = option(DEVICE, default_device)
+    revision: str | None = option(REVISION)
+    align: bool = option(
+        "Measure each changed model as `adapt --method align` leaves it, on further windows of the data. In all modes;"
+        " much more work.",
+        False,
+    )
+    align_samples: int | None = option(
+        "With --align: windows to align on, none of which is scored; an eighth as many are held out.",
+        min=1,
+        shown="16384 tokens; more for wide models",
+        needs="align",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True)
-class SensitivityOptions:
-    """See ``ladderize sensitivity --help``. tau1, seq_len, batch_size: None takes the model's or the data's default.
-    align_samples: windows to align on; None: as many as ``adapt --align`` takes."""
+class SensitivityOptions(WindowsToScore):
+    """See ``ladderize sensitivity --help``."""
 
-    data: str
+    data: str = option(_DATA, ...)
     mode: Mode = "spd"
-    sync_tp_size: int | None = None
-    samples: int = 128
-    seq_len: int | None = None
-    seed: int = 0
-    batch_size: int | None = None
-    tau1: float | None = None
-    tau2: float = 10.0
-    dtype: Dtype = "auto"
-    device: str = field(default_factory=default_device)
-    revision: str | None = None
-    align: bool = False
-    align_samples: int | None = None
+    sync_tp_size: int | None = option(_DROPPED_FOR)
+    tau1: float | None = option(LOWER_TAU)
+    tau2: float = option(UPPER_TAU, 10.0)
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        check_at_least(self, 1, "sync_tp_size", "samples", "batch_size")
-        check_at_least(self, 2, "seq_len")
-        check_alignment(self)
+        super().__post_init__()
         if changes_to_ladder(self.mode) and self.sync_tp_size is not None:
             raise UsageError(f"--mode {self.mode} drops nothing, so --sync-tp-size has no effect")
         if not changes_to_ladder(self.mode) and self.sync_tp_size is None:
@@ -101,43 +136,22 @@ class SensitivityOptions:
 
 
 @dataclass(frozen=True)
-class PointOptions:
-    """Of ``ladderize sensitivity --mode points``. sync_tp_size: of dropped sync points; None drops nothing. pairs: also
-    two neighbouring layers at a time. The others as in SensitivityOptions."""
+class PointOptions(WindowsToScore):
+    """Of ``ladderize sensitivity --mode points``."""
 
     mode: ClassVar[str] = POINTS
 
-    data: str
-    sync_tp_size: int | None = None
-    pairs: bool = False
-    samples: int = SensitivityOptions.samples
-    seq_len: int | None = None
-    seed: int = SensitivityOptions.seed
-    batch_size: int | None = None
-    dtype: Dtype = SensitivityOptions.dtype
-    device: str = field(default_factory=default_device)
-    revision: str | None = None
-    align: bool = False
-    align_samples: int | None = None
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_at_least(self, 1, "sync_tp_size", "samples", "batch_size")
-        check_at_least(self, 2, "seq_len")
-        check_alignment(self)
-
-
-def check_alignment(options: Any) -> None:
-    """Raise UsageError for a number of windows to align on that has no effect or is impossible."""
-    if options.align_samples is not None and not options.align:
-        raise UsageError("--align-samples has no effect without --align")
-    check_at_least(options, 1, "align_samples")
+    data: str = option(_DATA, ...)
+    sync_tp_size: int | None = option(_DROPPED_FOR)
+    pairs: bool = option(
+        "Mode points: also change two neighbouring layers together, in each way. About six times the work.", False
+    )
 
 
 def check_taus(tau1: float | None, tau2: float) -> None:
     """Raise UsageError for impossible thresholds of sensitivity."""
-    for option, value in (("--tau1", tau1), ("--tau2", tau2)):
+    for name, value in (("--tau1", tau1), ("--tau2", tau2)):
         if value is not None and not math.isfinite(value):
-            raise UsageError(f"{option} must be finite, not {value}")
+            raise UsageError(f"{name} must be finite, not {value}")
     if tau1 is not None and tau1 > tau2:
         raise UsageError(f"--tau1 {tau1:g} is above --tau2 {tau2:g}")

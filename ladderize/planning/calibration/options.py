@@ -1,52 +1,75 @@
 """What ``ladderize calibrate`` is asked for, and all that its arguments alone decide. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from ladderize.choices import BackendName, Dtype, check_choices
+from ladderize.choices import (
+    BACKEND,
+    DEVICE,
+    SEED_OF_ROUNDS,
+    THREADS,
+    BackendName,
+    Dtype,
+    Option,
+    check_choices,
+    check_options,
+    option,
+    split_names,
+)
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
+from ladderize.runtime.bench.options import BATCH_SIZES, COUNTED_ROUNDS, OUTPUT_LEN, UNCOUNTED_ROUNDS, parse_counts
+
+HARDWARE = Option("A known device or a file: its peaks are kept. Required with --timings.", "DEVICE")
+NAME_OF_DEVICE = Option(
+    "What the device and the link are called.", "TEXT", shown="this machine; this link with --timings"
+)
 
 
 @dataclass(frozen=True)
 class CalibrateOptions(Record):
-    """What to time, and how.
+    """What to time, and how."""
 
-    tp_sizes: numbers of ranks, each of which is timed in turn. shapes: config.json files or bundled sizes; none: two
-    that are made for it. prefill_tokens: of all rows of a batch together; None: 256 on a CPU, 8192 on a GPU.
-    hardware: a device whose peaks are kept, so that shares of them are fitted. name: of the device and the link in the
-    file.
-    """
-
-    tp_sizes: tuple[int, ...] = (1,)
-    shapes: tuple[str, ...] = ()
-    batch_sizes: tuple[int, ...] = (1, 4, 64)
-    dtype: Dtype = "auto"
-    prefill_tokens: int | None = None
-    output_len: int = 9
-    backend: BackendName = "auto"
-    warmup: int = 2
-    repeat: int = 7
-    hardware: str | None = None
-    name: str = "this machine"
-    device: str = field(default_factory=default_device)
-    threads: int | None = None
-    seed: int = 0
+    tp_sizes: tuple[int, ...] = option(
+        "Numbers of ranks to time, one after the other. Under torchrun: as many as it started.",
+        (1,),
+        metavar="A,B",
+        flags="--tp-size",
+        shown="1",
+        parse=partial(parse_counts, option="--tp-size"),
+    )
+    shapes: tuple[str, ...] = option(
+        "Time this shape: 1b, 3b, 8b, 70b, 405b or a config.json. Repeatable; two widths tell most. With --timings: the"
+        " shape of rows that name none.",
+        (),
+        metavar="CONFIG",
+        flags="--shape",
+        shown="two made ones",
+    )
+    batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (1, 4, 64), shown="1,4,64")
+    dtype: Dtype = option("float32, bfloat16, float16, or auto: bfloat16.", "auto", metavar="DTYPE")
+    prefill_tokens: int | None = option("Tokens of all prompts of a batch together.", min=1, shown="256; 8192 on a GPU")
+    output_len: int = option(OUTPUT_LEN, 9, help="Tokens to generate.")
+    backend: BackendName = option(BACKEND, "auto")
+    warmup: int = option(UNCOUNTED_ROUNDS, 2)
+    repeat: int = option(COUNTED_ROUNDS, 7, help="Rounds that are counted. Medians are fitted.")
+    hardware: str | None = option(HARDWARE)  # so that shares of its peaks are fitted
+    name: str = option(NAME_OF_DEVICE, "this machine")
+    device: str = option(DEVICE, default_device)
+    threads: int | None = option(THREADS)
+    seed: int = option(SEED_OF_ROUNDS, 0)
 
     def __post_init__(self) -> None:
         check_choices(self)
 
     def check(self) -> None:
         """Raise UsageError for what cannot be timed, or takes no effect."""
-        least = {"output_len": 2, "warmup": 1, "repeat": 1, "seed": 0, "prefill_tokens": 1, "threads": 1}
-        for name, value in least.items():
-            given = getattr(self, name)
-            if given is not None and given < value:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least {value}, not {given}")
-        for option, counts in (("--tp-size", self.tp_sizes), ("--batch-size", self.batch_sizes)):
+        check_options(self)
+        for name, counts in (("--tp-size", self.tp_sizes), ("--batch-size", self.batch_sizes)):
             if not counts or min(counts) < 1 or len(set(counts)) < len(counts):
-                raise UsageError(f"{option} {','.join(map(str, counts))} must name positive integers, each once")
+                raise UsageError(f"{name} {','.join(map(str, counts))} must name positive integers, each once")
         if self.backend != "auto" and max(self.tp_sizes) == 1:
             raise UsageError(f"--backend {self.backend} has no effect with one rank; leave it out or raise --tp-size")
         if self.backend == "none":
@@ -57,17 +80,28 @@ class CalibrateOptions(Record):
 
 @dataclass(frozen=True)
 class TimingsOptions(Record):
-    """What to fit to timings that are there already.
+    """What to fit to timings that are there already."""
 
-    timings: bench.json files or tables (.csv). hardware, link: the figures that are held, and where others begin.
-    shape: of bench.json files with random weights, which name none. engine: whose timings they are; None: the
-    device's. free: figures to fit; empty: what the timings say something about.
-    """
-
-    timings: tuple[Path, ...]
-    hardware: str
-    link: str | None = None
-    shape: str | None = None
-    engine: str | None = None
-    free: tuple[str, ...] = ()
-    name: str = "this link"
+    timings: tuple[Path, ...] = option(
+        "Time nothing: fit to a bench.json, or to a .csv of any engine's timings. Repeatable.",
+        ...,
+        metavar="FILE",
+        optional=True,
+    )
+    hardware: str = option(HARDWARE, ..., optional=True)
+    link: str | None = option("With --timings: a link whose figures are kept.", metavar="LINK", shown="it is fitted")
+    shape: str | None = None  # of bench.json files with random weights, which name none
+    engine: str | None = option(
+        "With --timings of a .csv: whose they are: published, runtime or runtime-cpu.",
+        metavar="NAME",
+        shown="the device's",
+    )
+    free: tuple[str, ...] = option(
+        "With --timings: the figures to fit, such as alpha_us,bus_gb_s,contention,matmul_share.",
+        (),
+        metavar="A,B",
+        flags="--fit",
+        shown="what the timings show",
+        parse=split_names,
+    )
+    name: str = option(NAME_OF_DEVICE, "this link")

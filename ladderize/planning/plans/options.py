@@ -2,17 +2,33 @@
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ladderize.checkpoint.llama import MOST_LAYERS
-from ladderize.choices import Dtype, check_choices
+from ladderize.choices import (
+    DEVICE,
+    REVISION,
+    THREADS,
+    Dtype,
+    argument,
+    check_choices,
+    check_options,
+    flag,
+    option,
+)
 from ladderize.errors import UsageError
-from ladderize.eval.options import check_alignment
 from ladderize.files.records import Record
 from ladderize.planning.planner.document import LEAST_MEASUREMENTS, TimedPhase
-from ladderize.runtime.bench.options import LAYOUT_NAMES, layout_names
+from ladderize.runtime.bench.options import (
+    BATCH_SIZES,
+    LAYOUT_NAMES,
+    OUTPUT_LEN,
+    PROMPT_LEN,
+    layout_names,
+    parse_counts,
+)
 
 MOST_ROWS = 1 << 20  # of a batch
 BOUNDS = ("parallel", "no-comm")  # what is no layout: rows for comparison
@@ -21,18 +37,24 @@ WORKLOAD_KEYS = {"prompt": "prompt_len", "output": "output_len", "batch": "batch
 
 @dataclass(frozen=True)
 class PlanModel(Record):
-    """What is to run: a checkpoint, or a shape without weights. None is what was not said.
+    """What is to run: a checkpoint, or a shape without weights. None was not given."""
 
-    layout: as --layout has it: names of layouts, ``parallel`` and ``no-comm``.
-    """
-
-    model: str | None = None
-    shape: str | None = None
-    layout: str | None = None
-    num_layers: int | None = None
-    sync_tp_size: int | None = None
-    dtype: Dtype = "auto"
-    revision: str | None = None
+    model: str | None = argument("[MODEL]", "A checkpoint: folder or hub id. Its own layout is a row too.", None)
+    shape: str | None = option(
+        "A shape instead of a checkpoint: 1b, 3b, 8b, 70b, 405b or a config.json.", metavar="CONFIG"
+    )
+    layout: str | None = option(
+        f"Rows of the tables: {', '.join(LAYOUT_NAMES)}, such a name with a range of layers, ladder=16:32, or"
+        f" {' and '.join(BOUNDS)}, which are for comparison. dense is always there.",
+        metavar="A,B",
+        shown="all of them, for all layers",
+    )
+    num_layers: int | None = option("With --shape: number of layers.", min=1, shown="the config's")
+    sync_tp_size: int | None = option("Virtual ranks of spd.", min=1, shown="as many as ranks")
+    dtype: Dtype = option(
+        "float32, bfloat16, float16, or auto: as stored, bfloat16 for a shape.", "auto", metavar="DTYPE"
+    )
+    revision: str | None = option(REVISION)
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -45,7 +67,7 @@ class PlanModel(Record):
         for name, most in (("num_layers", MOST_LAYERS), ("sync_tp_size", math.inf)):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= most:
-                raise UsageError(f"--{name.replace('_', '-')} {value} is not from 1 to {most:,}")
+                raise UsageError(f"{flag(name)} {value} is not from 1 to {most:,}")
 
     @property
     def name(self) -> str:
@@ -59,63 +81,96 @@ class PlanModel(Record):
 
 @dataclass(frozen=True)
 class PlanOptions(Record):
-    """Where it is to run, and what is to be served: ``options`` of plan.json. See ``ladderize plan --help``."""
+    """Where it is to run, and what is to be served: ``options`` of plan.json."""
 
-    hardware: str
-    tp_sizes: tuple[int, ...]
-    link: str | None = None
-    engine: str | None = None
-    batch_sizes: tuple[int, ...] = (1,)
-    prompt_len: int = 1024
-    output_len: int = 512
+    hardware: str = option(
+        "The device of one rank: a name that --list shows, or a file of calibrate or of your own.",
+        ...,
+        metavar="DEVICE",
+        optional=True,
+    )
+    tp_sizes: tuple[int, ...] = option(
+        "Tensor-parallel ranks: one number or several.",
+        ...,
+        metavar="A,B",
+        flags="--tp-size",
+        optional=True,
+        parse=partial(parse_counts, option="--tp-size"),
+    )
+    link: str | None = option(
+        "What joins the ranks: a name that --list shows, ALPHA_US,BETA_GB_S (see bench), or a file.",
+        metavar="LINK",
+        shown="that of --hardware's file",
+    )
+    engine: str | None = option(
+        "Whose code is assumed: a name that --list shows.",
+        metavar="NAME",
+        shown="the one that the device's figures come from",
+    )
+    batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (1,), shown="1")
+    prompt_len: int = option(PROMPT_LEN, 1024)
+    output_len: int = option(OUTPUT_LEN, 512)
 
     def __post_init__(self) -> None:
+        check_options(self)
         for name, values in (("--tp-size", self.tp_sizes), ("--batch-size", self.batch_sizes)):
             if not values or any(type(value) is not int or value < 1 for value in values):
                 raise UsageError(f"{name} {values} must name positive integers")
         if max(self.batch_sizes) > MOST_ROWS:
             raise UsageError(f"--batch-size must be at most {MOST_ROWS:,}")
-        for name, least in (("prompt_len", 1), ("output_len", 2)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
         if self.link is not None and max(self.tp_sizes) == 1:
             raise UsageError("--link has no effect with one rank, which sends nothing; leave it out or raise --tp-size")
 
 
 @dataclass(frozen=True)
 class PlanGoal:
-    """Which layout to choose: by costs in accuracy (at least one of the two files), and one of the two targets.
+    """Which layout to choose: by costs in accuracy (at least one of the two files), and one of the two targets."""
 
-    verify: the most layouts to measure; None: none is. Of these measurements: align, whether each layout is aligned
-    before; align_samples, on so many windows; data, where the sensitivity's data lie now; held_out_data, to confirm a
-    choice on; work_dir, where what was measured is kept; device, threads.
-    """
-
-    sensitivity: Path | None = None
-    sweep: Path | None = None
-    max_ppl_increase: str | None = None
-    min_speedup: float | None = None
-    phase: TimedPhase = "end_to_end"
-    verify: int | None = None
-    align: bool = False
-    align_samples: int | None = None
-    data: str | None = None
-    held_out_data: str | None = None
-    work_dir: Path | None = None
-    device: str | None = None
-    threads: int | None = None
+    sensitivity: Path | None = option(
+        "Choose a layout: what sync points cost, of sensitivity --mode points.", metavar="FILE"
+    )
+    sweep: Path | None = option(
+        "Choose a layout: what those of a sweep cost after retraining. Preferred to estimates.", metavar="FOLDER"
+    )
+    max_ppl_increase: str | None = option(
+        "Choose the fastest within this increase: 2% of the dense perplexity, or 0.1 in perplexity.", metavar="X"
+    )
+    min_speedup: float | None = option("Choose the most accurate that is this fast: 1.2.")
+    phase: TimedPhase = option(
+        "What is to be fast: end_to_end, prefill or decode.", "end_to_end", metavar="PHASE", shown="end_to_end"
+    )
+    verify: int | None = option(
+        "Measure at most N layouts: those near the choice, and the choice on held-out windows.", min=1
+    )
+    align: bool = option(
+        "With --verify: measure each layout as `adapt --method align` leaves it.", False, needs="verify"
+    )
+    align_samples: int | None = option(
+        "With --align: windows to align on, none of which is measured on.",
+        min=1,
+        shown="the sensitivity's, or 16384 tokens; more for wide models",
+        needs="align",
+    )
+    data: str | None = option("With --verify: where the sensitivity's data lie now.", metavar="FILE", needs="verify")
+    held_out_data: str | None = option(
+        "With --verify: other data to confirm the choice on.",
+        metavar="FILE",
+        shown="the rest of the sensitivity's",
+        needs="verify",
+    )
+    work_dir: Path | None = option(
+        "With --verify: where a killed run keeps what it measured.", metavar="DIR", shown="beside --out", needs="verify"
+    )
+    device: str | None = option(DEVICE, help="With --verify: where to compute.", needs="verify")
+    threads: int | None = option(THREADS, help="With --verify: CPU threads.", shown="all cores", needs="verify")
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        check_alignment(self)
         if self.sensitivity is None and self.sweep is None:
             raise UsageError(
                 "to choose a layout, costs in accuracy are needed: give --sensitivity FILE or --sweep FOLDER"
             )
+        check_options(self)
         if self.verify is None:
-            for name in ("align", "data", "held_out_data", "work_dir", "device", "threads"):
-                if getattr(self, name) not in (None, False):
-                    raise UsageError(f"--{name.replace('_', '-')} has no effect without --verify")
             return
         if self.sweep is not None:
             raise UsageError(
@@ -131,7 +186,7 @@ class PlanGoal:
             )
 
 
-def parse_workload(text: str) -> Mapping[str, int]:
+def parse_workload(text: str) -> dict[str, int]:
     """``prompt=1024,output=512,batch=16``, in any order: as the options prompt_len, output_len and batch_size."""
     found: dict[str, int] = {}
     for part in text.split(","):

@@ -3,12 +3,30 @@
 No torch here: the command line takes its defaults from these classes, and ``--help`` is instant.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.checkpoint.llama import MOST_LAYERS
-from ladderize.choices import BackendName, Dtype, check_choices
+from ladderize.choices import (
+    BACKEND,
+    COMPILE,
+    DEVICE,
+    REPLICATE_VOCAB,
+    REVISION,
+    SEED_OF_ROUNDS,
+    THREADS,
+    TP_SIZE,
+    BackendName,
+    Dtype,
+    Option,
+    argument,
+    check_choices,
+    check_options,
+    flag,
+    option,
+    split_names,
+)
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.layout import Layout, LayoutError, parse_ranges
@@ -19,17 +37,56 @@ LAYOUT_NAMES = {"dense": (), "ladder": ("ladder",), "spd": ("spd",), "spd+ladder
 BASELINES = ("parallel", "no-comm", "sequential")
 
 
+def parse_counts(text: str, option: str = "--batch-size") -> tuple[int, ...]:
+    """``1,8,64``, each number once."""
+    try:
+        sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise UsageError(f"{option} {text!r} is not a comma-separated list of positive integers")
+    return sizes
+
+
+BATCH_SIZES = Option(
+    "Batch sizes.",
+    "A,B",
+    flags="--batch-size",
+    parse=parse_counts,
+    shown="1; 2 with --train; 1,8,64 with --engine vllm",
+)
+PROMPT_LEN = Option("Tokens per prompt.", min=1)
+OUTPUT_LEN = Option("Tokens to generate. The prefill makes the first one.", min=2)
+UNCOUNTED_ROUNDS = Option("Rounds that are not counted.", min=1)
+COUNTED_ROUNDS = Option("Rounds that are counted. Medians are reported.", min=1)
+ALSO_TIMED = Option(
+    "Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none), sequential (with"
+    " --schedule domino); with --engine vllm: plugin (in the class that runs layouts).",
+    "A,B",
+    parse=split_names,
+)
+TRACE_FOLDER = Option("Write Chrome traces here. Fails if a layout that should overlap shows no overlap.", "DIR")
+
+
 @dataclass(frozen=True)
 class ModelChoice:
-    """What to time: checkpoints, or one shape with random weights in several layouts. None is what was not said."""
+    """What to time: checkpoints, or one shape with random weights in several layouts. None was not given."""
 
-    models: tuple[str, ...] = ()
-    random_weights: str | None = None
-    layout: str | None = None
-    num_layers: int | None = None
-    sync_tp_size: int | None = None
-    dtype: Dtype = "auto"
-    revision: str | None = None
+    models: tuple[str, ...] = argument("[MODEL]...", "Checkpoints. The first is the reference.", ())
+    random_weights: str | None = option(
+        "Time a shape instead of checkpoints: 1b, 3b, 8b, 70b, 405b or a config.json.", metavar="CONFIG"
+    )
+    layout: str | None = option(
+        "With --random-weights: layouts, each a name or name=RANGE of layers.",
+        metavar="A,B",
+        shown=",".join(LAYOUT_NAMES),
+    )
+    num_layers: int | None = option("With --random-weights: number of layers.", min=1, shown="the config's")
+    sync_tp_size: int | None = option("With --random-weights: virtual ranks of spd.", min=1, shown="as many as ranks")
+    dtype: Dtype = option(
+        "float32, bfloat16, float16, or auto: as stored, bfloat16 for random weights.", "auto", metavar="DTYPE"
+    )
+    revision: str | None = option(REVISION)
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -37,24 +94,32 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class GroupOptions(Record):
-    """What both ways of ``ladderize bench`` share: over which ranks, and how often.
+    """What both ways of ``ladderize bench`` share: over which ranks, and how often. None was not given."""
 
-    emulate_tp: ranks of a group that is not there. domino_chunks, domino_columns: see ``Schedule``; None was not said.
-    """
-
-    tp_size: int = 1
-    batch_sizes: tuple[int, ...] = (1,)
-    backend: BackendName = "auto"
-    warmup: int = 2
-    repeat: int = 7
-    emulate_tp: int | None = None
-    check: bool = True
-    profile: Path | None = None
-    device: str = field(default_factory=default_device)
-    threads: int | None = None
-    seed: int = 0
-    domino_chunks: int | None = None
-    domino_columns: int | None = None
+    tp_size: int = option(TP_SIZE, 1)
+    batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (1,))
+    backend: BackendName = option(BACKEND, "auto")
+    warmup: int = option(UNCOUNTED_ROUNDS, 2)
+    repeat: int = option(COUNTED_ROUNDS, 7)
+    emulate_tp: int | None = option(
+        "Emulate TP size N in one process: it computes rank 0's part, and --link gives the delays.", min=2
+    )
+    check: bool = option(
+        "Skip comparing checkpoints with transformers in float32 before timing; with --train, the schedules' gradients"
+        " with each other.",
+        True,
+        flags="--no-check",
+    )
+    profile: Path | None = option(TRACE_FOLDER)
+    device: str = option(DEVICE, default_device)
+    threads: int | None = option(THREADS)
+    seed: int = option(SEED_OF_ROUNDS, 0)
+    domino_chunks: int | None = option(
+        "Domino: parts that the batch is cut into. One row is cut along its tokens.", min=2, shown=str(Schedule.chunks)
+    )
+    domino_columns: int | None = option(
+        "Domino: parts in which a sub-module's sum is computed and sent.", min=1, shown=str(Schedule.columns)
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -79,14 +144,18 @@ class GroupOptions(Record):
 
 @dataclass(frozen=True)
 class BenchOptions(GroupOptions):
-    """How to time inference: ``options`` of bench.json. See ``ladderize bench --help``."""
+    """How to time inference: ``options`` of bench.json."""
 
-    prompt_len: int = 128
-    output_len: int = 33
-    baselines: tuple[str, ...] = ()
-    replicate_vocab: bool = False
-    compile: bool = False
-    schedule: ScheduleName = "sequential"
+    prompt_len: int = option(PROMPT_LEN, 128)
+    output_len: int = option(OUTPUT_LEN, 33)
+    baselines: tuple[str, ...] = option(ALSO_TIMED, ())
+    replicate_vocab: bool = option(REPLICATE_VOCAB, False)
+    compile: bool = option(COMPILE, False)
+    schedule: ScheduleName = option(
+        "Of prefill: sequential, or domino, which computes one part of the batch while another's sum is sent.",
+        "sequential",
+        metavar="NAME",
+    )
 
     @property
     def decode_steps(self) -> int:
@@ -99,25 +168,10 @@ class BenchOptions(GroupOptions):
         return self.scheduled(self.schedule)
 
 
-def parse_counts(text: str, option: str = "--batch-size") -> tuple[int, ...]:
-    """``1,8,64``, each number once."""
-    try:
-        sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise UsageError(f"{option} {text!r} is not a comma-separated list of positive integers")
-    return sizes
-
-
-def parse_baselines(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | None) -> None:
     """Raise UsageError for arguments that do not go together or take no effect. link: of ``--link``."""
     check_model_choice(choice)
-    check_numbers(options, {"prompt_len": 1, "output_len": 2})
+    check_numbers(options)
     check_group_usage(options, link)
     check_domino_usage(options, (options.schedule,), "--schedule")
     if unknown := [name for name in options.baselines if name not in BASELINES]:
@@ -150,28 +204,23 @@ def check_group_usage(options: GroupOptions, link: str | None) -> None:
         raise UsageError("--profile measures overlap of communication with compute; one rank has no communication")
 
 
-def check_domino_usage(options: GroupOptions, schedules: tuple[str, ...], option: str) -> None:
-    """The same of domino. option: that named the schedules."""
+def check_domino_usage(options: GroupOptions, schedules: tuple[str, ...], asked_by: str) -> None:
+    """The same of domino. asked_by: the option that named the schedules."""
     if "domino" in schedules:
         if options.ranks == 1:
-            raise UsageError(f"{option} domino hides communication, and one rank has none; raise --tp-size")
+            raise UsageError(f"{asked_by} domino hides communication, and one rank has none; raise --tp-size")
         options.scheduled("domino")  # checks its numbers
         return
     for name in ("domino_chunks", "domino_columns"):
         if getattr(options, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} has no effect without {option} domino")
+            raise UsageError(f"{flag(name)} has no effect without {asked_by} domino")
 
 
-def check_numbers(options: GroupOptions, more: Mapping[str, int]) -> None:
-    """The command line checks most of them by itself; from Python anything can come. more: name -> least value."""
-    least = {"tp_size": 1, "warmup": 1, "repeat": 1, "seed": 0, **more}
-    for name, value in least.items():
-        if getattr(options, name) < value:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least {value}, not {getattr(options, name)}")
+def check_numbers(options: GroupOptions) -> None:
+    """The command line checks most of them by itself; from Python anything can come."""
+    check_options(options)
     if not options.batch_sizes or min(options.batch_sizes) < 1:
         raise UsageError(f"--batch-size {options.batch_sizes} must name positive integers")
-    if options.emulate_tp is not None and options.emulate_tp < 2:
-        raise UsageError(f"--emulate-tp must be at least 2, not {options.emulate_tp}")
     if options.backend != "auto" and options.ranks == 1:
         raise UsageError(f"--backend {options.backend} has no effect with one rank; leave it out or raise --tp-size")
 
@@ -180,13 +229,9 @@ def check_model_choice(choice: ModelChoice) -> None:
     """Raise UsageError for models that do not go together."""
     if bool(choice.models) == (choice.random_weights is not None):
         raise UsageError("name checkpoints, or a shape with --random-weights, and not both")
-    for option, value in (
-        ("--layout", choice.layout),
-        ("--num-layers", choice.num_layers),
-        ("--sync-tp-size", choice.sync_tp_size),
-    ):
-        if choice.models and value is not None:
-            raise UsageError(f"{option} goes with --random-weights; a checkpoint has its own layout and layers")
+    for name in ("layout", "num_layers", "sync_tp_size"):
+        if choice.models and getattr(choice, name) is not None:
+            raise UsageError(f"{flag(name)} goes with --random-weights; a checkpoint has its own layout and layers")
     if choice.num_layers is not None and not 1 <= choice.num_layers <= MOST_LAYERS:
         raise UsageError(f"--num-layers {choice.num_layers} is not from 1 to {MOST_LAYERS:,}")
     if len(set(choice.models)) < len(choice.models):

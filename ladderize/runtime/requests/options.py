@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ladderize.choices import BackendName, Dtype, check_at_least, check_choices
+from ladderize.choices import THREADS, TP_SIZE, BackendName, Dtype, check_options, option
 from ladderize.errors import UsageError
 from ladderize.ranks.device import default_device
 
@@ -11,27 +11,21 @@ BUDGETS = {"cpu": 2048, "cuda": 16384}
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """tp_size: processes that share the model. rows: texts that are continued at a time. token_budget: tokens of a
-    forward pass, padding included; None: 2048, on a GPU 16384. max_length: the longest text; None: what the config
-    promises. threads: of each process; None shares the cores out. Raises UsageError.
-    """
+    """How to answer. Raises UsageError."""
 
-    tp_size: int = 1
-    rows: int = 8
-    token_budget: int | None = None
-    max_length: int | None = None
+    tp_size: int = option(TP_SIZE, 1)
+    rows: int = option("Texts that are continued at a time.", 8, min=1)
+    token_budget: int | None = option("Tokens of a forward pass, padding included; None: 2048, on a GPU 16384.", min=16)
+    max_length: int | None = option("The longest text; None: what the config promises.", min=2)
     backend: BackendName = "auto"
     dtype: Dtype = "auto"
     device: str = field(default_factory=default_device)
-    threads: int | None = None
+    threads: int | None = option(THREADS)
     revision: str | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        check_at_least(self, 1, "tp_size", "rows", "threads")
-        check_at_least(self, 2, "max_length")
-        check_at_least(self, 16, "token_budget")
+        check_options(self)
         if self.backend == "none":
             raise UsageError("--backend none sums nothing, so scores would be meaningless; it is for bench")
 

@@ -2,7 +2,20 @@
 
 from dataclasses import dataclass, field
 
-from ladderize.choices import BackendName, Dtype, check_at_least, check_choices
+from ladderize.choices import (
+    BACKEND,
+    COMPILE,
+    DEVICE,
+    DTYPE,
+    REPLICATE_VOCAB,
+    REVISION,
+    THREADS,
+    TP_SIZE,
+    BackendName,
+    Dtype,
+    check_options,
+    option,
+)
 from ladderize.errors import UsageError
 from ladderize.ranks.device import default_device
 from ladderize.runtime.sampling import Sampling
@@ -12,25 +25,26 @@ DEFAULT_SAMPLES_AT_A_TIME = 64  # of a corpus, or answers
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """See ``ladderize generate --help``. Raises UsageError for what takes no effect or makes no text."""
+    """How to generate. Raises UsageError for what takes no effect or makes no text."""
 
-    tp_size: int = 1
-    max_new_tokens: int = 128
+    tp_size: int = option(TP_SIZE, 1)
+    max_new_tokens: int = option("Most tokens per text; an EOS token ends it earlier.", 128, min=1)
     sampling: Sampling = field(default_factory=Sampling)
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    chat: bool = False
-    backend: BackendName = "auto"
-    replicate_vocab: bool = False
-    compile: bool = False
-    dtype: Dtype = "auto"
-    device: str = field(default_factory=default_device)
-    threads: int | None = None
-    revision: str | None = None
+    ignore_eos: bool = option("Do not stop at EOS tokens.", False)
+    stop: tuple[str, ...] = option(
+        "With --prompt-file: end an answer before this text. Give it several times for several.", (), metavar="TEXT"
+    )
+    chat: bool = option("Format prompts with the model's chat template, as conversations always are.", False)
+    backend: BackendName = option(BACKEND, "auto")
+    replicate_vocab: bool = option(REPLICATE_VOCAB, False)
+    compile: bool = option(COMPILE, False)
+    dtype: Dtype = option(DTYPE, "auto")
+    device: str = option(DEVICE, default_device)
+    threads: int | None = option(THREADS)
+    revision: str | None = option(REVISION)
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        check_at_least(self, 1, "tp_size", "max_new_tokens", "threads")
+        check_options(self)
         if "" in self.stop:
             raise UsageError("--stop is empty, which every text holds; give some text")
         if self.backend == "none":

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import get_args
 
+from ladderize.choices import option
 from ladderize.errors import UsageError
 from ladderize.runtime.bench.options import (
+    BATCH_SIZES,
     GroupOptions,
     ModelChoice,
     check_domino_usage,
@@ -13,27 +15,6 @@ from ladderize.runtime.bench.options import (
     check_numbers,
 )
 from ladderize.runtime.schedule import Schedule, ScheduleName
-
-
-@dataclass(frozen=True)
-class TrainingBenchOptions(GroupOptions):
-    """How to time training steps: ``options`` of its document. batch_sizes: rows of a step; seq_len: tokens of a row.
-
-    schedules: each is timed with each model; the first with the first model is the reference.
-    """
-
-    batch_sizes: tuple[int, ...] = (2,)
-    seq_len: int = 128
-    schedules: tuple[str, ...] = ("sequential", "domino")
-
-    @property
-    def timed_schedules(self) -> list[Schedule]:
-        return [self.scheduled(name) for name in self.schedules]
-
-    @property
-    def in_flight(self) -> int:
-        """Messages that a rank may have sent before it waits for the first of them."""
-        return max(schedule.in_flight for schedule in self.timed_schedules)
 
 
 def parse_schedules(text: str) -> tuple[str, ...]:
@@ -46,10 +27,35 @@ def parse_schedules(text: str) -> tuple[str, ...]:
     return tuple(name for name in known if name in names)
 
 
+@dataclass(frozen=True)
+class TrainingBenchOptions(GroupOptions):
+    """How to time training steps: ``options`` of its document. Each schedule is timed with each model; the first with
+    the first model is the reference."""
+
+    batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (2,))  # rows of a step
+    seq_len: int = option("With --train: tokens per row.", 128, min=2)
+    schedules: tuple[str, ...] = option(
+        "With --train: schedules to time, of sequential and domino.",
+        ("sequential", "domino"),
+        metavar="A,B",
+        shown="both",
+        parse=parse_schedules,
+    )
+
+    @property
+    def timed_schedules(self) -> list[Schedule]:
+        return [self.scheduled(name) for name in self.schedules]
+
+    @property
+    def in_flight(self) -> int:
+        """Messages that a rank may have sent before it waits for the first of them."""
+        return max(schedule.in_flight for schedule in self.timed_schedules)
+
+
 def check_training_usage(choice: ModelChoice, options: TrainingBenchOptions, link: str | None) -> None:
     """Raise UsageError for arguments that do not go together or take no effect. link: of ``--link``."""
     check_model_choice(choice)
-    check_numbers(options, {"seq_len": 2})
+    check_numbers(options)
     if choice.dtype == "float16":
         raise UsageError("--dtype float16 has too small a range for training; use bfloat16 or float32")
     if not options.schedules or set(options.schedules) - set(get_args(ScheduleName)):

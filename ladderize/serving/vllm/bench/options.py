@@ -3,31 +3,38 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.choices import check_at_least
+from ladderize.choices import SEED_OF_ROUNDS, THREADS, TP_SIZE, check_options, option
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
-from ladderize.runtime.bench.options import ModelChoice, check_model_choice
+from ladderize.runtime.bench.options import (
+    ALSO_TIMED,
+    BATCH_SIZES,
+    COUNTED_ROUNDS,
+    OUTPUT_LEN,
+    PROMPT_LEN,
+    TRACE_FOLDER,
+    UNCOUNTED_ROUNDS,
+    ModelChoice,
+    check_model_choice,
+)
 
 PLUGIN = "plugin"  # of --baselines: the first model, which is dense, in the class that runs layouts
 
 
 @dataclass(frozen=True)
 class VllmBenchOptions(Record):
-    """How to time vLLM: ``options`` of its bench.json. See ``ladderize bench --help``.
+    """How to time vLLM: ``options`` of its bench.json."""
 
-    threads: OpenMP threads of each rank on a CPU; None shares the cores out. profile: a folder for traces, or None.
-    """
-
-    tp_size: int = 1
-    batch_sizes: tuple[int, ...] = (1, 8, 64)
-    prompt_len: int = 128
-    output_len: int = 33
-    warmup: int = 2
-    repeat: int = 7
-    baselines: tuple[str, ...] = ()
-    seed: int = 0
-    threads: int | None = None
-    profile: Path | None = None
+    tp_size: int = option(TP_SIZE, 1)
+    batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (1, 8, 64))
+    prompt_len: int = option(PROMPT_LEN, 128)
+    output_len: int = option(OUTPUT_LEN, 33)
+    warmup: int = option(UNCOUNTED_ROUNDS, 2)
+    repeat: int = option(COUNTED_ROUNDS, 7)
+    baselines: tuple[str, ...] = option(ALSO_TIMED, ())
+    seed: int = option(SEED_OF_ROUNDS, 0)
+    threads: int | None = option(THREADS)  # OpenMP threads, on a CPU
+    profile: Path | None = option(TRACE_FOLDER)
 
     @property
     def decode_steps(self) -> int:
@@ -38,9 +45,7 @@ class VllmBenchOptions(Record):
 def check_vllm_usage(choice: ModelChoice, options: VllmBenchOptions) -> None:
     """Raise UsageError for arguments that do not go together, or that vLLM has no use for."""
     check_model_choice(choice)
-    check_at_least(options, 1, "tp_size", "prompt_len", "warmup", "repeat", "threads")
-    check_at_least(options, 2, "output_len")
-    check_at_least(options, 0, "seed")
+    check_options(options)
     if not options.batch_sizes or min(options.batch_sizes) < 1:
         raise UsageError(f"--batch-size {options.batch_sizes} must name positive integers")
     for name in options.baselines:

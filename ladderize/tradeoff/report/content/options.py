@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ladderize.choices import option
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 
@@ -11,16 +12,16 @@ DEFAULT_MARGIN = 1.0  # points
 
 @dataclass(frozen=True)
 class ReportOptions(Record):
-    """What a report shows. margin: what of the accuracy may be lost, in points; None takes that of the sweep, or 1.
+    """What a report shows. margin: None takes that of the sweep, or 1."""
 
-    markdown: a file that gets the answer, the table and links to the pictures. pictures: a folder that gets each plot
-    as PNG and SVG; None with ``markdown`` takes the folder ``STEM-pictures`` beside that file.
-    """
-
-    margin: float | None = None
-    title: str | None = None
-    markdown: Path | None = None
-    pictures: Path | None = None
+    margin: float | None = option(
+        "How much accuracy may be lost, in points.", metavar="POINTS", shown="the sweep's, else 1"
+    )
+    title: str | None = option("Title of the page.", metavar="TEXT")
+    markdown: Path | None = option("Also write FILE.md, for a README or a model card.", metavar="FILE")
+    pictures: Path | None = option(
+        "Also write each plot to DIR as PNG and SVG.", metavar="DIR", shown="with --markdown: beside that file"
+    )
 
     def __post_init__(self) -> None:
         if self.margin is not None and not 0 < self.margin <= 100:

@@ -1,0 +1,190 @@
+"""A command is made of the dataclasses of its options: typer's signature, the help, and what the user gave."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from ladderize.choices import OPTION, Option, described, flag, parameter_name
+from ladderize.commands.config_file import config_text, config_values, given_names
+
+# panels of the help
+MODELS, LAYOUT, DATA, METHOD = "Model", "Layout", "Data", "Method"
+OPTIMISATION, MEASUREMENT, VALIDATION = "Optimisation", "Measurement", "Validation and checkpoints"
+MEMORY, OUTPUT, ADVANCED = "Memory and devices", "Output", "Advanced"
+PLAIN_OPTIONS = "Options"  # typer's own
+
+METAVARS = {int: "N", float: "X"}
+SHOWN = "ladderize.shown"  # of a context: the options that -h shows
+CONFIG = Option("Read options from this YAML file. The command line wins over it.", "FILE")
+PRINT_CONFIG = Option("Print all options as a YAML file for --config, and stop.")
+SHORT_HELP = Option("Show the options that most runs need, and exit.", flags="-h")
+ALL_HELP = "Show all options, and exit."
+
+Filled = TypeVar("Filled")
+
+
+class GivenOptions:
+    """What a command was given. params: every option and argument by its name, None where it was not given and has no
+    default; names: those that the user gave, in the command's order, also where the value is the default."""
+
+    def __init__(self, context: typer.Context) -> None:
+        # an option that may be repeated and was not given is an empty list or tuple, by the version of typer
+        self.params: dict[str, Any] = {
+            name: None if value in ([], ()) else value for name, value in context.params.items()
+        }
+        self.names = given_names(context)
+
+    def fill(self, kind: type[Filled], *, prefix: Any = "", **more: Any) -> Filled:
+        """A dataclass of options, each field from the option of its name. One that is None was not given, so the
+        field's own default holds. prefix: of the options' names, such as ``lora_``. more: fields that no option gives;
+        they win."""
+        values = {}
+        for field in fields(kind):  # type: ignore[arg-type]
+            value = self.params.get(prefix + parameter_name(field))
+            if field.name not in more and value is not None:
+                values[field.name] = _field_value(field, value)
+        return kind(**values, **more)
+
+
+def names_of(kind: type, prefix: str = "") -> set[str]:
+    """The options that fill this dataclass."""
+    return {prefix + parameter_name(field) for field in fields(kind)}
+
+
+def command(
+    *kinds: type, panels: Mapping[str, str], short: str = "", configurable: bool = True
+) -> Callable[[Callable[[GivenOptions], None]], Any]:
+    """Make a function the command that has the options of these dataclasses; where several have one of the same name,
+    the first describes it.
+
+    panels: titles of the help, each with its options in their order. short: the options that -h shows; none: all.
+    configurable: with --config and --print-config.
+    """
+
+    def decorate(function: Callable[[GivenOptions], None]) -> Any:
+        left = {parameter_name(field): (kind, field) for kind in reversed(kinds) for field in described(kind)}
+        arguments = [name for name, (_, field) in left.items() if field.metadata[OPTION].positional]
+        placed = [(name, "") for name in arguments]
+        placed += [(name, panel) for panel, names in panels.items() for name in names.split()]
+        parameters = [_parameter(*left.pop(name), panel) for name, panel in placed]
+        if left:
+            raise TypeError(f"no panel of {function.__name__} has {', '.join(left)}")
+        if configurable:
+            parameters.append(_built("config", CONFIG, Path | None, None, ADVANCED, config_values))
+            parameters.append(_built("print_config", PRINT_CONFIG, bool, False, ADVANCED))
+        if short:
+            parameters.append(_built("short_help", SHORT_HELP, bool, False, PLAIN_OPTIONS, _show(short.split())))
+
+        def run(context: typer.Context, **_: Any) -> None:
+            function(GivenOptions(context))
+
+        context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        settings = {"help_option_names": ["--help", "--help-all"]} if short else None
+        made = {"__signature__": Signature([context, *parameters]), "context_settings": settings}
+        for name, value in {"__name__": function.__name__, "__doc__": function.__doc__, **made}.items():
+            setattr(run, name, value)
+        return run
+
+    return decorate
+
+
+def add(app: typer.Typer, panel: str, function: Any, name: str | None = None) -> None:
+    """Give the command line what ``command`` made."""
+    app.command(name, rich_help_panel=panel, cls=Command, context_settings=function.context_settings)(function)
+
+
+class SwitchesWithoutType:
+    """Shows no type for switches in the help: ``--overwrite`` takes no value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        parameters = super().get_params(ctx)  # type: ignore[misc]  # of the class that this is mixed into
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+                parameter.metavar = ""
+            if "--help-all" in parameter.opts:
+                parameter.help = ALL_HELP
+                parameter.opts.sort()  # typer has them in a set
+        shown = ctx.meta.get(SHOWN)
+        return [known for known in parameters if shown is None or known.name in shown or "--help-all" in known.opts]
+
+
+class Command(SwitchesWithoutType, TyperCommand):
+    """One command."""
+
+    def invoke(self, ctx: Any) -> Any:
+        if not ctx.params.get("print_config"):
+            return super().invoke(ctx)
+        print(config_text(ctx), end="")
+        return None
+
+
+class Commands(SwitchesWithoutType, TyperGroup):
+    """The command line as a whole."""
+
+
+def _show(names: list[str]) -> Callable[[typer.Context, bool], None]:
+    """What -h does: help with these options only, and with arguments and what is required."""
+
+    def show(context: typer.Context, wanted: bool) -> None:
+        if wanted and not context.resilient_parsing:
+            always = {parameter.name for parameter in context.command.params if parameter.required}
+            always |= {
+                parameter.name for parameter in context.command.params if parameter.param_type_name == "argument"
+            }
+            context.meta[SHOWN] = always.union(names, ("short_help",))
+            print(context.get_help())
+            raise typer.Exit
+
+    return show
+
+
+def _parameter(kind: type, field: Field, panel: str) -> Parameter:
+    """typer's parameter of an option or argument. Its default is None where the field's is worked out later, or where
+    the command line has another kind of value."""
+    known: Option = field.metadata[OPTION]
+    hint = known.kind or (str if known.parse else get_type_hints(kind)[field.name])
+    if get_origin(hint) is tuple:
+        hint = list[get_args(hint)[0]]  # type: ignore[misc]
+    default: Any = field.default
+    if hint is bool:
+        default = False
+    elif default is MISSING and field.default_factory is MISSING and not known.optional:
+        default = Parameter.empty
+    elif known.shown or known.parse or known.kind or default in (None, (), MISSING):
+        hint, default = hint | None, None
+    return _built(parameter_name(field), known, hint, default, panel)
+
+
+def _built(name: str, known: Option, hint: Any, default: Any, panel: str, callback: Any = None) -> Parameter:
+    plain = next((kind for kind in get_args(hint) if kind is not type(None)), hint)
+    if known.positional:
+        how: Any = typer.Argument(metavar=known.metavar, help=known.help)
+    else:
+        how = typer.Option(
+            *(known.flags.split() or [flag(name)]),
+            metavar=known.metavar or METAVARS.get(plain),
+            help=known.help,
+            min=known.min,
+            max=known.max,
+            parser=known.parser,
+            show_default=known.shown or True,
+            rich_help_panel=panel,
+            callback=callback,
+            is_eager=callback is not None,
+        )
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, how])
+
+
+def _field_value(field: Field, value: Any) -> Any:
+    """What the command line has, as the dataclass has it."""
+    known: Option | None = field.metadata.get(OPTION)
+    if known is not None and known.parse is not None:
+        return known.parse(value)
+    if known is not None and known.flags.startswith("--no-"):
+        return not value
+    return tuple(value) if isinstance(value, list) else value
