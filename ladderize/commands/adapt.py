@@ -189,7 +189,10 @@ class AdaptArguments:
         only=RETRAINING,
     )
     warmup_steps: int | None = option(
-        "Steps of linear warm-up.", min=0, shown="5 % of all, at most 200; after align at least 10, or 20 %", only=RETRAINING
+        "Steps of linear warm-up.",
+        min=0,
+        shown="5 % of all, at most 200; after align at least 10, or 20 %",
+        only=RETRAINING,
     )
     min_lr: float | None = option(
         "Final learning rate, as a fraction of the peak.", min=0.0, max=1.0, shown="0", only=RETRAINING
