@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ladderize.errors import LadderizeError, UsageError, UserError
     from ladderize.eval.evaluation.run import evaluate
     from ladderize.eval.options import EvalOptions, PointOptions, SensitivityOptions
+    from ladderize.eval.paired.compare import compare
     from ladderize.eval.paired.document import CompareOptions, ComparisonDocument, Comparisons
-    from ladderize.eval.paired.run import compare
     from ladderize.eval.results import EvalResults
     from ladderize.layout import Layout, LayoutError
     from ladderize.modeling import load, load_tokenizer, register
@@ -165,7 +165,7 @@ _HOMES = {
     "eval.evaluation.run": ("evaluate",),
     "eval.options": ("EvalOptions", "PointOptions", "SensitivityOptions"),
     "eval.paired.document": ("CompareOptions", "ComparisonDocument", "Comparisons"),
-    "eval.paired.run": ("compare",),
+    "eval.paired.compare": ("compare",),
     "eval.results": ("EvalResults",),
     "layout": ("Layout", "LayoutError"),
     "modeling": ("load", "load_tokenizer", "register"),

@@ -9,10 +9,16 @@ from statsmodels.stats.contingency_tables import mcnemar
 
 from ladderize.errors import UsageError
 from ladderize.eval.paired.document import POINT, CompareOptions
-from ladderize.eval.paired.statistics.bootstrap import Estimate, Stratum, estimate_mean, resampled_means
-from ladderize.eval.paired.statistics.flips import Flips, mcnemar_exact
-from ladderize.eval.paired.statistics.margin import judge, samples_needed
-from ladderize.eval.paired.statistics.scale import PERPLEXITY_SCALE, scaled_difference
+from ladderize.eval.paired.statistics import (
+    Estimate,
+    Stratum,
+    estimate_mean,
+    judge,
+    mcnemar_exact,
+    resampled_means,
+    samples_needed,
+    scaled_difference,
+)
 from ladderize.eval.paired.windows import paired_stderr
 
 REPEATS = 1200  # simulated evaluations for a coverage
@@ -161,14 +167,6 @@ def test_mcnemars_p_of_thousands_does_not_underflow():
         assert 0 < ours < 1
 
 
-def test_flips_are_found_where_they_are():
-    rng = fresh()
-    reference, other = rng.integers(0, 2, (2, 50)).astype(float)
-    flips = Flips.of(reference, other)
-    assert flips.right_to_wrong.tolist() == [i for i in range(50) if reference[i] == 1 and other[i] == 0]
-    assert flips.wrong_to_right.tolist() == [i for i in range(50) if reference[i] == 0 and other[i] == 1]
-
-
 # ---- the margin ----
 
 
@@ -250,7 +248,7 @@ def test_the_interval_of_perplexities_covers():
     true = [math.exp(part.sum() / everything[2].sum()) for part in everything[:2]]
     for _ in range(REPEATS):
         reference, other, tokens = windows(rng, 50)
-        found = scaled_difference(PERPLEXITY_SCALE, -reference, -other, tokens, RESAMPLES, rng)
+        found = scaled_difference("perplexity", -reference, -other, tokens, RESAMPLES, rng)
         covered += found.low <= true[1] - true[0] <= found.high
         ratio += found.ratio_low <= true[1] / true[0] <= found.ratio_high
         assert found.low < found.difference < found.high
@@ -262,7 +260,7 @@ def test_a_ratio_of_perplexities_has_the_ends_of_its_logarithm():
     """Eight windows, so that the window that joins shows: log(other / reference) is a mean of differences."""
     rng = fresh()
     reference, other, tokens = windows(rng, 8)
-    ratio = scaled_difference(PERPLEXITY_SCALE, -reference, -other, tokens, 100_000, rng)
+    ratio = scaled_difference("perplexity", -reference, -other, tokens, 100_000, rng)
     stratum = Stratum(other - reference, tokens)
     mean = estimate_mean([stratum], [1.0], [resampled_means(stratum, 100_000, rng)], rng)
     ends = np.log([ratio.ratio_low, ratio.ratio_high])

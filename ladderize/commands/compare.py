@@ -44,7 +44,7 @@ def compare(given: GivenOptions) -> None:
     options = given.fill(CompareOptions, metrics=own.metric or None)
     if own.out is not None:
         check_writable(own.out)
-    from ladderize.eval.paired.run import compare as compare_files
+    from ladderize.eval.paired.compare import compare as compare_files
     from ladderize.eval.paired.words import comparison_sentences, difference_rows, flip_rows, heading, other_rows
 
     console = Console(own.as_json)

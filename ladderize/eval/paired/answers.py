@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,9 +13,15 @@ from ladderize.errors import UserError
 from ladderize.files.parsing import parse_json
 from ladderize.files.regular import read_lines
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 HASHES = {"doc_hash": "documents", "target_hash": "targets", "prompt_hash": "prompts"}  # of a sample, and of what
 MAX_DOC_ID = 2**53
 MAX_VALUE = 1e100  # value of a metric that is taken: sums of squares stay finite
+# fields of documents that hold a passage in lm-eval's tasks, the first one there is counts
+PASSAGES = ("passage", "context", "article", "story", "paragraph")
+EACH_ALONE = "none"  # of --cluster-by: every sample stands alone
 Value = float | tuple[float, float] | None  # None: lm-eval's metric is neither a number nor a weighted one
 
 
@@ -129,3 +135,34 @@ def _part(sample: Mapping[str, Any], name: str, kind: type) -> Any:
     if type(value) is not kind:
         raise ValueError(f"is not a sample of lm-eval: its {name} is not a {kind.__name__}")
     return value
+
+
+# ---- which samples belong together: questions about one passage are not independent ----
+
+
+def check_cluster_field(field: str | None, tasks: Mapping[str, TaskAnswers]) -> None:
+    """Raise UserError where the documents of no task have the field."""
+    if field in (None, EACH_ALONE):
+        return
+    known = {name for filters in tasks.values() for answers in filters.values() for name in answers.passages}
+    if field not in known:
+        raise UserError(
+            f"--cluster-by {field}: no document has this field with text; there are"
+            f" {', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def cluster_codes(answers: Answers, field: str | None) -> "NDArray[np.int64]":
+    """The number of each sample's cluster, from 0 on: [n]. field: as ``CompareOptions.cluster_by``.
+
+    A sample without the field is a cluster of its own. A field that is chosen here for its name, but is the same in all
+    samples, is an instruction rather than a passage.
+    """
+    alone = np.arange(len(answers.doc_ids))
+    names = PASSAGES if field is None else (field,)
+    chosen = next((answers.passages[name] for name in names if name in answers.passages), None)
+    if chosen is None or field == EACH_ALONE or (field is None and len(set(chosen)) == 1):
+        return alone
+    keys = [("", place) if text is None else ("text", text) for place, text in enumerate(chosen)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return np.array([numbers[key] for key in keys], dtype=np.int64)

@@ -36,31 +36,39 @@ def common_tasks(reference: ComparedModel, other: ComparedModel, *, common: bool
     return [task for task in both if task != PERPLEXITY], [task for tasks in only.values() for task in tasks]
 
 
+def check_same(what: str, reference: ComparedModel, other: ComparedModel, ours: Any, theirs: Any) -> None:
+    """Raise UserError, which shows both, where one of the settings is another."""
+    if ours != theirs:
+        raise UserError(
+            f"not the same {what}: {_short(ours)} in {reference.where}, {_short(theirs)} in {other.where}; {ADVICE}"
+        )
+
+
 def check_settings(reference: ComparedModel, other: ComparedModel, tasks: list[str]) -> None:
     """Raise UserError where the models were asked under other settings."""
     if not tasks:
         return
     for key, what in SETTINGS.items():
         if key in reference.harness and key in other.harness:  # else one is ours; other prompts are found out below
-            _check_same(what, reference, other, reference.harness[key], other.harness[key])
+            check_same(what, reference, other, reference.harness[key], other.harness[key])
     if reference.model is not None and other.model is not None:
         ours, theirs = reference.model.add_bos_token, other.model.add_bos_token
-        _check_same("BOS token in front of texts", reference, other, ours, theirs)
+        check_same("BOS token in front of texts", reference, other, ours, theirs)
     if reference.options is not None and other.options is not None:
         asked = (reference.options.apply_chat_template, other.options.apply_chat_template)
-        _check_same("chat template (--apply-chat-template)", reference, other, *asked)
+        check_same("chat template (--apply-chat-template)", reference, other, *asked)
     for task in tasks:
         for part, what in PER_TASK_SETTINGS.items():
-            _check_same(f"{what} of {task}", reference, other, reference.of_task(part, task), other.of_task(part, task))
+            check_same(f"{what} of {task}", reference, other, reference.of_task(part, task), other.of_task(part, task))
         configs = [entry.object_of_task("configs", task) for entry in (reference, other)]
         for key, what in CONFIGURED.items():
-            _check_same(f"{what} of {task}", reference, other, *(config.get(key) for config in configs))
+            check_same(f"{what} of {task}", reference, other, *(config.get(key) for config in configs))
 
 
 def check_same_samples(reference: ComparedModel, other: ComparedModel, task: str) -> None:
     """Raise UserError unless both answered the same documents of a task, with the same prompts."""
     ours, theirs = reference.answers[task], other.answers[task]
-    _check_same(f"filters of {task}", reference, other, sorted(ours), sorted(theirs))
+    check_same(f"filters of {task}", reference, other, sorted(ours), sorted(theirs))
     for name, answers in ours.items():
         _check_answers(reference, other, task, answers, theirs[name])
 
@@ -122,13 +130,6 @@ def _config(entry: ComparedModel) -> Mapping[str, Any]:
 def _measured(entry: ComparedModel) -> list[str]:
     has_perplexity = entry.model is not None and entry.model.perplexity is not None
     return [*entry.answers, *([PERPLEXITY] if has_perplexity else [])]
-
-
-def _check_same(what: str, reference: ComparedModel, other: ComparedModel, ours: Any, theirs: Any) -> None:
-    if ours != theirs:
-        raise UserError(
-            f"not the same {what}: {_short(ours)} in {reference.where}, {_short(theirs)} in {other.where}; {ADVICE}"
-        )
 
 
 def _short(value: Any) -> str:

@@ -10,29 +10,32 @@ from typing import Literal
 
 from ladderize.choices import check_at_least
 from ladderize.errors import UsageError
-from ladderize.eval.paired.statistics.terms import Verdict
 from ladderize.files.records import Record
 
+CONFIDENCE = 0.95  # of every interval
 POINT = 0.01  # of a metric between 0 and 1
 MAX_RESAMPLES = 1_000_000
 ALL = "all"  # the name of what pools all tasks
 
+# Is the other model at most the margin worse? "worse": it is more than the margin worse, and the interval shows that.
+# "too few samples": with so few, an equally good model shows it less often than in four of five cases.
+Verdict = Literal["shown", "not shown", "too few samples", "worse"]
+TOO_FEW: Verdict = "too few samples"
 Weighting = Literal["tasks", "samples"]  # of a mean over several tasks
 
 
 @dataclass(frozen=True)
 class CompareOptions(Record):
-    """How to compare. margin: what may be lost, in points (hundredths of a metric between 0 and 1). cluster_by: the
-    field of a task's documents that samples of one passage share; ``none``: every sample stands alone; None: a field
-    that names a passage, such as ``passage`` or ``article``, where a task has one. metrics: None takes all. common:
-    compare what both models have, where one has more."""
+    """How to compare."""
 
-    margin: float = 1.0
+    margin: float = 1.0  # what may be lost, in points: hundredths of a metric between 0 and 1
     resamples: int = 10_000
     seed: int = 0
+    # the field of a task's documents that samples of one passage share; "none": every sample stands alone; None: a
+    # field that names a passage, such as ``passage`` or ``article``, where a task has one
     cluster_by: str | None = None
-    metrics: tuple[str, ...] | None = None
-    common: bool = False
+    metrics: tuple[str, ...] | None = None  # None: all
+    common: bool = False  # compare what both models have, where one has more
 
     def __post_init__(self) -> None:
         if not 0 < self.margin <= 100:
@@ -45,48 +48,41 @@ class CompareOptions(Record):
 
 @dataclass(frozen=True)
 class TaskComparison(Record):
-    """One metric of one task, over the same samples of both models.
-
-    value, reference_value: of the other model and of the reference; difference: the first minus the second. low,
-    high: the ends of its interval; None where so few clusters have none. clusters: groups of samples that were
-    resampled together. main: whether this metric stands for its task in what is pooled. mcnemar_p, right_to_wrong,
-    wrong_to_right, ..._docs (their doc_id): of metrics that are 0 or 1. verdict: see ``Verdict``; None where a margin
-    in points has no meaning: the metric is not between 0 and 1, or it is unknown whether more is better.
-    samples_needed: to have shown the margin with a chance of 80 % if the models were equally good; only where
-    these were too few.
-    """
+    """One metric of one task, over the same samples of both models."""
 
     task: str
     metric: str
     filter: str
-    main: bool
+    main: bool  # whether this metric stands for its task in what is pooled
     higher_is_better: bool | None
     samples: int
-    clusters: int
+    clusters: int  # groups of samples that were resampled together
     reference_value: float
-    value: float
-    difference: float
-    low: float | None
+    value: float  # of the other model
+    difference: float  # value minus reference_value
+    low: float | None  # the ends of its interval; None where so few clusters have none
     high: float | None
+    # of metrics that are 0 or 1; the documents by their doc_id
     mcnemar_p: float | None
     right_to_wrong: int | None
     wrong_to_right: int | None
     right_to_wrong_docs: list[int] | None
     wrong_to_right_docs: list[int] | None
+    # None where a margin in points has no meaning: the metric is not between 0 and 1, or it is unknown whether more is
+    # better
     verdict: Verdict | None
+    # to have shown the margin with a chance of 80 % if the models were equally good; only where these were too few
     samples_needed: int | None
 
 
 @dataclass(frozen=True)
 class PooledComparison(Record):
-    """The main metrics of several tasks as one number. Each task's samples are resampled within the task.
+    """The main metrics of several tasks as one number. Each task's samples are resampled within the task. Fields
+    without a comment are as in TaskComparison."""
 
-    name: of a group of lm-eval, or ``all``. weights: whether it is the mean over tasks (a group of lm-eval counts as
-    one task, in which its tasks weigh as lm-eval's group says) or over samples. tasks: the ones pooled. The other
-    fields as in TaskComparison.
-    """
-
-    name: str
+    name: str  # of a group of lm-eval, or ``all``
+    # the mean over tasks (a group of lm-eval counts as one task, in which its tasks weigh as lm-eval's group says), or
+    # over samples
     weights: Weighting
     tasks: list[str]
     samples: int
@@ -135,14 +131,12 @@ class PredictionComparison(Record):
 
 @dataclass(frozen=True)
 class ComparisonDocument(Record):
-    """One model against another. reference, other: their names. level: of all intervals. margin, resamples, seed,
-    cluster_by: as in CompareOptions. left_out: sentences about what was not compared, and why. remarks: what else the
-    models' evaluations differed in, which a difference may come from."""
+    """One model against another. margin, resamples, seed, cluster_by: as in CompareOptions."""
 
     reference: str
     other: str
     margin: float
-    level: float
+    level: float  # of all intervals
     resamples: int
     seed: int
     cluster_by: str | None
@@ -150,8 +144,8 @@ class ComparisonDocument(Record):
     pooled: list[PooledComparison]
     perplexity: PerplexityComparison | None
     predictions: PredictionComparison | None
-    left_out: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # what was not compared, and why
+    remarks: list[str] = field(default_factory=list)  # what else the evaluations differed in
 
     @property
     def overall(self) -> PooledComparison | None:

@@ -7,9 +7,7 @@ from typing import Any
 from ladderize.eval.paired.answers import as_value
 from ladderize.eval.paired.document import ALL, POINT, CompareOptions, PooledComparison, Weighting
 from ladderize.eval.paired.entry import ComparedModel
-from ladderize.eval.paired.statistics.bootstrap import estimate_mean, generator
-from ladderize.eval.paired.statistics.margin import judge, samples_needed
-from ladderize.eval.paired.statistics.terms import TOO_FEW, Verdict
+from ladderize.eval.paired.statistics import estimate_mean, generator, verdict_of
 from ladderize.eval.paired.tasks import CLOSE, Compared
 
 
@@ -52,13 +50,8 @@ def _pooled(
     draws = [part.draws for part in parts if part.draws is not None]
     rng = generator(options.seed, f"{name} {weighting}")
     found = estimate_mean(strata, list(weights.values()), draws, rng)
-    samples, margin = sum(part.comparison.samples for part in parts), options.margin * POINT
-    needed = samples_needed(found, samples, margin)
-    verdict: Verdict = TOO_FEW
-    if found.low is not None and found.high is not None:
-        verdict = judge(found.low, found.high, margin, samples, needed)
-    elif needed <= samples:
-        needed = samples + 1
+    samples = sum(part.comparison.samples for part in parts)
+    verdict, needed = verdict_of(found, samples, options.margin * POINT)
     return PooledComparison(
         name=name,
         weights=weighting,
@@ -71,7 +64,7 @@ def _pooled(
         low=found.low,
         high=found.high,
         verdict=verdict,
-        samples_needed=needed if verdict == TOO_FEW else None,
+        samples_needed=needed,
     )
 
 

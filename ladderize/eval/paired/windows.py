@@ -5,11 +5,10 @@ import math
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.paired.comparable import ADVICE
+from ladderize.eval.paired.comparable import ADVICE, check_same
 from ladderize.eval.paired.document import CompareOptions, PerplexityComparison, PredictionComparison
 from ladderize.eval.paired.entry import ComparedModel
-from ladderize.eval.paired.statistics.bootstrap import Stratum, estimate_mean, generator, resampled_means
-from ladderize.eval.paired.statistics.scale import PERPLEXITY_SCALE, scaled_difference
+from ladderize.eval.paired.statistics import Stratum, estimate_mean, generator, resampled_means, scaled_difference
 from ladderize.eval.results import Perplexity
 
 MAX_TOKENS = 2**40  # of a window
@@ -20,14 +19,16 @@ def compare_perplexity(reference: ComparedModel, other: ComparedModel, options: 
     """Perplexity of two models, window by window. Raises UserError where these are not the same windows."""
     ours, tokens = _windows(reference)
     theirs, same_tokens = _windows(other)
-    _check_same_windows(reference, other)
+    for key, what in (("data_sha256", "file"), ("seq_len", "--seq-len"), ("ids_sha256", "token ids")):
+        asked = (getattr(_measured(entry), key) for entry in (reference, other))
+        check_same(f"{what} of --perplexity", reference, other, *asked)
     if not np.array_equal(tokens, same_tokens):
         raise UserError(
             f"not the same windows of --perplexity: {len(tokens):,} with {int(tokens.sum()):,} tokens in"
             f" {reference.where}, {len(same_tokens):,} with {int(same_tokens.sum()):,} in {other.where}; {ADVICE}"
         )
     found = scaled_difference(
-        PERPLEXITY_SCALE, -ours, -theirs, tokens, options.resamples, generator(options.seed, "perplexity")
+        "perplexity", -ours, -theirs, tokens, options.resamples, generator(options.seed, "perplexity")
     )
     values = [math.exp(float(nll.sum() / tokens.sum())) for nll in (ours, theirs)]
     return PerplexityComparison(
@@ -35,13 +36,8 @@ def compare_perplexity(reference: ComparedModel, other: ComparedModel, options: 
         tokens=int(tokens.sum()),
         reference_value=values[0],
         value=values[1],
-        difference=found.difference,
         stderr=paired_stderr(ours, theirs, tokens),
-        low=found.low,
-        high=found.high,
-        ratio=found.ratio,
-        ratio_low=found.ratio_low,
-        ratio_high=found.ratio_high,
+        **vars(found),
     )
 
 
@@ -102,17 +98,3 @@ def _windows(entry: ComparedModel) -> tuple["np.ndarray", "np.ndarray"]:
     if not fits:
         raise UserError(f"{entry.where} has windows of perplexity that do not fit together; evaluate the model again")
     return np.asarray(measured.window_nll, dtype=float), np.asarray(measured.window_tokens, dtype=float)
-
-
-def _check_same_windows(reference: ComparedModel, other: ComparedModel) -> None:
-    ours, theirs = _measured(reference), _measured(other)
-    for key, what in (("data_sha256", "file"), ("seq_len", "--seq-len"), ("ids_sha256", "token ids")):
-        if getattr(ours, key) != getattr(theirs, key):
-            raise UserError(
-                f"not the same {what} of --perplexity in {reference.where} and {other.where}"
-                f" ({_short(getattr(ours, key))} and {_short(getattr(theirs, key))}); {ADVICE}"
-            )
-
-
-def _short(value: object) -> str:
-    return str(value)[:12]

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
-from ladderize.eval.paired.document import ALL, POINT, ComparisonDocument, PooledComparison, TaskComparison
-from ladderize.eval.paired.statistics.terms import Verdict
+from ladderize.eval.paired.document import ALL, POINT, ComparisonDocument, PooledComparison, TaskComparison, Verdict
 
 SHORT_VERDICTS: Mapping[Verdict, str] = {
     "shown": "shown",
@@ -109,18 +108,20 @@ def comparison_sentences(document: ComparisonDocument) -> Iterator[str]:
 def verdict_sentence(one: PooledComparison | TaskComparison, margin: float) -> str:
     """Whether the other model is at most the margin worse, in words that claim no more than the interval shows."""
     where = f"over {pooled_name(one)}" if isinstance(one, PooledComparison) else f"in {one.task}"
-    points = f"{margin:g} point{'' if margin == 1 else 's'}"
+    points = margin_text(margin)
     found = f"{one.difference / POINT:+.2f} points{_from_to(one.low, one.high, unit=POINT)}, {one.samples:,} samples"
-    if one.verdict == "shown":
-        return f"At most {points} worse {where}: shown ({found})."
-    if one.verdict == "worse":
-        return f"More than {points} worse {where}: shown ({found})."
-    if one.verdict == "not shown":
-        return f"At most {points} worse {where}: not shown ({found})."
-    return (
-        f"At most {points} worse {where}: too few samples ({found}); about {one.samples_needed:,} would be needed if"
-        " the models are equally good, more if they are not."
-    )
+    if one.verdict == "too few samples":
+        return (
+            f"At most {points} worse {where}: too few samples ({found}); about {one.samples_needed:,} would be needed"
+            " if the models are equally good, more if they are not."
+        )
+    claim, shown = ("More than", "shown") if one.verdict == "worse" else ("At most", one.verdict)
+    return f"{claim} {points} worse {where}: {shown} ({found})."
+
+
+def margin_text(margin: float) -> str:
+    """``1 point``."""
+    return f"{margin:g} point{'s' * (margin != 1)}"
 
 
 def pooled_name(one: PooledComparison) -> str:

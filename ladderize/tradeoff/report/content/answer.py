@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field, replace
 
+from ladderize.eval.paired.words import margin_text
 from ladderize.tradeoff.report.content.join import ReportContent
 from ladderize.tradeoff.report.content.subjects import Setting, Subject, Timing, WithInterval
 from ladderize.tradeoff.report.content.words import (
     control_text,
-    margin_text,
     named,
     points_text,
     speedup_text,

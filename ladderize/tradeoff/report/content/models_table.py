@@ -1,13 +1,13 @@
 """The table of all models: what each costs, and what it gains. Imports no torch."""
 
 from ladderize.console import human_bytes
+from ladderize.eval.paired.words import margin_text
 from ladderize.tradeoff.report.content.join import ReportContent
 from ladderize.tradeoff.report.content.subjects import Setting, Subject, WithInterval
 from ladderize.tradeoff.report.content.tables import ReportTable, TableCell, TableColumn
 from ladderize.tradeoff.report.content.words import (
     estimate_text,
     interval_text,
-    margin_text,
     number_text,
     speedup_text,
 )

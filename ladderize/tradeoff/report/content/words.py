@@ -1,5 +1,6 @@
 """Numbers and intervals in words, the same in the page, the plots and Markdown. Imports no torch."""
 
+from ladderize.eval.paired.words import margin_text
 from ladderize.tradeoff.report.content.subjects import Accuracy, Subject, WithInterval
 
 MINUS = "\u2212"
@@ -33,10 +34,6 @@ def speedup_text(estimate: WithInterval) -> str:
 def points_text(estimate: WithInterval) -> str:
     """A difference in points."""
     return estimate_text(estimate, 1, sign=True)
-
-
-def margin_text(margin: float) -> str:
-    return f"{margin:g} point{'s' * (margin != 1)}"
 
 
 def verdict_text(accuracy: Accuracy, margin: float) -> str:

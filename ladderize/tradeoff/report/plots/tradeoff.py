@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ladderize.eval.paired.words import margin_text
 from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.report.content.answer import Answer
 from ladderize.tradeoff.report.content.join import ReportContent
@@ -12,7 +13,6 @@ from ladderize.tradeoff.report.content.subjects import PHASE_WORDS, Setting, Sub
 from ladderize.tradeoff.report.content.tables import ReportTable, TableCell
 from ladderize.tradeoff.report.content.words import (
     estimate_text,
-    margin_text,
     points_text,
     speedup_text,
     subject_text,
