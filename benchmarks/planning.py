@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ladderize.figure import save_figure
 from ladderize.files.documents import write_json
 from ladderize.layout import OVERLAPPED, Layout
 from ladderize.planning.calibration.fit import FitResult, OpenFigureError, fit
@@ -349,7 +348,8 @@ def draw(published: Sequence[Published], predict: Callable[[Published], float], 
     for ranks, mark in MARKS.items():
         left.scatter([], [], color="#555555", marker=mark, label=f"{ranks} ranks")
     left.legend(fontsize=8, frameon=False)
-    save_figure(figure, stem)
+    for suffix in (".png", ".svg"):
+        figure.savefig(stem.with_suffix(suffix), dpi=150)
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from ladderize.figure import save_figure
 from ladderize.planning.calibration.document import CalibrationDocument
 from ladderize.planning.calibration.figures import UNFITTED_OF_RUN, begin_device, free_of_run
 from ladderize.planning.calibration.fit import fit
@@ -193,7 +192,8 @@ def draw(rows: dict[str, list[dict[str, Any]]]) -> None:
                 axis.set_major_formatter(ScalarFormatter())
                 axis.set_minor_formatter(NullFormatter())
         axes.legend()
-    save_figure(figure, PLOT)
+    for suffix in (".png", ".svg"):
+        figure.savefig(PLOT.with_suffix(suffix), dpi=150)
 
 
 if __name__ == "__main__":

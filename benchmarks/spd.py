@@ -240,8 +240,6 @@ def draw(document: dict, stem: Path) -> None:
     """Perplexity over the part of blocks dropped: mean of the seeds, and their range."""
     from matplotlib.figure import Figure
 
-    from ladderize.figure import save_figure
-
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     panels = figure.subplots(1, 2)
     for panel, keys in zip(panels, (list(LINES), [key for key in LINES if key[1]]), strict=True):
@@ -282,7 +280,9 @@ def draw(document: dict, stem: Path) -> None:
         f"{layers} layers, {heads} heads (MHA), {document['sync_tp_size']} virtual ranks; mean and range of the seeds",
         fontsize=10,
     )
-    print("drew", *save_figure(figure, stem))
+    for suffix in (".png", ".svg"):
+        figure.savefig(stem.with_suffix(suffix), dpi=150)
+        print("drew", stem.with_suffix(suffix))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Draw docs/layouts and docs/domino, each as .png and .svg: one rank's compute and its all-reduces as a timeline.
 
-python docs/draw_layouts.py        # needs matplotlib (pip install 'ladderize[plots]')
+python docs/draw_layouts.py        # needs matplotlib (pip install matplotlib)
 
 layouts: what each layout does with the sync points of two layers. domino: what schedules make of that, forward and
 backward. What is drawn is a run of the runtime's own code (docs/timeline.py).

@@ -1,6 +1,6 @@
 """Draw docs/recovery.png and .svg from benchmarks/results/recovery.json, and print its figures as tables.
 
-python docs/draw_recovery.py        # needs matplotlib (pip install 'ladderize[plots]')
+python docs/draw_recovery.py        # needs matplotlib (pip install matplotlib)
 """
 
 import json
@@ -15,8 +15,6 @@ from statistics import mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-from ladderize.figure import save_figure
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE.parent / "benchmarks" / "results" / "recovery.json"
@@ -88,7 +86,8 @@ def draw(curves: Curves) -> None:
         axes.set_xlabel("tokens of training", fontsize=8)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8.5)
-    save_figure(figure, HERE / "recovery")
+    for suffix in (".png", ".svg"):
+        figure.savefig((HERE / "recovery").with_suffix(suffix), dpi=150)
 
 
 def draw_panel(axes: Axes, curves: Curves, place: Place) -> None:

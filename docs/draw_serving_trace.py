@@ -5,7 +5,7 @@
     python docs/draw_serving_trace.py        # again, from benchmarks/results/vllm_trace.json
 
 The first form keeps what is drawn of the traces: sub-modules, from their first product to their last, and messages.
-Needs matplotlib (pip install 'ladderize[plots]').
+Needs matplotlib (pip install matplotlib).
 """
 
 import json

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ladderize.runtime.texts.corpus import CorpusDocument, sample_corpus
     from ladderize.runtime.texts.options import GenerateOptions
     from ladderize.runtime.texts.prompts import GenerateDocument, generate
-    from ladderize.tradeoff.report.content.options import ReportOptions
+    from ladderize.tradeoff.report.options import ReportOptions
     from ladderize.tradeoff.report.run import ReportSummary, report
     from ladderize.tradeoff.sweep.run import sweep
     from ladderize.workflows.sensitivity import measure_points, measure_sensitivity
@@ -187,7 +187,7 @@ _HOMES = {
     "runtime.texts.corpus": ("CorpusDocument", "sample_corpus"),
     "runtime.texts.options": ("GenerateOptions",),
     "runtime.texts.prompts": ("GenerateDocument", "generate"),
-    "tradeoff.report.content.options": ("ReportOptions",),
+    "tradeoff.report.options": ("ReportOptions",),
     "tradeoff.report.run": ("ReportSummary", "report"),
     "tradeoff.sweep.run": ("sweep",),
     "workflows.sensitivity": ("measure_points", "measure_sensitivity"),

@@ -1,30 +1,212 @@
-"""What all pictures share: a check before the work, and PNG and SVG after it. matplotlib is the extra ``plots``."""
+"""Plots: a panel is a Vega-Lite specification, which the page of a report shows, and ``--plot`` saves as PNG and SVG.
 
+vl-convert-python, the extra ``plots``, draws both. Colours are CSS variables, so that plots follow the page's dark mode
+without being drawn again; a picture of its own gets the light ones instead.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+Spec = dict[str, Any]
+SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is loaded from there
+# name -> (light, dark); text has a contrast of 4.5 to the page in both, marks of 3
+PALETTE = {
+    "page": ("#ffffff", "#14171c"),
+    "card": ("#f5f6f8", "#1d2129"),
+    "ink": ("#1b1f26", "#e9ebef"),
+    "muted": ("#555d6b", "#aab2c0"),
+    "line": ("#d5d9e0", "#39404c"),
+    "link": ("#1a56b0", "#8ab8ff"),
+    "dense": ("#4a5261", "#c2c9d4"),
+    "ladder": ("#1f63c9", "#78aefc"),
+    "spd": ("#b4500c", "#f0a050"),
+    "both": ("#0a7566", "#4fd0b6"),
+    "baseline": ("#8a3ea8", "#d59cf0"),
+    "compute": ("#6b7482", "#8e98a8"),
+    "hidden": ("#1f63c9", "#78aefc"),
+    "waited": ("#b4500c", "#f0a050"),
+    "good": ("#1d7a3c", "#62cf88"),
+    "bad": ("#b3261e", "#f59089"),
+}
+LINE_COLOURS = ("ladder", "spd", "both", "baseline", "dense")
+LINE_SHAPES = ("circle", "square", "diamond", "triangle-up")
+PICTURE_WIDTH = 720
+DASHES = [6, 4]
+# of an axis of differences: a plus, a true minus, or neither at 0
+SIGNED_LABEL = "(datum.value > 0 ? '+' : datum.value < 0 ? '\u2212' : '') + format(abs(datum.value), '~f')"
+
+
+@dataclass(frozen=True)
+class PlotPanel:
+    """One drawing."""
+
+    spec: Spec
+    title: str = ""  # above it, where a plot has several
+    picture_title: str = ""  # of a picture, where that is another
+
+
+# ---- parts of a specification ----
+
+
+def make_spec(summary: str, height: int, rows: Sequence[Mapping[str, Any]], layers: list[Spec], **more: Any) -> Spec:
+    """A layered specification as wide as its container. rows: the data of its layers."""
+    return {
+        "$schema": SCHEMA,
+        "description": summary,
+        "width": "container",
+        "height": height,
+        "padding": {"left": 2, "right": 6, "top": 6, "bottom": 2},
+        "background": None,
+        "data": {"values": rows},
+        **more,
+        "layer": layers,
+        "config": _config(),
+    }
+
+
+def _config() -> Spec:
+    font = 'system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif'
+    return {
+        "font": font,
+        "view": {"stroke": None},
+        "axis": {
+            "labelColor": "var(--muted)",
+            "titleColor": "var(--ink)",
+            "titleFontWeight": 500,
+            "titleFontSize": 12,
+            "labelFontSize": 12,
+            "gridColor": "var(--line)",
+            "domainColor": "var(--line)",
+            "tickColor": "var(--line)",
+            "labelLimit": 150,
+            "titlePadding": 8,
+        },
+        "axisQuantitative": {"grid": True},
+        "legend": {"disable": True},
+        "text": {"color": "var(--ink)", "fontSize": 12},
+    }
+
+
+def quantitative(field: str, title: str, **more: Any) -> Spec:
+    return {"field": field, "type": "quantitative", "title": title, **more}
+
+
+def nominal(field: str, scale: Mapping[str, str] | None = None, *, colours: bool = False) -> Spec:
+    """scale: value -> a shape, or (``colours``) a name of PALETTE."""
+    if scale is None:
+        return {"field": field, "type": "nominal"}
+    ends = [f"var(--{end})" if colours else end for end in scale.values()]
+    return {"field": field, "type": "nominal", "scale": {"domain": list(scale), "range": ends}}
+
+
+def looks(field: str, table: Mapping[str, tuple[str, str]]) -> Spec:
+    """Colour and shape by one field. table: value -> a name of PALETTE, and a shape."""
+    return {
+        "color": nominal(field, {value: colour for value, (colour, _) in table.items()}, colours=True),
+        "shape": nominal(field, {value: shape for value, (_, shape) in table.items()}),
+    }
+
+
+def line_look(number: int) -> tuple[str, str]:
+    """Colour and shape of one of several lines: different for the first twenty."""
+    return LINE_COLOURS[number % len(LINE_COLOURS)], LINE_SHAPES[number % len(LINE_SHAPES)]
+
+
+def rule(encoding: Spec, **mark: Any) -> Spec:
+    """A line that says nothing to those who do not see it: an axis of comparison, or the bar of an interval."""
+    return {"mark": {"type": "rule", "aria": False, **mark}, "encoding": encoding}
+
+
+def level(axis: str, value: float, *, dashed: bool = False, **mark: Any) -> Spec:
+    """A line across the whole plot. axis: ``x`` or ``y``, on which the value is."""
+    return rule({axis: {"datum": value}}, color="var(--muted)", **({"strokeDash": DASHES} if dashed else {}), **mark)
+
+
+def intervals(axis: str, encoding: Spec, *, width: float = 1.5) -> Spec:
+    """A bar for each row that has both ends. axis: ``x`` or ``y``, whose field has its ends in the fields of the same
+    name with 1 and 2 behind it."""
+    field = encoding[axis]["field"]
+    ends = {**encoding, axis: {**encoding[axis], "field": f"{field}1"}, f"{axis}2": {"field": f"{field}2"}}
+    known = [{"filter": f"isValid(datum.{field}1) && isValid(datum.{field}2)"}]
+    return {**rule(ends, strokeWidth=width, opacity=0.8), "transform": known}
+
+
+def marks(encoding: Spec, size: int) -> Spec:
+    """A mark for each row, which its field ``words`` describes."""
+    return {
+        "mark": {"type": "point", "filled": True, "size": size, "opacity": 1},
+        "encoding": {**encoding, "description": {"field": "words"}},
+    }
+
+
+def lines(encoding: Spec, **mark: Any) -> Spec:
+    return {"mark": {"type": "line", "aria": False, "strokeWidth": 1.5, **mark}, "encoding": encoding}
+
+
+# ---- pictures ----
 
 
 def check_plot(stem: Path, *, option: str = "--plot") -> None:
     """Raise UserError unless a picture can be drawn and written: before hours of work, not after."""
     try:
-        import matplotlib  # noqa: F401
+        import vl_convert  # noqa: F401
     except ImportError:
-        raise UserError(f"{option} needs matplotlib: pip install 'ladderize[plots]'") from None
+        raise UserError(f"{option} needs vl-convert-python: pip install 'ladderize[plots]'") from None
     if not resolved(stem, "--plot ").parent.is_dir():
         raise UserError(f"{option} {stem}: the folder {stem.parent} does not exist")
 
 
-def save_figure(figure: "Figure", stem: Path) -> list[Path]:
-    """Write ``stem``.png and ``stem``.svg; returns their paths."""
-    written = []
-    for suffix in (".png", ".svg"):
-        path = stem.expanduser().with_name(stem.name.removesuffix(".png").removesuffix(".svg") + suffix)
-        figure.savefig(path, dpi=150)
-        written.append(path)
-    return written
+def picture_spec(panels: Sequence[PlotPanel], *, title: str = "", columns: int = 1, width: int = PICTURE_WIDTH) -> Spec:
+    """Panels as a file of its own: light colours, a width in pixels for each, legends, a white ground."""
+    text = json.dumps([panel.spec for panel in panels])
+    for name, (light, _) in PALETTE.items():
+        text = text.replace(f"var(--{name})", light)
+    specs: list[Spec] = json.loads(text)
+    for spec, panel in zip(specs, panels, strict=True):
+        spec["width"] = width
+        own = panel.picture_title or panel.title
+        spec["title"] = {"text": own, "anchor": "start", "fontSize": 13, "offset": 8}
+        for layer in spec["layer"]:
+            encoding = layer["encoding"]
+            if "shape" in encoding and encoding["shape"].get("field") != encoding["color"].get("field"):
+                encoding["shape"]["legend"] = None  # the title says the kind, and so does each shape
+    alone = specs[0]
+    if len(specs) > 1 or title:
+        config = specs[0]["config"]
+        for spec in specs:
+            for key in ("$schema", "padding", "background", "config"):
+                del spec[key]
+        alone = {"$schema": SCHEMA, "concat": specs, "columns": columns, "config": config}
+        alone["resolve"] = {"scale": {"color": "independent", "shape": "independent"}}
+        alone["title"] = {"text": title, "anchor": "start", "fontSize": 14, "offset": 14}
+    legend_columns = 4 if width >= PICTURE_WIDTH else 2
+    alone["background"], alone["padding"] = "white", 12
+    alone["config"]["font"] = "sans-serif"
+    alone["config"]["legend"] = {"orient": "bottom", "columns": legend_columns, "title": None}
+    alone["config"]["legend"] |= {"labelFontSize": 12, "labelLimit": 0}
+    return alone
+
+
+def svg_picture(spec: Spec) -> str:
+    """What ``picture_spec`` made as SVG."""
+    import vl_convert
+
+    return str(vl_convert.vegalite_to_svg(spec, allowed_base_urls=[]))
+
+
+def save_pictures(spec: Spec, stem: Path) -> list[Path]:
+    """Write ``stem``.png, for dense screens, and ``stem``.svg; returns their paths."""
+    import vl_convert
+
+    stem = stem.expanduser()
+    name = stem.name.removesuffix(".png").removesuffix(".svg")
+    png, svg = stem.with_name(f"{name}.png"), stem.with_name(f"{name}.svg")
+    png.write_bytes(vl_convert.vegalite_to_png(spec, scale=2, allowed_base_urls=[]))
+    svg.write_text(svg_picture(spec), encoding="utf-8")
+    return [png, svg]

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from ladderize.adapt.curves.draw import smoothed
-from ladderize.adapt.curves.read import read_curves
+from ladderize.adapt.curves.curves import read_curves, smoothed
 from ladderize.errors import UserError
 from tests.helpers import invoke, one_sentence
 
@@ -89,9 +88,11 @@ def test_all_that_a_chain_left_is_drawn(tmp_path):
     assert invoke("plot", chain, write_layers(tmp_path / "other", "spd.json"), "--out", tmp_path / "c").code == 0
     picture = (tmp_path / "c.svg").read_text()
     titles = ["chain: aligned layers", "other: aligned layers", "chain: distilled blocks", "Training loss"]
-    assert [picture.count(title) for title in [*titles, "Held-out perplexity"]] == [1, 1, 1, 1, 1]
-    assert picture.count("<!-- layer -->") == 2
-    assert all(f"<!-- {name} -->" in picture for name in ("attention reads", "MLP writes", "before", "after"))
+    titles.append("Held-out perplexity; dashed: the dense model, 4")
+    assert [picture.count(f">{title}<") for title in titles] == [1, 1, 1, 1, 1]
+    assert picture.count(">layer<") == 2
+    assert picture.count(">step<") == 3
+    assert all(f">{name}<" in picture for name in ("attention reads", "MLP writes", "before", "after", "block 3"))
 
 
 def test_several_runs_are_drawn(tmp_path):

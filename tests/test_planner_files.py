@@ -251,7 +251,6 @@ def test_a_recipe_makes_the_layout(tmp_path):
 
 
 def test_the_picture(tmp_path):
-    pytest.importorskip("matplotlib")
     for choice in (choice_of(12), choice_of(LAYERS, limit=10)):
         for path in draw_front(choice, tmp_path / "front"):
             assert path.stat().st_size > 5000

@@ -12,7 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 from ladderize.layout import Layout
-from ladderize.tradeoff.report.content.options import ReportOptions
+from ladderize.tradeoff.report.options import ReportOptions
 from ladderize.tradeoff.report.run import report
 from tests import browser as harness
 from tests.browser import DESKTOP, PHONE, Browser

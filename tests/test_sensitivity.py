@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from ladderize.console import Console
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.convert.sensitivity_file import MODES, SensitivityDocument
 from ladderize.errors import UserError
-from ladderize.eval import sensitivity_plot, window_table
+from ladderize.eval import window_table
 from ladderize.eval.backends.scoring import score_windows
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.sensitivity import (
@@ -22,7 +23,7 @@ from ladderize.eval.sensitivity import (
     column_layouts,
     default_tau1,
 )
-from ladderize.eval.sensitivity_plot import block_ticks, value_ticks
+from ladderize.eval.sensitivity_plot import draw_sensitivity, value_ticks
 from ladderize.eval.suffixes import Suffixes
 from ladderize.workflows.sensitivity import measure_sensitivity
 from ladderize.workflows.sensitivity_run import SensitivityFolder
@@ -300,14 +301,12 @@ def test_a_home_folder_is_understood_everywhere(llama, ids, tmp_path, monkeypatc
 
 
 def test_ticks_of_the_picture_stay_apart():
-    assert block_ticks(8) == list(range(8))
-    assert all(len(block_ticks(count)) <= 26 for count in range(1, 300))
     assert value_ticks(-0.01, 12.0, 0.05) == pytest.approx([0, 0.1, 1, 10])  # nothing below 0 for a tiny bar
     assert value_ticks(-0.8, 3.0, 0.05) == pytest.approx([-0.1, 0, 0.1, 1])
     assert len(value_ticks(0.0, 1e30, 0.02)) <= 8
 
 
-def test_a_tiny_negative_bar_takes_little_of_the_picture(llama, ids, tmp_path, monkeypatch):
+def test_a_tiny_negative_value_takes_little_of_the_picture(llama, ids, tmp_path):
     command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--samples", 12, "--out", tmp_path / "s.json"]
     assert invoke(*command).code == 0
     document = SensitivityDocument.from_dict(json.loads((tmp_path / "s.json").read_text()), "s.json")
@@ -316,9 +315,6 @@ def test_a_tiny_negative_bar_takes_little_of_the_picture(llama, ids, tmp_path, m
         replace(block, sensitivity=value, low=value - 0.001, high=value + 0.001)
         for block, value in zip(document.blocks, values, strict=True)
     ]
-    figures = []
-    monkeypatch.setattr(sensitivity_plot, "save_figure", lambda figure, stem: figures.append(figure))
-    sensitivity_plot.draw_sensitivity(replace(document, blocks=blocks), tmp_path / "s")
-    (axes,) = figures[0].axes
-    zero = axes.transAxes.inverted().transform(axes.transData.transform((0, 0)))[1]
-    assert 0 < zero < 0.1
+    _, drawn = draw_sensitivity(replace(document, blocks=blocks), tmp_path / "s")
+    (zero,) = re.findall(r'text-anchor="end" transform="translate\([^,]*,([.\d]+)\)"[^>]*>0<', drawn.read_text())
+    assert 0.9 * 280 < float(zero) < 290  # of 280 pixels, from above; the label is a little below its place

@@ -6,7 +6,7 @@ from pathlib import Path
 from ladderize.choices import AS_JSON, argument, option
 from ladderize.commands.builder import MEASUREMENT, OUTPUT, GivenOptions, command
 from ladderize.console import Console
-from ladderize.tradeoff.report.content.options import ReportOptions
+from ladderize.tradeoff.report.options import ReportOptions
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,25 @@ import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ladderize.convert.point_sensitivity import PointCost, PointSensitivity
-from ladderize.eval.sensitivity_plot import block_ticks, draw_symlog
-from ladderize.figure import save_figure
+from ladderize.eval.sensitivity_plot import WIDE_RANGE, symlog
+from ladderize.figure import (
+    PlotPanel,
+    Spec,
+    intervals,
+    level,
+    looks,
+    make_spec,
+    marks,
+    picture_spec,
+    quantitative,
+    save_pictures,
+)
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, format_ranges
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-# name -> what changes in a layer: the mode of the MLP sync point that enters it, and of its attention's; and how it is
-# drawn
+# name -> what changes in a layer: the mode of the MLP sync point that enters it, and of its attention's
 CHANGES_OF_A_LAYER = {
     "attention overlapped": (BLOCKING, OVERLAPPED),
     "entering MLP overlapped": (OVERLAPPED, BLOCKING),
@@ -23,14 +30,17 @@ CHANGES_OF_A_LAYER = {
     "attention dropped": (BLOCKING, DROPPED),
     "both": (OVERLAPPED, DROPPED),
 }
-MARKS_OF_CHANGES = dict(
+LOOKS_OF_CHANGES = dict(
     zip(
         CHANGES_OF_A_LAYER,
-        (("#4c72b0", "o"), ("#55a868", "s"), ("#8172b3", "^"), ("#dd8452", "D"), ("#c44e52", "v")),
+        zip(
+            ("ladder", "both", "baseline", "spd", "bad"),
+            ("circle", "square", "triangle-up", "diamond", "triangle-down"),
+            strict=True,
+        ),
         strict=True,
     )
 )
-DWARFED = 20  # times the median: where the highest cost is above, the scale is logarithmic from the median on
 
 
 def shown_kinds(document: PointSensitivity) -> list[str]:
@@ -76,65 +86,46 @@ def pair_rows(document: PointSensitivity) -> Iterator[dict[str, str]]:
 def draw_points(document: PointSensitivity, stem: Path) -> list[Path]:
     """Write ``stem``.png and ``stem``.svg: the costs by layer, and of neighbours what they cost beyond their sum;
     returns their paths."""
-    from matplotlib.figure import Figure
-
-    panels = 2 if document.pairs else 1
-    figure = Figure(figsize=(max(7.0, 2 + 0.34 * document.num_layers), 0.6 + 3.8 * panels), layout="constrained")
-    axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
-    kinds = shown_kinds(document)
-    for number, kind in enumerate(kinds):
-        offset = 0.14 * (number - (len(kinds) - 1) / 2)
-        costs = [cost for (layers, name), cost in costs_by_place(document).items() if name == kind]
-        single = [cost for cost in costs if len(cost.layers) == 1]
-        colour, marker = MARKS_OF_CHANGES[kind]
-        style = {"color": colour, "marker": marker, "markersize": 4, "linestyle": "none", "label": kind}
-        axes[0].errorbar(
-            [cost.layers[0] + offset for cost in single],
-            [cost.nats for cost in single],
-            yerr=[
-                [max(0.0, cost.nats - cost.low) for cost in single],
-                [max(0.0, cost.high - cost.nats) for cost in single],
-            ],
-            ecolor=colour,
-            elinewidth=0.8,
-            **style,
-        )
-        if document.pairs:
-            pairs = [cost for cost in costs if len(cost.layers) == 2]
-            places = [cost.layers[0] + 0.5 + offset for cost in pairs]
-            axes[1].plot(places, [beyond_sum(document, cost) for cost in pairs], **style)
-    _finish(axes[0], document, [cost.nats for cost in document.costs if len(cost.layers) == 1])
-    axes[0].set_title("What the change of one layer costs", fontsize=10)
+    costs = costs_by_place(document)
+    single = [
+        {"place": layers[0], "kind": kind, "y": cost.nats, "y1": cost.low, "y2": cost.high}
+        for (layers, kind), cost in costs.items()
+        if len(layers) == 1
+    ]
+    pairs = [
+        {"place": format_ranges(layers), "kind": kind, "y": beyond_sum(document, cost)}
+        for (layers, kind), cost in costs.items()
+        if len(layers) == 2
+    ]
+    panels = [_panel(document, single, "layer", "What the change of one layer costs")]
     if document.pairs:
-        _finish(
-            axes[1],
-            document,
-            [beyond_sum(document, cost) for (layers, _), cost in costs_by_place(document).items() if len(layers) == 2],
-        )
-        axes[1].set_title("What neighbours changed alike cost beyond the sum of each alone", fontsize=10)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=3, loc="outside lower center")
+        title = "What neighbours changed alike cost beyond the sum of each alone"
+        panels.append(_panel(document, pairs, "layers", title))
     ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
     aligned = ", aligned" if document.aligned is not None else ""
     samples = f"{document.data.samples} x {document.data.seq_len} tokens"
-    figure.suptitle(
-        f"{Path(document.model).name}{ranks}{aligned}; {samples}, {document.interval:.0%} bootstrap intervals",
-        fontsize=9,
-    )
-    return save_figure(figure, stem)
+    about = f"{Path(document.model).name}{ranks}{aligned}; {samples}, {document.interval:.0%} bootstrap intervals"
+    return save_pictures(picture_spec(panels, title=about, width=max(560, 28 * document.num_layers)), stem)
 
 
-def _finish(axes: "Axes", document: PointSensitivity, values: list[float]) -> None:
-    """Axes of values in nats per token; logarithmic where a few dwarf the others."""
-    axes.axhline(0, color="black", linewidth=0.6)
+def _panel(document: PointSensitivity, rows: list[dict[str, Any]], place: str, title: str) -> PlotPanel:
+    """Values in nats per token; logarithmic where a few dwarf the others."""
+    values = [row["y"] for row in rows]
+    y = quantitative("y", "nats per token")
     threshold = max(statistics.median(map(abs, values)), 1e-3) if values else 1.0
-    if max(values, default=0.0) > DWARFED * threshold:
-        draw_symlog(axes, min(values), max(values), threshold)
-    axes.set_xticks(block_ticks(document.num_layers))
-    axes.set_xlim(-0.6, document.num_layers - 0.4)
-    axes.set_xlabel("layer")
-    axes.set_ylabel("nats per token")
-    axes.spines[["top", "right"]].set_visible(False)
+    if max(values, default=0.0) > WIDE_RANGE * threshold:
+        y |= symlog(min(values), max(values), threshold)
+    kinds = shown_kinds(document)
+    x: Spec = {"field": "place", "type": "ordinal", "title": place, "sort": None}
+    x["axis"] = {"labelAngle": 0, "labelOverlap": True}
+    look = looks("kind", {kind: LOOKS_OF_CHANGES[kind] for kind in kinds})
+    encoding = {"x": x, "y": y, "xOffset": {"field": "kind", "type": "nominal", "sort": kinds}}
+    layers = [
+        level("y", 0),
+        intervals("y", {**encoding, "color": look["color"]}),
+        marks({**encoding, **look}, 35),
+    ]
+    return PlotPanel(make_spec(title, 260, rows, layers), picture_title=title)
 
 
 def dense_line(document: PointSensitivity) -> str:

@@ -1,86 +1,83 @@
-"""The picture of a sensitivity: S of each block with its interval, coloured by class."""
+"""The picture of a sensitivity: S of each block with its interval, coloured by class. Reports show the same panel."""
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ladderize.convert.sensitivity_file import CLASSES, SensitivityDocument
-from ladderize.figure import save_figure
+from ladderize.figure import (
+    PlotPanel,
+    Spec,
+    intervals,
+    level,
+    looks,
+    make_spec,
+    marks,
+    picture_spec,
+    quantitative,
+    save_pictures,
+)
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-COLOURS = dict(zip(CLASSES, ("#55a868", "#dd8452", "#c44e52"), strict=True))
+CLASS_LOOKS = dict(zip(CLASSES, (("good", "circle"), ("spd", "square"), ("bad", "triangle-up")), strict=True))
 TITLES = {
     "spd": "S: increase of perplexity when block i joins the dropped blocks i+1..L-1",
     "ladder": "S: increase of perplexity when block i joins the ladder blocks i+1..L-1",
     "each": "Increase of perplexity when block i alone is dropped",
     "each-ladder": "Increase of perplexity when block i alone is a ladder block",
 }
+WIDE_RANGE = 20  # times the threshold: where the highest value is above, the scale is logarithmic away from 0
+
+
+def sensitivity_picture(document: SensitivityDocument) -> Spec:
+    """The panel as a file of its own."""
+    ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
+    aligned = ", aligned" if document.aligned is not None else ""
+    samples = f"{document.data.samples} x {document.data.seq_len} tokens"
+    about = f"{Path(document.model).name}{ranks}{aligned}; {samples}, {document.interval:.0%} bootstrap intervals"
+    width = max(480, 24 * len(document.blocks))
+    title = f"{about}; dashed: tau1 {document.tau1:g}, tau2 {document.tau2:g}"
+    return picture_spec([sensitivity_panel(document)], title=title, width=width)
 
 
 def draw_sensitivity(document: SensitivityDocument, stem: Path) -> list[Path]:
     """Write ``stem``.png and ``stem``.svg; returns their paths."""
-    from matplotlib.figure import Figure
+    return save_pictures(sensitivity_picture(document), stem)
 
-    blocks = document.blocks
-    figure = Figure(figsize=(max(6.0, 2 + 0.28 * len(blocks)), 4.2), layout="constrained")
-    axes = figure.subplots()
-    for kind in CLASSES:
-        chosen = [entry for entry in blocks if entry.sensitivity_class == kind]
-        if not chosen:
-            continue
-        heights = [entry.sensitivity for entry in chosen]
-        spread = [
-            [max(0.0, entry.sensitivity - entry.low) for entry in chosen],
-            [max(0.0, entry.high - entry.sensitivity) for entry in chosen],
-        ]
-        axes.bar(
-            [entry.block for entry in chosen],
-            heights,
-            color=COLOURS[kind],
-            label=kind,
-            yerr=spread,
-            ecolor="#444444",
-            capsize=2,
-        )
-    highest = max(entry.high for entry in blocks)
-    for name, tau in (("tau1", document.tau1), ("tau2", document.tau2)):
-        if tau <= 2 * highest:
-            axes.axhline(tau, color="#888888", linewidth=0.8, linestyle="--")
-            axes.annotate(
-                name,
-                (1, tau),
-                xycoords=("axes fraction", "data"),
-                fontsize=8,
-                color="#666666",
-                xytext=(3, -3),
-                textcoords="offset points",
-            )
+
+def sensitivity_panel(document: SensitivityDocument) -> PlotPanel:
+    rows: list[dict[str, Any]] = [
+        {
+            "block": block.block,
+            "y": block.sensitivity,
+            "y1": block.low,
+            "y2": block.high,
+            "kind": block.sensitivity_class,
+            "words": f"block {block.block}: {block.sensitivity:.4g} ({block.low:.4g} to {block.high:.4g}),"
+            f" {block.sensitivity_class}",
+        }
+        for block in document.blocks
+    ]
+    highest = max((block.high for block in document.blocks), default=0.0)
+    y = quantitative("y", "increase of perplexity")
     threshold = max(document.tau1, 1e-3)
-    if highest > 20 * threshold:  # a few blocks dwarf the others: linear around 0, logarithmic above
-        draw_symlog(axes, min(entry.low for entry in blocks), highest, threshold)
-    axes.axhline(0, color="black", linewidth=0.6)
-    axes.set_xticks(block_ticks(len(blocks)))
-    axes.set_xlabel("block i")
-    axes.set_ylabel("S (perplexity)")
-    axes.set_title(TITLES[document.mode], fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
-    aligned = ", aligned" if document.aligned is not None else ""
-    samples = f"{document.data.samples} x {document.data.seq_len} tokens"
-    figure.suptitle(
-        f"{Path(document.model).name}{ranks}{aligned}; {samples}, {document.interval:.0%} bootstrap intervals",
-        fontsize=9,
-    )
-    return save_figure(figure, stem)
+    if highest > WIDE_RANGE * threshold:
+        y |= symlog(min(block.low for block in document.blocks), highest, threshold)
+    x: Spec = {"field": "block", "type": "ordinal", "title": "block", "axis": {"labelAngle": 0, "labelOverlap": True}}
+    look = looks("kind", CLASS_LOOKS)
+    layers = [
+        level("y", 0),
+        *(level("y", tau, dashed=True) for tau in (document.tau1, document.tau2) if tau <= 2 * highest),
+        intervals("y", {"x": x, "y": y, "color": look["color"]}, width=2),
+        marks({"x": x, "y": y, **look}, 80),
+    ]
+    spec = make_spec("Sensitivity of each block", 280, rows, layers)
+    return PlotPanel(spec, picture_title=TITLES.get(document.mode, ""))
 
 
-def block_ticks(count: int) -> list[int]:
-    """The blocks whose number is written: all, or so many that numbers stay apart."""
-    step = next(step for step in (1, 2, 4, 5, 10, 20, 50, 100, 200, 500, 1000) if count <= 26 * step or step == 1000)
-    return list(range(0, count, step))
+def symlog(lowest: float, highest: float, threshold: float) -> Spec:
+    """A scale that is linear about 0 and logarithmic beyond the threshold, with its axis."""
+    axis = {"values": value_ticks(lowest, highest, threshold), "format": "~g"}
+    return {"scale": {"type": "symlog", "constant": threshold, "nice": False, "padding": 8}, "axis": axis}
 
 
 def value_ticks(lowest: float, highest: float, threshold: float) -> list[float]:
@@ -92,12 +89,3 @@ def value_ticks(lowest: float, highest: float, threshold: float) -> list[float]:
         return [10.0**exponent for exponent in exponents[:: max(1, -(-len(exponents) // 6))]]
 
     return [*(-value for value in reversed(side(-lowest))), 0.0, *side(highest)]
-
-
-def draw_symlog(axes: "Axes", lowest: float, highest: float, threshold: float) -> None:
-    """A scale that is linear within the threshold; the axis ends where the values do, also below 0."""
-    axes.set_yscale("symlog", linthresh=threshold, linscale=0.6)
-    axes.set_ylim(min(0.0, 1.5 * lowest) - 0.1 * threshold, 1.5 * highest)
-    ticks = value_ticks(lowest, highest, threshold)
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()

@@ -1,99 +1,83 @@
 """The picture of a benchmark: compute, hidden and waited communication of each variant and batch size, with error
 bars."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ladderize.figure import save_figure
+from ladderize.figure import PlotPanel, Spec, make_spec, nominal, picture_spec, quantitative, rule, save_pictures
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.report import group_text, row_labels
 from ladderize.runtime.bench.spread import quartiles
 
-COMPUTE, HIDDEN, WAITED, INK = "#4c72b0", "#9fb8dc", "#dd8452", "#222222"
-HEIGHT = 0.74  # of a bar
+PART_COLOURS = {
+    "compute": "compute",
+    "communication hidden under compute": "hidden",
+    "communication waited for": "waited",
+}
+BAR_HEIGHT = 26  # pixels, with the space between bars
 
 
 def plot_bench(document: BenchDocument, stem: Path) -> list[Path]:
     """Write ``stem``.png and ``stem``.svg; returns their paths."""
-    from matplotlib.figure import Figure
-
-    rows = _rows(document)
-    figure = Figure(figsize=(11, 2.1 + max(1.6, 0.5 * len(rows))), layout="constrained")
-    panels = figure.subplots(1, 2)
-    for panel, phase, title in zip(panels, ("prefill", "decode"), ("Prefill", "Decode, per step"), strict=True):
-        _draw_phase(panel, document, phase)
-        panel.set_title(title)
-    figure.legend(handles=_legend(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    figure.suptitle(f"{group_text(document)}; medians of {document.options.repeat} interleaved rounds", fontsize=10)
-    return save_figure(figure, stem)
-
-
-def _rows(document: BenchDocument) -> list[BenchRow]:
-    """Those that communicate: the no-comm baseline is the compute of the first."""
-    return [row for row in document.rows if row.communication is not None]
-
-
-def _draw_phase(panel: Any, document: BenchDocument, phase: str) -> None:
-    """One bar for each row, grouped by batch size."""
-    rows = _rows(document)
+    rows = [row for row in document.rows if row.communication is not None]  # no-comm is the compute of the first
     labels = dict(zip((row.model for row in rows), row_labels(rows), strict=True))
-    tick_names: list[str] = []
-    ticks: list[float] = []
-    stops: list[float] = []
-    position = 0.0
-    for batch in sorted({row.batch_size for row in rows}):
-        for row in (row for row in rows if row.batch_size == batch):
-            stops.append(_draw_bar(panel, row, phase, position))
-            ticks.append(position)
-            tick_names.append(f"{labels[row.model]}, batch {batch}")
-            position += 1
-        position += 0.6
-    panel.set_yticks(ticks, tick_names if phase == "prefill" else [""] * len(ticks))
-    panel.invert_yaxis()
-    panel.set_xlabel("ms")
-    panel.set_xlim(0, 1.18 * max(stops, default=1.0))  # room for the figure behind the longest bar
-    panel.spines[["top", "right"]].set_visible(False)
+    panels = []
+    for phase, title in (("prefill", "Prefill"), ("decode", "Decode, per step")):
+        bars = [_bar(row, phase, labels[row.model]) for row in sorted(rows, key=lambda row: row.batch_size)]
+        panels.append(bar_panel(f"{title}; lines: medians and quartiles (below: of compute)", bars, PART_COLOURS))
+    about = f"{group_text(document)}; medians of {document.options.repeat} interleaved rounds"
+    return save_pictures(picture_spec(panels, title=about, columns=2, width=420), stem)
 
 
-def _draw_bar(panel: Any, row: BenchRow, phase: str, position: float) -> float:
-    """Compute, of which communication hides under the last part, then what is waited for, each with its spread.
-
-    Returns where the bar ends.
-    """
+def _bar(row: BenchRow, phase: str, label: str) -> dict[str, Any]:
+    """Compute, of which communication hides under the last part, then what is waited for, each with its spread."""
     assert row.communication is not None
     assert row.no_communication_samples_ms is not None
     total, communication = row.total_ms(phase), row.communication[phase]
     compute = communication.no_communication_ms
-    panel.barh(position, compute, color=COMPUTE, height=HEIGHT)
     # where noise makes the whole shorter than its compute, no more than all communication is hidden
-    hidden = min(communication.hidden_ms, communication.alone_ms) if row.overlaps(phase) else 0.0
-    if hidden > 0:
-        place = {"left": compute - hidden, "height": HEIGHT}
-        panel.barh(position, hidden, color=HIDDEN, hatch="////", edgecolor=COMPUTE, lw=0, **place)
-    if total > compute:
-        panel.barh(position, total - compute, left=compute, color=WAITED, height=HEIGHT)
-    _draw_spread(panel, compute, row.no_communication_samples_ms[phase], position + HEIGHT / 3)
-    high = _draw_spread(panel, total, row.samples_ms[phase], position)
-    stop = max(high, compute)
-    panel.text(stop, position, f"  {total:.3g} ms", va="center", fontsize=8)
-    return stop
+    hidden = max(0.0, min(communication.hidden_ms, communication.alone_ms)) if row.overlaps(phase) else 0.0
+    ends = (0.0, compute - hidden, compute, max(total, compute))
+    return {
+        "row": f"{label}, batch {row.batch_size}",
+        "parts": list(zip(PART_COLOURS, ends, ends[1:], strict=False)),
+        "spread": (total, *quartiles(row.samples_ms[phase])),
+        "lower": (compute, *quartiles(row.no_communication_samples_ms[phase])),
+        "text": f"{total:.3g} ms",
+    }
 
 
-def _draw_spread(panel: Any, median: float, samples: list[float], position: float) -> float:
-    """Mark a median and its quartiles; returns where the mark ends."""
-    low, high = quartiles(samples)
-    reach = [[max(0.0, median - low)], [max(0.0, high - median)]]
-    panel.errorbar(median, position, xerr=reach, fmt="|", color=INK, capsize=2.5, markersize=8, lw=1.1)
-    return max(median, high)
-
-
-def _legend() -> list[Any]:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    return [
-        Patch(color=COMPUTE, label="compute"),
-        Patch(facecolor=HIDDEN, edgecolor=COMPUTE, hatch="////", lw=0, label="communication hidden under compute"),
-        Patch(color=WAITED, label="communication waited for"),
-        Line2D([], [], color=INK, marker="|", markersize=9, label="median and quartiles (below: of compute)"),
+def bar_panel(title: str, bars: Sequence[dict[str, Any]], colours: dict[str, str]) -> PlotPanel:
+    """Stacked bars with error bars. Each has ``row``, its name; ``parts``: (part, start, stop); ``spread``, and maybe
+    ``lower``, which is drawn below it: (median, low, high); ``text`` behind its end. colours: of the parts."""
+    y: Spec = {"field": "row", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 300}}
+    stop = max((end for bar in bars for end in (*bar["spread"], bar["parts"][-1][2])), default=1.0)
+    x = quantitative("ms", "ms", scale={"domain": [0, 1.25 * stop], "nice": False})  # with room for the text
+    parts = [
+        {"row": bar["row"], "part": part, "ms": start, "stop": end}
+        for bar in bars
+        for part, start, end in bar["parts"]
+        if end > start
     ]
+    layers: list[Spec] = [
+        {
+            "data": {"values": parts},
+            "mark": {"type": "bar", "height": {"band": 0.74}},
+            "encoding": {"y": y, "x": x, "x2": {"field": "stop"}, "color": nominal("part", colours, colours=True)},
+        }
+    ]
+    for key, offset in (("lower", 6), ("spread", 0)):
+        spreads = [
+            {"row": bar["row"], "ms": median, "low": low, "high": high, "text": bar["text"], "end": max(median, high)}
+            for bar in bars
+            if key in bar
+            for median, low, high in [bar[key]]
+        ]
+        place: Spec = {"data": {"values": spreads}}
+        error = rule({"y": y, "x": {**x, "field": "low"}, "x2": {"field": "high"}}, color="var(--ink)", yOffset=offset)
+        tick = {"type": "tick", "color": "var(--ink)", "thickness": 1.5, "height": 8, "yOffset": offset}
+        layers += [{**place, **error}, {**place, "mark": tick, "encoding": {"y": y, "x": x}}]
+    text = {"y": y, "x": {**x, "field": "end"}, "text": {"field": "text"}}
+    layers.append({**place, "mark": {"type": "text", "align": "left", "dx": 6}, "encoding": text})
+    return PlotPanel(make_spec(title, BAR_HEIGHT * max(1, len(bars)), [], layers), picture_title=title)

@@ -6,25 +6,38 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.errors import UserError
-from ladderize.tradeoff.report.content.answer import Answer
-from ladderize.tradeoff.report.content.setup import SetupFact
-from ladderize.tradeoff.report.content.strips import LayoutStrip
-from ladderize.tradeoff.report.content.tables import ReportTable
-from ladderize.tradeoff.report.plots.base import PALETTE, PlotPanel, ReportPlot, picture_spec
+from ladderize.figure import PALETTE, picture_spec, svg_picture
+from ladderize.tradeoff.report.answer import MEASURE_ACCURACY, MEASURE_SPEED, Answer
+from ladderize.tradeoff.report.commands import (
+    all_commands,
+    eval_commands,
+    sensitivity_commands,
+    sweep_commands,
+    time_commands,
+)
+from ladderize.tradeoff.report.join import ReportContent
+from ladderize.tradeoff.report.plot import ReportPlot
+from ladderize.tradeoff.report.recovery_plots import recovery_plots
+from ladderize.tradeoff.report.sensitivity_plots import sensitivity_plots
+from ladderize.tradeoff.report.speed_plots import speed_plots, time_plots
+from ladderize.tradeoff.report.tables import LayoutStrip, SetupFact, layout_strips, models_table, setup_facts
+from ladderize.tradeoff.report.task_plots import task_plots
+from ladderize.tradeoff.report.tradeoff_plot import tradeoff_plots
+from ladderize.tradeoff.report.words import ReportTable
 
 TEMPLATES = Path(__file__).parent / "templates"
 NEEDED = "a report needs jinja2 and vl-convert-python: pip install 'ladderize[report]'"
+TITLE = "Accuracy against speed"
+MEASURE_SENSITIVITY = "ladderize sensitivity DENSE --data FILE --mode spd --sync-tp-size N --out sensitivity.json"
+RETRAIN = "ladderize adapt MODEL OUT --distill-from DENSE --data FILE --max-tokens N"
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """intro: what to know first; missing: why there is nothing, and which command makes it."""
-
     name: str
     title: str
-    intro: str = ""
-    plots: tuple[ReportPlot, ...] = ()
-    missing: str = ""
+    plots: list[ReportPlot]
+    missing: str  # why there is nothing, and which command makes it
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,63 @@ class ReportPage:
     @property
     def plots(self) -> list[ReportPlot]:
         return [plot for section in (self.tradeoff, *self.sections) for plot in section.plots]
+
+
+def build_page(content: ReportContent, answer: Answer, title: str | None, version: str) -> ReportPage:
+    """The sections in their order: what there is data for, and for the rest a sentence that says what makes it."""
+    setting = answer.setting or next(iter(content.real_settings), None)
+    reference, found = content.reference, content.found
+    times = f" Times: {setting.words}." if setting is not None else ""
+    lacking = MEASURE_ACCURACY if content.real_settings else MEASURE_SPEED
+    timing = time_commands(found)
+    tradeoff, *sections = (
+        PageSection(name, heading, plots, "" if plots else missing)
+        for name, heading, plots, missing in (
+            (
+                "tradeoff",
+                "The trade-off",
+                tradeoff_plots(content, answer, all_commands(found)),
+                f"There is no model with both a score and a time. `{lacking}` measures what is missing.",
+            ),
+            (
+                "tasks",
+                "Task by task",
+                task_plots(content, eval_commands(found)),
+                f"No task was evaluated. `{MEASURE_ACCURACY}` does it.",
+            ),
+            ("speed", "Speed", speed_plots(content, timing), f"Nothing was timed. `{MEASURE_SPEED}` does it."),
+            (
+                "time",
+                "Where the time goes",
+                time_plots(content, timing),
+                f"The communication was not measured. `{MEASURE_SPEED}` does it.",
+            ),
+            (
+                "sensitivity",
+                "Sensitivity",
+                sensitivity_plots(found.sensitivities, sensitivity_commands(found)),
+                f"The sensitivity of the blocks was not measured. `{MEASURE_SENSITIVITY}` does it.",
+            ),
+            (
+                "recovery",
+                "Recovery",
+                recovery_plots(content, sweep_commands(found)),
+                f"Nothing was adapted here. `{RETRAIN}` wins accuracy back.",
+            ),
+        )
+    )
+    return ReportPage(
+        title=title or (f"{TITLE}: {reference.name}" if reference is not None else TITLE),
+        answer=answer,
+        tradeoff=tradeoff,
+        models=models_table(content, setting),
+        models_intro=f"Select a heading to sort by it.{times}",
+        strips=layout_strips(content),
+        sections=sections,
+        setup=setup_facts(found),
+        remarks=content.remarks,
+        version=version,
+    )
 
 
 def check_libraries() -> None:
@@ -68,27 +138,13 @@ def html_page(page: ReportPage) -> str:
         library=_for_script(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")) if page.plots else "",
         palette=PALETTE,
         specs={plot.name: script_json([panel.spec for panel in plot.panels]) for plot in page.plots},
-        pictures={plot.name: [svg_picture(panel) for panel in plot.panels] for plot in page.plots},
+        pictures={plot.name: [svg_picture(picture_spec([panel])) for panel in plot.panels] for plot in page.plots},
     )
 
 
 def markdown_page(page: ReportPage, pictures: dict[str, list[str]]) -> str:
     """For a README or a model card. pictures: name of a plot -> links to its pictures."""
     return _render("report.md.j2", page=page, pictures=pictures)
-
-
-def svg_picture(panel: PlotPanel) -> str:
-    """One plot as SVG, in the light colours."""
-    import vl_convert
-
-    return str(vl_convert.vegalite_to_svg(picture_spec(panel), allowed_base_urls=[]))
-
-
-def png_picture(panel: PlotPanel) -> bytes:
-    """The same as PNG, for dense screens."""
-    import vl_convert
-
-    return bytes(vl_convert.vegalite_to_png(picture_spec(panel), scale=2, allowed_base_urls=[]))
 
 
 def script_json(value: object) -> str:

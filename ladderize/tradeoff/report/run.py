@@ -9,35 +9,27 @@ from urllib.parse import quote
 import ladderize
 from ladderize.console import SILENT, Console
 from ladderize.errors import UsageError, UserError
+from ladderize.figure import picture_spec, save_pictures
 from ladderize.files.documents import check_writable
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
-from ladderize.tradeoff.report.content.answer import find_answer
-from ladderize.tradeoff.report.content.documents import FoundDocuments, find_documents
-from ladderize.tradeoff.report.content.join import join_documents
-from ladderize.tradeoff.report.content.options import ReportOptions
-from ladderize.tradeoff.report.page import (
-    ReportPage,
-    check_libraries,
-    html_page,
-    markdown_page,
-    png_picture,
-    svg_picture,
-)
-from ladderize.tradeoff.report.sections import build_page
+from ladderize.tradeoff.report.answer import find_answer
+from ladderize.tradeoff.report.documents import FoundDocuments, find_documents
+from ladderize.tradeoff.report.join import join_documents
+from ladderize.tradeoff.report.options import ReportOptions
+from ladderize.tradeoff.report.page import ReportPage, build_page, check_libraries, html_page, markdown_page
 
 
 @dataclass(frozen=True)
 class ReportSummary(Record):
-    """What was written, and the answer. best: the model that is recommended, or None. files: page, Markdown,
-    pictures."""
+    """What was written, and the answer."""
 
     out: str
     headline: str
-    best: str | None
+    best: str | None  # the model that is recommended
     numbers: list[dict[str, str]]
-    files: list[str]
+    files: list[str]  # page, Markdown, pictures
 
 
 def report(
@@ -115,9 +107,7 @@ def _write_pictures(page: ReportPage, folder: Path | None) -> dict[str, list[Pat
     for plot in page.plots:
         for number, panel in enumerate(plot.panels, 1):
             stem = plot.name if len(plot.panels) == 1 else f"{plot.name}-{number}"
-            (folder / f"{stem}.png").write_bytes(png_picture(panel))
-            (folder / f"{stem}.svg").write_text(svg_picture(panel), encoding="utf-8")
-            written.setdefault(plot.name, []).extend([folder / f"{stem}.png", folder / f"{stem}.svg"])
+            written.setdefault(plot.name, []).extend(save_pictures(picture_spec([panel]), folder / stem))
     return written
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ladderize.console import SILENT, Console
 from ladderize.errors import UserError
-from ladderize.figure import check_plot, save_figure
+from ladderize.figure import PlotPanel, check_plot, picture_spec, save_pictures
 from ladderize.files.documents import check_writable
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import default_device
@@ -14,7 +14,7 @@ from ladderize.ranks.group import Ranks, already_started
 from ladderize.runtime.bench.kept import KeptDocument
 from ladderize.runtime.bench.options import GroupOptions, ModelChoice
 from ladderize.runtime.bench.plan import check_positions, chosen_models, make_profile_folder
-from ladderize.runtime.bench.plot import COMPUTE, INK, WAITED
+from ladderize.runtime.bench.plot import bar_panel
 from ladderize.runtime.bench.report import row_labels
 from ladderize.runtime.bench.speed_row import PHASES
 from ladderize.runtime.launch import check_group_size
@@ -25,44 +25,30 @@ from ladderize.serving.vllm.bench.report import show_vllm_bench, vllm_group_text
 from ladderize.serving.vllm.bench.served import VllmPlan, served_models
 from ladderize.serving.vllm.versions import installed_version, version_problem
 
+BAR_COLOURS = {"reference": "waited", "others": "compute"}
+
 
 def plot_vllm_bench(document: VllmBenchDocument, stem: Path) -> list[Path]:
     """Write ``stem``.png and ``stem``.svg; returns their paths."""
-    from matplotlib.figure import Figure
-
     batches = sorted({row.batch_size for row in document.rows})
     # batch sizes differ too much in time to share an axis
-    figure = Figure(
-        figsize=(11, 1.2 + len(batches) * (0.5 + 0.34 * len(document.rows) / len(batches))), layout="constrained"
-    )
-    panels = figure.subplots(len(batches), 2, squeeze=False)
-    for line, batch in zip(panels, batches, strict=True):
-        for panel, phase in zip(line, PHASES, strict=True):
-            _draw_panel(panel, document, phase, batch)
-    figure.suptitle(
-        f"{vllm_group_text(document)}; medians of {document.options.repeat} interleaved rounds", fontsize=10
-    )
-    return save_figure(figure, stem)
+    panels = [_panel(document, phase, batch) for batch in batches for phase in PHASES]
+    about = f"{vllm_group_text(document)}; medians of {document.options.repeat} interleaved rounds"
+    return save_pictures(picture_spec(panels, title=about, columns=2, width=420), stem)
 
 
-def _draw_panel(panel: Any, document: VllmBenchDocument, phase: str, batch: int) -> None:
+def _panel(document: VllmBenchDocument, phase: str, batch: int) -> PlotPanel:
     labels = row_labels(document.rows)
     rows = [(row, label) for row, label in zip(document.rows, labels, strict=True) if row.batch_size == batch]
-    for place, (row, _) in enumerate(rows):
-        median, (low, high) = row.total_ms(phase), row.quartiles_ms[phase]
-        panel.barh(place, median, color=COMPUTE if place else WAITED, height=0.74)
-        panel.errorbar(
-            median, place, xerr=[[max(0.0, median - low)], [max(0.0, high - median)]], color=INK, capsize=2.5
-        )
+    bars = []
+    for place, (row, label) in enumerate(rows):
+        median = row.total_ms(phase)
         ratio = f", {row.ratio(phase):.2f}x" if place else ""
-        panel.text(max(median, high), place, f"  {median:.3g} ms{ratio}", va="center", fontsize=8)
-    panel.set_yticks(range(len(rows)), [label for _, label in rows] if phase == PHASES[0] else [""] * len(rows))
-    panel.invert_yaxis()
-    panel.set_xlim(0, 1.3 * max(max(row.total_ms(phase), row.quartiles_ms[phase][1]) for row, _ in rows))
+        part = "others" if place else "reference"
+        spread = (median, *row.quartiles_ms[phase])
+        bars.append({"row": label, "parts": [(part, 0.0, median)], "spread": spread, "text": f"{median:.3g} ms{ratio}"})
     what = "prefill" if phase == "prefill" else "decode, per step"
-    panel.set_title(f"{what}, batch {batch}", fontsize=9)
-    panel.set_xlabel("ms")
-    panel.spines[["top", "right"]].set_visible(False)
+    return bar_panel(f"{what}, batch {batch}", bars, BAR_COLOURS)
 
 
 def bench_vllm(

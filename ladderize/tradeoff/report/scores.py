@@ -10,12 +10,13 @@ from ladderize.errors import UserError
 from ladderize.eval.evaluation.mean import by_task, is_share, main_metric, mean_accuracy
 from ladderize.eval.evaluation.table import measurements
 from ladderize.eval.paired.compare import compare_results
-from ladderize.eval.paired.document import CompareOptions, ComparisonDocument, TaskComparison, Verdict
+from ladderize.eval.paired.document import CompareOptions, ComparisonDocument, Comparisons, TaskComparison, Verdict
 from ladderize.eval.paired.entry import ComparedModel, leaf_tasks, read_entry
+from ladderize.eval.paired.statistics import judge
 from ladderize.eval.paired.words import metric_name
 from ladderize.eval.results import ModelResult
-from ladderize.tradeoff.report.content.documents import FoundResults
-from ladderize.tradeoff.report.content.subjects import Accuracy, Subject, TaskScore, WithInterval
+from ladderize.tradeoff.report.documents import FoundResults
+from ladderize.tradeoff.report.subjects import Accuracy, Subject, TaskScore, WithInterval
 
 NORMAL_95 = 1.959964  # of the normal distribution: the half width of a 95 % interval in standard errors
 # of an evaluation: what must be the same for two of them to be compared
@@ -54,7 +55,7 @@ def add_scores(
         own = _subject_of(entry, subjects)
         if not own.scores and own.perplexity is None:  # else it is the reference of an earlier one, too
             _score(own, entry)
-    for comparison in results.comparisons:
+    for comparison in Comparisons.from_dict(vars(results.document), results.path).comparisons:
         subject = subjects.get(os.path.normpath(comparison.other))
         if subject is None:
             raise UserError(f"{results.path} compares {comparison.other}, which it does not evaluate; evaluate again")
@@ -101,8 +102,7 @@ def compare_controls(found: Iterable[FoundResults], subjects: Mapping[str, Subje
         if control is not None:
             overall = compare_results(read_entry(*control), read_entry(*place), CompareOptions(margin)).overall
             if overall is not None:
-                difference = WithInterval(overall.difference, overall.low, overall.high)
-                subjects[model].over_control = difference.scaled(100)
+                subjects[model].over_control = WithInterval.of(overall).scaled(100)
 
 
 def _subject_of(entry: ModelResult, subjects: Mapping[str, Subject]) -> Subject:
@@ -119,8 +119,7 @@ def _score(subject: Subject, entry: ModelResult) -> None:
     for one in measurements(entry):
         if one.task == "perplexity":
             spread = None if one.stderr is None else NORMAL_95 * one.stderr
-            low, high = (None, None) if spread is None else (one.value - spread, one.value + spread)
-            subject.perplexity = WithInterval(one.value, low, high)
+            subject.perplexity = WithInterval.around(one.value, spread)
     for task, found in by_task(entry).items():
         main = main_metric(found)
         for one in found:
@@ -141,17 +140,16 @@ def take_comparison(
             remarks.append(remark)
     subject.scores = [_task_score(one) for one in comparison.tasks]
     if (overall := comparison.overall) is not None:
-        difference = WithInterval(overall.difference, overall.low, overall.high)
+        points, is_same = WithInterval.of(overall).scaled(100), margin == comparison.margin
         reference.accuracy = Accuracy(overall.reference_value)
         subject.accuracy = Accuracy(
             value=overall.value,
-            difference=difference.scaled(100),
+            difference=points,
             paired=True,
-            verdict=_verdict_at(difference, overall.verdict, margin, comparison.margin),
-            needed=overall.samples_needed if margin == comparison.margin else None,
+            verdict=overall.verdict if is_same or overall.verdict is None else judge_points(points, margin),
+            needed=overall.samples_needed if is_same else None,
         )
     if (perplexity := comparison.perplexity) is not None:
-        subject.perplexity_difference = WithInterval(perplexity.difference, perplexity.low, perplexity.high)
         ends = [None if end is None else perplexity.reference_value + end for end in (perplexity.low, perplexity.high)]
         subject.perplexity = WithInterval(perplexity.value, ends[0], ends[1])
 
@@ -162,28 +160,19 @@ def _task_score(one: TaskComparison) -> TaskScore:
         metric=metric_name(one.metric, one.filter),
         value=one.value,
         stderr=None,
-        difference=WithInterval(one.difference, one.low, one.high),
+        difference=WithInterval.of(one),
         paired=True,
         main=one.main,
         points=one.verdict is not None,
-        flips=None
-        if one.right_to_wrong is None or one.wrong_to_right is None
-        else (one.right_to_wrong, one.wrong_to_right),
+        flips=(one.right_to_wrong, one.wrong_to_right),
     )
-
-
-def _verdict_at(difference: WithInterval, verdict: Verdict | None, margin: float, made_for: float) -> Verdict | None:
-    """A comparison's verdict at the report's margin: its own where the margins are the same."""
-    return verdict if margin == made_for or verdict is None else judge_points(difference.scaled(100), margin)
 
 
 def judge_points(difference: WithInterval, margin: float) -> Verdict:
     """What an interval in points shows about a margin."""
     if difference.low is None or difference.high is None:
         return "too few samples"
-    if difference.low > -margin:
-        return "shown"
-    return "worse" if difference.high < -margin else "not shown"
+    return judge(difference.low, difference.high, margin, samples=0, needed=0)
 
 
 def _judge_unpaired(difference: WithInterval, margin: float) -> Verdict:
@@ -195,32 +184,19 @@ def _judge_unpaired(difference: WithInterval, margin: float) -> Verdict:
 def _compare_unpaired(subject: Subject, reference: Subject, margin: float) -> None:
     """From two standard errors, as if the models had answered different questions: wider than a paired interval."""
     base = {(score.task, score.metric): score for score in reference.scores}
-    compared = []
-    for score in subject.scores:
-        other = base.get((score.task, score.metric))
-        difference = None if other is None else _unpaired(score.value, score.stderr, other.value, other.stderr)
-        compared.append(replace(score, difference=difference, paired=False))
-    subject.scores = compared
-    pooled = [score for score in compared if score.main and score.points and score.difference is not None]
-    if subject.accuracy is not None and pooled:
-        spreads = [_half_width(score.difference) for score in pooled if score.difference is not None]
-        known = [spread for spread in spreads if spread is not None]
-        value = sum(score.difference.value for score in pooled if score.difference is not None) / len(pooled)
-        spread = math.sqrt(sum(s * s for s in known)) / len(pooled) if len(known) == len(pooled) else None
-        difference = WithInterval(value) if spread is None else WithInterval(value, value - spread, value + spread)
-        points = difference.scaled(100)
+    subject.scores = [_unpaired(score, base.get((score.task, score.metric))) for score in subject.scores]
+    found = [score.difference for score in subject.scores if score.main and score.points and score.difference]
+    if subject.accuracy is not None and found:
+        spreads = [one.spread for one in found if one.spread is not None]
+        value = sum(one.value for one in found) / len(found)
+        spread = math.hypot(*spreads) / len(found) if len(spreads) == len(found) else None
+        points = WithInterval.around(value, spread).scaled(100)
         subject.accuracy = Accuracy(subject.accuracy.value, points, False, _judge_unpaired(points, margin))
 
 
-def _unpaired(value: float, stderr: float | None, other: float, other_stderr: float | None) -> WithInterval:
-    difference = value - other
-    if stderr is None or other_stderr is None:
-        return WithInterval(difference)
-    spread = NORMAL_95 * math.hypot(stderr, other_stderr)
-    return WithInterval(difference, difference - spread, difference + spread)
-
-
-def _half_width(estimate: WithInterval | None) -> float | None:
-    if estimate is None or estimate.low is None or estimate.high is None:
-        return None
-    return (estimate.high - estimate.low) / 2
+def _unpaired(score: TaskScore, other: TaskScore | None) -> TaskScore:
+    if other is None:
+        return replace(score, difference=None, paired=False)
+    known = score.stderr is not None and other.stderr is not None
+    spread = NORMAL_95 * math.hypot(score.stderr or 0.0, other.stderr or 0.0) if known else None
+    return replace(score, difference=WithInterval.around(score.value - other.value, spread), paired=False)

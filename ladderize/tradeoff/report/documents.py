@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Generic, TypeVar
 
-from ladderize.adapt.curves.read import Curves, read_curves
+from ladderize.adapt.curves.curves import Curves, read_curves
 from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.convert.sensitivity_file import SensitivityDocument, kind_of, read_sensitivity
 from ladderize.errors import UserError
-from ladderize.eval.paired.document import ComparisonDocument, Comparisons
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
 from ladderize.files.regular import inside, resolved
@@ -31,65 +30,45 @@ TELLING_KEYS = {
     "sensitivity": ("blocks", "tau1"),
     "points": ("costs", "dense_nll"),
 }
+NOT_SHOWN = {
+    "training": "bench --train, whose steps no report shows; name other files",
+    "vllm": "bench --engine vllm, which no report shows; name other files",
+    "points": "sensitivity --mode points, which `ladderize plan` reads and no report shows; name other files",
+}
+AnyDocument = TypeVar("AnyDocument")
 
 
 @dataclass(frozen=True)
-class FoundSweep:
-    path: Path
-    document: SweepDocument
-
-
-@dataclass(frozen=True)
-class FoundResults:
-    """version: of ladderize, which wrote it. command: what made it, where a sweep says so."""
+class FoundDocument(Generic[AnyDocument]):
+    """One document."""
 
     path: Path
-    document: EvalResults
-    comparisons: list[ComparisonDocument]
-    version: str
-    command: str | None = None
+    document: AnyDocument
+    version: str  # of ladderize, which wrote it
+    command: str | None = None  # what made it, where a sweep says so
 
 
-@dataclass(frozen=True)
-class FoundBench:
-    path: Path
-    document: BenchDocument
-    version: str
-    command: str | None = None
-
-
-@dataclass(frozen=True)
-class FoundPlan:
-    path: Path
-    document: PlanResult
-    version: str
-
-
-@dataclass(frozen=True)
-class FoundSensitivity:
-    path: Path
-    document: SensitivityDocument
-    command: str | None = None
+FoundResults = FoundDocument[EvalResults]
 
 
 @dataclass(frozen=True)
 class FoundCurves:
-    """Of one retraining. folder: what it was written to. name: of the point of a sweep."""
+    """Of one retraining."""
 
-    folder: Path
+    folder: Path  # what it was written to
     curves: Curves
-    name: str | None = None
+    name: str | None = None  # of the point of a sweep
 
 
 @dataclass
 class FoundDocuments:
     """All that was found, in the order in which it was named."""
 
-    sweeps: list[FoundSweep] = field(default_factory=list)
+    sweeps: list[FoundDocument[SweepDocument]] = field(default_factory=list)
     results: list[FoundResults] = field(default_factory=list)
-    benches: list[FoundBench] = field(default_factory=list)
-    plans: list[FoundPlan] = field(default_factory=list)
-    sensitivities: list[FoundSensitivity] = field(default_factory=list)
+    benches: list[FoundDocument[BenchDocument]] = field(default_factory=list)
+    plans: list[FoundDocument[PlanResult]] = field(default_factory=list)
+    sensitivities: list[FoundDocument[SensitivityDocument]] = field(default_factory=list)
     curves: list[FoundCurves] = field(default_factory=list)
     seen: set[Path] = field(default_factory=set)
 
@@ -147,39 +126,23 @@ def _add_file(path: Path, found: FoundDocuments, command: str | None = None, *, 
     version = str(content.get("ladderize_version", "unknown"))
     kind = next((kind for kind, keys in TELLING_KEYS.items() if all(key in content for key in keys)), None)
     if kind == "sweep":
-        _add_sweep(path, SweepDocument.from_dict(content, path), found)
+        _add_sweep(FoundDocument(path, SweepDocument.from_dict(content, path), version), found)
     elif kind == "results":
-        found.results.append(
-            FoundResults(path, EvalResults.from_dict(content, path), _comparisons(content, path), version, command)
-        )
-    elif kind == "training":
-        if named:
-            raise UserError(f"{path} is of bench --train, whose steps no report shows; name other files")
-    elif kind == "vllm":
-        if named:
-            raise UserError(f"{path} is of bench --engine vllm, which no report shows; name other files")
-    elif kind == "points":
-        if named:
-            raise UserError(
-                f"{path} is of sensitivity --mode points, which `ladderize plan` reads and no report shows; name other"
-                " files"
-            )
+        found.results.append(FoundDocument(path, EvalResults.from_dict(content, path), version, command))
     elif kind == "bench":
-        found.benches.append(FoundBench(path, BenchDocument.from_dict(content, path), version, command))
+        found.benches.append(FoundDocument(path, BenchDocument.from_dict(content, path), version, command))
     elif kind == "plan":
-        found.plans.append(FoundPlan(path, PlanResult.from_dict(content, path), version))
+        found.plans.append(FoundDocument(path, PlanResult.from_dict(content, path), version))
     elif kind == "sensitivity":
         document = read_sensitivity(path, kind_of(str(content.get("mode"))))
-        found.sensitivities.append(FoundSensitivity(path, document, command))
-    else:
+        found.sensitivities.append(FoundDocument(path, document, version, command))
+    elif kind is None:
         raise UserError(
             f"{path} is none of the documents that a report is made of: sweep.json, results.json, bench.json,"
             " plan.json, sensitivity.json; name one of these, or a folder with them"
         )
-
-
-def _comparisons(content: dict[str, Any], path: Path) -> list[ComparisonDocument]:
-    return Comparisons.from_dict(content, path).comparisons if "comparisons" in content else []
+    elif named:
+        raise UserError(f"{path} is of {NOT_SHOWN[kind]}")
 
 
 def _add_curves(folder: Path, found: FoundDocuments, name: str | None = None) -> None:
@@ -188,32 +151,31 @@ def _add_curves(folder: Path, found: FoundDocuments, name: str | None = None) ->
         found.curves.append(FoundCurves(folder, read_curves(folder), name))
 
 
-def _add_sweep(path: Path, document: SweepDocument, found: FoundDocuments) -> None:
+def _add_sweep(sweep: FoundDocument[SweepDocument], found: FoundDocuments) -> None:
     """A sweep, and what it points to: paths inside its folder only."""
-    found.sweeps.append(FoundSweep(path, document))
-    folder = path.parent
-    commands = {stage.output: stage.command for stage in document.stages}
-    for point in document.points:
-        commands |= {stage.output: stage.command for stage in point.stages}
+    found.sweeps.append(sweep)
+    document = sweep.document
+    stages = [*document.stages, *(stage for point in document.points for stage in point.stages)]
+    commands = {stage.output: stage.command for stage in stages}
     for point in document.points:
         if point.results is not None:
-            _add_stage(folder, point.results, commands, found)
-        if point.adaptation is not None and (_inside(folder, point.adaptation) / METRICS).is_file():
-            _add_curves(_inside(folder, point.adaptation), found, point.name)
+            _add_stage(sweep.path, point.results, commands, found)
+        if point.adaptation is not None and (_inside(sweep.path, point.adaptation) / METRICS).is_file():
+            _add_curves(_inside(sweep.path, point.adaptation), found, point.name)
     for name in (*document.sensitivities, *document.benches):
-        _add_stage(folder, name, commands, found)
+        _add_stage(sweep.path, name, commands, found)
 
 
-def _add_stage(folder: Path, name: str, commands: dict[str, str | None], found: FoundDocuments) -> None:
-    path = _inside(folder, name)
+def _add_stage(sweep: Path, name: str, commands: dict[str, str | None], found: FoundDocuments) -> None:
+    path = _inside(sweep, name)
     if not path.is_file():
-        raise UserError(f"{folder / SWEEP} names {name}, which is not there; run `ladderize sweep` again")
+        raise UserError(f"{sweep} names {name}, which is not there; run `ladderize sweep` again")
     _add_file(path, found, commands.get(name, commands.get(str(Path(name).parent))))
 
 
-def _inside(folder: Path, name: str) -> Path:
+def _inside(sweep: Path, name: str) -> Path:
     """A path that sweep.json names; raises UserError where it leaves the sweep's folder."""
-    path = inside(folder, name)
+    path = inside(sweep.parent, name)
     if path is None:
-        raise UserError(f"{folder / SWEEP} names {name}, which lies outside of its folder")
+        raise UserError(f"{sweep} names {name}, which lies outside of its folder")
     return path

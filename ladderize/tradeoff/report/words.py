@@ -1,9 +1,49 @@
-"""Numbers and intervals in words, the same in the page, the plots and Markdown. Imports no torch."""
+"""Numbers and intervals in words, and the tables that hold them: the same in the page, the plots and Markdown. Imports
+no torch."""
+
+from dataclasses import dataclass, field
 
 from ladderize.eval.paired.words import margin_text
-from ladderize.tradeoff.report.content.subjects import Accuracy, Subject, WithInterval
+from ladderize.tradeoff.report.subjects import Accuracy, Subject, WithInterval
 
 MINUS = "\u2212"
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """What is shown. value: what it is sorted by, where that is a number."""
+
+    text: str
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """Each row has a cell for every column; the first cell of a row is its header."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[TableCell]] = field(default_factory=list)
+
+    def add(self, *cells: str | TableCell) -> None:
+        row = [cell if isinstance(cell, TableCell) else TableCell(cell) for cell in cells]
+        if len(row) != len(self.columns):
+            raise ValueError(f"{len(row)} cells for {len(self.columns)} columns of {self.caption!r}")
+        self.rows.append(row)
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Of each column, whether it holds numbers."""
+        return [any(row[place].value is not None for row in self.rows) for place in range(len(self.columns))]
+
+
+def number_cell(value: float | None, shown: str, *, factor: float = 1.0) -> TableCell:
+    """shown: a format string for ``factor`` times the value; empty where there is none."""
+    return TableCell("") if value is None else TableCell(shown.format(factor * value), float(value))
+
+
+def interval_cell(estimate: WithInterval, digits: int, *, sign: bool = False) -> TableCell:
+    return TableCell(interval_text(estimate, digits, sign=sign), estimate.low)
 
 
 def number_text(value: float, digits: int = 2, *, sign: bool = False) -> str:
@@ -38,17 +78,14 @@ def points_text(estimate: WithInterval) -> str:
 
 def verdict_text(accuracy: Accuracy, margin: float) -> str:
     """Whether it is within the margin, in words that claim no more than the interval shows."""
-    within = f"within {margin_text(margin)} of dense"
-    if accuracy.verdict == "shown":
-        return f"{within}: shown"
+    if accuracy.verdict is None:
+        return "not compared"
     if accuracy.verdict == "worse":
         return f"more than {margin_text(margin)} worse: shown"
+    text = f"within {margin_text(margin)} of dense: {accuracy.verdict}"
     if accuracy.verdict == "too few samples":
-        needed = f": {accuracy.needed:,} needed" if accuracy.needed else ""
-        return f"{within}: too few samples{needed}"
-    if accuracy.verdict == "not shown":
-        return f"{within}: not shown" + ("" if accuracy.paired else " (unpaired)")
-    return "not compared"
+        return text + (f": {accuracy.needed:,} needed" if accuracy.needed else "")
+    return text + (" (unpaired)" if accuracy.verdict == "not shown" and not accuracy.paired else "")
 
 
 def control_text(difference: WithInterval | None) -> str:

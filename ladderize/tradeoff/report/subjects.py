@@ -1,7 +1,8 @@
 """What a report is about: models, what they score, and how fast they are in which setting. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from ladderize.adapt.methods import ALIGN
 from ladderize.eval.paired.document import ComparisonDocument, Verdict
@@ -16,6 +17,17 @@ FAMILIES = ("dense", "ladder", "spd", "spd + ladder", "baseline")
 MODEL_SUBJECT, BARE_SUBJECT, BASELINE_SUBJECT = "model", "no checkpoint", "baseline, for timing only"
 
 
+class _Difference(Protocol):
+    """What the parts of a paired comparison have."""
+
+    @property
+    def difference(self) -> float: ...
+    @property
+    def low(self) -> float | None: ...
+    @property
+    def high(self) -> float | None: ...
+
+
 @dataclass(frozen=True)
 class WithInterval:
     """A number and the ends of its 95 % interval; None where it has none."""
@@ -24,6 +36,19 @@ class WithInterval:
     low: float | None = None
     high: float | None = None
 
+    @classmethod
+    def of(cls, compared: _Difference) -> "WithInterval":
+        return cls(compared.difference, compared.low, compared.high)
+
+    @classmethod
+    def around(cls, value: float, spread: float | None) -> "WithInterval":
+        """spread: half the width of the interval; None: there is none."""
+        return cls(value) if spread is None else cls(value, value - spread, value + spread)
+
+    @property
+    def spread(self) -> float | None:
+        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+
     def scaled(self, factor: float) -> "WithInterval":
         low, high = (None if end is None else end * factor for end in (self.low, self.high))
         return WithInterval(self.value * factor, low, high)
@@ -31,20 +56,18 @@ class WithInterval:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a model was timed, or its times predicted. medium: how ranks communicate, or the emulated or assumed link.
-    reference: the model that speed-ups are over. bare: a shape was timed, not a checkpoint. source: which bench.json or
-    plan.json."""
+    """Where a model was timed, or its times predicted."""
 
     kind: TimingKind
     tp_size: int
-    medium: str
+    medium: str  # how ranks communicate, or the emulated or assumed link
     batch_size: int
     prompt_len: int
     output_len: int
     device: str
-    reference: str
-    bare: bool
-    source: int
+    reference: str  # the model that speed-ups are over
+    bare: bool  # a shape was timed, not a checkpoint
+    source: int  # which bench.json or plan.json
 
     @property
     def place(self) -> str:
@@ -77,52 +100,55 @@ class Setting:
 
 @dataclass(frozen=True)
 class Spent:
-    """Milliseconds of one pass. compute: without communication; waited: what communication adds, with the ends of its
-    interval; hidden: what of it ran under compute, None for a layout that overlaps nothing."""
+    """Milliseconds of one pass."""
 
-    compute: float
-    waited: WithInterval
-    hidden: float | None
+    compute: float  # without communication
+    waited: WithInterval  # what communication adds
+    hidden: float | None  # what of it ran under compute; None for a layout that overlaps nothing
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One model in one setting. speedup: by phase; spent: by phase, without ``end_to_end``."""
+    """One model in one setting."""
 
     setting: Setting
-    speedup: dict[str, WithInterval]
+    speedup: dict[str, WithInterval]  # by phase
     prefill_ms: float
     decode_ms_per_token: float
     output_tokens_per_s: float
     peak_memory_bytes: int | None
-    spent: dict[str, Spent] = field(default_factory=dict)
+    spent: dict[str, Spent] = field(default_factory=dict)  # by phase, without ``end_to_end``
+
+    @property
+    def whole(self) -> WithInterval:
+        """The speed-up from end to end."""
+        return self.speedup["end_to_end"]
 
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One metric of one task. difference: to the reference, in the metric's unit. paired: whether its interval comes
-    from the same questions; otherwise from two standard errors. points: whether the metric is between 0 and 1."""
+    """One metric of one task."""
 
     task: str
     metric: str
     value: float
     stderr: float | None
-    difference: WithInterval | None = None
-    paired: bool = False
+    difference: WithInterval | None = None  # to the reference, in the metric's unit
+    paired: bool = False  # whether its interval comes from the same questions; else from two standard errors
     main: bool = True
-    points: bool = True
-    flips: tuple[int, int] | None = None  # right to wrong, wrong to right
+    points: bool = True  # whether the metric is between 0 and 1
+    flips: tuple[int | None, int | None] = (None, None)  # right to wrong, wrong to right
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The mean over tasks. difference: to the reference. needed: samples to show the margin."""
+    """The mean over tasks."""
 
     value: float
-    difference: WithInterval | None = None
+    difference: WithInterval | None = None  # to the reference, in points
     paired: bool = False
     verdict: Verdict | None = None
-    needed: int | None = None
+    needed: int | None = None  # samples to show the margin
 
 
 @dataclass
@@ -145,7 +171,6 @@ class Subject:
     accuracy: Accuracy | None = None
     scores: list[TaskScore] = field(default_factory=list)
     perplexity: WithInterval | None = None  # interval: paired where a comparison is there
-    perplexity_difference: WithInterval | None = None
     comparison: ComparisonDocument | None = None
     timings: list[Timing] = field(default_factory=list)
     timed_as: str | None = None  # the model of the same layout and size whose times these are
@@ -164,6 +189,16 @@ class Subject:
     def is_control(self) -> bool:
         """Whether it is the dense model, trained like the others."""
         return self.is_dense and bool(self.adaptation)
+
+    @property
+    def difference(self) -> WithInterval | None:
+        """Points of mean accuracy from the reference."""
+        return self.accuracy.difference if self.accuracy is not None else None
+
+    @property
+    def modes(self) -> tuple[tuple[str, ...], tuple[str, ...], int | None]:
+        """What its layout is."""
+        return tuple(self.attention_sync), tuple(self.mlp_sync), self.sync_tp_size
 
     @property
     def family(self) -> str:
@@ -189,3 +224,12 @@ class Subject:
 
     def timing(self, setting: Setting) -> Timing | None:
         return next((timing for timing in self.timings if timing.setting == setting), None)
+
+    def own_timing(self, setting: Setting) -> Timing | None:
+        """The same of a model whose times these are; what shares them is named in the remarks."""
+        return self.timing(setting) if self.timed_as is None else None
+
+
+def timed_in(subjects: Sequence[Subject], settings: Sequence[Setting]) -> list[Subject]:
+    """The subjects with times of their own in one of the settings."""
+    return [subject for subject in subjects if any(subject.own_timing(setting) for setting in settings)]

@@ -1,38 +1,46 @@
 """From documents to subjects: what was evaluated, timed and swept under one model path is one subject."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ladderize.errors import UserError
 from ladderize.eval.evaluation.table import short_names
-from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow
-from ladderize.runtime.bench.document import BenchRow
-from ladderize.tradeoff.report.content.documents import FoundBench, FoundDocuments, FoundPlan, FoundResults
-from ladderize.tradeoff.report.content.options import DEFAULT_MARGIN, ReportOptions
-from ladderize.tradeoff.report.content.scores import add_scores, check_same_questions, compare_controls, compare_stored
-from ladderize.tradeoff.report.content.subjects import (
+from ladderize.eval.results import EvalResults, EvaluatedModel
+from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow, PlanResult
+from ladderize.runtime.bench.document import BenchDocument, BenchRow
+from ladderize.runtime.bench.speed_row import PhaseCommunication, SpeedRow
+from ladderize.runtime.bench.spread import LEAST_ROUNDS
+from ladderize.tradeoff.report.documents import FoundDocument, FoundDocuments
+from ladderize.tradeoff.report.options import DEFAULT_MARGIN, ReportOptions
+from ladderize.tradeoff.report.scores import add_scores, check_same_questions, compare_controls, compare_stored
+from ladderize.tradeoff.report.subjects import (
     BARE_SUBJECT,
     BASELINE_SUBJECT,
     KIND_ORDER,
     MODEL_SUBJECT,
+    PHASE_WORDS,
     Setting,
+    Spent,
     Subject,
+    Timing,
+    TimingKind,
+    WithInterval,
 )
-from ladderize.tradeoff.report.content.timings import bench_timing, planned_timing
 from ladderize.workflows.sweep_document import SweepPoint
 
 
 @dataclass
 class ReportContent:
-    """subjects: the reference first. settings: measured ones first, then by ranks (most first) and batch size.
-    remarks: what a reader must know about how the numbers came about."""
+    """All that a report shows."""
 
     margin: float
-    subjects: list[Subject]
-    settings: list[Setting]
+    subjects: list[Subject]  # the reference first
+    settings: list[Setting]  # measured ones first, then by ranks (most first) and batch size
     found: FoundDocuments
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # what a reader must know about how the numbers came about
 
     @property
     def models(self) -> list[Subject]:
@@ -96,29 +104,22 @@ class _Joint:
     where: dict[str, Path] = field(default_factory=dict)  # which results.json has a model
     joined: dict[Path, bool] = field(default_factory=dict)  # whether a bench.json has a model that was evaluated
 
+    def _new(self, row: SweepPoint | EvaluatedModel | SpeedRow, model: str, name: str = "", **more: Any) -> Subject:
+        subject = Subject(name, model, row.layout, row.attention_sync, row.mlp_sync, row.sync_tp_size, **more)
+        self.subjects.append(subject)
+        return subject
+
     def add_point(self, point: SweepPoint) -> None:
         if point.model is not None and _normal(point.model) in self.evaluated:
             return  # of another sweep, too: paths hold a hash of all that decides a model
-        subject = Subject(
-            name=point.name,
-            model=point.model or point.name,
-            layout=point.layout,
-            attention_sync=point.attention_sync,
-            mlp_sync=point.mlp_sync,
-            sync_tp_size=point.sync_tp_size,
-            adapted=point.adapted,
-            tokens=point.tokens,
-            failure=point.failure,
-            not_promoted=point.not_promoted,
-            control=point.control,
-        )
-        self.subjects.append(subject)
+        more = {name: getattr(point, name) for name in ("adapted", "tokens", "failure", "not_promoted", "control")}
+        subject = self._new(point, point.model or point.name, point.name, **more)
         if point.model is not None:
             self.evaluated.setdefault(_normal(point.model), subject)
         if (timed := point.timed or point.model) is not None:
             self.timed.setdefault(_normal(timed), []).append(subject)
 
-    def add_results(self, results: FoundResults) -> None:
+    def add_results(self, results: FoundDocument[EvalResults]) -> None:
         for number, entry in enumerate(results.document.models):
             key = _normal(entry.model.model)
             if key in self.where and number == 0:
@@ -130,56 +131,31 @@ class _Joint:
             self.where[key] = results.path
             subject = self.evaluated.get(key)
             if subject is None:
-                subject = Subject(
-                    name="",
-                    model=entry.model.model,
-                    layout=entry.model.layout,
-                    attention_sync=entry.model.attention_sync,
-                    mlp_sync=entry.model.mlp_sync,
-                    sync_tp_size=entry.model.sync_tp_size,
-                )
-                self.subjects.append(subject)
-                self.evaluated[key] = subject
+                subject = self.evaluated[key] = self._new(entry.model, entry.model.model)
                 self.timed.setdefault(key, []).append(subject)
             subject.parameters = entry.model.parameters
-            _check_layout(subject, entry.model.attention_sync, entry.model.mlp_sync, results.path)
+            _check_layout(subject, entry.model, results.path)
 
-    def add_bench(self, bench: FoundBench, number: int) -> None:
-        document = bench.document
-        for row in document.rows:
-            timing = bench_timing(row, document, number)
-            for subject in self._subjects_of(row, bench):
-                if subject.timing(timing.setting) is not None:
-                    raise UserError(f"{bench.path} has two rows of {row.model} at batch size {row.batch_size}")
-                subject.timings.append(timing)
+    def add_bench(self, bench: FoundDocument[BenchDocument], number: int) -> None:
+        for row in bench.document.rows:
+            timing = bench_timing(row, bench.document, number)
+            for subject in self._timed_subjects(row, bench.path):
+                _add_timing(subject, timing, row, bench.path)
 
-    def _subjects_of(self, row: BenchRow, bench: FoundBench) -> list[Subject]:
+    def _timed_subjects(self, row: BenchRow, path: Path) -> list[Subject]:
         if row.is_model and not row.is_random:
             key = _normal(row.model)
-            self.joined[bench.path] = self.joined.get(bench.path, False) or key in self.timed
-            if key in self.timed:
-                for subject in self.timed[key]:
-                    _check_layout(subject, row.attention_sync, row.mlp_sync, bench.path)
-                return self.timed[key]
+            self.joined[path] = self.joined.get(path, False) or key in self.timed
+            for subject in self.timed.get(key, []):
+                _check_layout(subject, row, path)
         else:  # never joined to what was evaluated
-            key = f"{bench.path}: {row.model}: {row.weights}"
-            if key in self.timed:
-                return self.timed[key]
-        kind = BASELINE_SUBJECT if not row.is_model else BARE_SUBJECT if row.is_random else MODEL_SUBJECT
-        subject = Subject(
-            name="" if kind == MODEL_SUBJECT else row.model,
-            model=row.model,
-            layout=row.layout,
-            attention_sync=row.attention_sync,
-            mlp_sync=row.mlp_sync,
-            sync_tp_size=row.sync_tp_size,
-            kind=kind,
-        )
-        self.subjects.append(subject)
-        self.timed[key] = [subject]
-        return [subject]
+            key = f"{path}: {row.model}: {row.weights}"
+        if key not in self.timed:
+            kind = BASELINE_SUBJECT if not row.is_model else BARE_SUBJECT if row.is_random else MODEL_SUBJECT
+            self.timed[key] = [self._new(row, row.model, "" if kind == MODEL_SUBJECT else row.model, kind=kind)]
+        return self.timed[key]
 
-    def add_plan(self, plan: FoundPlan, number: int) -> None:
+    def add_plan(self, plan: FoundDocument[PlanResult], number: int) -> None:
         """Give predicted times to all models of the same layout and size."""
         document = plan.document
         if not document.rows:
@@ -195,23 +171,20 @@ class _Joint:
             timing = planned_timing(row, document, number, first)
             same = self._planned_subjects(row, plan)
             for subject in same:
-                if subject.timing(timing.setting) is not None:
-                    raise UserError(f"{plan.path} has two rows of {row.model} at batch size {row.batch_size}")
-                subject.timings.append(timing)
+                _add_timing(subject, timing, row, plan.path)
                 if subject is not same[0] and id(subject) not in measured:
                     subject.timed_as = same[0].model
 
-    def _planned_subjects(self, row: PlannedRow, plan: FoundPlan) -> list[Subject]:
+    def _planned_subjects(self, row: PlannedRow, plan: FoundDocument[PlanResult]) -> list[Subject]:
         """What was evaluated of this layout and size; else the layout by itself."""
-        looks = (row.parameters, row.attention_sync, row.mlp_sync, row.sync_tp_size)
-        models = [subject for subject in self.subjects if subject.kind == MODEL_SUBJECT]
-        same = [subject for subject in models if _looks(subject) == looks]
+        wanted = (row.parameters, (tuple(row.attention_sync), tuple(row.mlp_sync), row.sync_tp_size))
+        same = [one for one in self.subjects if one.kind == MODEL_SUBJECT and (one.parameters, one.modes) == wanted]
         if same and row.is_model:
             return same
-        own = row.is_model and row.weights != NO_WEIGHTS
-        timed = [one for one in self.timed.get(_normal(row.model), []) if own and one.parameters is None]
+        is_own = row.is_model and row.weights != NO_WEIGHTS
+        timed = [one for one in self.timed.get(_normal(row.model), []) if is_own and one.parameters is None]
         for subject in timed:  # nothing else tells its size
-            _check_layout(subject, row.attention_sync, row.mlp_sync, plan.path)
+            _check_layout(subject, row, plan.path)
             subject.parameters = row.parameters
         if timed:
             return timed
@@ -219,19 +192,9 @@ class _Joint:
         name = f"{row.model}, {row.sync_tp_size} virtual ranks" if len(sizes) > 1 else row.model
         key = f"{plan.path}: {name}"
         if key not in self.timed:
-            kind = BASELINE_SUBJECT if not row.is_model else MODEL_SUBJECT if own else BARE_SUBJECT
-            subject = Subject(
-                name="" if own else name,
-                model=row.model if own else name,
-                layout=row.layout,
-                attention_sync=row.attention_sync,
-                mlp_sync=row.mlp_sync,
-                sync_tp_size=row.sync_tp_size,
-                kind=kind,
-                parameters=row.parameters,
-            )
-            self.subjects.append(subject)
-            self.timed[key] = [subject]
+            kind = BASELINE_SUBJECT if not row.is_model else MODEL_SUBJECT if is_own else BARE_SUBJECT
+            model, shown = (row.model, "") if is_own else (name, name)
+            self.timed[key] = [self._new(row, model, shown, kind=kind, parameters=row.parameters)]
         return self.timed[key]
 
     def check_joined(self, found: FoundDocuments) -> None:
@@ -252,7 +215,7 @@ class _Joint:
         models = [subject for subject in self.subjects if subject.kind == MODEL_SUBJECT]
         timed = [subject for subject in models if subject.timings and subject.parameters is not None]
         for subject in models:
-            same = [other for other in timed if _looks(subject) == _looks(other)]
+            same = [one for one in timed if (one.parameters, one.modes) == (subject.parameters, subject.modes)]
             if not subject.timings and same:
                 subject.timings, subject.timed_as = list(same[0].timings), same[0].model
 
@@ -278,11 +241,6 @@ class _Joint:
         return sorted(found, key=_preference)
 
 
-def _looks(subject: Subject) -> tuple[object, ...]:
-    """What its speed depends on."""
-    return subject.parameters, subject.attention_sync, subject.mlp_sync, subject.sync_tp_size
-
-
 def _preference(setting: Setting) -> tuple[object, ...]:
     return (
         setting.bare, KIND_ORDER.index(setting.kind), -setting.tp_size, setting.source, setting.batch_size,
@@ -301,12 +259,18 @@ def _some(names: set[str]) -> str:
     return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
 
 
-def _check_layout(subject: Subject, attention: list[str], mlp: list[str], path: Path) -> None:
-    if (subject.attention_sync, subject.mlp_sync) != (attention, mlp):
+def _check_layout(subject: Subject, row: EvaluatedModel | SpeedRow, path: Path) -> None:
+    if (subject.attention_sync, subject.mlp_sync) != (row.attention_sync, row.mlp_sync):
         raise UserError(
             f"{path} has {subject.model} in another layout than the other documents ({subject.layout}): it was"
             " converted again in between; evaluate and time it again"
         )
+
+
+def _add_timing(subject: Subject, timing: Timing, row: SpeedRow, path: Path) -> None:
+    if subject.timing(timing.setting) is not None:
+        raise UserError(f"{path} has two rows of {row.model} at batch size {row.batch_size}")
+    subject.timings.append(timing)
 
 
 def _name(models: list[Subject]) -> None:
@@ -319,3 +283,67 @@ def _name(models: list[Subject]) -> None:
     for subject in models:  # of several sweeps
         counts[subject.name] = count = counts.get(subject.name, 0) + 1
         subject.name += f" #{count}" if count > 1 else ""
+
+
+# ---- from a row of bench.json or plan.json to the times of a subject ----
+
+
+def bench_timing(row: BenchRow, document: BenchDocument, number: int) -> Timing:
+    """number: of the document, which tells settings apart."""
+    first = document.rows[0]
+    kind: TimingKind = "emulated" if row.emulated else "measured"
+    medium = document.link.name if document.link is not None else document.backend.partition(":")[0]
+    setting = _setting(row, document, kind, medium, document.environment.device, first.model, first.is_random, number)
+    known = document.options.repeat >= LEAST_ROUNDS and row.model != first.model
+    spent = {phase: _spent(part, row.overlaps(phase)) for phase, part in (row.communication or {}).items()}
+    return _timing(row, setting, spent, lambda interval: known and len(interval) == 2)
+
+
+def planned_timing(row: PlannedRow, document: PlanResult, number: int, reference: Subject) -> Timing:
+    """reference: what speed-ups are over."""
+    medium = document.link.name if document.link is not None else "no link"
+    device = document.device.name + (", calibrated" if row.basis == "calibrated" else "")
+    is_bare = reference.kind != MODEL_SUBJECT
+    setting = _setting(row, document, "predicted", medium, device, reference.model, is_bare, number)
+    spent = {phase: _spent(part, row.has_overlap) for phase, part in row.communication.items()}
+    return _timing(row, setting, spent, lambda interval: interval[0] < interval[1])
+
+
+def _setting(
+    row: SpeedRow,
+    document: BenchDocument | PlanResult,
+    kind: TimingKind,
+    medium: str,
+    device: str,
+    reference: str,
+    bare: bool,
+    source: int,
+) -> Setting:
+    lengths = (document.options.prompt_len, document.options.output_len)
+    return Setting(kind, row.tp_size, medium, row.batch_size, *lengths, device, reference, bare, source)
+
+
+def _timing(
+    row: SpeedRow, setting: Setting, spent: dict[str, Spent], has_interval: Callable[[list[float]], bool]
+) -> Timing:
+    """has_interval: whether these two numbers of a speed-up are the ends of one."""
+    speedups = {}
+    for phase in PHASE_WORDS:
+        value, interval = getattr(row, f"speedup_{phase}"), getattr(row, f"speedup_{phase}_interval")
+        speedups[phase] = WithInterval(value, *(interval if has_interval(interval) else ()))
+    return Timing(
+        setting,
+        speedups,
+        row.prefill_ms,
+        row.decode_ms_per_token,
+        row.output_tokens_per_s,
+        row.peak_memory_bytes,
+        spent,
+    )
+
+
+def _spent(part: PhaseCommunication, overlaps: bool) -> Spent:
+    low, high = part.exposed_interval_ms if len(part.exposed_interval_ms) == 2 else (None, None)
+    # a difference of two medians may come out below 0, and what is hidden above all that there is; neither can be
+    hidden = min(max(0.0, part.hidden_ms), part.alone_ms, part.no_communication_ms) if overlaps else None
+    return Spent(part.no_communication_ms, WithInterval(part.exposed_ms, low, high), hidden)

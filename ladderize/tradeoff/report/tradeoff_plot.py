@@ -6,28 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ladderize.eval.paired.words import margin_text
+from ladderize.figure import SIGNED_LABEL, PlotPanel, Spec, intervals, level, lines, make_spec, quantitative
 from ladderize.tradeoff.front import pareto_front
-from ladderize.tradeoff.report.content.answer import Answer
-from ladderize.tradeoff.report.content.join import ReportContent
-from ladderize.tradeoff.report.content.subjects import PHASE_WORDS, Setting, Subject, WithInterval
-from ladderize.tradeoff.report.content.tables import ReportTable, TableCell
-from ladderize.tradeoff.report.content.words import (
+from ladderize.tradeoff.report.answer import Answer
+from ladderize.tradeoff.report.join import ReportContent
+from ladderize.tradeoff.report.plot import PlotChoice, ReportPlot, family_colour, family_legend, kind_shape
+from ladderize.tradeoff.report.subjects import PHASE_WORDS, Setting, Subject, WithInterval
+from ladderize.tradeoff.report.words import (
+    ReportTable,
+    TableCell,
     estimate_text,
+    number_cell,
     points_text,
     speedup_text,
     subject_text,
-)
-from ladderize.tradeoff.report.plots.base import (
-    SIGNED_LABEL,
-    PlotChoice,
-    PlotPanel,
-    ReportPlot,
-    Spec,
-    family_colour,
-    family_legend,
-    kind_shape,
-    make_spec,
-    rule,
 )
 
 CLOSE_ACROSS, CLOSE_UP = 0.3, 0.06  # of the axes: names of marks that are closer would lie on each other
@@ -39,12 +31,12 @@ WIDE_RATIO = 4  # of the largest perplexity to the least: beyond, the scale is l
 
 @dataclass(frozen=True)
 class Measure:
-    """What the vertical axis shows. unit: after a number; more: whether more is better."""
+    """What the vertical axis shows."""
 
     name: str
     title: str
     axis: str
-    more: bool
+    more: bool  # whether more is better
 
 
 BY_ACCURACY = Measure("tradeoff", "Speed-up against accuracy", "mean accuracy, points from dense", True)
@@ -63,12 +55,10 @@ def tradeoff_plots(content: ReportContent, answer: Answer, commands: list[str]) 
     return plots
 
 
-def _score(subject: Subject, measure: Measure, reference: Subject) -> WithInterval | None:
+def _score(subject: Subject, measure: Measure, reference: Subject | None) -> WithInterval | None:
     if measure is BY_PERPLEXITY:
         return subject.perplexity
-    if subject is reference and subject.accuracy is not None:
-        return WithInterval(0.0)
-    return subject.accuracy.difference if subject.accuracy is not None else None
+    return WithInterval(0.0) if subject is reference and subject.accuracy is not None else subject.difference
 
 
 def _score_text(score: WithInterval, measure: Measure) -> str:
@@ -76,17 +66,17 @@ def _score_text(score: WithInterval, measure: Measure) -> str:
 
 
 def _rows(content: ReportContent, measure: Measure) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    if content.reference is None:
-        return rows
-    for number, setting in enumerate(content.real_settings):
-        for phase in PHASE_WORDS:
-            rows += _rows_of(content, content.reference, measure, number, setting, phase)
-    return rows
+    reference = content.reference
+    return [
+        row
+        for number, setting in enumerate(content.real_settings if reference is not None else [])
+        for phase in PHASE_WORDS
+        for row in _rows_of(content, reference, measure, number, setting, phase)
+    ]
 
 
 def _rows_of(
-    content: ReportContent, reference: Subject, measure: Measure, number: int, setting: Setting, phase: str
+    content: ReportContent, reference: Subject | None, measure: Measure, number: int, setting: Setting, phase: str
 ) -> list[dict[str, Any]]:
     placed = []
     for subject in content.models:
@@ -154,7 +144,8 @@ def _plot(
     used = sorted({row["setting"] for row in rows}, key=lambda name: int(name[1:]))
     chosen = f"s{first}" if f"s{first}" in used else used[0]
     names = [(name, content.real_settings[int(name[1:])].words) for name in used]
-    choices = [PlotChoice("setting", "Setting", names)] if len(names) > 1 else []
+    first_in_front = sorted(names, key=lambda option: option[0] != chosen)
+    choices = [PlotChoice("setting", "Setting", first_in_front)] if len(names) > 1 else []
     choices.append(PlotChoice("phase", "Time of", list(PHASE_WORDS.items())))
     where = dict(names)[chosen]
     axis = "accuracy" if measure.more else "perplexity"
@@ -178,73 +169,46 @@ def _plot(
         panels=[PlotPanel(_spec(content, measure, rows, chosen, summary), picture_title=where)],
         table=_table(content, measure, rows),
         legend=family_legend({row["family"] for row in rows}, {row["kind"] for row in rows}),
-        choices=[_first(choice, {"setting": chosen}) for choice in choices],
+        choices=choices,
         commands=commands,
         interactive=True,
     )
 
 
-def _first(choice: PlotChoice, chosen: dict[str, str]) -> PlotChoice:
-    """With what is chosen at first in front."""
-    value = chosen.get(choice.parameter)
-    options = sorted(choice.options, key=lambda option: option[0] != value) if value else choice.options
-    return PlotChoice(choice.parameter, choice.label, options)
-
-
 def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], chosen: str, summary: str) -> Spec:
-    x = {
-        "field": "x",
-        "type": "quantitative",
-        "title": "speed-up over dense",
-        "scale": {"zero": False, "nice": True, "padding": 24},
-        "axis": {"format": ".2~f", "labelExpr": "datum.label + '\u00d7'", "tickCount": 6},
-    }
-    y: Spec = {"field": "y", "type": "quantitative", "title": measure.axis, "scale": _y_scale(rows, measure)}
-    y["axis"] = _y_axis(rows, measure)
+    x = quantitative(
+        "x",
+        "speed-up over dense",
+        scale={"zero": False, "nice": True, "padding": 24},
+        axis={"format": ".2~f", "labelExpr": "datum.label + '\u00d7'", "tickCount": 6},
+    )
+    y = quantitative("y", measure.axis, scale=_y_scale(rows, measure), axis=_y_axis(rows, measure))
+    place = {"x": x, "y": y}
     colour = family_colour(rows)
-    has_x = [{"filter": "isValid(datum.x1) && isValid(datum.x2)"}]
-    has_y = [{"filter": "isValid(datum.y1) && isValid(datum.y2)"}]
-    thin: Spec = {"strokeWidth": 1.5, "opacity": 0.8}
+    front = lines({**place, "order": {"field": "x", "type": "quantitative"}}, color="var(--muted)", strokeDash=[2, 3])
+    points = {
+        **place,
+        "color": colour,
+        "fill": {"condition": {"test": "datum.front", **colour}, "value": "var(--page)"},
+        "shape": kind_shape(rows),
+        "size": {"field": "size", "type": "quantitative", "scale": None, "legend": None},
+        "description": {"field": "words"},
+    }
     layers = [
-        rule({"x": {"datum": 1}}, color="var(--muted)", strokeWidth=1),
-        {
-            "transform": [{"filter": "datum.front"}],
-            "mark": {"type": "line", "aria": False, "color": "var(--muted)", "strokeWidth": 1.5, "strokeDash": [2, 3]},
-            "encoding": {"x": x, "y": y, "order": {"field": "x", "type": "quantitative"}},
-        },
-        {
-            **rule({"x": {**x, "field": "x1"}, "x2": {"field": "x2"}, "y": y, "color": colour}, **thin),
-            "transform": has_x,
-        },
-        {
-            **rule({"y": {**y, "field": "y1"}, "y2": {"field": "y2"}, "x": x, "color": colour}, **thin),
-            "transform": has_y,
-        },
-        {
-            "mark": {"type": "point", "strokeWidth": 2, "opacity": 1},
-            "encoding": {
-                "x": x,
-                "y": y,
-                "color": colour,
-                "fill": {
-                    "condition": {"test": "datum.front", **colour},
-                    "value": "var(--page)",
-                },
-                "shape": kind_shape(rows),
-                "size": {"field": "size", "type": "quantitative", "scale": None, "legend": None},
-                "description": {"field": "words"},
-            },
-        },
+        level("x", 1, strokeWidth=1),
+        {**front, "transform": [{"filter": "datum.front"}]},
+        intervals("x", {**place, "color": colour}),
+        intervals("y", {**place, "color": colour}),
+        {"mark": {"type": "point", "strokeWidth": 2, "opacity": 1}, "encoding": points},
         _labels(x, y),
     ]
     if measure.more:
-        layers.insert(0, rule({"y": {"datum": 0}}, color="var(--muted)", strokeWidth=1))
-        layers.insert(1, rule({"y": {"datum": -content.margin}}, color="var(--muted)", strokeDash=[6, 4]))
+        layers = [level("y", 0, strokeWidth=1), level("y", -content.margin, dashed=True), *layers]
     return make_spec(
         summary,
         380,
+        rows,
         layers,
-        data={"values": rows},
         params=[{"name": "setting", "value": chosen}, {"name": "phase", "value": "end_to_end"}],
         transform=[{"filter": "datum.setting === setting && datum.phase === phase"}],
     )
@@ -291,10 +255,8 @@ def _y_axis(rows: list[dict[str, Any]], measure: Measure) -> Spec:
 
 def _table(content: ReportContent, measure: Measure, rows: list[dict[str, Any]]) -> ReportTable:
     score = "points from dense" if measure.more else "perplexity"
-    table = ReportTable.of(
-        f"{measure.title}: the data", ["model", "setting", "time of"], ["speed-up", "95 % interval of it", score]
-    )
-    table = ReportTable(table.caption, [*table.columns, *ReportTable.of("", ["Pareto front"], []).columns])
+    columns = ["model", "setting", "time of", "speed-up", "95 % interval of it", score, "Pareto front"]
+    table = ReportTable(f"{measure.title}: the data", columns)
     for row in rows:
         setting = content.real_settings[int(row["setting"][1:])]
         value = WithInterval(row["y"], row["y1"], row["y2"])
@@ -303,7 +265,7 @@ def _table(content: ReportContent, measure: Measure, rows: list[dict[str, Any]])
             row["name"],
             setting.words,
             PHASE_WORDS[row["phase"]],
-            TableCell(f"{row['x']:.3f}", row["x"]),
+            number_cell(row["x"], "{:.3f}"),
             TableCell(interval, row["x1"]),
             TableCell(points_text(value) if measure.more else estimate_text(value, 3), row["y"]),
             "yes" if row["front"] else "no",

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field, replace
 
 from ladderize.eval.paired.words import margin_text
-from ladderize.tradeoff.report.content.join import ReportContent
-from ladderize.tradeoff.report.content.subjects import Setting, Subject, Timing, WithInterval
-from ladderize.tradeoff.report.content.words import (
+from ladderize.tradeoff.report.join import ReportContent
+from ladderize.tradeoff.report.subjects import Setting, Subject, Timing, WithInterval
+from ladderize.tradeoff.report.words import (
     control_text,
     named,
     points_text,
@@ -19,22 +19,20 @@ MEASURE_SPEED = "ladderize bench DENSE MODEL... --tp-size N --out bench.json"
 
 @dataclass(frozen=True)
 class KeyNumber:
-    """One of the three. value: large; label: what it is; detail: how sure it is, and where it holds."""
+    """One of the three."""
 
-    label: str
+    label: str  # what it is
     value: str
-    detail: str
+    detail: str  # how sure it is, and where it holds
 
 
 @dataclass(frozen=True)
 class Answer:
-    """best: the subject that is recommended, if any; setting: where its speed-up holds."""
-
     headline: str
     numbers: list[KeyNumber]
     sentences: list[str] = field(default_factory=list)
-    best: Subject | None = None
-    setting: Setting | None = None
+    best: Subject | None = None  # what is recommended
+    setting: Setting | None = None  # where its speed-up holds
 
 
 def find_answer(content: ReportContent) -> Answer:
@@ -46,8 +44,7 @@ def find_answer(content: ReportContent) -> Answer:
 def _control_sentences(content: ReportContent, answer: Answer) -> list[str]:
     """Where what is recommended was trained and looks better than dense: whether that is more than the training."""
     best = answer.best
-    difference = best.accuracy.difference if best is not None and best.accuracy is not None else None
-    if best is None or difference is None or difference.value <= 0 or not best.was_trained:
+    if best is None or best.difference is None or best.difference.value <= 0 or not best.was_trained:
         return []
     control = next((one for one in content.models if one.is_control and one.model == best.control), None)
     if control is None:
@@ -87,9 +84,7 @@ def _unfinished(content: ReportContent) -> list[str]:
 
 def _find(content: ReportContent) -> Answer:
     others = [one for one in content.models if one is not content.reference and not one.is_control]
-    compared = [
-        subject for subject in others if subject.accuracy is not None and subject.accuracy.difference is not None
-    ]
+    compared = [subject for subject in others if subject.difference is not None]
     shown = [subject for subject in compared if subject.accuracy is not None and subject.accuracy.verdict == "shown"]
     if not compared:
         return _without_accuracy(content, others)
@@ -103,16 +98,12 @@ def faster(estimate: WithInterval) -> bool:
     return estimate.low is not None and estimate.low > 1
 
 
-def _whole(timing: Timing) -> WithInterval:
-    return timing.speedup["end_to_end"]
-
-
 def _fastest(subjects: list[Subject], setting: Setting) -> tuple[Subject, Timing] | None:
     """Of those that are shown to be faster than dense, where there are such; of one layout the most accurate."""
     timed = [(subject, timing) for subject in subjects if (timing := subject.timing(setting)) is not None]
 
     def order(pair: tuple[Subject, Timing]) -> tuple[bool, float, float]:
-        subject, speed = pair[0], _whole(pair[1])
+        subject, speed = pair[0], pair[1].whole
         return faster(speed), speed.value, subject.accuracy.value if subject.accuracy is not None else 0.0
 
     return max(timed, key=order, default=None)
@@ -120,26 +111,25 @@ def _fastest(subjects: list[Subject], setting: Setting) -> tuple[Subject, Timing
 
 def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:
     margin = margin_text(content.margin)
-    paying = [
-        (subject, timing)
-        for setting in content.real_settings
-        if (found := _fastest([s for s in shown if (t := s.timing(setting)) and faster(_whole(t))], setting))
-        for subject, timing in [found]
-    ]
+    paying = []
+    for setting in content.real_settings:
+        faster_ones = [one for one in shown if (timing := one.timing(setting)) and faster(timing.whole)]
+        if found := _fastest(faster_ones, setting):
+            paying.append(found)
     if paying:
         subject, timing = paying[0]
         headline = (
-            f"{named(subject)} is {_whole(timing).value:.2f}\u00d7 as fast as dense and at most"
+            f"{named(subject)} is {timing.whole.value:.2f}\u00d7 as fast as dense and at most"
             f" {margin} less accurate: both are shown by 95 % intervals."
         )
         if timing.setting.kind == "predicted":
             headline = (
-                f"{named(subject)} is predicted to be {_whole(timing).value:.2f}\u00d7 as fast as dense, and shown by"
+                f"{named(subject)} is predicted to be {timing.whole.value:.2f}\u00d7 as fast as dense, and shown by"
                 f" the 95 % interval to be at most {margin} less accurate."
             )
         numbers = [_accuracy_number(subject, content), _speed_number(timing), _pays_number([subject], content)]
         return Answer(headline, numbers, _kind_sentences(content, subject, timing.setting), subject, timing.setting)
-    best = max(shown, key=lambda s: max((_whole(t).value for t in s.timings), default=0.0))
+    best = max(shown, key=lambda s: max((t.whole.value for t in s.timings), default=0.0))
     if not content.real_settings or not any(subject.timings for subject in shown):
         headline = (
             f"{named(best)} is at most {margin} less accurate than dense: shown by the 95 %"
@@ -151,14 +141,14 @@ def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:
         f"No layout that is shown to be within {margin} of dense is also shown to be faster than dense in any setting"
         " that was timed."
     )
-    timing = max(best.timings, key=lambda timing: _whole(timing).value)
+    timing = max(best.timings, key=lambda timing: timing.whole.value)
     numbers = [_accuracy_number(best, content), _speed_number(timing), _pays_number(shown, content)]
     return Answer(headline, numbers, [], None, timing.setting)
 
 
 def _none_shown(content: ReportContent, others: list[Subject], compared: list[Subject]) -> Answer:
     margin = margin_text(content.margin)
-    closest = max(compared, key=lambda s: s.accuracy.difference.value if s.accuracy and s.accuracy.difference else 0.0)
+    closest = max(compared, key=lambda s: s.difference.value if s.difference else 0.0)
     assert closest.accuracy is not None
     headline = f"No layout is shown to be within {margin} of dense."
     sentences = []
@@ -178,7 +168,8 @@ def _none_shown(content: ReportContent, others: list[Subject], compared: list[Su
     if fastest is None:
         return Answer(headline, [first, _unmeasured_speed(), _pays_number(others, content)], sentences)
     subject, timing = fastest
-    speed = KeyNumber("Highest speed-up of any layout", *_speed_parts(timing, f"{subject.name}, {_cost_text(subject)}"))
+    cost = _difference_text(subject) if subject.accuracy is not None else "accuracy not measured"
+    speed = KeyNumber("Highest speed-up of any layout", *_speed_parts(timing, f"{subject.name}, {cost}"))
     return Answer(headline, [first, speed, _pays_number(others, content)], sentences, None, timing.setting)
 
 
@@ -206,7 +197,7 @@ def _without_accuracy(content: ReportContent, others: list[Subject]) -> Answer:
 def _first_fastest(others: list[Subject], content: ReportContent) -> tuple[Subject, Timing] | None:
     """In the first setting where something is faster than dense; else in the first."""
     found = [pair for setting in content.real_settings if (pair := _fastest(others, setting)) is not None]
-    return next((pair for pair in found if faster(_whole(pair[1]))), found[0] if found else None)
+    return next((pair for pair in found if faster(pair[1].whole)), found[0] if found else None)
 
 
 def _accuracy_number(subject: Subject, content: ReportContent) -> KeyNumber:
@@ -218,15 +209,9 @@ def _accuracy_number(subject: Subject, content: ReportContent) -> KeyNumber:
 
 
 def _difference_text(subject: Subject) -> str:
-    accuracy = subject.accuracy
-    if accuracy is None or accuracy.difference is None:
+    if subject.difference is None:
         return "not compared"
-    return f"{points_text(accuracy.difference)} points of mean accuracy"
-
-
-def _cost_text(subject: Subject) -> str:
-    accuracy = subject.accuracy
-    return _difference_text(subject) if accuracy is not None else "accuracy not measured"
+    return f"{points_text(subject.difference)} points of mean accuracy"
 
 
 def _speed_number(timing: Timing) -> KeyNumber:
@@ -235,7 +220,7 @@ def _speed_number(timing: Timing) -> KeyNumber:
 
 def _speed_parts(timing: Timing, what: str) -> tuple[str, str]:
     """The value, and the detail: the interval, whose it is, and where it holds."""
-    estimate = _whole(timing)
+    estimate = timing.whole
     known = estimate.low is not None and estimate.high is not None
     interval = f"95 % interval {estimate.low:.2f} to {estimate.high:.2f}" if known else "no interval: too few rounds"
     if known and not faster(estimate):
@@ -258,7 +243,7 @@ def _pays_number(subjects: list[Subject], content: ReportContent) -> KeyNumber:
         return KeyNumber(label, "not known", "not timed")
     losing = []
     for setting, (_, timing) in fastest:
-        speedup = _whole(timing)
+        speedup = timing.whole
         if not faster(speedup):
             unknown = ", no interval: too few rounds" if speedup.low is None else ""
             losing.append(f"{setting.words}: {speedup_text(speedup)}{unknown}")
@@ -275,5 +260,5 @@ def _kind_sentences(content: ReportContent, best: Subject, chosen: Setting) -> l
     measured = [setting for setting in content.real_settings if setting.kind == "measured"]
     for setting in measured[:1]:
         if (timing := best.timing(setting)) is not None:
-            sentences.append(f"Of {best.name}, {setting.words}: {speedup_text(_whole(timing))}.")
+            sentences.append(f"Of {best.name}, {setting.words}: {speedup_text(timing.whole)}.")
     return sentences
