@@ -1,6 +1,5 @@
 """``ladderize report``: what it joins, what it claims, and what it refuses."""
 
-import dataclasses
 import itertools
 import json
 import re
@@ -15,11 +14,9 @@ from ladderize.console import to_json
 from ladderize.layout import Layout
 from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.report.page import script_json
-from tests.helpers import fresh_rng, invoke, one_sentence
+from tests.helpers import edit_json, fresh_rng, invoke, one_sentence
 from tests.report_documents import (
-    BENCH_OPTIONS,
     bench_document,
-    comparison,
     eval_document,
     layouts,
     plan_document,
@@ -57,13 +54,50 @@ class Reader(HTMLParser):
         return [attributes["id"] for _, attributes in self.elements if attributes.get("id")]
 
 
+POINTS = {"ladder": -0.3, "spd": -20.0, "both": -35.0}  # from dense: one model slightly and two far worse
+SPEEDUPS = {"ladder": 1.2, "spd": 1.3, "both": 1.5}  # all faster
+
+
+def write_files(folder, *, points=POINTS, speedups=SPEEDUPS, models=None, spread=0.5, **bench):
+    """results.json and bench.json of the four layouts, dense first, or of other models; None: no such file."""
+    models = models or layouts()
+    if points is not None:
+        write_document(folder / "results.json", eval_document(models, points, spread=spread))
+    if speedups is not None:
+        write_document(folder / "bench.json", bench_document(models, speedups, **bench))
+    return folder
+
+
 @pytest.fixture
 def files(tmp_path):
-    """results.json and bench.json of four models: dense first, one slightly and one far worse, all faster."""
-    models = layouts()
-    write_document(tmp_path / "results.json", eval_document(models, {"ladder": -0.3, "spd": -20.0, "both": -35.0}))
-    write_document(tmp_path / "bench.json", bench_document(models, {"ladder": 1.2, "spd": 1.3, "both": 1.5}))
-    return tmp_path
+    return write_files(tmp_path)
+
+
+def summary_of(folder, **options):
+    return ladderize.report([folder], folder / "a.html", ladderize.ReportOptions(**options))
+
+
+def refused(*arguments, out):
+    return one_sentence(invoke("report", *arguments, "--out", out / "page.html"))
+
+
+def change(path, edit):
+    """Edit a document: ``edit`` gets it, and changes it in place."""
+    document = json.loads(path.read_text())
+    edit(document)
+    path.write_text(json.dumps(document))
+
+
+def section(text, name, following):
+    return text[text.index(f'<section id="{name}"') : text.index(f'<section id="{following}"')]
+
+
+def specs_of(text, plot):
+    return json.loads(re.search(rf'id="plot-{plot}".*?class="specs">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def rows_of(text, plot):
+    return specs_of(text, plot)[0]["data"]["values"]
 
 
 def page_of(folder, *arguments):
@@ -100,7 +134,7 @@ def test_a_page_of_evaluation_and_times(files):
 @pytest.mark.parametrize("checkpoint", ["models/dense", None])
 def test_predicted_times_join_what_was_evaluated(tmp_path, checkpoint):
     """By layout and size, whether the plan was made of the checkpoint or of a shape."""
-    write_document(tmp_path / "results.json", eval_document(layouts(), {"ladder": -0.3, "spd": -20.0, "both": -35.0}))
+    write_files(tmp_path, speedups=None)
     document = plan_document(tmp_path, checkpoint=checkpoint)
     write_document(tmp_path / "plan.json", document)
     text, outcome = page_of(tmp_path)
@@ -135,7 +169,7 @@ def test_a_plan_beside_what_was_timed(files):
 def test_a_plan_of_a_checkpoint_that_was_timed_only(tmp_path):
     """Nothing was evaluated, so nothing but the path says that both are of one model."""
     timed = {name: layout for name, layout in layouts().items() if name == "dense"}
-    write_document(tmp_path / "bench.json", bench_document(timed, {}))
+    write_files(tmp_path, points=None, speedups={}, models=timed)
     write_document(tmp_path / "plan.json", plan_document(tmp_path, checkpoint="models/dense"))
     text, _ = page_of(tmp_path)
     assert "predicted: 2 ranks over nvlink" in text
@@ -148,25 +182,20 @@ def test_a_plan_of_another_size_is_refused(files):
     for row in document["rows"]:
         row["parameters"] += 1
     write_document(files / "plan.json", document)
-    error = one_sentence(invoke("report", files, "--out", files / "page.html"))
-    assert "plan.json predicts speed-ups over a dense model of another size" in error
+    assert "plan.json predicts speed-ups over a dense model of another size" in refused(files, out=files)
 
 
-def test_nothing_in_a_page_asks_the_network(files):
-    page = Reader(page_of(files)[0])
+def test_what_every_page_keeps_to(files):
+    """It asks the network for nothing, is the same for the same documents, and its headings do not jump."""
+    text, _ = page_of(files)
+    assert page_of(files)[0] == text
+    page = Reader(text)
     for tag, attributes in page.elements:
         assert tag not in ("iframe", "object", "embed", "base")
         for name in ("src", "href", "data", "action", "xlink:href"):
             assert not re.match(r"(?i)\s*(https?:)?//", attributes.get(name) or ""), (tag, attributes)
-    assert not any("@import" in text or "url(" in text for text in page.texts["style"])
-
-
-def test_the_same_documents_make_the_same_page(files):
-    assert page_of(files)[0] == page_of(files)[0]
-
-
-def test_headings_do_not_jump(files):
-    levels = [int(tag[1]) for tag, _ in Reader(page_of(files)[0]).elements if re.fullmatch("h[1-6]", tag)]
+    assert not any("@import" in style or "url(" in style for style in page.texts["style"])
+    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
@@ -176,71 +205,53 @@ def test_headings_do_not_jump(files):
 
 
 def test_the_fastest_within_the_margin_is_recommended(files):
-    summary = ladderize.report([files], files / "a.html")
+    summary = summary_of(files)
     assert summary.best == "models/ladder"
     assert [number["value"] for number in summary.numbers] == ["ladder 0:4", "1.20\u00d7", "0 of 1 setting"]
-    wider = ladderize.report([files], files / "a.html", ladderize.ReportOptions(margin=50.0))
-    assert wider.best == "models/both"
+    assert summary_of(files, margin=50.0).best == "models/both"
 
 
 def test_an_interval_that_holds_the_margin_shows_nothing(tmp_path):
-    models = layouts()
-    entry = eval_document(models, {"ladder": -0.3, "spd": -20.0, "both": -35.0}, spread=2.0)
-    write_document(tmp_path / "results.json", entry)
-    write_document(tmp_path / "bench.json", bench_document(models, {"ladder": 1.2, "spd": 1.3, "both": 1.5}))
-    summary = ladderize.report([tmp_path], tmp_path / "a.html")
+    summary = summary_of(write_files(tmp_path, spread=2.0))
     assert summary.best is None
     assert summary.headline == "No layout is shown to be within 1 point of dense."
     assert "no loss" not in (tmp_path / "a.html").read_text().lower()
 
 
 def test_a_speed_up_whose_interval_holds_1_is_none(tmp_path):
-    models = layouts()
-    write_document(tmp_path / "results.json", eval_document(models, {"ladder": 0.1, "spd": -20.0, "both": -35.0}))
-    times = bench_document(models, {"ladder": 1.02, "spd": 1.3, "both": 1.5}, spread=0.05)
-    write_document(tmp_path / "bench.json", times)
-    summary = ladderize.report([tmp_path], tmp_path / "a.html")
+    write_files(tmp_path, points=None, speedups={**SPEEDUPS, "ladder": 1.02}, spread=0.05)
+    write_files(tmp_path, points={**POINTS, "ladder": 0.1}, speedups=None)
+    summary = summary_of(tmp_path)
     assert "faster than dense in any setting" in summary.headline
     assert summary.numbers[2]["value"] == "1 of 1 setting"
 
 
 def test_without_tasks_nobody_knows_the_accuracy(tmp_path):
-    write_document(tmp_path / "bench.json", bench_document(layouts(), {"ladder": 1.2, "spd": 1.3, "both": 1.5}))
-    text, outcome = page_of(tmp_path)
+    text, outcome = page_of(write_files(tmp_path, points=None))
     assert "The accuracy was not measured" in outcome.stdout
     assert "ladderize eval DENSE MODEL..." in text
 
 
-def test_emulated_times_are_called_so(files):
-    models = layouts()
-    document = bench_document(models, {"ladder": 2.0, "spd": 2.0, "both": 2.0}, emulated=True)
-    write_document(files / "bench.json", document)
-    text, _ = page_of(files)
-    summary = ladderize.report([files], files / "a.html")
-    assert "emulated" in summary.numbers[1]["detail"]
-    specs = json.loads(re.search(r'id="plot-tradeoff".*?class="specs">(.*?)</script>', text, re.DOTALL)[1])
-    values = specs[0]["data"]["values"]
+def test_emulated_times_are_called_so(tmp_path):
+    write_files(tmp_path, speedups=dict.fromkeys(POINTS, 2.0), emulated=True)
+    text, _ = page_of(tmp_path)
+    assert "emulated" in summary_of(tmp_path).numbers[1]["detail"]
+    values = rows_of(text, "tradeoff")
     assert {row["kind"] for row in values} == {"emulated"}
     assert all("emulated" in row["words"] for row in values)
 
 
 def test_times_of_random_weights_are_never_joined_to_an_accuracy(files):
-    document = bench_document(layouts(), {"ladder": 3.0, "spd": 3.0, "both": 3.0})
-    rows = [{**row, "weights": "random", "checked": False} for row in document["rows"]]
-    write_document(files / "bench.json", {**document, "rows": rows})
-    summary = ladderize.report([files], files / "a.html")
-    assert "speed was not measured" in summary.headline
+    change(files / "bench.json", lambda d: [row.update(weights="random", checked=False) for row in d["rows"]])
+    assert "speed was not measured" in summary_of(files).headline
 
 
-def test_a_retrained_model_has_the_times_of_its_layout(tmp_path):
-    models = layouts()
-    write_document(tmp_path / "bench.json", bench_document(models, {"ladder": 1.2, "spd": 1.3, "both": 1.5}))
-    adapted = {**models, "ladder-adapted": models["ladder"]}
-    changes = {"ladder": -9.0, "spd": -20.0, "both": -35.0, "ladder-adapted": -0.2}
-    write_document(tmp_path / "results.json", eval_document(adapted, changes))
-    summary = ladderize.report([tmp_path], tmp_path / "a.html")
-    assert summary.best == "models/ladder-adapted"
-    assert "have the times of another model with the same ones: ladder-adapted." in (tmp_path / "a.html").read_text()
+def test_a_retrained_model_has_the_times_of_its_layout(files):
+    adapted = {**layouts(), "ladder-adapted": layouts()["ladder"]}
+    changes = {**POINTS, "ladder": -9.0, "ladder-adapted": -0.2}
+    write_files(files, points=changes, speedups=None, models=adapted)
+    assert summary_of(files).best == "models/ladder-adapted"
+    assert "have the times of another model with the same ones: ladder-adapted." in (files / "a.html").read_text()
 
 
 def test_a_comparison_with_another_model_says_nothing_about_dense(tmp_path):
@@ -250,37 +261,31 @@ def test_a_comparison_with_another_model_says_nothing_about_dense(tmp_path):
     second = {name: models[name] for name in ("ladder", "spd")}
     write_document(tmp_path / "results-1.json", eval_document(first, {"ladder": -9.0}))
     write_document(tmp_path / "results-2.json", eval_document(second, {"spd": 0.5}))
-    write_document(tmp_path / "bench.json", bench_document({**first, **second}, {"ladder": 1.2, "spd": 1.5}))
-    summary = ladderize.report([tmp_path], tmp_path / "a.html")
+    write_files(tmp_path, points=None, speedups={"ladder": 1.2, "spd": 1.5}, models={**first, **second})
+    summary = summary_of(tmp_path)
     assert summary.best is None
     assert summary.numbers[0]["value"] == "none"
 
 
-def test_the_reference_has_its_mean_over_the_same_tasks(tmp_path):
+def test_the_reference_has_its_mean_over_the_same_tasks(files):
     """A group of lm-eval counts as one task in a comparison's mean, so it must in the reference's."""
-    document = eval_document(layouts(), {"ladder": -0.3, "spd": -20.0, "both": -35.0})
-    for one in document["comparisons"]:
-        one["pooled"][0]["reference_value"] = 0.437
-    write_document(tmp_path / "results.json", document)
-    text, _ = page_of(tmp_path)
-    assert "43.7 %" in text
+    change(
+        files / "results.json",
+        lambda d: [one["pooled"][0].update(reference_value=0.437) for one in d["comparisons"]],
+    )
+    assert "43.7 %" in page_of(files)[0]
 
 
 def test_times_without_intervals_are_not_called_slow(files):
-    document = json.loads((files / "bench.json").read_text())
-    document["options"]["repeat"] = 2
-    (files / "bench.json").write_text(json.dumps(document))
-    summary = ladderize.report([files], files / "a.html")
+    change(files / "bench.json", lambda d: d["options"].update(repeat=2))
+    summary = summary_of(files)
     assert "also shown to be faster than dense" in summary.headline
     assert summary.best is None
     assert "no interval: too few rounds" in summary.numbers[2]["detail"]
 
 
 def test_without_a_converted_model_nothing_is_known(tmp_path):
-    models = {"dense": layouts()["dense"]}
-    write_document(tmp_path / "results.json", eval_document(models, {}))
-    write_document(tmp_path / "bench.json", bench_document(models, {}))
-    summary = ladderize.report([tmp_path], tmp_path / "a.html")
+    summary = summary_of(write_files(tmp_path, points={}, speedups={}, models={"dense": layouts()["dense"]}))
     assert summary.headline.startswith("The accuracy of no converted model was measured")
     assert summary.numbers[2] == {"label": "Where it is not shown to pay", "value": "not known", "detail": "not timed"}
 
@@ -300,16 +305,12 @@ def sweep(tmp_path):
     return tmp_path / "sweep"
 
 
-def specs_of(text, plot):
-    return json.loads(re.search(rf'id="plot-{plot}".*?class="specs">(.*?)</script>', text, re.DOTALL)[1])
-
-
 def test_the_points_of_a_sweep_are_compared_in_pairs(sweep):
     """From the stored samples; the recommended one has the times of its layout."""
     text, outcome = page_of(sweep)
     assert outcome.stdout.startswith("ladder-9000 (ladder 0:4) is 1.25")
     assert "at most 2 points less accurate" in outcome.stdout  # the sweep's margin
-    rows = specs_of(text, "tradeoff")[0]["data"]["values"]
+    rows = rows_of(text, "tradeoff")
     assert {row["name"] for row in rows} == {"dense", "ladder", "ladder-1000", "ladder-9000", "spd"}
     assert {row["setting"] for row in rows} == {"s0", "s1"}
     for row in rows:
@@ -335,15 +336,15 @@ def test_what_is_better_than_dense_is_compared_with_its_control(tmp_path, traine
     write_sweep(tmp_path / "sweep", right)
     text, outcome = page_of(tmp_path / "sweep")
     assert outcome.stdout.startswith("ladder-500 (ladder 0:4) is 1.25")
-    answer = text[text.index('<section id="answer"') : text.index('<section id="tradeoff"')]
+    answer = section(text, "answer", "tradeoff")
     if control is None:
         assert "If it was trained on text, that may come of the text" in answer
         return
     assert f"Against it ladder-500 is {words}" in answer
     assert "The control, dense-500, which is the dense model with the same training, is +" in answer
-    table = text[text.index('<section id="models"') : text.index('<section id="layouts"')]
+    table = section(text, "models", "layouts")
     assert "points from control" in table
-    rows = specs_of(text, "recovery")[0]["data"]["values"]
+    rows = rows_of(text, "recovery")
     assert [row["tokens"] for row in rows if row["line"] == "dense, full"] == [0, 500]
 
 
@@ -354,7 +355,7 @@ def test_of_one_layout_the_most_accurate_is_recommended(tmp_path):
     write_sweep(tmp_path / "sweep", {name: chance < share for name, share in shares.items()})
     text, outcome = page_of(tmp_path / "sweep")
     assert outcome.stdout.startswith("ladder-500-align (ladder 0:4) is 1.25")
-    sizes = {row["name"]: row["size"] for row in specs_of(text, "tradeoff")[0]["data"]["values"]}
+    sizes = {row["name"]: row["size"] for row in rows_of(text, "tradeoff")}
     dense, converted, aligned, trained = (sizes[name] for name in shares)
     assert dense == converted < aligned < trained
 
@@ -377,10 +378,9 @@ def test_a_plot_for_everything_that_a_sweep_measures(sweep):
 
 def test_a_name_is_left_out_where_it_would_lie_on_another_mark(tmp_path):
     """The name of ladder would lie on the mark of spd, which is just above and to the left of it."""
-    models = layouts()
-    write_document(tmp_path / "results.json", eval_document(models, {"ladder": -0.3, "spd": -0.1, "both": -4.0}))
-    write_document(tmp_path / "bench.json", bench_document(models, {"ladder": 1.37, "spd": 1.35, "both": 1.9}))
-    rows = specs_of(page_of(tmp_path)[0], "tradeoff")[0]["data"]["values"]
+    points, speedups = {"ladder": -0.3, "spd": -0.1, "both": -4.0}, {"ladder": 1.37, "spd": 1.35, "both": 1.9}
+    write_files(tmp_path, points=points, speedups=speedups)
+    rows = rows_of(page_of(tmp_path)[0], "tradeoff")
     assert all(row["front"] for row in rows)
     assert {row["name"] for row in rows if row["label"]} == {"dense", "spd", "both"}
 
@@ -392,7 +392,7 @@ def test_a_line_of_recovery_goes_through_what_its_stages_made(tmp_path):
     write_sweep(tmp_path / "sweep", dict(zip(names, answers, strict=True)))
     text, _ = page_of(tmp_path / "sweep")
     lines = {}
-    for row in specs_of(text, "recovery")[0]["data"]["values"]:
+    for row in rows_of(text, "recovery"):
         lines.setdefault(row["line"], []).append((row["tokens"], row["method"]))
     both, spd = "ladder 0:4", "spd 0:4 (sync_tp_size 2)"
     assert lines == {
@@ -400,47 +400,42 @@ def test_a_line_of_recovery_goes_through_what_its_stages_made(tmp_path):
         f"{spd}, blocks": [(0, "none"), (600, "blocks")],
         f"{both}, align": [(0, "none"), (500, "align")],
     }
-    table = text[text.index('<section id="models"') : text.index('<section id="layouts"')]
+    table = section(text, "models", "layouts")
     assert "align + full, 900 tokens" in table
 
 
 def test_recovery_begins_at_the_model_that_was_not_retrained(sweep):
-    rows = specs_of(page_of(sweep)[0], "recovery")[0]["data"]["values"]
+    rows = rows_of(page_of(sweep)[0], "recovery")
     assert [row["tokens"] for row in rows if row["line"] == "ladder 0:4, full"] == [0, 1000, 9000]
     assert [row["y"] for row in rows] == sorted(row["y"] for row in rows)
 
 
 def test_one_model_of_a_layout_is_drawn_with_its_times(sweep):
     text, _ = page_of(sweep)
-    rows = specs_of(text, "speed")[0]["data"]["values"]
+    rows = rows_of(text, "speed")
     assert {row["name"] for row in rows} == {"ladder", "spd"}
     assert {row["batch"] for row in rows} == {1, 4}
 
 
 def test_what_nobody_timed_has_no_times_of_another_model(sweep):
-    document = json.loads((sweep / "sweep.json").read_text())
-    (sweep / "sweep.json").write_text(json.dumps({**document, "benches": []}))
+    edit_json(sweep / "sweep.json", benches=[])
     assert "have the times of another model" not in page_of(sweep)[0]
 
 
 def test_points_that_two_sweeps_share_are_shown_once(sweep):
     other = shutil.copytree(sweep, sweep.with_name("other"))
     text, _ = page_of(sweep, sweep, other)
-    table = text[text.index('<section id="models"') : text.index('<section id="layouts"')]
+    table = section(text, "models", "layouts")
     names = re.findall('<th scope="row">([^<]*)</th>', table)
     assert sorted(names) == ["dense", "ladder", "ladder-1000", "ladder-9000", "spd"]
 
 
 def test_a_sweep_that_is_not_complete_says_so(sweep):
-    document = json.loads((sweep / "sweep.json").read_text())
-    document["complete"] = False
-    document["points"][4] |= {"results": None, "model": None}
     failed = {"stage": "convert", "key": "k", "output": "stages/x", "status": "failed", "message": "no <disk> left"}
-    document["points"][4]["stages"] = [failed]
     benches = [{"stage": "bench", "key": f"b{i}", "output": f"stages/b{i}", "status": "waiting"} for i in range(3)]
     benches[1]["status"] = "done"
-    document["stages"] = benches
-    (sweep / "sweep.json").write_text(json.dumps(document))
+    change(sweep / "sweep.json", lambda d: d["points"][4].update(results=None, model=None, stages=[failed]))
+    edit_json(sweep / "sweep.json", complete=False, stages=benches)
     text, _ = page_of(sweep)
     assert "The sweep is not complete: 4 of 5 models are evaluated, and 1 of 3 benchmarks are done." in text
     assert "1 of 5 models failed; the table says why." in text
@@ -450,10 +445,8 @@ def test_a_sweep_that_is_not_complete_says_so(sweep):
 @pytest.mark.parametrize("name", ["../outside.json", "/etc/hostname", "a\0b", "stages/none/results.json"])
 def test_a_sweep_stays_in_its_folder(sweep, name):
     write_document(sweep.parent / "outside.json", sensitivity_document())
-    document = json.loads((sweep / "sweep.json").read_text())
-    document["sensitivities"] = [name]
-    (sweep / "sweep.json").write_text(json.dumps(document))
-    message = one_sentence(invoke("report", sweep, "--out", sweep / "p.html"))
+    edit_json(sweep / "sweep.json", sensitivities=[name])
+    message = refused(sweep, out=sweep)
     assert ("outside of its folder" in message) == (not name.startswith("stages"))
     assert name in message
 
@@ -462,26 +455,25 @@ def test_speed_ups_over_another_model_are_refused(sweep):
     document = json.loads((sweep / "bench.json").read_text())
     document["rows"] = [row for row in document["rows"] if not row["layout"].endswith("dense")]
     (sweep / "bench.json").write_text(json.dumps(document))
-    message = one_sentence(invoke("report", sweep, "--out", sweep / "p.html"))
-    assert "has speed-ups over models/ladder, but the accuracies are compared with models/dense" in message
+    message = "has speed-ups over models/ladder, but the accuracies are compared with models/dense"
+    assert message in refused(sweep, out=sweep)
 
 
 def test_curves_with_values_that_are_no_numbers(tmp_path):
     write_curves(tmp_path / "adapted", [9.0, float("nan"), float("inf"), 4.0])
     text, _ = page_of(tmp_path)
-    assert [row["step"] for row in specs_of(text, "heldout")[0]["data"]["values"]] == [0, 3]
+    assert [row["step"] for row in rows_of(text, "heldout")] == [0, 3]
 
 
 def test_intervals_without_samples_show_nothing(tmp_path):
     """Results of earlier versions: two standard errors; a metric that is always 1 would have one of 0."""
-    models = layouts()
-    document = eval_document(models, {"ladder": 0.0, "spd": -20.0, "both": -35.0})
+    document = eval_document(layouts(), {**POINTS, "ladder": 0.0})
     del document["comparisons"]
     for entry in document["models"]:
         for task in entry["results"].values():
             task["acc_stderr,none"] = 0.0
     write_document(tmp_path / "results.json", document)
-    summary = ladderize.report([tmp_path], tmp_path / "a.html")
+    summary = summary_of(tmp_path)
     assert summary.best is None
     assert "unpaired" in (tmp_path / "a.html").read_text()
 
@@ -492,8 +484,7 @@ def test_intervals_without_samples_show_nothing(tmp_path):
 def test_what_documents_say_is_text_and_nothing_else(tmp_path):
     evil = '"><script>window.bad=1</script><img src=x onerror=bad()>${1}{{7*7}}|`'
     models = {"dense": Layout.dense(4), evil: Layout.from_layers(4, ladder=range(4))}
-    write_document(tmp_path / "results.json", eval_document(models, {evil: -0.2}))
-    write_document(tmp_path / "bench.json", bench_document(models, {evil: 1.3}))
+    write_files(tmp_path, points={evil: -0.2}, speedups={evil: 1.3}, models=models)
     outcome = invoke("report", tmp_path, "--out", tmp_path / "p.html", "--markdown", tmp_path / "p.md", "--title", evil)
     assert outcome.code == 0, outcome
     page = Reader((tmp_path / "p.html").read_text())
@@ -513,20 +504,25 @@ def test_json_in_a_script_element_cannot_end_it():
 # ---- what it refuses ----
 
 
-def test_what_is_no_document_is_refused_in_one_sentence(tmp_path):
-    out = ("--out", tmp_path / "p.html")
-    (tmp_path / "empty").mkdir()
-    assert "has no sweep.json, results*.json" in one_sentence(invoke("report", tmp_path / "empty", *out))
-    assert "does not exist" in one_sentence(invoke("report", tmp_path / "nowhere", *out))
-    (tmp_path / "a.json").write_text('{"a": ')
-    assert "is not valid JSON" in one_sentence(invoke("report", tmp_path / "a.json", *out))
-    (tmp_path / "a.json").write_text('{"a": 1}')
-    assert "schema_version" in one_sentence(invoke("report", tmp_path / "a.json", *out))
-    (tmp_path / "a.json").write_text(to_json({"a": 1}))
-    assert "none of the documents" in one_sentence(invoke("report", tmp_path / "a.json", *out))
-    (tmp_path / "a.json").write_text(to_json({"rows": [{"model": 3}], "environment": {}}))
-    assert str(tmp_path / "a.json") in one_sentence(invoke("report", tmp_path / "a.json", *out))
-    assert not (tmp_path / "p.html").exists()
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist"),
+        ('{"a": ', "is not valid JSON"),
+        ('{"a": 1}', "schema_version"),
+        (to_json({"a": 1}), "none of the documents"),
+        (to_json({"rows": [{"model": 3}], "environment": {}}), "a.json"),
+    ],
+)
+def test_what_is_no_document_is_refused_in_one_sentence(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "a.json").write_text(content)
+    assert message in refused(tmp_path / "a.json", out=tmp_path)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_folder_without_documents(tmp_path):
+    assert "has no sweep.json, results*.json" in refused(tmp_path, out=tmp_path)
 
 
 def test_every_missing_or_wrong_key_is_one_sentence(files):
@@ -538,34 +534,26 @@ def test_every_missing_or_wrong_key_is_one_sentence(files):
             if key == "comparisons" or isinstance(good[key], str):
                 continue
             (files / name).write_text(json.dumps({**good, key: rng.choice(["text", "[]"])}))
-            outcome = invoke("report", files / name, "--out", files / "p.html")
-            assert str(files / name) in one_sentence(outcome), key
+            assert str(files / name) in refused(files / name, out=files), key
         (files / name).write_text(json.dumps(good))
 
 
 def test_documents_of_other_models_do_not_join(files):
-    document = json.loads((files / "bench.json").read_text())
-    for row in document["rows"]:
-        row["model"] = "others/" + row["model"]
-    (files / "bench.json").write_text(json.dumps(document))
-    message = one_sentence(invoke("report", files, "--out", files / "p.html"))
-    assert "no model is in both" in message
+    change(files / "bench.json", lambda d: [row.update(model="others/" + row["model"]) for row in d["rows"]])
+    assert "no model is in both" in refused(files, out=files)
 
 
 def test_a_model_that_changed_its_layout_is_refused(files):
-    document = json.loads((files / "bench.json").read_text())
-    document["rows"][1]["attention_sync"][0] = "blocking"
-    (files / "bench.json").write_text(json.dumps(document))
-    assert "another layout" in one_sentence(invoke("report", files, "--out", files / "p.html"))
+    change(files / "bench.json", lambda d: d["rows"][1]["attention_sync"].__setitem__(0, "blocking"))
+    assert "another layout" in refused(files, out=files)
 
 
 @pytest.mark.parametrize(("option", "value"), [("limit", 3), ("num_fewshot", 2), ("tasks", ["other"])])
 def test_evaluations_of_other_questions_are_refused(files, option, value):
     document = json.loads((files / "results.json").read_text())
     document["options"][option] = value
-    document["models"] = document["models"][1:]
-    (files / "results-other.json").write_text(json.dumps(document))
-    message = one_sentence(invoke("report", files, "--out", files / "p.html"))
+    (files / "results-other.json").write_text(json.dumps({**document, "models": document["models"][1:]}))
+    message = refused(files, out=files)
     assert f"{option} is " in message
     assert "results-other.json" in message
 
@@ -579,7 +567,7 @@ def test_outputs_that_cannot_be_meant(files):
 
 def test_a_missing_extra_is_named(files, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
-    assert "pip install 'ladderize[report]'" in one_sentence(invoke("report", files, "--out", files / "p.html"))
+    assert "pip install 'ladderize[report]'" in refused(files, out=files)
 
 
 # ---- Markdown and pictures ----
@@ -600,9 +588,3 @@ def test_markdown_and_pictures(files):
     assert set(summary["files"]) >= {str(files / link) for link in links}
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert len({line.count("|") for line in rows[4:]}) == 1
-
-
-def test_the_documents_of_these_tests_are_real_ones():
-    """They go through the same checks as what the commands write."""
-    assert dataclasses.is_dataclass(BENCH_OPTIONS)
-    assert np.isfinite(comparison("a", "b", -0.5, 1.0, 1.0)["pooled"][0]["low"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.convert.point_sensitivity import PointCost, PointSensitivity
-from ladderize.eval.sensitivity_plot import WIDE_RANGE, symlog
+from ladderize.eval.sensitivity_plot import WIDE_RANGE, measured_text, symlog
 from ladderize.figure import (
     PlotPanel,
     Spec,
@@ -30,17 +30,13 @@ CHANGES_OF_A_LAYER = {
     "attention dropped": (BLOCKING, DROPPED),
     "both": (OVERLAPPED, DROPPED),
 }
-LOOKS_OF_CHANGES = dict(
-    zip(
-        CHANGES_OF_A_LAYER,
-        zip(
-            ("ladder", "both", "baseline", "spd", "bad"),
-            ("circle", "square", "triangle-up", "diamond", "triangle-down"),
-            strict=True,
-        ),
-        strict=True,
-    )
-)
+LOOKS_OF_CHANGES = {
+    "attention overlapped": ("ladder", "circle"),
+    "entering MLP overlapped": ("both", "square"),
+    "ladder": ("baseline", "triangle-up"),
+    "attention dropped": ("spd", "diamond"),
+    "both": ("bad", "triangle-down"),
+}
 
 
 def shown_kinds(document: PointSensitivity) -> list[str]:
@@ -101,11 +97,9 @@ def draw_points(document: PointSensitivity, stem: Path) -> list[Path]:
     if document.pairs:
         title = "What neighbours changed alike cost beyond the sum of each alone"
         panels.append(_panel(document, pairs, "layers", title))
-    ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
-    aligned = ", aligned" if document.aligned is not None else ""
-    samples = f"{document.data.samples} x {document.data.seq_len} tokens"
-    about = f"{Path(document.model).name}{ranks}{aligned}; {samples}, {document.interval:.0%} bootstrap intervals"
-    return save_pictures(picture_spec(panels, title=about, width=max(560, 28 * document.num_layers)), stem)
+    return save_pictures(
+        picture_spec(panels, title=measured_text(document), width=max(560, 28 * document.num_layers)), stem
+    )
 
 
 def _panel(document: PointSensitivity, rows: list[dict[str, Any]], place: str, title: str) -> PlotPanel:

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ladderize.convert.point_sensitivity import PointSensitivity
 from ladderize.convert.sensitivity_file import CLASSES, SensitivityDocument
 from ladderize.figure import (
     PlotPanel,
@@ -30,13 +31,17 @@ WIDE_RANGE = 20  # times the threshold: where the highest value is above, the sc
 
 def sensitivity_picture(document: SensitivityDocument) -> Spec:
     """The panel as a file of its own."""
+    width = max(480, 24 * len(document.blocks))
+    title = f"{measured_text(document)}; dashed: tau1 {document.tau1:g}, tau2 {document.tau2:g}"
+    return picture_spec([sensitivity_panel(document)], title=title, width=width)
+
+
+def measured_text(document: SensitivityDocument | PointSensitivity) -> str:
+    """What was measured, and on what."""
     ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
     aligned = ", aligned" if document.aligned is not None else ""
     samples = f"{document.data.samples} x {document.data.seq_len} tokens"
-    about = f"{Path(document.model).name}{ranks}{aligned}; {samples}, {document.interval:.0%} bootstrap intervals"
-    width = max(480, 24 * len(document.blocks))
-    title = f"{about}; dashed: tau1 {document.tau1:g}, tau2 {document.tau2:g}"
-    return picture_spec([sensitivity_panel(document)], title=title, width=width)
+    return f"{Path(document.model).name}{ranks}{aligned}; {samples}, {document.interval:.0%} bootstrap intervals"
 
 
 def draw_sensitivity(document: SensitivityDocument, stem: Path) -> list[Path]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from ladderize.adapt.methods import ALIGN
-from ladderize.eval.paired.document import ComparisonDocument, Verdict
+from ladderize.eval.paired.document import ComparisonDocument, PooledComparison, TaskComparison, Verdict
 from ladderize.layout import DROPPED, OVERLAPPED
 from ladderize.workflows.sweep_document import AS_CONVERTED
 
@@ -17,17 +17,6 @@ FAMILIES = ("dense", "ladder", "spd", "spd + ladder", "baseline")
 MODEL_SUBJECT, BARE_SUBJECT, BASELINE_SUBJECT = "model", "no checkpoint", "baseline, for timing only"
 
 
-class _Difference(Protocol):
-    """What the parts of a paired comparison have."""
-
-    @property
-    def difference(self) -> float: ...
-    @property
-    def low(self) -> float | None: ...
-    @property
-    def high(self) -> float | None: ...
-
-
 @dataclass(frozen=True)
 class WithInterval:
     """A number and the ends of its 95 % interval; None where it has none."""
@@ -37,7 +26,7 @@ class WithInterval:
     high: float | None = None
 
     @classmethod
-    def of(cls, compared: _Difference) -> "WithInterval":
+    def of(cls, compared: TaskComparison | PooledComparison) -> "WithInterval":
         return cls(compared.difference, compared.low, compared.high)
 
     @classmethod
