@@ -54,7 +54,7 @@ def some_machine() -> tuple[DeviceSpec, Interconnect]:
     device = DeviceSpec(
         name="planted",
         memory_bandwidth_gb_s=random.uniform(0.1, 0.3),
-        matmul_tflop_s={"bfloat16": random.uniform(0.001, 0.003), "float32": 0.002},
+        matmul_tflop_s={"bfloat16": random.uniform(0.001, 0.002), "float32": 0.002},
         memory_gib=None,
         bandwidth_share=1.0,
         matmul_share=1.0,
