@@ -1,6 +1,7 @@
 """Alignment: the least-squares solution against a slow one, what is chosen, what is kept, where it must be exact."""
 
 from dataclasses import replace
+from itertools import takewhile
 from typing import NamedTuple
 
 import pytest
@@ -116,7 +117,16 @@ def oracle_of(models, *, ridge=1e-2, trained=TRAINED):
 
 def apart(one, other):
     """The largest relative distance of two models' tensors."""
-    return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in other)
+    return max((float((one[name] - other[name]).norm() / other[name].norm()) for name in other), default=0.0)
+
+
+def solutions(solved):
+    """In the order in which they were solved: the tensor, and whether its solution was kept."""
+    return [
+        (f"model.layers.{report.layer}.{entry.projection}.weight", entry.ridge is not None)
+        for report in solved.reports
+        for entry in report.projections
+    ]
 
 
 def loaded(folder, layout, weights):
@@ -396,12 +406,7 @@ def test_weights_are_rounded_once(tmp_path, stored, dtype):
     ids = random_ids(40, 12)
     solved = solve(models, tmp_path / "work", ids, dtype=dtype)
     before = weights_of(models[1])
-    written = {
-        f"model.layers.{report.layer}.{entry.projection}.weight"
-        for report in solved.reports
-        for entry in report.projections
-        if entry.ridge is not None
-    }
+    written = {name for name, kept in solutions(solved) if kept}
     assert len(written) > 5
     assert {name for name in before if not torch.equal(before[name], solved.weights[name])} == written
     assert all(solved.weights[name].dtype == stored for name in before)
@@ -410,7 +415,10 @@ def test_weights_are_rounded_once(tmp_path, stored, dtype):
     ]
     assert bool(narrow) == (stored == torch.bfloat16)
     exact = solve(models, tmp_path / "exact", ids)
-    assert apart(solved.weights, exact.weights) < (0.2 if torch.bfloat16 in (stored, dtype) else 1e-7)
+    # only up to where a solution is kept in one dtype and not in the other: what comes after reads another stream
+    alike = list(takewhile(lambda pair: pair[0] == pair[1], zip(solutions(solved), solutions(exact), strict=True)))
+    one, other = ({name: of.weights[name].float() for (name, _), _ in alike} for of in (solved, exact))
+    assert apart(one, other) < (0.1 if torch.bfloat16 in (stored, dtype) else 1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -277,7 +277,7 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
                 assert row["communication"][phase]["all_reduces"] == reduces
                 assert row["communication"][phase]["bytes"] == reduces * tokens * hidden * 2
     assert (tmp_path / "picture.png").stat().st_size > 1000
-    assert (tmp_path / "picture.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "picture.svg").read_text().startswith("<svg ")
 
 
 # ---- the reference check: what it has to see ----

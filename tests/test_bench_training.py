@@ -388,7 +388,7 @@ def test_options_from_python():
         (TrainingBenchOptions(tp_size=2, schedules=("magic",)), "must name sequential or domino"),
         (TrainingBenchOptions(tp_size=2, schedules=("domino", "domino")), "names one twice"),
         (TrainingBenchOptions(), "one rank has none"),
-        (TrainingBenchOptions(tp_size=2, seq_len=1), "--seq-len must be at least 2"),
+        (TrainingBenchOptions(tp_size=2, seq_len=1), "--seq-len must be an integer of at least 2, not 1"),
         (TrainingBenchOptions(tp_size=2, batch_sizes=()), "--batch-size"),
     ):
         with pytest.raises(UsageError, match=message):
