@@ -151,6 +151,7 @@ def test_options_in_prose_exist(page: Path) -> None:
     elsewhere = {
         "--version",
         "--help",
+        "--help-all",
         "--debug",
         "--install-completion",
         "--no-deps",
