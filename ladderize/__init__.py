@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ladderize.console import SILENT, Console
     from ladderize.convert.inspection import InspectionReport, inspect_checkpoint
     from ladderize.convert.pipeline import convert_checkpoint
+    from ladderize.convert.plan import ConversionReport
     from ladderize.convert.point_sensitivity import PointSensitivity, read_point_sensitivity
     from ladderize.convert.recipe import Recipe, read_recipe
-    from ladderize.convert.report import ConversionReport
     from ladderize.convert.sensitivity_file import SensitivityDocument
     from ladderize.errors import LadderizeError, UsageError, UserError
     from ladderize.eval.evaluation.run import evaluate
@@ -159,7 +159,7 @@ _HOMES = {
     "convert.pipeline": ("convert_checkpoint",),
     "convert.point_sensitivity": ("PointSensitivity", "read_point_sensitivity"),
     "convert.recipe": ("Recipe", "read_recipe"),
-    "convert.report": ("ConversionReport",),
+    "convert.plan": ("ConversionReport",),
     "convert.sensitivity_file": ("SensitivityDocument",),
     "errors": ("LadderizeError", "UsageError", "UserError"),
     "eval.evaluation.run": ("evaluate",),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ladderize.checkpoint.model_check import check_model
+from ladderize.checkpoint.llama import check_model
 from ladderize.checkpoint.reading import read_config
 from ladderize.errors import UserError
 

@@ -21,7 +21,7 @@ from ladderize.adapt.blockwise.block_trainer import StudentBlocks
 from ladderize.adapt.blockwise.folder import LayerFiles
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
-from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, to_json
 from ladderize.convert.heads import HeadMap, permute_heads
 from ladderize.convert.pipeline import convert_checkpoint

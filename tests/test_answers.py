@@ -24,8 +24,7 @@ from ladderize.runtime.decode import sample
 from ladderize.runtime.requests.continuous import ContinuousBatch, StopStrings
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import checkpoint_spec
-from ladderize.runtime.texts.answer_text import AnswerEnds, text_after
-from ladderize.runtime.texts.answers import AnswersDocument, AnswersFile
+from ladderize.runtime.texts.answers import AnswerEnds, AnswersDocument, AnswersFile, text_after
 from ladderize.runtime.texts.prompt_file import encode_prompts, read_prompts
 from tests import warm
 from tests.adapt_data.rows import MARKED, PLAIN, TURNS, scored_text, write_jsonl

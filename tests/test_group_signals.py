@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ladderize.errors import UserError
-from ladderize.runtime.signals import handing_on_signals
+from ladderize.runtime.launch import handing_on_signals
 from tests import warm
 from tests.helpers import all_gone
 

@@ -9,12 +9,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from ladderize import convert_checkpoint, load
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import TensorInfo, read_checkpoint, read_header
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
 from ladderize.convert import weights
-from ladderize.convert.changes import Changes
 from ladderize.convert.heads import GroupingReport, HeadMap, check_order, kv_order, permute_heads, read_head_map
+from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from tests.helpers import BIASES, SHAPE, edit_json, invoke, listing, one_sentence, random_ids, save_llama

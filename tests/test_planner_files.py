@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.recipe import read_recipe
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.options import EvalOptions

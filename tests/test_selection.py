@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from ladderize import convert_checkpoint
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
 from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.convert.selection import select

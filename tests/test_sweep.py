@@ -8,8 +8,8 @@ import shlex
 
 import pytest
 
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.layout import Layout
 from tests.helpers import ROOT, invoke, one_sentence, save_llama
 from tests.sweeps import make_place, ran, read, spec, stages_of, write

@@ -2,10 +2,9 @@
 
 import math
 
-from ladderize.checkpoint.fingerprint import dense_function
 from ladderize.checkpoint.llama import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.checkpoint.tensors import TensorReader
+from ladderize.checkpoint.tensors import TensorReader, dense_function
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 

@@ -1,5 +1,6 @@
 """Tensors of safetensors files, read and written one at a time: a whole file is never in memory."""
 
+import hashlib
 import json
 import math
 import os
@@ -9,10 +10,10 @@ from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ladderize.checkpoint.dtypes import DTYPE_BYTES, stored_dtype_name, torch_dtype
-from ladderize.checkpoint.reading import TensorInfo, read_header
+from ladderize.checkpoint.reading import Checkpoint, TensorInfo, read_header
 from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.files.regular import open_regular
@@ -20,6 +21,7 @@ from ladderize.files.regular import open_regular
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
 
 BLOCK_BYTES = 4 << 20  # of rows that columns are cut from, and of values on their way to another dtype or device
 READ_AT_ONCE = 1 << 30  # Linux reads no more than 2 GiB in one call
@@ -219,3 +221,38 @@ def locate_tensors(path: Path) -> dict[str, TensorInfo]:
     """Where the tensors of one file lie, with its absolute path: what the converter takes as replacements."""
     path = path.resolve()
     return {name: replace(info, file=str(path)) for name, info in read_header(path.parent, path.name).items()}
+
+
+FINGERPRINT_BYTES = 4096  # of each tensor
+
+
+def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a config decides a Llama's function, defaults filled in, so that how it is written does not matter."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = {"rope_type": rope.pop("type", "default"), "rope_theta": config.get("rope_theta", 10000.0), **rope}
+    heads = config["num_attention_heads"]
+    return {
+        "heads": [
+            heads,
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or config["hidden_size"] // heads,
+        ],
+        "rope": {**rope, "rope_theta": float(rope["rope_theta"])},
+        "norm": float(config.get("rms_norm_eps", 1e-6)),
+        "activation": config.get("hidden_act", "silu"),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+    }
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Which model this is, however it is sharded: a sha256 of names, dtypes, shapes and a few values of every tensor.
+
+    The values are those in the middle of each, which tells two fine-tunes of one shape apart without reading gigabytes.
+    Of the config counts what its dense function depends on; the layout does not.
+    """
+    digest = hashlib.sha256(json.dumps(dense_function(checkpoint.config), sort_keys=True).encode())
+    with TensorReader(checkpoint.folder) as reader:
+        for name, tensor in sorted(checkpoint.tensors.items()):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest.update(reader.middle(tensor, FINGERPRINT_BYTES))
+    return digest.hexdigest()

@@ -14,7 +14,7 @@ from ladderize.errors import UsageError, UserError
 from ladderize.layout import BLOCKING, RangeSyntaxError, format_ranges
 
 if TYPE_CHECKING:
-    from ladderize.convert.report import ConversionReport
+    from ladderize.convert.plan import ConversionReport
 
 RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
 

@@ -15,14 +15,12 @@ from typing import Any
 import yaml
 
 from ladderize import __version__
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import INDEX, WEIGHTS, header_sha256
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SCHEMA_VERSION, SILENT, Console, human_bytes, sentence
 from ladderize.convert.card import MARK, make_card
-from ladderize.convert.changes import Changes
-from ladderize.convert.plan import Plan, make_plan
+from ladderize.convert.plan import Changes, ConversionReport, Plan, make_plan, report_of
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.report import ConversionReport, report_of
 from ladderize.convert.verify import verify as verify_output
 from ladderize.convert.weights import index_for, write_shard
 from ladderize.errors import UserError

@@ -1,33 +1,60 @@
-"""What a conversion will do, decided and checked before anything is written."""
+"""What a conversion will do, decided and checked before anything is written, and the report of it."""
 
 import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
-from ladderize.checkpoint.fingerprint import fingerprint
-from ladderize.checkpoint.llama import check_config, check_tensors
+from ladderize.checkpoint.llama import check_config, check_tensors, parameter_count
 from ladderize.checkpoint.reading import (
     INDEX,
     PICKLES,
     Checkpoint,
+    TensorInfo,
     fetch_weights,
     read_checkpoint,
     read_config,
     resolve_json,
 )
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
-from ladderize.convert.changes import Changes
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
+from ladderize.convert.inspection import LayerSyncPoints, sync_points_by_layer
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.retraining import layout_warning, read_retrainings
 from ladderize.convert.selection import Selection
+from ladderize.convert.verify import Verification
 from ladderize.convert.weights import Shard, parse_size, plan_shards
 from ladderize.errors import UserError
 from ladderize.files import output
+from ladderize.files.records import Record
 from ladderize.files.regular import check_regular
 from ladderize.layout import Layout
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What changes besides the layout, and what is said about it; nothing as it stands."""
+
+    head_map: HeadMap | None = None  # instead of the recipe's: the order that heads are stored in
+    # Tensors taken from other files (TensorInfo.file, absolute), in the order of heads already. They are stored in the
+    # dtype of those that they replace.
+    replace: Mapping[str, TensorInfo] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)  # more keys of ladderize.yaml
+    extra_files: Mapping[str, str] = field(default_factory=dict)  # name -> JSON text; they win over the source's
+    note: str = ""  # a paragraph for the model card
+
+    @property
+    def permuted_layers(self) -> list[int]:
+        """The layers whose heads get another order."""
+        return self.head_map.permuted_layers if self.head_map is not None else []
+
+    @property
+    def replaced_tensors(self) -> list[str]:
+        return sorted(self.replace)
+
 
 MADE_HERE = {"config.json", "ladderize.yaml", "README.md", "README.source.md", INDEX}
 CLOSED = ("original", "__pycache__")  # and hidden folders: nothing in them is carried over
@@ -207,3 +234,64 @@ def sort_files(source: Checkpoint) -> tuple[list[Path], list[str]]:
                 )
             carried.append(relative)
     return carried, sorted(set(left_behind))
+
+
+@dataclass(frozen=True)
+class ConversionReport(Record):
+    """extra_files: added ones. checked: what the caller's own check of the output returned, if there was one.
+
+    weights: how many files were linked, reflinked, copied and rewritten; like ``verified`` only of a written output.
+    """
+
+    LEFT_OUT: ClassVar = ("checked", "verified", "weights")
+
+    source: str
+    out: str
+    layout: str
+    layout_before: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    layers: list[LayerSyncPoints]
+    parameters: int
+    weight_bytes: int
+    weight_files: list[str]
+    weights_rewritten: bool
+    weight_files_rewritten: list[str]
+    permuted_layers: list[int]
+    replaced_tensors: list[str]
+    selection: Selection | None
+    extra_files: list[str]
+    carried_over: list[str]
+    not_carried_over: list[str]
+    remarks: list[str]
+    warnings: list[str]
+    checked: Mapping[str, Any] | None = None
+    verified: Verification | None = None
+    written: bool = False
+    weights: dict[str, int] | None = None
+
+
+def report_of(plan: Plan) -> ConversionReport:
+    """The report of a plan that nothing was done of yet."""
+    return ConversionReport(
+        source=plan.source_name,
+        out=str(plan.out),
+        layout=str(plan.after),
+        layout_before=str(plan.before),
+        **plan.after.to_config(),
+        layers=sync_points_by_layer(plan.after),
+        parameters=parameter_count(plan.source.config),
+        weight_bytes=plan.weight_bytes,
+        weight_files=plan.weight_files,
+        weights_rewritten=bool(plan.rewritten),
+        weight_files_rewritten=[shard.file for shard in plan.rewritten],
+        permuted_layers=plan.changes.permuted_layers,
+        replaced_tensors=plan.changes.replaced_tensors,
+        selection=plan.selection,
+        extra_files=sorted(plan.changes.extra_files),
+        carried_over=[str(path) for path in plan.carried],
+        not_carried_over=plan.left_behind,
+        remarks=plan.remarks,
+        warnings=plan.warnings,
+    )

@@ -1,9 +1,12 @@
-"""Who this process is among its ranks, and what they tell each other."""
+"""Who this process is among its ranks, how they find each other, and what they tell each other."""
 
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,12 +16,155 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ladderize.console import silenced
+from ladderize.console import sentence, silenced
 from ladderize.errors import UserError
 from ladderize.ranks.device import check_device
-from ladderize.ranks.environment import launch_variables
+from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, RENDEZVOUS_SECONDS, LaunchVariables, launch_variables
 from ladderize.ranks.launcher import ALONE, Place, launched_place
-from ladderize.ranks.rendezvous import meet
+
+SAY_AFTER_S = 10.0  # ranks that come this late are waited for in words
+CONNECT_S = 30.0  # for the answer of a server that is there
+GRACE_S = 1.0  # for torch to notice its own limit first
+_POLL_S = 0.05
+_ONE_TRY_S = 5.0
+
+
+def meet(variables: LaunchVariables, timeout: timedelta) -> dist.Store:
+    """The store of a launched group, when all its ranks are there.
+
+    Rank 0 serves it at MASTER_ADDR and MASTER_PORT, or torchrun does. timeout: of what is read from it after that.
+    Raises UserError where the address does not resolve, the port is taken, or somebody is missing after
+    LADDERIZE_RENDEZVOUS_SECONDS. torch's own rendezvous waits as long as a group's operations may take, which is days
+    in training, and does not say who is missing.
+    """
+    host, port, rank = variables.master_addr, variables.master_port, variables.rank
+    assert host is not None
+    assert port is not None
+    assert rank is not None
+    deadline = time.monotonic() + variables.rendezvous_seconds
+    _resolve(host, port)
+    serves = rank == 0 and not variables.agent_store
+    if not serves:
+        _wait_for_server(variables, deadline)
+    store: dist.Store = _open_store(host, port, serves, max(1.0, min(CONNECT_S, deadline - time.monotonic())))
+    if variables.agent_store:
+        store = dist.PrefixStore(f"/worker/attempt_{variables.restarts}", store)
+    _wait_for_ranks(store, variables, deadline)
+    store.set_timeout(timeout)
+    return store
+
+
+def _resolve(host: str, port: int) -> None:
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UserError(
+            f"{MASTER_ADDR} is {host!r}, which does not resolve to an address ({sentence(error)}); correct it"
+        ) from None
+
+
+def _open_store(host: str, port: int, serves: bool, seconds: float) -> dist.TCPStore:
+    """Serve the store, or connect to it.
+
+    A thread does so, since torch waits without limit for the answer of a program that accepts and never answers.
+    """
+    opened: list[dist.TCPStore] = []
+    errors: list[Exception] = []
+
+    def open_store() -> None:
+        limit = timedelta(seconds=seconds)
+        try:
+            opened.append(
+                dist.TCPStore(host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
+            )
+        except (RuntimeError, ValueError) as error:  # torch's DistError is one
+            errors.append(error)
+
+    with silenced(2):
+        thread = threading.Thread(target=open_store, daemon=True)
+        thread.start()
+        thread.join(seconds + GRACE_S)
+    if not opened:
+        raise UserError(_why_no_store(host, port, serves, errors[0] if errors else TimeoutError("no answer")))
+    return opened[0]
+
+
+def _why_no_store(host: str, port: int, serves: bool, error: BaseException) -> str:
+    text = sentence(error)
+    if "EADDRINUSE" in text:
+        return f"{MASTER_PORT} {port} is taken by another program on this machine; choose another port"
+    if "EACCES" in text:
+        return f"{MASTER_PORT} {port} may not be used by this user; choose a port above 1023"
+    what = f"rank 0 cannot serve at {host}:{port}" if serves else f"{host}:{port} does not answer as rank 0 would"
+    return f"{what} ({text[:200]}); check {MASTER_ADDR} and {MASTER_PORT}"
+
+
+def _wait_for_server(variables: LaunchVariables, deadline: float) -> None:
+    """Until rank 0, or torchrun, listens."""
+    address = f"{variables.master_addr}:{variables.master_port}"
+    waiting = Waiting(variables.rendezvous_seconds)
+    while True:
+        try:
+            limit = max(0.1, min(_ONE_TRY_S, deadline - time.monotonic()))
+            socket.create_connection((variables.master_addr or "", variables.master_port or 0), timeout=limit).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"rank {variables.rank} found no rank 0 at {address} within {variables.rendezvous_seconds} s"
+                    f" ({sentence(error)}); check {MASTER_ADDR} and {MASTER_PORT}, or raise {RENDEZVOUS_SECONDS}"
+                ) from None
+        waiting.say(f"rank {variables.rank} waits for rank 0 at {address}")
+        time.sleep(_POLL_S)
+
+
+def _wait_for_ranks(store: dist.Store, variables: LaunchVariables, deadline: float) -> None:
+    """Until every rank has said that it is there."""
+    size, rank = variables.world_size or 1, variables.rank
+    store.set(_key(rank or 0), "here")
+    missing = list(range(size))
+    waiting = Waiting(variables.rendezvous_seconds)
+    try:
+        while missing := _not_started(store, missing):
+            if time.monotonic() >= deadline:
+                break
+            if rank == 0:  # one line for the group
+                waiting.say(f"rank 0 waits for {_named(missing)} of {size}")
+            time.sleep(_POLL_S)
+    except RuntimeError:  # rank 0 gave up just before this one, and took the store with it
+        pass
+    if missing:
+        raise UserError(
+            f"{_named(missing)} of {size} did not start within {variables.rendezvous_seconds} s; start all of them"
+            f" with the same {MASTER_ADDR} and {MASTER_PORT}, or raise {RENDEZVOUS_SECONDS}"
+        )
+
+
+def _not_started(store: dist.Store, ranks: Sequence[int]) -> list[int]:
+    with silenced(2):
+        return [rank for rank in ranks if not store.check([_key(rank)])]
+
+
+class Waiting:
+    """Says once, after some seconds, who waits for whom: on stderr of any rank, since rank 0 may be the missing one."""
+
+    def __init__(self, limit_s: int) -> None:
+        self.limit_s, self.at, self.announced = limit_s, time.monotonic() + SAY_AFTER_S, False
+
+    def say(self, text: str) -> None:
+        if not self.announced and time.monotonic() >= self.at:
+            self.announced = True
+            print(f"{text}, at most {self.limit_s} s", file=sys.stderr, flush=True)
+
+
+def _key(rank: int) -> str:
+    return f"ladderize/started/{rank}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
 
 # Loading, and the fp32 reference that rank 0 computes while the others wait, can be long; a dead rank is noticed
 # otherwise.

@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +31,47 @@ from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched
 from ladderize.ranks.launcher import ALONE, Place, started_rank_variables
 from ladderize.ranks.threads import set_threads, take_cores
 from ladderize.runtime.collectives.shm import remove_segments
-from ladderize.runtime.signals import handing_on_signals
+
+
+@contextlib.contextmanager
+def handing_on_signals(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """SIGTERM and the first Ctrl-C reach every process as SIGTERM, and the block goes on: it ends when they do.
+
+    A second signal kills them and ends the block. Raises KeyboardInterrupt or UserError where a signal ended the
+    processes before they were ready to save.
+    """
+    received: list[int] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        again = len(received) > 1
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid or 0, signal.SIGKILL if again else signal.SIGTERM)
+        if again:
+            raise _stopped(number)
+
+    try:
+        before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread: its owner handles signals
+        yield
+        return
+    try:
+        yield
+    except UserError:
+        if received and any(process.exitcode == -signal.SIGTERM for process in processes):
+            raise _stopped(received[0]) from None
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stopped(number: int) -> BaseException:
+    if number == signal.SIGINT:
+        return KeyboardInterrupt()
+    return UserError("stopped by SIGTERM; run the same command again to resume from the last saved state")
+
 
 # A rank that fails because another one did reports it too: wait so long for the one that failed first.
 CAUSE_SECONDS = 1.0

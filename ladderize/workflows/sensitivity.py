@@ -18,9 +18,9 @@ import torch
 from ladderize import data
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import parameter_count
 from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
 from ladderize.convert.point_sensitivity import PointSensitivity, point_changes, point_costs
 from ladderize.convert.sensitivity_file import (

@@ -32,13 +32,13 @@ from ladderize.adapt.blockwise.rewrite import heldout_measures, loaded
 from ladderize.adapt.blockwise.run import announce_distillation
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import kv_head_count
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import Dtype, check_at_least, check_choices
 from ladderize.console import SILENT, Console, human_seconds, to_json
-from ladderize.convert.changes import Changes
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
 from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection
 from ladderize.convert.sensitivity_file import CLASSES, INSENSITIVE

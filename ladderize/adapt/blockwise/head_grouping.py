@@ -24,8 +24,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ladderize.adapt.blockwise.head_assignment import MIN_GAIN, Assignment, Units, match, spread
 from ladderize.blocks import Blocks
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import kv_head_count
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.heads import GroupingReport, HeadMap
 from ladderize.layout import Layout, check_split
 

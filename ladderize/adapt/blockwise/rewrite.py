@@ -18,11 +18,11 @@ from ladderize.adapt.blockwise.windows import Windows
 from ladderize.adapt.improvement import check_improved
 from ladderize.adapt.pair import check_pair, check_related
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_streams
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import Console, to_json
-from ladderize.convert.changes import Changes
 from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.eval.perplexity import perplexity_from_nlls

@@ -19,9 +19,8 @@ from ladderize.adapt.lora.config import (
     AdapterBase,
     adapted_layers,
 )
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.checkpoint.tensors import infos_of, write_tensors
+from ladderize.checkpoint.tensors import fingerprint, infos_of, write_tensors
 from ladderize.console import sentence, to_json
 from ladderize.convert.card import TAGS
 from ladderize.errors import UserError

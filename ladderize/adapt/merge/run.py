@@ -16,12 +16,11 @@ from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.dtypes import torch_dtype
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import Checkpoint, read_checkpoint
-from ladderize.checkpoint.tensors import TensorReader, locate_tensors, write_tensors
+from ladderize.checkpoint.tensors import TensorReader, fingerprint, locate_tensors, write_tensors
 from ladderize.console import SILENT, Console, human_bytes
-from ladderize.convert.changes import Changes
 from ladderize.convert.pipeline import RECORD, THERE, convert_checkpoint
+from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import Verification
 from ladderize.data import file_sha256

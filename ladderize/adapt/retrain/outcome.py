@@ -24,13 +24,12 @@ from ladderize.adapt.retrain.state import load_trained
 from ladderize.adapt.retrain.task import Task, result_digest
 from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.blocks import open_checkpoint, stored_dtype
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import EMBEDDING, HEAD
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.checkpoint.tensors import locate_tensors
+from ladderize.checkpoint.tensors import fingerprint, locate_tensors
 from ladderize.console import Console, to_json
-from ladderize.convert.changes import Changes
 from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.files import output

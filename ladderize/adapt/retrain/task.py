@@ -20,9 +20,9 @@ from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
 from ladderize.adapt.retrain.trainer import TrainOptions
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.llama import EMBEDDING, HEAD, expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import Console, human_bytes
 from ladderize.convert.retraining import read_retrainings
 from ladderize.errors import UserError

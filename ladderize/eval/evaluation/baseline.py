@@ -9,8 +9,8 @@ import numpy as np
 
 from ladderize.blocks import check_finite
 from ladderize.checkpoint.dtypes import DTYPE_BYTES, STORED_NAMES
-from ladderize.checkpoint.fingerprint import fingerprint
 from ladderize.checkpoint.reading import read_checkpoint, read_header
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.eval.backends.base import EvalModel, WindowScores

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ladderize import data
-from ladderize.checkpoint.model_check import check_model
+from ladderize.checkpoint.llama import check_model
 from ladderize.console import SILENT, Console, to_json
 from ladderize.errors import UsageError
 from ladderize.eval.backends.base import EvalModel, OpenModel

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ladderize.blocks import Blocks, check_finite, open_checkpoint, stored_dtype
-from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import AlignmentWindows, CalibrationData

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ladderize.checkpoint.fingerprint import fingerprint as fingerprint_of
 from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.tensors import fingerprint as fingerprint_of
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults, Perplexity
 from ladderize.files.documents import read_document

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ladderize.checkpoint.fingerprint import fingerprint
-from ladderize.checkpoint.model_check import check_model
+from ladderize.checkpoint.llama import check_model
 from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
 from ladderize.convert.point_sensitivity import read_point_sensitivity
 from ladderize.errors import UsageError, UserError

@@ -7,7 +7,7 @@ same bytes in the end. An answer depends on its number, the seed and the samplin
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,14 @@ from ladderize.modeling import tokenizer_hash
 from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.launch import run
-from ladderize.runtime.requests.continuous import ContinuousBatch, Prompt
+from ladderize.runtime.requests.continuous import ContinuousBatch, Prompt, StopStrings
 from ladderize.runtime.requests.options import RequestOptions
 from ladderize.runtime.requests.worker import Worker, opened
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import ModelSpec, eos_ids
-from ladderize.runtime.texts.answer_text import AnswerEnds
-from ladderize.runtime.texts.encoding import tokenizer_of
 from ladderize.runtime.texts.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
 from ladderize.runtime.texts.prompt_file import FilePrompt, check_prompt_file, encode_prompts, read_prompts
-from ladderize.runtime.texts.prompts import open_spec
+from ladderize.runtime.texts.prompts import open_spec, tokenizer_of
 from ladderize.runtime.texts.sample_file import (
     SampleFile,
     SamplesIdentity,
@@ -42,6 +40,36 @@ from ladderize.runtime.texts.sample_file import (
     check_sample_target,
     common_identity,
 )
+
+
+class AnswerEnds:
+    """Where an answer ends: before EOS, or before the first stop string in it."""
+
+    def __init__(self, tokenizer: Any, eos: Sequence[int], stops: tuple[str, ...]) -> None:
+        self.tokenizer, self.eos, self.stops = tokenizer, frozenset(eos), stops
+        self._seen = StopStrings(tokenizer, stops)
+
+    def text(self, prompt: Sequence[int], new: Sequence[int]) -> tuple[str, str]:
+        """The text of the ids ``new`` behind those of a prompt, and why it ended: stop or length."""
+        ids = list(new)
+        # a stop string that is a special token is seen in the ids, and not in the text
+        ended = ids[-1] in self.eos or self._seen.end(ids)
+        if ids[-1] in self.eos:
+            ids.pop()
+        text = text_after(self.tokenizer, prompt, ids)
+        cut = min((place for stop in self.stops if (place := text.find(stop)) >= 0), default=None)
+        return text[:cut], "length" if cut is None and not ended else "stop"
+
+
+def text_after(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:
+    """The text that ``ids`` add behind the ids ``before``, without special tokens.
+
+    Decoded alone they may lose the space that they begin with (SentencePiece).
+    """
+    first = str(tokenizer.decode(list(before), skip_special_tokens=True))
+    both = str(tokenizer.decode([*before, *ids], skip_special_tokens=True))
+    return both[len(first) :] if both.startswith(first) else str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
 
 # Answers are written a group of so many full batches at a time. At its end rows stand empty until the last answer is
 # whole: the larger it is, the less time that takes, and the more work a killed run does again.

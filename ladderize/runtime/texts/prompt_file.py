@@ -14,7 +14,7 @@ from ladderize.files.regular import check_regular, read_lines
 from ladderize.rows.files import JsonlRows, ParquetRows
 from ladderize.rows.formats import Formats, Row, check_row, read_messages
 from ladderize.runtime.spec import ModelSpec
-from ladderize.runtime.texts.encoding import PromptEncoder
+from ladderize.runtime.texts.prompts import PromptEncoder
 
 SUFFIXES_OF_PROMPTS = (".jsonl", ".parquet", ".txt")
 PROMPT_FORMATS = Formats(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ladderize.layout import Layout
 from ladderize.runtime.layers import AttentionWeights, MlpWeights
 from ladderize.runtime.shards import Shape, virtual_ranks
-from ladderize.runtime.training.pieces import Piece
+from ladderize.runtime.training.weights import Piece
 
 
 class Product(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.checkpoint.model_check import check_model
+from ladderize.checkpoint.llama import check_model
 from ladderize.convert.recipe import Recipe
 from ladderize.ranks.threads import cores
 from ladderize.tradeoff.sweep import by_hand

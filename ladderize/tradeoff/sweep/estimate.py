@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.adapt.methods import LORA
-from ladderize.checkpoint.model_check import check_model
+from ladderize.checkpoint.llama import check_model
 from ladderize.console import human_bytes, human_seconds
 from ladderize.files.records import Record
 from ladderize.tradeoff.sweep.points import SweepPlan

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.data.sources import SourceSpec
-from ladderize.checkpoint.model_check import check_model
+from ladderize.checkpoint.llama import check_model
 from ladderize.data import split_name
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.methods import ALIGN, CONVERTED
-from ladderize.checkpoint.model_check import check_model
+from ladderize.checkpoint.llama import check_model
 from ladderize.checkpoint.reading import read_config
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
