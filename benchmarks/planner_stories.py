@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
-from ladderize.checkpoint.fingerprint import fingerprint
+from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.point_sensitivity import PointCost, point_changes, point_costs
 from ladderize.data import file_sha256
 from ladderize.eval.suffixes import Suffixes
