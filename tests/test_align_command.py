@@ -476,7 +476,7 @@ def test_other_kinds_of_text_get_no_worse(tmp_path):
     """Aligned on prose alone, the bundled model is no worse at sums than as converted: random tokens see to that, and
     without them it is worse."""
     prose, kinds = {"stories": 1, "agreement": 1, "copying": 1}, ("stories", "arithmetic")
-    write_documents(tmp_path / "prose.jsonl", 2500, test=False, seed=3, weights=prose)
+    write_documents(tmp_path / "prose.jsonl", 1200, test=False, seed=3, weights=prose)
     for kind in kinds:
         write_documents(tmp_path / f"{kind}.jsonl", 120, test=True, seed=4, weights={kind: 1})
     assert invoke("convert", MODEL, tmp_path / "ladder", "--ladder", "4:", "--no-verify").code == 0
