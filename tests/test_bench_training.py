@@ -16,11 +16,10 @@ from ladderize.runtime.bench.message_check import read_sums, sent_sums
 from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.runtime.bench.training import check, measure
-from ladderize.runtime.bench.training.document import TrainingBenchDocument
-from ladderize.runtime.bench.training.memory_need import training_bytes, weights_key
+from ladderize.runtime.bench.training.document import TimedStep, TimedVariant, TrainingBenchDocument, training_rows
+from ladderize.runtime.bench.training.measure import training_bytes, weights_key
 from ladderize.runtime.bench.training.options import TrainingBenchOptions, check_training_usage, parse_schedules
 from ladderize.runtime.bench.training.plan import plan_training_bench
-from ladderize.runtime.bench.training.rows import TimedStep, TimedVariant, training_rows
 from ladderize.runtime.bench.training.steps import Batch
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule

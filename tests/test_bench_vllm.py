@@ -20,8 +20,8 @@ from ladderize.serving.vllm.bench import processes, run
 from ladderize.serving.vllm.bench.document import VllmBenchDocument
 from ladderize.serving.vllm.bench.options import VllmBenchOptions, check_vllm_usage
 from ladderize.serving.vllm.bench.processes import rank_environment
-from ladderize.serving.vllm.bench.report import show_vllm_bench
 from ladderize.serving.vllm.bench.rows import Timed, vllm_rows
+from ladderize.serving.vllm.bench.run import show_vllm_bench
 from ladderize.serving.vllm.bench.served import PLUGIN_ROW, file_stem, served_models, vllm_config
 from ladderize.serving.vllm.environment import configuration_refusal, environment_with
 from tests.helpers import ROOT, SHAPE, invoke, one_sentence, save_llama

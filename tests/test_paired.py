@@ -8,6 +8,7 @@ import scipy.stats
 from statsmodels.stats.contingency_tables import mcnemar
 
 from ladderize.errors import UsageError
+from ladderize.eval.paired.compare import paired_stderr
 from ladderize.eval.paired.document import POINT, CompareOptions
 from ladderize.eval.paired.statistics import (
     Estimate,
@@ -19,7 +20,6 @@ from ladderize.eval.paired.statistics import (
     samples_needed,
     scaled_difference,
 )
-from ladderize.eval.paired.windows import paired_stderr
 
 REPEATS = 1200  # simulated evaluations for a coverage
 RESAMPLES = 1000

@@ -19,9 +19,14 @@ from ladderize.planning.planner.choose import describe, layout_seconds, option_s
 from ladderize.planning.planner.document import PlanChoice
 from ladderize.planning.planner.front import chosen_layout
 from ladderize.planning.planner.front_plot import draw_front
-from ladderize.planning.planner.plan import PlanCosts, estimate_costs, plan_layout, read_plan_costs
+from ladderize.planning.planner.plan import (
+    PlanCosts,
+    estimate_costs,
+    plan_layout,
+    read_plan_costs,
+    read_retrained_costs,
+)
 from ladderize.planning.planner.recipe import write_plan_recipe
-from ladderize.planning.planner.retrained import read_retrained_costs
 from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
 from tests.helpers import save_llama
 from tests.planner_toys import FakeMeasurer, FakeSeconds, all_options, random_costs, sensitivity_of

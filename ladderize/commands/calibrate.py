@@ -62,7 +62,7 @@ def calibrate(given: GivenOptions) -> None:
             device = runtime_device(given.params["device"], options.backend, options.threads, max(options.tp_sizes))
         options = given.fill(CalibrateOptions, device=device)
         document = ladderize.calibrate(options, out=own.out, console=console)
-    from ladderize.planning.calibration.show import show_calibration
+    from ladderize.planning.calibration.document import show_calibration
 
     console.document(document.to_dict())
     show_calibration(document, console)

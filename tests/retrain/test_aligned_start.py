@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.retrain import aligned_start
+from ladderize.adapt.retrain import run
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.task import left_by_alignment
@@ -126,7 +126,7 @@ def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypat
 
 
 def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(aligned_start, "rewrite", lambda *_, **__: pytest.fail("aligned"))
+    monkeypatch.setattr(run, "rewrite", lambda *_, **__: pytest.fail("aligned"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     for method in ("full", "lora"):

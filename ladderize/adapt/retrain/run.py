@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from ladderize.adapt.align.options import AlignOptions, short_tokens
+from ladderize.adapt.align.run import Aligning
+from ladderize.adapt.blockwise.rewrite import rewrite
 from ladderize.adapt.data.chunks import StreamOptions
 from ladderize.adapt.data.packing import PackedRow
 from ladderize.adapt.data.show import batch_document, show_batch
@@ -17,7 +20,6 @@ from ladderize.adapt.data.stream import Stream, fixed_rows
 from ladderize.adapt.lora.config import ADAPTATION
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.adaptation import Adaptation
-from ladderize.adapt.retrain.aligned_start import start_aligned
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.hf_engine import HFEngine
 from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher
@@ -39,17 +41,76 @@ from ladderize.adapt.retrain.trainer import Trainer, TrainOptions, probe_seconds
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console, human_count, human_seconds
-from ladderize.errors import UserError
+from ladderize.convert.retraining import read_retrainings
+from ladderize.errors import UsageError, UserError
 from ladderize.files.finished import EarlierRun
 from ladderize.files.regular import resolved
 from ladderize.files.work import work_folder
-from ladderize.layout import format_ranges
+from ladderize.layout import Layout, format_ranges
 from ladderize.memory import tcmalloc_advice
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.group import TRAINING_TIMEOUT, Ranks, already_started, join_ranks
 from ladderize.ranks.launcher import accelerate_settings
 from ladderize.ranks.threads import set_threads
 from ladderize.runtime.launch import check_group_size, run
+
+
+def aligned_path(out: str) -> str:
+    """The checkpoint beside OUT that retraining starts from."""
+    return f"{out.rstrip('/')}-aligned"
+
+
+def start_aligned(
+    model: str,
+    out: str,
+    options: RetrainOptions,
+    *,
+    overwrite: bool,
+    verify: bool,
+    revision: str | None,
+    console: Console,
+) -> str:
+    """Align ``model`` on the first data of the retraining, unless an earlier run of the same command did; returns the
+    aligned checkpoint beside OUT, which stays: an adapter belongs to it."""
+    assert options.distill_from is not None  # options.check()
+    checkpoint = open_checkpoint(model, revision)
+    if Layout.from_config(checkpoint.config).is_dense:
+        raise UserError(f"{model} is dense; there is nothing to align; leave --align out")
+    if found := read_retrainings(checkpoint.folder):
+        raise UserError(
+            f"--align: {model} was retrained already ({found[-1].method}); align before that, or leave --align out"
+        )
+    data, seq_len = options.data[0].text, options.seq_len
+    if options.data[0].is_streamed:
+        raise UsageError(f"--align reads --data {data} whole, which is streamed; put a file first, or align beforehand")
+    tokens = short_tokens(checkpoint.config)
+    asked = AlignOptions(
+        data,
+        seq_len=seq_len,
+        tokens=tokens,
+        seed=options.seed,
+        dtype=options.dtype,
+        device=options.device,
+        write=options.write,
+    )
+    folder = work_folder(out, options.work_dir, checkpoint.folder)
+    if not EarlierRun(resolved(out), ADAPTATION, folder, overwrite=overwrite).may_have_finished():
+        check_out(out, [checkpoint, open_checkpoint(options.distill_from)], options.method, overwrite=overwrite)
+    beside = aligned_path(out)
+    console.note(f"aligning first; the result stays in {beside}")
+    rewrite(  # whatever a launcher says of FSDP is about the training that follows
+        Aligning(),
+        model,
+        beside,
+        options.distill_from,
+        asked,
+        overwrite=overwrite,
+        verify=verify,
+        revision=revision,
+        console=console,
+    )
+    return beside
+
 
 TRACKERS = ("tensorboard", "wandb", "trackio")  # also the names of their packages
 

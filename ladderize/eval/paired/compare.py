@@ -1,22 +1,269 @@
 """Two models that answered the same questions, compared in pairs. Imports no torch."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.paired.answers import check_cluster_field
+from ladderize.eval.paired.answers import as_value, check_cluster_field
 from ladderize.eval.paired.comparable import (
+    ADVICE,
     PERPLEXITY,
+    check_same,
     check_same_samples,
     check_settings,
     common_tasks,
     evaluation_remarks,
 )
-from ladderize.eval.paired.document import CONFIDENCE, CompareOptions, ComparisonDocument, Comparisons
+from ladderize.eval.paired.document import (
+    ALL,
+    CONFIDENCE,
+    POINT,
+    CompareOptions,
+    ComparisonDocument,
+    Comparisons,
+    PerplexityComparison,
+    PooledComparison,
+    PredictionComparison,
+    Weighting,
+)
 from ladderize.eval.paired.entry import ComparedModel, StoredResults, open_results
-from ladderize.eval.paired.pooled import pool
-from ladderize.eval.paired.tasks import Compared, compare_task
-from ladderize.eval.paired.windows import compare_perplexity, compare_predictions
+from ladderize.eval.paired.statistics import (
+    Stratum,
+    estimate_mean,
+    generator,
+    resampled_means,
+    scaled_difference,
+    verdict_of,
+)
+from ladderize.eval.paired.tasks import CLOSE, Compared, compare_task
+from ladderize.eval.results import Perplexity
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What counts as one task in the mean over tasks: a task, or a group of lm-eval with a value of its own. weights:
+    of each of its tasks, 1 in all."""
+
+    name: str
+    weights: Mapping[str, float]
+    weighting: Weighting = "tasks"
+
+
+def pool(reference: ComparedModel, compared: Mapping[str, Compared], options: CompareOptions) -> list[PooledComparison]:
+    """Groups first, then all tasks: as the mean over tasks, and over samples where that is another one.
+
+    compared: task -> its main metric; at least one.
+    """
+    units = list(_units(reference, compared))
+    pooled = [
+        _pooled(unit.name, unit.weighting, unit.weights, compared, options) for unit in units if len(unit.weights) > 1
+    ]
+    by_task = {task: weight / len(units) for unit in units for task, weight in unit.weights.items()}
+    pooled.append(_pooled(ALL, "tasks", by_task, compared, options))
+    by_samples = _by_samples(compared, list(compared))
+    if any(abs(by_samples[task] - weight) > CLOSE for task, weight in by_task.items()):
+        pooled.append(_pooled(ALL, "samples", by_samples, compared, options))
+    return pooled
+
+
+def _pooled(
+    name: str,
+    weighting: Weighting,
+    weights: Mapping[str, float],
+    compared: Mapping[str, Compared],
+    options: CompareOptions,
+) -> PooledComparison:
+    parts = [compared[task] for task in weights]
+    strata = [part.stratum for part in parts if part.stratum is not None]
+    draws = [part.draws for part in parts if part.draws is not None]
+    rng = generator(options.seed, f"{name} {weighting}")
+    found = estimate_mean(strata, list(weights.values()), draws, rng)
+    samples = sum(part.comparison.samples for part in parts)
+    verdict, needed = verdict_of(found, samples, options.margin * POINT)
+    return PooledComparison(
+        name=name,
+        weights=weighting,
+        tasks=list(weights),
+        samples=samples,
+        clusters=sum(part.comparison.clusters for part in parts),
+        reference_value=_mean(weights, {task: compared[task].comparison.reference_value for task in weights}),
+        value=_mean(weights, {task: compared[task].comparison.value for task in weights}),
+        difference=found.mean,
+        low=found.low,
+        high=found.high,
+        verdict=verdict,
+        samples_needed=needed,
+    )
+
+
+def _mean(weights: Mapping[str, float], values: Mapping[str, float]) -> float:
+    return sum(weight * values[task] for task, weight in weights.items())
+
+
+def _by_samples(compared: Mapping[str, Compared], tasks: Sequence[str]) -> dict[str, float]:
+    total = sum(compared[task].comparison.samples for task in tasks)
+    return {task: compared[task].comparison.samples / total for task in tasks}
+
+
+def _units(reference: ComparedModel, compared: Mapping[str, Compared]) -> Iterator[_Unit]:
+    """The tasks and groups that no other group contains, in the order of the results; each task once."""
+    groups = _groups(reference.harness)
+    inside = {child for children in groups.values() for child in children}
+    seen: set[str] = set()
+    for name in [*groups, *compared]:
+        if name not in inside:
+            for unit in _unfolded(reference, name, groups, compared):
+                if not seen & unit.weights.keys():
+                    seen |= unit.weights.keys()
+                    yield unit
+    for task in compared:  # of groups that form no unit, and overlap
+        if task not in seen:
+            yield _Unit(task, {task: 1.0})
+
+
+def _unfolded(
+    reference: ComparedModel, name: str, groups: Mapping[str, list[str]], compared: Mapping[str, Compared]
+) -> Iterator[_Unit]:
+    """A group as one unit where lm-eval has a value of it, else what it contains."""
+    if name not in groups:
+        if name in compared:
+            yield _Unit(name, {name: 1.0})
+        return
+    leaves = [leaf for leaf in _leaves(name, groups) if leaf in compared]
+    if len(leaves) == len(_leaves(name, groups)) and leaves:
+        metric = compared[leaves[0]].comparison
+        shown = as_value(reference.object_of_task("results", name).get(f"{metric.metric},{metric.filter}"))
+        same = {(compared[leaf].comparison.metric, compared[leaf].comparison.filter) for leaf in leaves}
+        # whether lm-eval's group weighs by size is not in its results, but its value is
+        by_task = dict.fromkeys(leaves, 1 / len(leaves))
+        choices: tuple[tuple[Weighting, dict[str, float]], ...] = (
+            ("samples", _by_samples(compared, leaves)),
+            ("tasks", by_task),
+        )
+        for weighting, weights in choices:
+            mean = _mean(weights, {leaf: compared[leaf].comparison.reference_value for leaf in leaves})
+            if len(same) == 1 and isinstance(shown, float) and abs(shown - mean) <= CLOSE:
+                yield _Unit(name, weights, weighting)
+                return
+    for child in groups[name]:
+        yield from _unfolded(reference, child, groups, compared)
+
+
+def _leaves(name: str, groups: Mapping[str, list[str]]) -> list[str]:
+    """The tasks in a group and in the groups in it."""
+    if name not in groups:
+        return [name]
+    return list(dict.fromkeys(leaf for child in groups[name] for leaf in _leaves(child, groups)))
+
+
+def _groups(harness: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Groups that contain something, without those that contain themselves, which only a stranger's file has."""
+    known = harness.get("group_subtasks")
+    groups = {
+        name: [child for child in children if isinstance(child, str)]
+        for name, children in (known.items() if isinstance(known, Mapping) else ())
+        if isinstance(children, list) and children
+    }
+    sound: dict[str, list[str]] = {}
+    while ready := [
+        name for name in groups if name not in sound and all(c in sound or c not in groups for c in groups[name])
+    ]:
+        sound.update({name: groups[name] for name in ready})
+    return {name: groups[name] for name in groups if name in sound}
+
+
+MAX_TOKENS = 2**40  # of a window
+MAX_NATS = 700.0  # per token: a perplexity above exp(700) is none
+
+
+def compare_perplexity(reference: ComparedModel, other: ComparedModel, options: CompareOptions) -> PerplexityComparison:
+    """Perplexity of two models, window by window. Raises UserError where these are not the same windows."""
+    ours, tokens = _windows(reference)
+    theirs, same_tokens = _windows(other)
+    for key, what in (("data_sha256", "file"), ("seq_len", "--seq-len"), ("ids_sha256", "token ids")):
+        asked = (getattr(_measured(entry), key) for entry in (reference, other))
+        check_same(f"{what} of --perplexity", reference, other, *asked)
+    if not np.array_equal(tokens, same_tokens):
+        raise UserError(
+            f"not the same windows of --perplexity: {len(tokens):,} with {int(tokens.sum()):,} tokens in"
+            f" {reference.where}, {len(same_tokens):,} with {int(same_tokens.sum()):,} in {other.where}; {ADVICE}"
+        )
+    found = scaled_difference(
+        "perplexity", -ours, -theirs, tokens, options.resamples, generator(options.seed, "perplexity")
+    )
+    values = [math.exp(float(nll.sum() / tokens.sum())) for nll in (ours, theirs)]
+    return PerplexityComparison(
+        windows=len(tokens),
+        tokens=int(tokens.sum()),
+        reference_value=values[0],
+        value=values[1],
+        stderr=paired_stderr(ours, theirs, tokens),
+        **vars(found),
+    )
+
+
+def paired_stderr(reference: "np.ndarray", other: "np.ndarray", tokens: "np.ndarray") -> float | None:
+    """Standard error of the difference of two perplexities by the delta method: each window's contributions to both
+    stay together. reference, other: nats of each window [W]; None for a single window."""
+    count, total = len(tokens), tokens.sum()
+    if count < 2:
+        return None
+    ours, theirs = (math.exp(nll.sum() / total) * (nll - nll.sum() / total * tokens) for nll in (reference, other))
+    return math.sqrt(count / (count - 1) * float(((theirs - ours) ** 2).sum())) / float(total)
+
+
+def compare_predictions(
+    reference: ComparedModel, other: ComparedModel, options: CompareOptions
+) -> PredictionComparison | None:
+    """The mean KL divergence that ``eval`` measured, with an interval; None where it measured none against this
+    reference."""
+    measured = other.model.predictions if other.model is not None else None
+    if measured is None or other.model is None or measured.reference != reference.name:
+        return None
+    _, tokens = _windows(other)
+    sums = np.asarray(measured.window_kl, dtype=float)
+    if len(sums) != len(tokens) or not (np.abs(sums) <= MAX_NATS * tokens).all():
+        raise UserError(f"{other.where} has sums of KL that do not fit its windows; evaluate the model again")
+    stratum = Stratum(sums, tokens)
+    rng = generator(options.seed, "predictions")
+    found = estimate_mean([stratum], [1.0], [resampled_means(stratum, options.resamples, rng)], rng)
+    return PredictionComparison(
+        windows=len(tokens),
+        tokens=measured.tokens,
+        mean_kl=measured.mean_kl,
+        low=None if found.low is None else max(0.0, found.low),
+        high=found.high,
+        p99_kl=measured.p99_kl,
+        same_top_share=measured.same_top_share,
+    )
+
+
+def _measured(entry: ComparedModel) -> Perplexity:
+    assert entry.model is not None
+    assert entry.model.perplexity is not None  # whoever calls has seen it
+    return entry.model.perplexity
+
+
+def _windows(entry: ComparedModel) -> tuple["np.ndarray", "np.ndarray"]:
+    """Nats and scored tokens of each window."""
+    measured = _measured(entry)
+    if not measured.window_nll or not measured.window_tokens:
+        raise UserError(
+            f"{entry.where} keeps no windows of its perplexity, as files of earlier versions of ladderize; evaluate the"
+            " model again"
+        )
+    fits = len(measured.window_nll) == len(measured.window_tokens) and all(
+        0 < count <= MAX_TOKENS and 0 <= nats <= MAX_NATS * count
+        for nats, count in zip(measured.window_nll, measured.window_tokens, strict=True)
+    )
+    if not fits:
+        raise UserError(f"{entry.where} has windows of perplexity that do not fit together; evaluate the model again")
+    return np.asarray(measured.window_nll, dtype=float), np.asarray(measured.window_tokens, dtype=float)
 
 
 def compare_results(reference: ComparedModel, other: ComparedModel, options: CompareOptions) -> ComparisonDocument:
