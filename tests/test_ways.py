@@ -1,0 +1,45 @@
+"""CONTRIBUTING.md names the files of a command, in the order of its work: no other file of its rooms does any."""
+
+import inspect
+import re
+import sys
+import threading
+
+from tests.helpers import ROOT, invoke
+
+PACKAGE = str(ROOT / "ladderize") + "/"
+
+
+def files_on_the_way(command):
+    """As CONTRIBUTING.md lists them."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page.split(f"### `ladderize {command}`\n")[1].split("\n#")[0]
+    return re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
+
+
+def files_at_work(*arguments):
+    """The files of the package in which a function runs while the command does."""
+    found = set()
+
+    def note(frame, event, _):
+        code = frame.f_code  # without CO_OPTIMIZED: the body of a module or a class, which an import runs
+        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(PACKAGE):
+            found.add(code.co_filename.removeprefix(PACKAGE))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        outcome = invoke(*arguments)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert outcome.code == 0, outcome.stderr
+    return found
+
+
+def test_the_way_through_convert(llama, tmp_path):
+    way = files_on_the_way("convert")
+    ran = files_at_work("convert", llama, tmp_path / "out", "--ladder", "2:", "--spd", "0", "--sync-tp-size", 2)
+    rooms = {name for name in ran if name == "commands/convert.py" or name.startswith("convert/")}
+    assert sorted(way) == sorted(name for name in rooms if "remote_code" not in name)
+    assert len(way) <= 10
