@@ -18,8 +18,8 @@ from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvaluatedModel
 from ladderize.layout import Layout
 from ladderize.runtime.shards import check_runnable
+from ladderize.serving.vllm.endings import score_ends
 from ladderize.serving.vllm.engine import VLLMEngine, start_engine
-from ladderize.serving.vllm.lm import score_ends
 from ladderize.serving.vllm.versions import installed_version, version_problem
 
 if TYPE_CHECKING:
