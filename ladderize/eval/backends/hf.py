@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from lm_eval.models.huggingface import HFLM
 
 from ladderize import data
 from ladderize.errors import UserError
@@ -22,27 +20,6 @@ from ladderize.ranks.group import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-class SharedHFLM(HFLM):
-    """lm-eval's own asks Accelerate who it is and how to gather, but only where it has loaded the model itself; this
-    one asks the ranks, around a model that is loaded already."""
-
-    def __init__(self, ranks: Ranks, **given: Any) -> None:
-        super().__init__(**given)
-        self.ranks = ranks
-        self._rank, self._world_size = ranks.rank, ranks.size
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A number of each rank, in order: [ranks]."""
-        return torch.stack(self.ranks.gather(tensor.detach().cpu()))
-
-    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        found = self.ranks.gather(obj)
-        return found if self.rank == dst else None
-
-    def barrier(self) -> None:
-        self.ranks.barrier()
 
 
 class HFModel(EvalModel):
@@ -118,6 +95,7 @@ class HFModel(EvalModel):
 
     def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
         """lm-eval's HF backend around the loaded model. BOS is told explicitly, the same for all models."""
+        from ladderize.eval.backends.hf_ranks import SharedHFLM
 
         backend = SharedHFLM(
             self.ranks,
