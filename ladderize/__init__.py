@@ -12,8 +12,7 @@ from typing import Any
 __version__ = "0.1.0"
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _HOME_OF = {alias.name: node.module for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-__all__ = ["__version__"]
-__all__ += _HOME_OF
+__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604 - they are strings
 
 
 def __getattr__(name: str) -> Any:

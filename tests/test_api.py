@@ -45,9 +45,7 @@ def dense(tmp_path_factory):
 
 def test_every_public_name_is_there_and_known_to_type_checkers():
     """All come from the stub that type checkers read."""
-    assert (
-        {"convert_checkpoint", "Recipe", "SpdDocument", "__version__"} <= set(ladderize.__all__) == set(dir(ladderize))
-    )
+    assert {"convert_checkpoint", "Recipe", "__version__"} <= set(ladderize.__all__) == set(dir(ladderize))
     for name in ladderize.__all__:
         assert getattr(ladderize, name).__doc__ or name in ("SILENT", "__version__"), f"{name} is not documented"
     assert (PACKAGE / "py.typed").is_file()
