@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
+from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from tests.helpers import BIASES, LAYOUTS, SHAPE, make_model, random_ids
 from tests.oracle import Oracle, assert_likeliest
 
@@ -227,3 +229,25 @@ def test_dropped_layers_cost_the_products_of_a_dense_one():
             make_model(name)(ids, use_cache=False)
         flops[name] = counter.get_total_flops()
     assert len(set(flops.values())) == 1, flops
+
+
+def test_layers_are_built_once(monkeypatch):
+    """Also with checkpointing asked for in the config, which transformers' ``post_init`` takes out of it."""
+    built = []
+    monkeypatch.setattr(torch.nn.Linear, "reset_parameters", built.append)
+    model = LadderizedLlamaForCausalLM(LadderizedLlamaConfig(**SHAPE, gradient_checkpointing=True))
+    assert len(built) == 7 * SHAPE["num_hidden_layers"] + 1
+    assert model.model.layers[0].gradient_checkpointing
+
+
+def test_label_smoothing_is_that_of_a_llama(tmp_path):
+    """Trainer shifts the labels only of models whose class it knows as a causal one."""
+    model = make_model("dense")
+    llama = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    llama.load_state_dict(model.state_dict())
+    ids = random_ids(2, 9)
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, report_to=[], use_cpu=True)
+    losses = [
+        Trainer(one, arguments).compute_loss(one, {"input_ids": ids, "labels": ids.clone()}) for one in (model, llama)
+    ]
+    torch.testing.assert_close(losses[0], losses[1])

@@ -9,9 +9,12 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
@@ -204,33 +207,44 @@ class LadderizedLlamaPreTrainedModel(LlamaPreTrainedModel):
     config: LadderizedLlamaConfig
     _no_split_modules = ["LadderizedLlamaDecoderLayer"]
 
-    def __init__(self, config, *args, **kwargs):
-        # Both engines replace every nn.Linear, at any tensor-parallel size; they name their attention before they build
-        # a model.
-        engine = config._attn_implementation if config._attn_implementation in ("vllm", "vllm_mla", "sglang") else None
-        if getattr(getattr(config, "distributed_config", None), "tp_size", None) not in (None, 1):
-            engine = "transformers' tensor parallelism"
-        if config.sync_tp_size is not None and engine is not None:
-            raise ValueError(
-                f"this layout drops sync points for {config.sync_tp_size} virtual ranks, and {engine} cannot run it:"
-                " use vLLM with ladderize's plugin (pip install \"ladderize[vllm]\"), ladderize's own runtime, or plain"
-                " transformers on one device"
-            )
-        super().__init__(config, *args, **kwargs)
-
 
 class LadderizedLlamaModel(LadderizedLlamaPreTrainedModel, LlamaModel):
     def __init__(self, config):
-        super().__init__(config)
+        check_engine(config)
+        LlamaPreTrainedModel.__init__(self, config)  # LlamaModel's would build Llama's layers first
+        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(LadderizedLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
         self.post_init()
 
 
 class LadderizedLlamaForCausalLM(LadderizedLlamaPreTrainedModel, LlamaForCausalLM):
     def __init__(self, config):
-        super().__init__(config)
+        LlamaPreTrainedModel.__init__(self, config)
         self.model = LadderizedLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+
+def check_engine(config):
+    """Raise ValueError where another engine will replace every nn.Linear, at any tensor-parallel size, of a layout that
+    has dropped sync points. Engines name their attention before they build a model."""
+    engine = config._attn_implementation if config._attn_implementation in ("vllm", "vllm_mla", "sglang") else None
+    if getattr(getattr(config, "distributed_config", None), "tp_size", None) not in (None, 1):
+        engine = "transformers' tensor parallelism"
+    if config.sync_tp_size is not None and engine is not None:
+        raise ValueError(
+            f"this layout drops sync points for {config.sync_tp_size} virtual ranks, and {engine} cannot run it:"
+            " use vLLM with ladderize's plugin (pip install \"ladderize[vllm]\"), ladderize's own runtime, or plain"
+            " transformers on one device"
+        )
+
+
+# by this list transformers' Trainer shifts the labels of label smoothing, and lm-eval knows a causal model
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LadderizedLlamaConfig.model_type] = LadderizedLlamaForCausalLM.__name__
 
 __all__ = ["LadderizedLlamaForCausalLM", "LadderizedLlamaModel", "LadderizedLlamaPreTrainedModel"]
