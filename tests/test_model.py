@@ -234,7 +234,11 @@ def test_dropped_layers_cost_the_products_of_a_dense_one():
 def test_layers_are_built_once(monkeypatch):
     """Also with checkpointing asked for in the config, which transformers' ``post_init`` takes out of it."""
     built = []
-    monkeypatch.setattr(torch.nn.Linear, "reset_parameters", built.append)
+
+    def note(linear):
+        built.append(linear)
+
+    monkeypatch.setattr(torch.nn.Linear, "reset_parameters", note)
     model = LadderizedLlamaForCausalLM(LadderizedLlamaConfig(**SHAPE, gradient_checkpointing=True))
     assert len(built) == 7 * SHAPE["num_hidden_layers"] + 1
     assert model.model.layers[0].gradient_checkpointing
