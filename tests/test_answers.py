@@ -19,7 +19,7 @@ from ladderize.demo.corpus import items
 from ladderize.demo.inputs import MODEL
 from ladderize.errors import UsageError
 from ladderize.modeling import load_tokenizer
-from ladderize.rows.formats import Row
+from ladderize.rows import Row
 from ladderize.runtime.decode import sample
 from ladderize.runtime.requests.continuous import ContinuousBatch, StopStrings
 from ladderize.runtime.sampling import Sampling

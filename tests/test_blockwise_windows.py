@@ -9,14 +9,13 @@ import pytest
 
 from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.adapt.blockwise.windows import read_rows, training_windows
-from ladderize.adapt.data.chunks import StreamOptions
 from ladderize.adapt.data.sources import parse_specs, source_sha256
-from ladderize.adapt.data.stream import fixed_rows
+from ladderize.adapt.data.stream import StreamOptions, fixed_rows
 from ladderize.blocks import open_checkpoint
 from ladderize.data import file_sha256
 from ladderize.errors import UsageError, UserError
 from ladderize.modeling import load_tokenizer
-from ladderize.rows.formats import BadRow
+from ladderize.rows import BadRow
 from tests.helpers import ROOT
 
 DEMO = ROOT / "ladderize" / "demo" / "model"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ladderize.adapt.curves.curves import read_curves, smoothed
+from ladderize.adapt.retrain.curves import read_curves, smoothed
 from ladderize.errors import UserError
 from tests.helpers import invoke, one_sentence
 

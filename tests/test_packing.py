@@ -13,8 +13,6 @@ from ladderize.adapt.data.packing import (
     join,
     pack,
     segments,
-    targets_of,
-    unpacked,
 )
 from ladderize.adapt.data.stream import rank_rows
 from tests.helpers import make_model, random_ids
@@ -91,15 +89,6 @@ def test_a_packed_row_computes_what_each_example_does_alone(layout, attention):
                 torch.testing.assert_close(packed[number, part], alone, rtol=1e-4, atol=1e-5)
                 leaks = (default[number, part] - alone).abs().max() > 1e-2
                 assert leaks == (order > 0), "with the model's defaults an example sees those before it"
-
-
-def test_targets():
-    assert targets_of(example([5, 6, 7, 8])).tolist() == [6, 7, 8, X]
-    assert targets_of(example([5, 6, 7, 8], [1, 0, 1, 0])).tolist() == [X, 7, X, X]
-
-
-def test_unpacked():
-    assert [row.origins for row in unpacked([C, A])] == [("c",), ("a",)]
 
 
 def test_best_fit_decreasing():

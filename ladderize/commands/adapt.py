@@ -482,7 +482,7 @@ def _check_retraining(own: AdaptArguments) -> None:
 
 def _draw(out: str, stem: Path | None, console: Console) -> None:
     if stem is not None:
-        from ladderize.adapt.curves.curves import draw_curves, read_curves
+        from ladderize.adapt.retrain.curves import draw_curves, read_curves
 
         console.note(f"wrote {' and '.join(map(str, draw_curves([read_curves(Path(out))], stem)))}")
 

@@ -17,7 +17,7 @@ class PlotArguments:
 @command(PlotArguments, panels={OUTPUT: "out"}, configurable=False)
 def plot(given: GivenOptions) -> None:
     """Draw training curves: the loss, and the held-out perplexity beside the dense model's."""
-    from ladderize.adapt.curves.curves import draw_curves, read_curves
+    from ladderize.adapt.retrain.curves import draw_curves, read_curves
     from ladderize.figure import check_plot
 
     console, own = Console(), given.fill(PlotArguments)

@@ -3,7 +3,7 @@
 import datasets
 import pytest
 
-from ladderize.adapt.data import chunks
+from ladderize.adapt.data import stream
 from ladderize.modeling import load_tokenizer
 from tests.adapt_data.rows import DEMO
 
@@ -32,4 +32,4 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(stream, "CHUNK_ROWS", 3)

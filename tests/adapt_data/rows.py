@@ -2,12 +2,10 @@
 
 import json
 
-from ladderize.adapt.data.chunks import StreamOptions
 from ladderize.adapt.data.examples import Encoder
-from ladderize.adapt.data.place import StreamPlace
 from ladderize.adapt.data.sources import parse_specs
-from ladderize.adapt.data.stream import Stream
-from ladderize.rows.formats import Row
+from ladderize.adapt.data.stream import Stream, StreamOptions, StreamPlace
+from ladderize.rows import Row
 from tests.helpers import ROOT
 
 DEMO = ROOT / "ladderize" / "demo" / "model"

@@ -5,7 +5,7 @@ from tokenizers import pre_tokenizers, processors
 
 from ladderize.errors import UserError
 from ladderize.modeling import load_tokenizer
-from ladderize.rows.formats import BadRow
+from ladderize.rows import BadRow
 from tests.adapt_data.rows import (
     BOS,
     DEMO,

@@ -2,8 +2,7 @@
 
 import json
 
-from ladderize.adapt.data.packing import segments
-from ladderize.adapt.data.show import batch_document, show_batch
+from ladderize.adapt.data.packing import batch_document, segments, show_batch
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.data.stream import fixed_rows
 from tests.adapt_data.rows import (

@@ -13,7 +13,7 @@ from ladderize.adapt.data import sources
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.data.stream import fixed_rows, rank_rows
 from ladderize.errors import UserError
-from ladderize.rows.formats import BadRow
+from ladderize.rows import BadRow
 from tests.adapt_data.rows import (
     PLAIN,
     TURNS,

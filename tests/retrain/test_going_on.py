@@ -161,7 +161,7 @@ def test_a_bad_row_on_the_way_can_be_skipped_from_there(place, tmp_path, monkeyp
     rows[7] = [5]
     Dataset.from_dict({"input_ids": rows}).to_parquet(tmp_path / "rows.parquet")
     more = ["--data", tmp_path / "rows.parquet", "--save-every", 1000, "--no-packing"]
-    monkeypatch.setattr("ladderize.adapt.data.chunks.CHUNK_ROWS", 4)
+    monkeypatch.setattr("ladderize.adapt.data.stream.CHUNK_ROWS", 4)
     command = [argument for argument in arguments(place, *more, steps=12) if argument != place / "ids.npy"]
     command.remove("--data")
     message = one_sentence(invoke(*command[:2], tmp_path / "out", *command[2:]))

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 import ladderize
-from ladderize.adapt.improvement import share_won_back, target_text
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.hf_engine import HFEngine
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
+from ladderize.adapt.teacher import share_won_back, target_text
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.ranks.training import wants_fsdp

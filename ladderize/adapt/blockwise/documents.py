@@ -10,7 +10,7 @@ import torch
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillSettings, WindowOptions
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.adapt.data.sources import source_sha256
-from ladderize.adapt.improvement import target_text
+from ladderize.adapt.teacher import target_text
 from ladderize.eval.perplexity import Perplexity
 from ladderize.files.records import Record
 from ladderize.layout import format_ranges

@@ -15,8 +15,7 @@ from ladderize.adapt.blockwise.documents import BlockwiseRun, HeldoutMeasures, R
 from ladderize.adapt.blockwise.folder import BlockFolder, LayerFiles
 from ladderize.adapt.blockwise.options import TOKENS_PER_STEP, WindowOptions
 from ladderize.adapt.blockwise.windows import Windows
-from ladderize.adapt.improvement import check_improved
-from ladderize.adapt.pair import check_pair, check_related
+from ladderize.adapt.teacher import check_improved, check_pair, check_related
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_streams
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint

@@ -1,7 +1,7 @@
 """Rows -> examples: token ids, and which of them the loss counts as targets.
 
 * ``input_ids``: as they are; ``loss_mask`` says what is scored, without it everything.
-* ``messages``, ``conversations``: through the chat template; the assistant's tokens are scored (chat.py).
+* ``messages``, ``conversations``: through the chat template; the assistant's tokens are scored (``ChatTemplate``).
 * ``prompt`` and ``completion``: the completion is scored, and the EOS appended to it. BOS comes before the prompt.
 * ``text``: with the tokenizer's special tokens, and EOS appended unless it is a passage of something longer. Everything
   is scored.
@@ -10,16 +10,17 @@ Ids and texts longer than ``seq_len`` are cut into pieces, each an example of it
 cut off there, and dropped if nothing is left to score.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ladderize.adapt.data.chat import ChatTemplate
+from ladderize.chat_template import DATE_OF_DATA, ChatRenderer, RefusedConversation, Span
 from ladderize.data import need_tokenizer, text_ids
 from ladderize.errors import UserError
-from ladderize.rows.formats import BadRow, Row, check_row, read_ids, read_messages
+from ladderize.rows import BadRow, Row, check_row, read_ids, read_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,38 +70,37 @@ class Encoder:
         Raises UserError for what is wrong with the model rather than with a row: ids outside its vocabulary, no
         tokenizer, no chat template.
         """
-        results: dict[int, Encoded] = {}
-        texts: list[int] = []
-        for number, row in enumerate(rows):
+        formats = [_format(row) for row in rows]
+        texts = [row for row, name in zip(rows, formats, strict=True) if name == "text"]
+        ids_of_texts: Iterator[list[int]] = iter(())
+        if texts:
+            tokenizer = need_tokenizer(self.tokenizer, texts[0].origin)
+            ids_of_texts = iter(text_ids(tokenizer, [str(row.values["text"]) for row in texts]))
+        found = []
+        for row, name in zip(rows, formats, strict=True):
             try:
-                if (name := check_row(row)) == "text":
-                    texts.append(number)
-                else:
-                    results[number] = self._one(row, name)
+                if isinstance(name, BadRow):
+                    raise name
+                ids, scored = self._ids(row, name, ids_of_texts)
+                self._check(ids, scored, row.origin)
+                cut = self._pieces if name in ("input_ids", "text") else self._cut_off
+                found.append(cut(ids, scored, row.origin))
             except BadRow as problem:
-                results[number] = Encoded(problem=problem)
-        for number, ids in zip(texts, self._texts([rows[number] for number in texts]), strict=True):
-            try:
-                results[number] = self._pieces(ids, np.ones(len(ids), dtype=bool), rows[number].origin)
-            except BadRow as problem:
-                results[number] = Encoded(problem=problem)
-        return [results[number] for number in range(len(rows))]
+                found.append(Encoded(problem=problem))
+        return found
 
-    def _one(self, row: Row, name: str) -> Encoded:
+    def _ids(self, row: Row, name: str, ids_of_texts: Iterator[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """A row's ids and which are scored, whole. name: its format."""
         if name == "input_ids":
-            return self._pieces(*read_ids(row), row.origin)
+            return read_ids(row)
+        if name == "text":
+            ids = self._with_eos(next(ids_of_texts), add=not row.is_passage)
+            return ids, np.ones(len(ids), dtype=bool)
         if name == "prompt":
-            return self._cut_off(*self._completion(row), row.origin)
+            return self._completion(row)
         if self._chat is None:
             self._chat = ChatTemplate(need_tokenizer(self.tokenizer, row.origin), row.origin)
-        return self._cut_off(*self._chat.encode(read_messages(row, name), row.origin), row.origin)
-
-    def _texts(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        if not rows:
-            return []
-        tokenizer = need_tokenizer(self.tokenizer, rows[0].origin)
-        lists = text_ids(tokenizer, [str(row.values["text"]) for row in rows])
-        return [self._with_eos(ids, add=not row.is_passage) for ids, row in zip(lists, rows, strict=True)]
+        return self._chat.encode(read_messages(row, name), row.origin)
 
     def _with_eos(self, ids: list[int], *, add: bool = True) -> np.ndarray:
         # some tokenizers append it themselves
@@ -135,24 +135,99 @@ class Encoder:
             )
 
     def _pieces(self, ids: np.ndarray, scored: np.ndarray, origin: str) -> Encoded:
-        self._check(ids, scored, origin)
         if len(ids) <= self.seq_len:
             return Encoded((Example(ids, scored, origin),))
-        starts = range(0, len(ids) - 1, self.seq_len)  # a last piece of one token would have nothing to predict
-        pieces = [
-            Example(
-                ids[start : start + self.seq_len], scored[start : start + self.seq_len], f"{origin}, piece {number}"
-            )
-            for number, start in enumerate(starts, start=1)
-        ]
+        parts = [slice(start, start + self.seq_len) for start in range(0, len(ids) - 1, self.seq_len)]
+        pieces = [Example(ids[part], scored[part], f"{origin}, piece {n}") for n, part in enumerate(parts, start=1)]
         kept = tuple(piece for piece in pieces if piece.scored[1:].any())
         return Encoded(kept, dropped=len(pieces) - len(kept))
 
     def _cut_off(self, ids: np.ndarray, scored: np.ndarray, origin: str) -> Encoded:
-        self._check(ids, scored, origin)
-        if len(ids) <= self.seq_len:
-            return Encoded((Example(ids, scored, origin),))
-        ids, scored = ids[: self.seq_len], scored[: self.seq_len]
-        if not scored[1:].any():
+        kept = Example(ids[: self.seq_len], scored[: self.seq_len], origin)
+        if not kept.scored[1:].any():
             return Encoded(dropped=1)
-        return Encoded((Example(ids, scored, origin),), truncated=1)
+        return Encoded((kept,), truncated=int(len(ids) > self.seq_len))
+
+
+def _format(row: Row) -> str | BadRow:
+    try:
+        return check_row(row)
+    except BadRow as problem:
+        return problem
+
+
+class ChatTemplate:
+    """A conversation -> ids through a tokenizer's chat template, and which of them the assistant wrote. Raises
+    UserError if there is no template, or if the tokenizer cannot say which characters a token stands for.
+
+    Where the template has ``{% generation %}`` markers, they say what is scored. Else it is what the template adds
+    after the prompt for an answer: the turn and what ends it.
+
+    transformers' own ``return_assistant_tokens_mask`` is not used: where a turn begins or ends in a space, and the
+    tokenizer's offsets leave spaces out (Llama 3's do), it scores nothing or all the rest. Here every token that begins
+    in an assistant's turn is scored.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", origin: str) -> None:
+        renderer = ChatRenderer.of(tokenizer, date=DATE_OF_DATA)
+        if renderer is None:
+            raise UserError(
+                f"{origin}: a conversation, but the tokenizer has no chat template; put a chat_template.jinja into the"
+                " model's folder"
+            )
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"{origin}: a conversation, but the tokenizer is not a fast one, so token positions are unknown"
+            )
+        self.tokenizer, self.renderer = tokenizer, renderer
+        self.has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", renderer.template) is not None
+
+    def encode(self, messages: list[dict[str, Any]], origin: str) -> tuple[np.ndarray, np.ndarray]:
+        """int64 ids and bool scored, [tokens] each. The text is tokenised as a whole, and only the template gives it a
+        BOS.
+
+        Raises BadRow if the template refuses the conversation, UserError if the template does not show where the turns
+        are.
+        """
+        text, spans = self._render(messages, origin, return_assistant_tokens_mask=self.has_markers)
+        if not self.has_markers:
+            spans = self._turns(messages, text, origin)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return np.asarray(encoding["input_ids"], dtype=np.int64), _inside(offsets, spans)
+
+    def _render(self, messages: list[dict[str, Any]], origin: str, **options: Any) -> tuple[str, list[Span]]:
+        try:
+            return self.renderer.render(messages, **options)
+        except RefusedConversation as problem:
+            raise BadRow(f"{origin}: {problem}") from None
+        except UserError as problem:
+            raise UserError(f"{origin}: {problem}") from None
+
+    def _turns(self, messages: list[dict[str, Any]], text: str, origin: str) -> list[Span]:
+        """The assistant's turns in the text of a conversation: each is what its prefix of the conversation adds."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._render(messages[:number], origin, add_generation_prompt=True)
+            after, _ = self._render(messages[: number + 1], origin)
+            if not text.startswith(after) or not after.startswith(before):
+                raise UserError(
+                    f"{origin}: turn {number + 1}: the chat template rewrites earlier turns, so the assistant's text"
+                    " cannot be located; put {% generation %} and {% endgeneration %} around it in the template"
+                )
+            spans.append((len(before), len(after)))
+        return spans
+
+
+def _inside(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """Whether each token begins inside a span. offsets: [tokens, 2], of characters."""
+    begins = offsets[:, 0].copy()
+    # a token of spaces alone may have lost them all: it begins where the token before it ended
+    empty = np.flatnonzero(offsets[:, 0] == offsets[:, 1])
+    begins[empty[empty > 0]] = offsets[empty[empty > 0] - 1, 1]
+    inside = np.zeros(len(offsets), dtype=bool)
+    for begin, end in spans:
+        inside |= (begins >= begin) & (begins < end)
+    return inside

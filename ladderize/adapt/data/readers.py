@@ -1,17 +1,20 @@
 """One source, row by row and epoch after epoch: in which order, which rows are held out, and where it stands."""
 
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ladderize.adapt.data.examples import Encoded, Encoder
-from ladderize.adapt.data.hub import HubRows
-from ladderize.adapt.data.place import Cursor, FileCursor, HubCursor
+from ladderize.adapt.data.sources import SourceSpec
 from ladderize.errors import UserError
-from ladderize.rows.files import Rows
-from ladderize.rows.formats import BadRows, Row
+from ladderize.files.records import Record
+from ladderize.rows import TRAINING, BadRows, Row, Rows, quiet_datasets
 
 BATCH = 64  # rows that are tokenised together, ahead of their use
 HELDOUT_OF_STREAM, MOST_HELDOUT, HELDOUT_SHARE = 64, 256, 100
@@ -21,37 +24,62 @@ LEAST_HELDOUT = 8  # or a tenth of fewer rows: a single row says little
 DRAW_ORDER, DRAW_HELDOUT, DRAW_SHUFFLE = 1, 2, 3
 
 
-class Reader(Protocol):
-    """bad: the rows left out since opening. ``seek`` goes to exactly where ``cursor`` was; a cursor is of the reader's
-    own kind."""
+@dataclass(frozen=True)
+class Cursor(Record):
+    """Behind ``row`` rows of an epoch's order. state: of ``datasets``' making, from which a stream reads on; None: its
+    beginning."""
+
+    LEFT_OUT: ClassVar = ("state",)
+
+    epoch: int
+    row: int
+    state: dict[str, Any] | None = None
+
+
+class Reader(ABC):
+    """heldout: the rows set aside. bad: those left out at opening. cursor: where it stands."""
 
     name: str
+    encoder: Encoder
     heldout: list[Row]
     bad: BadRows
+    cursor: Cursor
+    ahead: deque[tuple[Encoded, Cursor]]  # rows that are tokenised, each with the cursor behind it
 
-    @property
-    def epoch(self) -> int: ...
+    def take(self) -> Encoded:
+        """What the next row gives. After an epoch's last row the reader stands at the beginning of the next."""
+        if not self.ahead:
+            self.read_ahead()
+        encoded, self.cursor = self.ahead.popleft()
+        if self.at_end():
+            self.seek(Cursor(self.cursor.epoch + 1, 0))
+        return encoded
+
+    def seek(self, cursor: Cursor) -> None:
+        """Go to exactly where ``cursor`` was."""
+        self.cursor = cursor
+        self.ahead = deque()
+
+    @abstractmethod
+    def read_ahead(self) -> None:
+        """Tokenise the next ``BATCH`` rows of the epoch, or those that are left of it."""
+
+    @abstractmethod
+    def at_end(self) -> bool:
+        """Whether the epoch has no rows left."""
 
     @property
     def progress(self) -> float:
         """The share of the epoch that was read, in the middle of the next row; 0 for a stream, whose length is
         unknown."""
-        ...
+        return 0.0
 
-    def take(self) -> Encoded:
-        """What the next row gives. After an epoch's last row the reader stands at the beginning of the next."""
-        ...
-
-    def cursor(self) -> Cursor: ...
-
-    def seek(self, cursor: Any) -> None: ...
-
-    def epochs(self, cursor: Any) -> float:
+    def epochs(self, cursor: Cursor) -> float:
         """How often the source was read at a cursor; of a stream only whole times are known."""
-        ...
+        return float(cursor.epoch)
 
 
-class IndexedReader:
+class IndexedReader(Reader):
     """Rows of files in a fresh order every epoch, except ``count`` held-out ones (None: a hundredth, at least 8 or a
     tenth, at most 256), drawn once.
 
@@ -60,7 +88,7 @@ class IndexedReader:
 
     def __init__(self, name: str, rows: Rows, encoder: Encoder, *, seed: int, number: int, count: int | None) -> None:
         self.name, self.rows, self.encoder, self.bad = name, rows, encoder, rows.bad
-        self._seed, self._number = seed, number
+        self._keys = [seed, number]
         total = len(rows)
         if count is None:
             if total == 1:
@@ -71,94 +99,98 @@ class IndexedReader:
             count = min(MOST_HELDOUT, max(1, min(LEAST_HELDOUT, total // 10), total // HELDOUT_SHARE))
         if count >= total:
             raise UserError(f"{name} has {total} rows, and --heldout {count} would leave none to train on; lower it")
-        drawn = np.random.default_rng([DRAW_HELDOUT, seed, number]).permutation(total)[:count]
+        drawn = np.random.default_rng([DRAW_HELDOUT, *self._keys]).permutation(total)[:count]
         self.heldout = [rows.read(int(index)) for index in np.sort(drawn)]
         self._training = np.delete(np.arange(total), drawn)
-        self._epoch = self._position = 0
-        self._order = self._draw(0)
-        self._ahead: deque[Encoded] = deque()
+        self.seek(Cursor(0, 0))
 
-    def _draw(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([DRAW_ORDER, self._seed, self._number, epoch]).permutation(self._training)
+    def seek(self, cursor: Cursor) -> None:
+        super().seek(cursor)
+        self._order = np.random.default_rng([DRAW_ORDER, *self._keys, cursor.epoch]).permutation(self._training)
 
-    @property
-    def epoch(self) -> int:
-        return self._epoch
+    def read_ahead(self) -> None:
+        epoch, row = self.cursor.epoch, self.cursor.row
+        rows = [self.rows.read(int(index)) for index in self._order[row : row + BATCH]]
+        for number, encoded in enumerate(self.encoder.encode(rows), start=row + 1):
+            self.ahead.append((encoded, Cursor(epoch, number)))
+
+    def at_end(self) -> bool:
+        return self.cursor.row == len(self._training)
 
     @property
     def progress(self) -> float:
-        return (self._position + 0.5) / len(self._training)
+        return (self.cursor.row + 0.5) / len(self._training)
 
-    def take(self) -> Encoded:
-        if not self._ahead:
-            indices = self._order[self._position : self._position + BATCH]
-            self._ahead.extend(self.encoder.encode([self.rows.read(int(index)) for index in indices]))
-        encoded = self._ahead.popleft()
-        self._position += 1
-        if self._position == len(self._training):
-            self.seek(FileCursor(self._epoch + 1, 0))
-        return encoded
-
-    def cursor(self) -> FileCursor:
-        return FileCursor(self._epoch, self._position)
-
-    def seek(self, cursor: FileCursor) -> None:
-        self._epoch, self._position = cursor.epoch, cursor.position
-        self._order = self._draw(self._epoch)
-        self._ahead.clear()
-
-    def epochs(self, cursor: FileCursor) -> float:
-        return cursor.epoch + cursor.position / len(self._training)
+    def epochs(self, cursor: Cursor) -> float:
+        return cursor.epoch + cursor.row / len(self._training)
 
 
-class StreamedReader:
+class StreamedReader(Reader):
     """A dataset on the hub in its own order, which is the same in every epoch, except its first ``count`` rows (None:
-    64)."""
+    64): ``datasets.load_dataset(name, config, split=split, streaming=True)``; code from the hub is never run.
 
-    def __init__(self, name: str, rows: HubRows, encoder: Encoder, *, count: int | None) -> None:
-        self.name, self.rows, self.encoder, self.bad = name, rows, encoder, BadRows()
-        self._skip = HELDOUT_OF_STREAM if count is None else count
-        self._ahead: deque[tuple[Encoded, HubCursor]] = deque()
-        self.seek(HubCursor(0, 0, None))
+    Raises UserError if the dataset cannot be reached, does not exist, or has no column that is known.
+    """
 
-    def seek(self, cursor: HubCursor) -> None:
-        self._cursor = cursor
-        self._ahead.clear()
-        self._stream = self.rows.read(cursor.state, cursor.row)
+    def __init__(self, spec: SourceSpec, encoder: Encoder, *, count: int | None) -> None:
+        import datasets
+
+        assert spec.hub is not None
+        self.name, self.encoder, self.bad = spec.name, encoder, BadRows()
+        self._text, self._skip = spec.text, HELDOUT_OF_STREAM if count is None else count
+        name, config, split = spec.hub
+        try:
+            with quiet_datasets():
+                self._dataset = datasets.load_dataset(name, config, split=split, streaming=True)
+                self._start: dict[str, Any] = deepcopy(self._dataset.state_dict())
+        except Exception as error:  # of datasets, huggingface_hub, fsspec and their HTTP client
+            raise UserError(
+                f"{self.name} cannot be opened ({_reason(error)}); check its name, its split and the connection"
+            ) from None
+        columns = self._dataset.column_names
+        if columns and TRAINING.find(columns) is None:
+            raise UserError(f"{self.name} has the columns {', '.join(columns)}; rows need {TRAINING.in_words}")
+        self.seek(Cursor(0, 0))
+
+    def seek(self, cursor: Cursor) -> None:
+        super().seek(cursor)
+        self._rows = self._read(cursor)
         if cursor.state is None:
-            self.heldout = [row for row, _ in islice(self._stream, self._skip)]
-        self._fill()
-        if not self._ahead:
+            self.heldout = [row for row, _ in islice(self._rows, self._skip)]
+        self.read_ahead()
+        if not self.ahead:
             raise UserError(
                 f"{self.name} holds {len(self.heldout)} rows, and --heldout {self._skip} leaves none to train on;"
                 " lower it"
             )
 
-    def _fill(self) -> None:
-        read = list(islice(self._stream, BATCH))
-        number = len(self.heldout) if self._cursor.state is None else self._cursor.row
-        for (_, state), encoded in zip(read, self.encoder.encode([row for row, _ in read]), strict=True):
+    def _read(self, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
+        """The rows from a cursor on, each with the cursor behind it."""
+        self._dataset.load_state_dict(deepcopy(self._start if cursor.state is None else cursor.state))
+        rows, number = iter(self._dataset), cursor.row
+        while True:
+            try:
+                values = next(rows)
+                state = self._dataset.state_dict()
+            except StopIteration:
+                return
+            except Exception as error:
+                raise UserError(
+                    f"{self.name} cannot be read beyond row {number} ({_reason(error)}); resume when it can be"
+                ) from None
             number += 1
-            self._ahead.append((encoded, HubCursor(self._cursor.epoch, number, state)))
+            yield Row(values, f"{self._text}, row {number}"), Cursor(cursor.epoch, number, state)
 
-    @property
-    def epoch(self) -> int:
-        return self._cursor.epoch
+    def read_ahead(self) -> None:
+        read = list(islice(self._rows, BATCH))
+        encoded = self.encoder.encode([row for row, _ in read])
+        self.ahead.extend((one, cursor) for one, (_, cursor) in zip(encoded, read, strict=True))
 
-    @property
-    def progress(self) -> float:
-        return 0.0
+    def at_end(self) -> bool:
+        if not self.ahead:
+            self.read_ahead()  # only this tells whether the epoch has ended
+        return not self.ahead
 
-    def take(self) -> Encoded:
-        encoded, self._cursor = self._ahead.popleft()
-        if not self._ahead:
-            self._fill()  # only this tells whether the epoch has ended
-        if not self._ahead:
-            self.seek(HubCursor(self.epoch + 1, 0, None))
-        return encoded
 
-    def cursor(self) -> HubCursor:
-        return self._cursor
-
-    def epochs(self, cursor: HubCursor) -> float:
-        return float(cursor.epoch)
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,7 +1,11 @@
 """What ``--data SPEC`` means: files (a glob of them), or a dataset on the hub; and ``=WEIGHT`` after any of them.
 
 ``x.jsonl``, ``x.parquet``, ``x.txt``, ``x.npy``, ``x.npz[:array]``, ``dir/*.jsonl``, ``hub:OWNER/NAME[:CONFIG]:SPLIT``.
-Files are read by row number, in any order; the hub's datasets are streamed.
+Files are read by row number, in any order; the hub's datasets are streamed (readers.py).
+
+A long text or array is cut into passages, so that its rows can be shuffled over the whole. In training a passage is
+about one row: rows that come one after the other in the text would otherwise come together in a step. Of a text only
+the bytes are known before it is tokenised, so a sample of it says how many make a row.
 """
 
 import codecs
@@ -10,95 +14,26 @@ import hashlib
 import math
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ladderize.adapt.data.hub import HubRows
-from ladderize.adapt.data.passages import Passages
-from ladderize.data import file_sha256, split_name
+from ladderize.data import file_sha256, split_name, text_ids
 from ladderize.errors import UsageError, UserError
 from ladderize.files.id_arrays import open_ids
 from ladderize.files.regular import check_regular
-from ladderize.rows.files import JoinedRows, JsonlRows, ParquetRows, Rows
-from ladderize.rows.formats import BadRows, Row
+from ladderize.rows import BadRows, JoinedRows, JsonlRows, ParquetRows, Row, Rows
 
-
-class TextRows:
-    """A text in passages of about ``passage_bytes`` that end where a line does (or a word, where no line ends near).
-    All of them together are the text."""
-
-    def __init__(self, path: Path, passage_bytes: int = Passages.text_bytes) -> None:
-        self.path, self.bad = path, BadRows()
-        self._offsets = array("q", [0])
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        with path.open("rb") as file:
-            try:
-                while block := file.read(1 << 20):
-                    decoder.decode(block)
-                decoder.decode(b"", final=True)
-            except UnicodeDecodeError:
-                raise UserError(f"{path} is not UTF-8 text") from None
-            size = file.tell()
-            while size > self._offsets[-1]:
-                self._offsets.append(_end_of_passage(file, self._offsets[-1], size, passage_bytes))
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def read(self, number: int) -> Row:
-        begin, end = self._offsets[number], self._offsets[number + 1]
-        with self.path.open("rb") as file:
-            file.seek(begin)
-            content = file.read(end - begin)
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError:
-            raise UserError(f"{self.path} was changed while it was in use; start again") from None
-        return Row({"text": text}, f"{self.path}, bytes {begin} to {end - 1}", is_passage=True)
-
-
-def _end_of_passage(file: BinaryIO, offset: int, size: int, passage_bytes: int) -> int:
-    if size - offset <= passage_bytes * 5 // 4:
-        return size  # no last passage that is too short to be of use
-    file.seek(offset)
-    block = file.read(passage_bytes)
-    least = passage_bytes * 3 // 4  # a line that ended before would leave much of a row empty
-    end = block.rfind(b"\n", least) + 1 or block.rfind(b" ", least) + 1
-    if not end:
-        end = len(block) - 1
-        while block[end] & 0xC0 == 0x80:  # inside a character
-            end -= 1
-    return offset + end
-
-
-class IdRows:
-    """An array of token ids: a row of two dimensions is a row; one of one dimension is cut into passages of
-    ``passage_ids`` ids, the last with what is left."""
-
-    def __init__(self, path: Path, key: str | None, passage_ids: int = Passages.ids) -> None:
-        self._passage_ids = passage_ids
-        self.bad = BadRows()
-        self._name = f"{path}:{key}" if key else str(path)
-        self._array = open_ids(path, key)
-
-    def __len__(self) -> int:
-        if not self._array.size:
-            return 0
-        return len(self._array) if self._array.ndim == 2 else max(1, len(self._array) // self._passage_ids)
-
-    def read(self, number: int) -> Row:
-        if self._array.ndim == 2:
-            return Row({"input_ids": self._array[number]}, f"{self._name}, row {number + 1}")
-        begin = number * self._passage_ids
-        ids = self._array[begin : begin + self._passage_ids if number + 1 < len(self) else None]
-        return Row({"input_ids": ids}, f"{self._name}, ids {begin} to {begin + len(ids) - 1}", is_passage=True)
-
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SOURCE_SUFFIXES = (".jsonl", ".parquet", ".txt", ".npy", ".npz")
 HUB = "hub:"
 WHOLE_HASH = 1_000_000_000  # bytes; of larger files only the ends are hashed
+LONG_PASSAGE = 16 << 10  # bytes of a text, or ids, for readers that join passages again
+LEAST_PASSAGE = 64  # bytes
+TEXT_SAMPLES, SAMPLE_BYTES = 16, 8 << 10
 
 
 @dataclass(frozen=True)
@@ -208,12 +143,28 @@ def _parse_hub(text: str, option: str) -> tuple[str, str | None, str] | None:
 
 
 def open_rows(
-    spec: SourceSpec, *, skip_bad_rows: bool = False, passages: Callable[[Path], Passages] = lambda path: Passages()
+    spec: SourceSpec,
+    *,
+    skip_bad_rows: bool = False,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    seq_len: int | None = None,
 ) -> Rows:
-    """A source of files, for reading by row number. passages: what a long text or array of a file is cut into.
-    Raises UserError for what cannot be read or holds no rows, and BadRow for a row that has no known format, unless
-    such are to be skipped."""
-    parts = [_open_file(file, skip_bad_rows, passages) for file in spec.files()]
+    """A source of files, for reading by row number. tokenizer, seq_len: long texts and arrays are cut into passages of
+    about so many tokens; None: long ones. Raises UserError for what cannot be read or holds no rows, and BadRow for a
+    row that has no known format, unless such are to be skipped."""
+
+    def open_file(file: str) -> Rows:
+        path, key = split_name(file)
+        if path.suffix == ".jsonl":
+            return JsonlRows(path, skip_bad_rows=skip_bad_rows)
+        if path.suffix == ".parquet":
+            return ParquetRows(path)
+        if path.suffix == ".txt":
+            known = tokenizer is not None and seq_len is not None and path.stat().st_size
+            return TextRows(path, _bytes_of_row(path, tokenizer, seq_len) if known else LONG_PASSAGE)
+        return IdRows(path, key, seq_len or LONG_PASSAGE)
+
+    parts = [open_file(file) for file in spec.files()]
     rows = parts[0] if len(parts) == 1 else JoinedRows(parts)
     if not len(rows):
         left_out = f" besides {rows.bad.count} bad ones, first {rows.bad.first[0]}" if rows.bad.count else ""
@@ -221,26 +172,94 @@ def open_rows(
     return rows
 
 
-def open_hub_rows(spec: SourceSpec) -> HubRows:
-    """A dataset on the hub, for reading in its order. Raises UserError if it cannot be reached, or does not exist."""
-    assert spec.hub is not None
-    return HubRows(spec.text, *spec.hub)
+class TextRows:
+    """A text in passages of about ``passage`` bytes that end where a line does (or a word, where no line ends near).
+    All of them together are the text."""
+
+    def __init__(self, path: Path, passage: int = LONG_PASSAGE) -> None:
+        self.path, self.bad = path, BadRows()
+        self._offsets = array("q", [0])
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with path.open("rb") as file:
+            try:
+                while block := file.read(1 << 20):
+                    decoder.decode(block)
+                decoder.decode(b"", final=True)
+            except UnicodeDecodeError:
+                raise UserError(f"{path} is not UTF-8 text") from None
+            size = file.tell()
+            while size > self._offsets[-1]:
+                self._offsets.append(_end_of_passage(file, self._offsets[-1], size, passage))
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def read(self, number: int) -> Row:
+        begin, end = self._offsets[number], self._offsets[number + 1]
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            content = file.read(end - begin)
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"{self.path} was changed while it was in use; start again") from None
+        return Row({"text": text}, f"{self.path}, bytes {begin} to {end - 1}", is_passage=True)
 
 
-def _open_file(file: str, skip_bad_rows: bool, passages: Callable[[Path], Passages]) -> Rows:
-    path, key = split_name(file)
-    if path.suffix == ".jsonl":
-        return JsonlRows(path, skip_bad_rows=skip_bad_rows)
-    if path.suffix == ".parquet":
-        return ParquetRows(path)
-    if path.suffix == ".txt":
-        return TextRows(path, passages(path).text_bytes)
-    return IdRows(path, key, passages(path).ids)
+def _end_of_passage(file: BinaryIO, offset: int, size: int, passage: int) -> int:
+    if size - offset <= passage * 5 // 4:
+        return size  # no last passage that is too short to be of use
+    file.seek(offset)
+    block = file.read(passage)
+    least = passage * 3 // 4  # a line that ended before would leave much of a row empty
+    end = block.rfind(b"\n", least) + 1 or block.rfind(b" ", least) + 1
+    if not end:
+        end = len(block) - 1
+        while block[end] & 0xC0 == 0x80:  # inside a character
+            end -= 1
+    return offset + end
+
+
+def _bytes_of_row(path: Path, tokenizer: Any, seq_len: int | None) -> int:
+    """How many bytes of a text make about ``seq_len`` tokens, by parts of it from all over it; the same every time."""
+    size, texts = path.stat().st_size, []
+    with path.open("rb") as file:
+        for number in range(TEXT_SAMPLES):
+            file.seek(max(0, size - SAMPLE_BYTES) * number // (TEXT_SAMPLES - 1))
+            texts.append(file.read(SAMPLE_BYTES).decode("utf-8", errors="ignore"))
+    tokens = sum(map(len, text_ids(tokenizer, texts)))
+    count = sum(len(text.encode()) for text in texts)
+    # BOS, which begins every passage, takes a place of the row
+    return max(LEAST_PASSAGE, round(count / max(1, tokens) * ((seq_len or LONG_PASSAGE) - 1)))
+
+
+class IdRows:
+    """An array of token ids: a row of two dimensions is a row; one of one dimension is cut into passages of
+    ``passage`` ids, the last with what is left."""
+
+    def __init__(self, path: Path, key: str | None, passage: int) -> None:
+        self.bad, self._passage = BadRows(), passage
+        self._name = f"{path}:{key}" if key else str(path)
+        self._array = open_ids(path, key)
+
+    def __len__(self) -> int:
+        if not self._array.size:
+            return 0
+        return len(self._array) if self._array.ndim == 2 else max(1, len(self._array) // self._passage)
+
+    def read(self, number: int) -> Row:
+        if self._array.ndim == 2:
+            return Row({"input_ids": self._array[number]}, f"{self._name}, row {number + 1}")
+        begin = number * self._passage
+        ids = self._array[begin : begin + self._passage if number + 1 < len(self) else None]
+        return Row({"input_ids": ids}, f"{self._name}, ids {begin} to {begin + len(ids) - 1}", is_passage=True)
+
+
+# ---- what a run that goes on must find again ----
 
 
 def source_identity(spec: SourceSpec) -> dict[str, Any]:
-    """What a resumed run must find again: the spec, and a hash of every file (of its size and ends, over ``WHOLE_HASH``
-    bytes)."""
+    """The spec, and a hash of every file (of its size and ends, over ``WHOLE_HASH`` bytes)."""
     files = [] if spec.is_streamed else spec.files()
     return {"data": spec.text, "weight": spec.weight, "files": {file: _hash(file) for file in files}}
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from ladderize.adapt.data.place import DataCounts
-from ladderize.adapt.improvement import share_won_back, target_text
+from ladderize.adapt.data.stream import DataCounts
 from ladderize.adapt.lora.config import AdapterBase, LoraOptions
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.schedule import Budget, RateSchedule
+from ladderize.adapt.teacher import share_won_back, target_text
 from ladderize.console import human_seconds
 from ladderize.files.records import Record
 from ladderize.layout import format_ranges

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.improvement import check_improved
 from ladderize.adapt.lora.config import ADAPTATION
 from ladderize.adapt.lora.write import adapter_base, check_adapter_target, write_adapter
 from ladderize.adapt.methods import LORA, Method
@@ -23,6 +22,7 @@ from ladderize.adapt.retrain.metrics import METRICS, read_metrics
 from ladderize.adapt.retrain.state import load_trained
 from ladderize.adapt.retrain.task import Task, result_digest
 from ladderize.adapt.retrain.trainer import Scores, Trainer, score
+from ladderize.adapt.teacher import check_improved
 from ladderize.blocks import open_checkpoint, stored_dtype
 from ladderize.checkpoint.llama import EMBEDDING, HEAD
 from ladderize.checkpoint.reading import Checkpoint

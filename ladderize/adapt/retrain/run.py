@@ -13,10 +13,8 @@ import torch
 from ladderize.adapt.align.options import AlignOptions, short_tokens
 from ladderize.adapt.align.run import Aligning
 from ladderize.adapt.blockwise.rewrite import rewrite
-from ladderize.adapt.data.chunks import StreamOptions
-from ladderize.adapt.data.packing import PackedRow
-from ladderize.adapt.data.show import batch_document, show_batch
-from ladderize.adapt.data.stream import Stream, fixed_rows
+from ladderize.adapt.data.packing import PackedRow, batch_document, show_batch
+from ladderize.adapt.data.stream import Stream, StreamOptions, fixed_rows
 from ladderize.adapt.lora.config import ADAPTATION
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.adaptation import Adaptation

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladderize.adapt.data.place import StreamPlace
+from ladderize.adapt.data.stream import StreamPlace
 from ladderize.adapt.retrain.adaptation import Settings
 from ladderize.adapt.retrain.engine import MOMENTS, WEIGHT, Engine
 from ladderize.adapt.retrain.metrics import METRICS

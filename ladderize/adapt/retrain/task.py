@@ -12,13 +12,13 @@ from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.data.stream import Stream
 from ladderize.adapt.lora.config import LoraOptions, lora_config
 from ladderize.adapt.methods import LORA
-from ladderize.adapt.pair import check_pair
 from ladderize.adapt.retrain.hf_engine import check_attention
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.adapt.retrain.models import trained_tensors
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
 from ladderize.adapt.retrain.trainer import TrainOptions
+from ladderize.adapt.teacher import check_pair
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
 from ladderize.checkpoint.llama import EMBEDDING, HEAD, expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
@@ -35,7 +35,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import compute_dtype, wants_fsdp
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import check_runnable, runnable_sizes
-from ladderize.runtime.training.supported import check_trainable
+from ladderize.runtime.training.model import check_trainable
 
 METRICS_BYTES = 250  # of a step's line in metrics.jsonl
 

@@ -22,8 +22,7 @@ from types import FrameType
 import torch
 
 from ladderize.adapt.data.packing import IGNORED_TARGET, PackedRow, collate
-from ladderize.adapt.data.place import StreamPlace
-from ladderize.adapt.data.stream import Stream, rank_rows
+from ladderize.adapt.data.stream import Stream, StreamPlace, rank_rows
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.losses import Objective
 from ladderize.adapt.retrain.metrics import cut_metrics

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ladderize.chat_template.renderer import ChatRenderer, RefusedConversation
+from ladderize.chat_template import ChatRenderer, RefusedConversation
 from ladderize.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ladderize.chat_template.renderer import DATE_OF_DATA
+from ladderize.chat_template import DATE_OF_DATA
 from ladderize.errors import UsageError, UserError
 from ladderize.files.regular import check_regular, read_lines
-from ladderize.rows.files import JsonlRows, ParquetRows
-from ladderize.rows.formats import Formats, Row, check_row, read_messages
+from ladderize.rows import Formats, JsonlRows, ParquetRows, Row, check_row, read_messages
 from ladderize.runtime.spec import ModelSpec
 from ladderize.runtime.texts.prompts import PromptEncoder
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ladderize.chat_template.renderer import ChatRenderer, RefusedConversation
+from ladderize.chat_template import ChatRenderer, RefusedConversation
 from ladderize.console import SILENT, Console, is_text
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record

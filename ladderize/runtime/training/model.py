@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import rope_table
@@ -15,9 +16,22 @@ from ladderize.runtime.layers import AttentionWeights, MlpWeights
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.parts import Step
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from ladderize.runtime.shards import check_activation
 from ladderize.runtime.training.outputs import LayerOutputs, SubModuleOutputs, hidden_error
 from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
 from ladderize.runtime.training.weights import TrainedWeights, UsedWeights
+
+
+def check_trainable(config: Mapping[str, Any]) -> None:
+    """Raise UserError for a config.json of which transformers would train something else than the runtime does."""
+    check_activation(config)
+    rope_table(dict(config), 1, torch.device("cpu"))  # raises it for a rope that changes with the text's length
+    dropout = config.get("attention_dropout") or 0.0
+    if dropout:
+        raise UserError(
+            f"config.json: attention_dropout is {dropout!r}, which training with --tp-size does not have; set it to 0,"
+            " or leave --tp-size out"
+        )
 
 
 class TPTraining(nn.Module):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from ladderize.adapt.curves.curves import Curves, read_curves
+from ladderize.adapt.retrain.curves import Curves, read_curves
 from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.convert.sensitivity_file import SensitivityDocument, kind_of, read_sensitivity
 from ladderize.errors import UserError

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ladderize.adapt.curves.curves import dense_perplexities, finite_heldout, heldout_panel
+from ladderize.adapt.retrain.curves import dense_perplexities, finite_heldout, heldout_panel
 from ladderize.figure import (
     SIGNED_LABEL,
     PlotPanel,

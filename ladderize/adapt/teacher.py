@@ -1,6 +1,8 @@
-"""A checkpoint to train and its teacher: the dense one that it was converted from, or, for a dense student, another."""
+"""A checkpoint to train and its teacher: the dense one that it was converted from, or, for a dense student, another;
+and whether training brought the student closer to it."""
 
 import math
+from pathlib import Path
 
 from ladderize.checkpoint.llama import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
@@ -61,3 +63,39 @@ def relative_distance(one: Checkpoint, other: Checkpoint, name: str) -> float:
     size = float(rows[1].norm())
     distance = float((rows[0] - rows[1]).norm())
     return distance / size if size else math.inf if distance else 0.0
+
+
+def share_won_back(before: float, after: float, dense: float) -> float | None:
+    """Of the loss that the conversion cost, the share that training won back (1: all of it; below 0: it got worse).
+
+    All three are held-out perplexities, compared by their logarithms. None where the conversion cost nothing.
+    """
+    if not all(math.isfinite(value) and value > 0 for value in (before, after, dense)) or before <= dense:
+        return None
+    return math.log(before / after) / math.log(before / dense)
+
+
+def check_improved(before: float, after: float, *, work: Path, advice: str, what: str = "training") -> None:
+    """Raise UserError unless the held-out perplexity after training is below the one before.
+
+    after: of the weights that would be written. work: the folder that keeps what was done. what: was done. advice: what
+    else to try.
+    """
+    if after < before:
+        return
+    raise UserError(
+        f"{what} never lowered the held-out perplexity (before {before:.4f}, after {after:.4f}), so nothing"
+        f" is written and {work} keeps the work; {advice}, or run the same command with --write last to write the"
+        " weights as they are"
+    )
+
+
+def target_text(before: float, after: float, dense: float) -> str:
+    """The dense model's perplexity as the target, and the share won back, for people."""
+    target, share = f"dense model (target) {dense:.4f}", share_won_back(before, after, dense)
+    if share is None:
+        return target
+    if 0 <= share <= 1:
+        return f"{target}: {share:.0%} of the loss recovered"
+    # the loss that it is a share of may be next to nothing
+    return f"{target}: {'none of the loss recovered' if share < 0 else 'all of the loss recovered, and more'}"
