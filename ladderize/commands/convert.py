@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ladderize.choices import AS_JSON, NO_VERIFY, OVERWRITE, REVISION, argument, flag, option
 from ladderize.commands.builder import LAYOUT, MODELS, OUTPUT, GivenOptions, command, names_of
 from ladderize.commands.next_steps import FILE, align_command, command_line, retrain_command, show_next
 from ladderize.console import Console, human_bytes
+from ladderize.convert.recipe import Recipe, read_recipe
 from ladderize.convert.retraining import read_retrainings
 from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.errors import UsageError, UserError
@@ -16,41 +17,14 @@ from ladderize.layout import BLOCKING, RangeSyntaxError, format_ranges
 if TYPE_CHECKING:
     from ladderize.convert.plan import ConversionReport
 
-RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
-
 
 @dataclass(frozen=True)
 class ConvertArguments:
     src: str = argument("SRC", "A checkpoint: folder or hub id. It is never changed.")
     out: str = argument("OUT", "The folder to write. It appears whole or not at all.")
-    ladder: str | None = option(
-        f"Layers whose all-reduces are overlapped (Ladder Residual): {RANGES}; or auto, with --sensitivity.",
-        metavar="RANGES",
-    )
-    spd: str | None = option(
-        "Layers whose attention all-reduce is dropped (Sync-Point Drop); or auto, with --sensitivity.", metavar="RANGES"
-    )
-    sync_tp_size: int | None = option(
-        "With --spd: TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.", min=1
-    )
-    dense: bool = option("Make every sync point blocking again: an ordinary Llama.", False)
     recipe: Path | None = option(
         "Read these options from YAML: a recipe, or the ladderize.yaml of a checkpoint.", metavar="FILE"
     )
-    sensitivity: str | None = option(
-        "For auto: the file that `ladderize sensitivity` wrote. Alone it selects the insensitive layers.",
-        metavar="FILE",
-    )
-    spd_fraction: float | None = option("For --spd auto: fraction of all layers to select (0 to 1).", metavar="F")
-    ladder_fraction: float | None = option("For --ladder auto: fraction of all layers to select (0 to 1).", metavar="F")
-    max_ppl_increase: float | None = option(
-        "For auto: select layers while their summed sensitivities stay within X perplexity."
-    )
-    head_map: str | None = option("Reorder attention heads as this head_map.json says.", metavar="FILE")
-    dtype: Literal["float32", "float16", "bfloat16"] | None = option(
-        "Dtype to store weights in: float32, bfloat16 or float16.", metavar="DTYPE", shown="as in SRC"
-    )
-    max_shard_size: str | None = option("Largest weight file to write, such as 5GB.", metavar="SIZE")
     copy: bool = option("Copy unchanged weights instead of hard-linking them.", False)
     dry_run: bool = option("Show what would be done and write nothing.", False)
     overwrite: bool = option(OVERWRITE, False)
@@ -61,6 +35,7 @@ class ConvertArguments:
 
 @command(
     ConvertArguments,
+    Recipe,
     panels={
         LAYOUT: "ladder spd sync_tp_size dense recipe",
         "Choosing layers by sensitivity (auto)": "sensitivity spd_fraction ladder_fraction max_ppl_increase",
@@ -76,7 +51,6 @@ def convert(given: GivenOptions) -> None:
     Weights keep their values, except with --dtype. --head-map changes the order of heads.
     """
     from ladderize.convert.pipeline import convert_checkpoint
-    from ladderize.convert.recipe import Recipe, read_recipe
 
     own = given.fill(ConvertArguments)
     src, out, recipe, dry_run = own.src, own.out, own.recipe, own.dry_run
@@ -123,7 +97,7 @@ def convert(given: GivenOptions) -> None:
             console.prose(f"measured {alignment_words(selection.sensitivity.aligned)}", indent=9)
         console.result("")
     if dry_run:
-        console.table([layer.to_dict() for layer in report.layers], right=["layer"])
+        console.table(report.layers, right=["layer"])
         console.result("")
     console.result(f"layout   {report.layout}")
     console.result(

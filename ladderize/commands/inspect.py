@@ -26,7 +26,7 @@ def inspect(given: GivenOptions) -> None:
     report = inspect_checkpoint(own.model, revision=own.revision, tp_size=own.tp_size)
     console.document(report.to_dict())
     if own.layers:
-        console.table([layer.to_dict() for layer in report.layers], right=["layer"])
+        console.table(report.layers, right=["layer"])
         console.result("")
     console.result(f"model       {report.model} ({report.model_type})")
     console.result(f"layout      {report.layout}")

@@ -1,13 +1,15 @@
 """The model card (README.md) of an output: the source's front matter with ours merged in, and what was done."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ladderize import __version__
+from ladderize.convert.plan import Plan
 from ladderize.files.yaml12 import parse_yaml
-from ladderize.layout import Layout, format_ranges
+from ladderize.layout import format_ranges, usual_ranks
 
 MARK = "<!-- written by ladderize convert -->"  # tells our cards from those that people write
 TAGS = {"ladder": "ladder-residual", "spd": "sync-point-drop"}
@@ -26,112 +28,81 @@ def split_front_matter(text: str) -> tuple[dict[str, Any], str]:
     return {}, text
 
 
-def make_card(
-    name: str,
-    source: str,
-    source_card: str,
-    layout: Layout,
-    before: Layout,
-    *,
-    hub_id: str | None,
-    ranks: int,
-    permuted: Sequence[int] = (),
-    replaced: int = 0,
-    note: str = "",
-) -> str:
-    """The text of README.md.
+def source_card(folder: Path) -> Path | None:
+    """The card that somebody wrote for the source: its README.md, or, where that is one of ours, the original kept with
+    it."""
+    readme, kept = folder / "README.md", folder / "README.source.md"
+    if readme.is_file() and MARK.encode() not in readme.read_bytes():
+        return readme
+    return kept if kept.is_file() else None
 
-    hub_id: where the source came from, if from the hub. ranks: how many the example of serving starts. permuted: layers
-    with another order of heads. replaced: how many tensors have other values than the source's. note: a paragraph on
-    how they came about.
-    """
-    front, _ = split_front_matter(source_card)
+
+def make_card(plan: Plan) -> str:
+    """The text of README.md."""
+    path = source_card(plan.source.folder)
+    source = path.read_text(encoding="utf-8-sig", errors="replace") if path is not None else ""
+    front, _ = split_front_matter(source)
     tags = front.get("tags")
     tags = tags if isinstance(tags, list) else []
-    ours = ["ladderize", *(tag for kind, tag in TAGS.items() if kind in str(layout))]
+    ours = ["ladderize", *(tag for kind, tag in TAGS.items() if kind in str(plan.after))]
     front = {**front, "library_name": "transformers", "tags": [*tags, *(tag for tag in ours if tag not in tags)]}
-    if hub_id:
-        front["base_model"] = hub_id
-    return "\n".join(
-        [
-            "---",
-            yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(),
-            "---",
-            "",
-            MARK,
-            "",
-            _body(name, source, layout, before, ranks, permuted, replaced, note, bool(source_card)),
-            "",
-        ]
+    if plan.hub_id:
+        front["base_model"] = plan.hub_id
+    paragraphs = list(_dense_paragraphs(plan) if plan.after.is_dense else _paragraphs(plan))
+    if source:
+        paragraphs.append("The source's own card is in [README.source.md](README.source.md).")
+    header = yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()
+    return "\n\n".join([f"---\n{header}\n---", MARK, f"# {plan.out.name}", *paragraphs]) + "\n"
+
+
+def _dense_paragraphs(plan: Plan) -> Iterator[str]:
+    again = f" (which was: {plan.before})" if not plan.before.is_dense else ""
+    yield (
+        f"A dense Llama, made of `{plan.source_name}`{again} with ladderize {__version__}. "
+        "Every sync point is blocking; any Llama tool reads it."
     )
+    yield from _changes(plan)
 
 
-def _changes(permuted: Sequence[int], replaced: int) -> str:
-    """What became of the weights; empty where they are the source's (apart from their dtype)."""
+def _changes(plan: Plan) -> Iterator[str]:
+    """What became of the weights, where they are not the source's (apart from their dtype), and what to beware of."""
     sentences = []
-    if permuted:
+    if permuted := plan.changes.permuted_layers:
         sentences.append(
             f"The attention heads of layers {format_ranges(permuted)} are in another order, which makes no"
             " difference to a dense model."
         )
-    if replaced:
+    if replaced := len(plan.changes.replace):
         sentences.append(f"{replaced} tensors have other values than the source's; `ladderize.yaml` names them.")
-    return f"\n\n**Weights.** {' '.join(sentences)}" if sentences else ""
+    if sentences:
+        yield f"**Weights.** {' '.join(sentences)}"
+    if plan.changes.note:
+        yield plan.changes.note
+    for warning in plan.warnings:
+        yield f"**Warning.** {warning[:1].upper()}{warning[1:]}."
 
 
-def _serving(name: str, layout: Layout, ranks: int) -> str:
-    """How to serve it, and what engines without our plugin make of it."""
-    if layout.sync_tp_size is None:
-        limits = "Without the plugin vLLM computes the same (with\n`--trust-remote-code`), but nothing is overlapped."
-    else:
-        limits = (
-            f"The number of ranks must divide {layout.sync_tp_size}, for which\nits sync points were dropped. Engines"
-            " without the plugin refuse this checkpoint."
-        )
-    return f"""**Serving.** vLLM serves it with ladderize's plugin, and runs no code from this folder:
-
-```sh
-pip install "ladderize[vllm]"
-vllm serve {name} --tensor-parallel-size {ranks}
-```
-
-{limits}"""
-
-
-def _body(
-    name: str,
-    source: str,
-    layout: Layout,
-    before: Layout,
-    ranks: int,
-    permuted: Sequence[int],
-    replaced: int,
-    note: str,
-    has_source_card: bool,
-) -> str:
-    changes = _changes(permuted, replaced) + (f"\n\n{note}" if note else "")
+def _paragraphs(plan: Plan) -> Iterator[str]:
+    name, layout = plan.out.name, plan.after
     blocking, overlapped, dropped = (layout.count(mode) for mode in ("blocking", "overlapped", "dropped"))
-    original = "\n\nThe source's own card is in [README.source.md](README.source.md)." if has_source_card else ""
     accuracy = (
         ", and nothing here was retrained by it. Measure this checkpoint\nbeside its source (`ladderize eval`) and"
         " adapt it"
     )
-    if replaced:
+    if plan.changes.replace:
         accuracy = ". Measure this checkpoint beside its source (`ladderize eval`)"
-    if layout.is_dense:
-        again = f" (which was: {before})" if not before.is_dense else ""
-        return (
-            f"# {name}\n\nA dense Llama, made of `{source}`{again} with ladderize {__version__}. "
-            f"Every sync point is blocking; any Llama tool reads it.{changes}{original}"
+    limits = "Without the plugin vLLM computes the same (with\n`--trust-remote-code`), but nothing is overlapped."
+    if layout.sync_tp_size is not None:
+        limits = (
+            f"The number of ranks must divide {layout.sync_tp_size}, for which\nits sync points were dropped. Engines"
+            " without the plugin refuse this checkpoint."
         )
-    return f"""# {name}
-
-Converted from `{source}` with ladderize {__version__}.
-
-**Layout.** {layout}: of {2 * layout.num_layers} sync points per token, {blocking} are blocking, {overlapped} overlapped
-(Ladder Residual, arXiv 2501.06589) and {dropped} dropped (Sync-Point Drop, arXiv 2502.20727).{changes}
-
-**Accuracy.** A conversion changes what the model computes{accuracy} before you rely on it.
+    yield f"Converted from `{plan.source_name}` with ladderize {__version__}."
+    yield f"""**Layout.** {layout}: of {2 * layout.num_layers} sync points per token, {blocking} are blocking, \
+{overlapped} overlapped
+(Ladder Residual, arXiv 2501.06589) and {dropped} dropped (Sync-Point Drop, arXiv 2502.20727)."""
+    yield from _changes(plan)
+    yield f"""**Accuracy.** A conversion changes what the model computes{accuracy} before you rely on it.
 
 **Loading.** Without ladderize, the model class in this folder is run. The tokenizer needs the same argument, because
 transformers reads the model's config first; without it, transformers asks before it goes on:
@@ -152,4 +123,11 @@ tokenizer = ladderize.load_tokenizer("{name}")
 
 After `ladderize.register()`, transformers' Auto classes need no `trust_remote_code` either.
 
-{_serving(name, layout, ranks)}{original}"""
+**Serving.** vLLM serves it with ladderize's plugin, and runs no code from this folder:
+
+```sh
+pip install "ladderize[vllm]"
+vllm serve {name} --tensor-parallel-size {usual_ranks(plan.source.config, layout)}
+```
+
+{limits}"""

@@ -14,16 +14,6 @@ from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout, check_split,
 
 
 @dataclass(frozen=True)
-class LayerSyncPoints(Record):
-    """A row of ``Layout.table``."""
-
-    layer: int
-    kind: str
-    attention_sync: str
-    mlp_sync: str
-
-
-@dataclass(frozen=True)
 class TokenCommunication(Record):
     """Sync points by mode, and bytes, of one token on one rank.
 
@@ -42,7 +32,8 @@ class TokenCommunication(Record):
 @dataclass(frozen=True)
 class InspectionReport(Record):
     """The document of ``ladderize inspect``. tp_size: the ranks that bytes are counted for. dense, this: the
-    communication of the dense model and of this layout. retrainings: how the weights were retrained, in order."""
+    communication of the dense model and of this layout. retrainings: how the weights were retrained, in order.
+    layers: rows of ``Layout.table``."""
 
     model: str
     model_type: str
@@ -50,17 +41,13 @@ class InspectionReport(Record):
     attention_sync: list[str]
     mlp_sync: list[str]
     sync_tp_size: int | None
-    layers: list[LayerSyncPoints]
+    layers: list[dict[str, Any]]
     parameters: int
     dtype: str
     tp_size: int
     dense: TokenCommunication
     this: TokenCommunication
     retrainings: list[Retraining]
-
-
-def sync_points_by_layer(layout: Layout) -> list[LayerSyncPoints]:
-    return [LayerSyncPoints(**row) for row in layout.table()]
 
 
 def communication_per_token(layout: Layout, hidden_size: int, dtype_bytes: int, tp_size: int) -> TokenCommunication:
@@ -96,8 +83,11 @@ def inspect_checkpoint(
     layout = Layout.from_config(config)
     layout.check_model(config)
     ranks = tp_size or usual_ranks(config, layout)
-    if tp_size is not None:
-        _check_tp_size(config, layout, tp_size)
+    check_split(config, ranks, name="--tp-size")
+    if layout.sync_tp_size is not None and layout.sync_tp_size % ranks:
+        raise UserError(
+            f"--tp-size {ranks} does not divide sync_tp_size {layout.sync_tp_size}, so it cannot run this layout"
+        )
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     parameters = parameter_count(config)
     if is_local:
@@ -110,7 +100,7 @@ def inspect_checkpoint(
         model_type=config["model_type"],
         layout=str(layout),
         **layout.to_config(),
-        layers=sync_points_by_layer(layout),
+        layers=layout.table(),
         parameters=parameters,
         dtype=dtype,
         tp_size=ranks,
@@ -118,11 +108,3 @@ def inspect_checkpoint(
         this=communication_per_token(layout, *sizes),
         retrainings=read_retrainings(folder),
     )
-
-
-def _check_tp_size(config: dict[str, Any], layout: Layout, tp_size: int) -> None:
-    check_split(config, tp_size, name="--tp-size")
-    if layout.sync_tp_size is not None and layout.sync_tp_size % tp_size:
-        raise UserError(
-            f"--tp-size {tp_size} does not divide sync_tp_size {layout.sync_tp_size}, so it cannot run this layout"
-        )

@@ -18,7 +18,7 @@ from ladderize import __version__
 from ladderize.checkpoint.reading import INDEX, WEIGHTS, header_sha256
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SCHEMA_VERSION, SILENT, Console, human_bytes, sentence
-from ladderize.convert.card import MARK, make_card
+from ladderize.convert.card import make_card, source_card
 from ladderize.convert.plan import Changes, ConversionReport, Plan, make_plan, report_of
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import verify as verify_output
@@ -26,7 +26,7 @@ from ladderize.convert.weights import index_for, write_shard
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.regular import resolved
-from ladderize.layout import CONFIG_KEYS, Layout, usual_ranks
+from ladderize.layout import CONFIG_KEYS, Layout
 
 RECORD = "ladderize.yaml"
 THERE = "there already"  # how weight files came to an output that an earlier run has written
@@ -90,7 +90,7 @@ def make_record(plan: Plan) -> dict[str, Any]:
     if plan.selection is not None:
         record["selection"] = plan.selection.to_dict()
     if plan.changes.replace:
-        record["replaced_tensors"] = plan.changes.replaced_tensors
+        record["replaced_tensors"] = sorted(plan.changes.replace)
     if clash := record.keys() & plan.changes.record.keys():
         raise ValueError(f"ladderize.yaml has its own {min(clash)}; name the additional key otherwise")
     return record | dict(plan.changes.record)
@@ -142,35 +142,23 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
         for code in sorted(REMOTE_CODE.glob("*_ladderized_llama.py")):
             shutil.copyfile(code, folder / code.name)
     (folder / RECORD).write_text(record_text(plan), encoding="utf-8")
-    card = ""
-    if (path := source_card(source)) is not None:
-        shutil.copyfile(path, folder / "README.source.md")
-        card = path.read_text(encoding="utf-8-sig", errors="replace")
-    warnings = [f"**Warning.** {told[:1].upper()}{told[1:]}." for told in plan.warnings]
-    paragraphs = [paragraph for paragraph in (plan.changes.note, *warnings) if paragraph]
-    text = make_card(
-        plan.out.name,
-        plan.source_name,
-        card,
-        plan.after,
-        plan.before,
-        hub_id=plan.hub_id,
-        ranks=usual_ranks(plan.source.config, plan.after),
-        permuted=plan.changes.permuted_layers,
-        replaced=len(plan.changes.replace),
-        note="\n\n".join(paragraphs),
-    )
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    if (card := source_card(source)) is not None:
+        shutil.copyfile(card, folder / "README.source.md")
+    (folder / "README.md").write_text(make_card(plan), encoding="utf-8")
     return how
 
 
-def source_card(folder: Path) -> Path | None:
-    """The card that somebody wrote for the source: its README.md, or, where that is one of ours, the original kept with
-    it."""
-    readme, kept = folder / "README.md", folder / "README.source.md"
-    if readme.is_file() and MARK.encode() not in readme.read_bytes():
-        return readme
-    return kept if kept.is_file() else None
+def check_space(plan: Plan, *, copy: bool) -> None:
+    """Find a full disk before writing, not after an hour."""
+    parent = output.existing_parent(plan.out)
+    same_disk = parent.stat().st_dev == plan.source.folder.resolve().stat().st_dev
+    needed = sum(shard.nbytes for shard in plan.shards if shard.rewritten or copy or not same_disk)
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise UserError(
+            f"OUT {plan.out} needs {human_bytes(needed)}, but only {human_bytes(free)} are free there; choose another"
+            " disk"
+        )
 
 
 def convert_checkpoint(
@@ -227,16 +215,3 @@ def convert_checkpoint(
     except OSError as error:
         raise UserError(f"writing OUT {plan.out} failed ({sentence(error)}); nothing was left there") from error
     return dataclasses.replace(report, checked=checked, verified=verified, written=True, weights=dict(how))
-
-
-def check_space(plan: Plan, *, copy: bool) -> None:
-    """Find a full disk before writing, not after an hour."""
-    parent = output.existing_parent(plan.out)
-    same_disk = parent.stat().st_dev == plan.source.folder.resolve().stat().st_dev
-    needed = sum(shard.nbytes for shard in plan.shards if shard.rewritten or copy or not same_disk)
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise UserError(
-            f"OUT {plan.out} needs {human_bytes(needed)}, but only {human_bytes(free)} are free there; choose another"
-            " disk"
-        )

@@ -21,7 +21,6 @@ from ladderize.checkpoint.reading import (
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import to_json
 from ladderize.convert.heads import HEAD_MAP, HeadMap, read_head_map
-from ladderize.convert.inspection import LayerSyncPoints, sync_points_by_layer
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.retraining import layout_warning, read_retrainings
 from ladderize.convert.selection import Selection
@@ -51,27 +50,13 @@ class Changes:
         """The layers whose heads get another order."""
         return self.head_map.permuted_layers if self.head_map is not None else []
 
-    @property
-    def replaced_tensors(self) -> list[str]:
-        return sorted(self.replace)
-
 
 MADE_HERE = {"config.json", "ladderize.yaml", "README.md", "README.source.md", INDEX}
 CLOSED = ("original", "__pycache__")  # and hidden folders: nothing in them is carried over
 # weights that are not the ones converted, their indices, and code
 FOREIGN = (
-    *PICKLES,
-    ".safetensors",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".npz",
-    ".index.json",
-    ".py",
-    ".pyc",
-    ".so",
-    ".dll",
+    *(*PICKLES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json"),
+    *(".py", ".pyc", ".so", ".dll"),
 )
 
 
@@ -159,9 +144,7 @@ def make_plan(
     moves = head_map.moves(config) if head_map is not None else None
     shards = plan_shards(source, dtype=recipe.dtype, max_bytes=limit, moves=moves, replace=changes.replace)
     carried, left_behind = sort_files(source)
-    for path in [source.folder / name for name in source.weight_files] + [
-        source.folder / relative for relative in carried
-    ]:
+    for path in (source.folder / name for name in (*source.weight_files, *carried)):
         if out in path.resolve().parents:
             raise UserError(f"{path} is a link into OUT {out}, which would be replaced; choose another OUT")
     return Plan(
@@ -184,19 +167,14 @@ def make_plan(
 
 def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None, selection: Selection | None) -> None:
     """Raise UserError unless what was computed or measured beforehand was so on this very model."""
-    if head_map is None and selection is None:
-        return
-    found = fingerprint(source)
-    if head_map is not None and head_map.fingerprint != found:
-        raise UserError(
-            f"the head map was computed for another model than {name} (their fingerprints differ); compute it for"
-            " this one"
-        )
-    if selection is not None and selection.sensitivity.fingerprint != found:
-        raise UserError(
-            f"{selection.sensitivity.file} was measured on another model than {name} (their fingerprints differ);"
-            " measure this one"
-        )
+    made = [("the head map was computed for", head_map.fingerprint)] if head_map is not None else []
+    if selection is not None:
+        measured = selection.sensitivity
+        made.append((f"{measured.file} was measured on", measured.fingerprint))
+    if made and (found := fingerprint(source)):
+        for what, other in made:
+            if other != found:
+                raise UserError(f"{what} another model than {name} (their fingerprints differ); make one for this one")
 
 
 def check_extra_files(files: Mapping[str, str]) -> None:
@@ -252,7 +230,7 @@ class ConversionReport(Record):
     attention_sync: list[str]
     mlp_sync: list[str]
     sync_tp_size: int | None
-    layers: list[LayerSyncPoints]
+    layers: list[dict[str, Any]]
     parameters: int
     weight_bytes: int
     weight_files: list[str]
@@ -280,14 +258,14 @@ def report_of(plan: Plan) -> ConversionReport:
         layout=str(plan.after),
         layout_before=str(plan.before),
         **plan.after.to_config(),
-        layers=sync_points_by_layer(plan.after),
+        layers=plan.after.table(),
         parameters=parameter_count(plan.source.config),
         weight_bytes=plan.weight_bytes,
         weight_files=plan.weight_files,
         weights_rewritten=bool(plan.rewritten),
         weight_files_rewritten=[shard.file for shard in plan.rewritten],
         permuted_layers=plan.changes.permuted_layers,
-        replaced_tensors=plan.changes.replaced_tensors,
+        replaced_tensors=sorted(plan.changes.replace),
         selection=plan.selection,
         extra_files=sorted(plan.changes.extra_files),
         carried_over=[str(path) for path in plan.carried],

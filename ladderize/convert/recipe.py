@@ -2,47 +2,62 @@
 
 import difflib
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
-from ladderize.checkpoint.dtypes import CAST_DTYPES
+from ladderize.choices import check_options, flag, option
 from ladderize.convert.selection import Selection, select
 from ladderize.convert.sensitivity_file import LADDER, SPD, read_sensitivity
 from ladderize.convert.weights import parse_size
 from ladderize.errors import UsageError, UserError
+from ladderize.files.records import read_value
 from ladderize.files.yaml12 import read_yaml
 from ladderize.layout import Layout, LayoutError, format_ranges, parse_ranges
 
 AUTO = "auto"  # of spd or ladder: the layers are chosen by their measured sensitivity
 CHOOSING = ("sensitivity", "spd_fraction", "ladder_fraction", "max_ppl_increase")
-MODES_OF_ALL = ("attention_sync", "mlp_sync")
+TEXTS = ("ladder", "spd", "max_shard_size")  # may be numbers in YAML
 PATHS = ("head_map", "sensitivity")  # in a recipe file relative to its folder
+
+
+RANGES = "half-open, comma-separated: 16:32, :8, -16:, 4,8:12 or all"
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What ``ladderize convert`` is to do; None means: leave it as it is in the source.
 
-    ladder, spd: ranges of layers. sync_tp_size: virtual ranks for spd. dense: all sync points blocking again. dtype:
-    float32, float16 or bfloat16. max_shard_size: such as 5GB. head_map: path of a head_map.json. With spd or
-    ladder (not both) "auto", sensitivity is the path of a sensitivity.json, from which spd_fraction or ladder_fraction
-    (of all layers, in (0, 1]) or max_ppl_increase (in perplexity) selects; sync_tp_size of spd may be left out, it is
-    the file's. attention_sync, mlp_sync: the modes of all layers instead, for a layout that no names of layers compile
-    to.
+    With spd or ladder (not both) "auto", one of spd_fraction or ladder_fraction and max_ppl_increase selects from the
+    sensitivity file, or neither; sync_tp_size of spd may be left out, it is the file's. attention_sync, mlp_sync: the
+    modes of all layers instead, for a layout that no names of layers compile to.
     """
 
-    ladder: str | None = None
-    spd: str | None = None
-    sync_tp_size: int | None = None
-    dense: bool = False
-    dtype: str | None = None
-    max_shard_size: str | None = None
-    head_map: str | None = None
-    sensitivity: str | None = None
-    spd_fraction: float | None = None
-    ladder_fraction: float | None = None
-    max_ppl_increase: float | None = None
+    ladder: str | None = option(
+        f"Layers whose all-reduces are overlapped (Ladder Residual): {RANGES}; or auto, with --sensitivity.",
+        metavar="RANGES",
+    )
+    spd: str | None = option(
+        "Layers whose attention all-reduce is dropped (Sync-Point Drop); or auto, with --sensitivity.", metavar="RANGES"
+    )
+    sync_tp_size: int | None = option(
+        "With --spd: TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.", min=1
+    )
+    dense: bool = option("Make every sync point blocking again: an ordinary Llama.", False)
+    dtype: Literal["float32", "float16", "bfloat16"] | None = option(
+        "Dtype to store weights in: float32, bfloat16 or float16.", metavar="DTYPE", shown="as in SRC"
+    )
+    max_shard_size: str | None = option("Largest weight file to write, such as 5GB.", metavar="SIZE")
+    head_map: str | None = option("Reorder attention heads as this head_map.json says.", metavar="FILE")
+    sensitivity: str | None = option(
+        "For auto: the file that `ladderize sensitivity` wrote. Alone it selects the insensitive layers.",
+        metavar="FILE",
+    )
+    spd_fraction: float | None = option("For --spd auto: fraction of all layers to select (0 to 1).", metavar="F")
+    ladder_fraction: float | None = option("For --ladder auto: fraction of all layers to select (0 to 1).", metavar="F")
+    max_ppl_increase: float | None = option(
+        "For auto: select layers while their summed sensitivities stay within X perplexity."
+    )
     attention_sync: tuple[str, ...] | None = None
     mlp_sync: tuple[str, ...] | None = None
 
@@ -69,10 +84,7 @@ class Recipe:
             raise UsageError("--spd needs --sync-tp-size N, the number of ranks that the sync points are dropped for")
         if self.sync_tp_size is not None and self.spd is None and self.attention_sync is None:
             raise UsageError("--sync-tp-size has no effect without --spd; leave it out, or name the layers to drop")
-        if self.sync_tp_size is not None and (type(self.sync_tp_size) is not int or self.sync_tp_size < 1):
-            raise UsageError(f"--sync-tp-size must be a positive integer, not {self.sync_tp_size!r}")
-        if self.dtype is not None and self.dtype not in CAST_DTYPES:
-            raise UsageError(f"--dtype {self.dtype} is not one of {', '.join(CAST_DTYPES)}")
+        check_options(self)
         if self.max_shard_size is not None:
             parse_size(self.max_shard_size)
 
@@ -97,19 +109,19 @@ class Recipe:
             only = key.removesuffix("_fraction") if key.endswith("_fraction") else None
             if getattr(self, key) is not None and (kind is None or only not in (None, kind)):
                 needed = f"--{only} auto" if only else "--spd auto or --ladder auto"
-                raise UsageError(f"--{key.replace('_', '-')} has no effect without {needed}")
+                raise UsageError(f"{flag(key)} has no effect without {needed}")
         if kind is None:
             return
         if self.sensitivity is None:
             raise UsageError(f"--{kind} auto needs --sensitivity FILE, as `ladderize sensitivity` writes it")
         if self.fraction is not None and self.max_ppl_increase is not None:
             raise UsageError(f"--{kind}-fraction and --max-ppl-increase both say how much to convert; give one of them")
-        for value, most, option, wanted in (
+        for value, most, name, wanted in (
             (self.fraction, 1, f"--{kind}-fraction", "above 0 and at most 1"),
             (self.max_ppl_increase, sys.float_info.max, "--max-ppl-increase", "above 0"),
         ):
             if value is not None and (type(value) not in (int, float) or not 0 < value <= most):
-                raise UsageError(f"{option} must be a number {wanted}, not {value!r}")
+                raise UsageError(f"{name} must be a number {wanted}, not {value!r}")
 
     def _check_modes(self) -> None:
         if self.attention_sync is None and self.mlp_sync is None:
@@ -176,37 +188,25 @@ def read_recipe(path: Path) -> Recipe:
         document = document["recipe"]
     if not isinstance(document, dict) or not document:
         raise UserError(f"{path} holds no recipe; write for example 'ladder: 16:32'")
-    known = [field.name for field in fields(Recipe)]
-    for key in document:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(known)}"
+    kinds = get_type_hints(Recipe)
+    given: dict[str, Any] = {}
+    for key, value in document.items():
+        if key not in kinds:
+            near = difflib.get_close_matches(str(key), kinds, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(kinds)}"
             raise UserError(f"{path}: unknown key {key!r}; {hint}")
-    for key in ("ladder", "spd"):
-        if key in document:
-            document[key] = _ranges_text(document[key], f"{path}: {key}")
-    for key, wanted in (("dense", bool), ("dtype", str), *((key, str) for key in PATHS)):
-        if key in document and not isinstance(document[key], wanted):
-            raise UserError(f"{path}: {key} is {document[key]!r}, but must be a {wanted.__name__}")
-    for key in MODES_OF_ALL:
-        if key in document:
-            document[key] = _modes(document[key], f"{path}: {key}")
-    document |= {key: str(path.parent / document[key]) for key in PATHS if key in document}
+        where = f"{path}: {key}"
+        given[key] = _text(value, where) if key in TEXTS else read_value(kinds[key], value, where)
+    given |= {key: str(path.parent / given[key]) for key in PATHS if given.get(key) is not None}
     try:
-        return Recipe(**document)
+        return Recipe(**given)
     except (UsageError, LayoutError) as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def _modes(value: Any, where: str) -> tuple[str, ...]:
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    raise UserError(f"{where} must be a list of modes, one for each layer")
-
-
-def _ranges_text(value: Any, where: str) -> str:
-    if isinstance(value, list) and all(isinstance(item, int | str) and not isinstance(item, bool) for item in value):
-        return ",".join(map(str, value))
-    if isinstance(value, int | str) and not isinstance(value, bool):
-        return str(value)
-    raise UserError(f"{where} is {value!r}; write ranges such as 16:32, or a list of layers")
+def _text(value: Any, where: str) -> str:
+    """Ranges, or a size, which YAML may have as a number or, of layers, a list."""
+    items = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, int | str) and not isinstance(item, bool) for item in items):
+        raise UserError(f"{where} is {value!r}; write ranges such as 16:32, or a list of layers")
+    return ",".join(map(str, items))

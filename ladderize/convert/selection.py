@@ -1,7 +1,7 @@
 """``--spd auto`` and ``--ladder auto``: which layers to convert, from the sensitivities that ``ladderize sensitivity``
 measured. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
@@ -94,26 +94,13 @@ def select(
             f"--{kind} auto selects no block of {path}: the smallest sensitivity is {values[least]:.4g} (block"
             f" {least}); give --{kind}-fraction, or a larger --max-ppl-increase"
         )
+    measured = {own.name: getattr(sensitivity, own.name) for own in fields(SensitivitySource)[1:]}
     return Selection(
         rule=rule,
         estimated_ppl_increase=sum(values[block] for block in sorted(chosen)),
-        sensitivity=_source_of(sensitivity, path),
+        sensitivity=SensitivitySource(str(path), **measured),
         blocks=[
             SelectedBlock(block, values[block], classes[block], block in chosen, why[block])
             for block in range(len(values))
         ],
-    )
-
-
-def _source_of(sensitivity: SensitivityDocument, path: Path) -> SensitivitySource:
-    return SensitivitySource(
-        file=str(path),
-        model=sensitivity.model,
-        fingerprint=sensitivity.fingerprint,
-        mode=sensitivity.mode,
-        sync_tp_size=sensitivity.sync_tp_size,
-        tau1=sensitivity.tau1,
-        tau2=sensitivity.tau2,
-        data=sensitivity.data,
-        aligned=sensitivity.aligned,
     )
