@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ladderize.cli import BadCommandLine, app
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL
-from ladderize.files.yaml12 import parse_yaml
+from ladderize.files.parsing import parse_yaml
 from ladderize.tradeoff.sweep.reading import sweep_spec
 from tests.helpers import ROOT, invoke
 

@@ -12,8 +12,7 @@ from ladderize.errors import UserError
 from ladderize.files import regular
 from ladderize.files.documents import read_json, read_own, write_json
 from ladderize.files.id_arrays import open_ids
-from ladderize.files.parsing import MAX_DEPTH, parse_json
-from ladderize.files.yaml12 import parse_yaml, read_yaml
+from ladderize.files.parsing import MAX_DEPTH, parse_json, parse_yaml, read_yaml
 from tests.helpers import invoke, one_sentence
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -15,7 +15,7 @@ from ladderize.demo.inputs import MODEL
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.results import Perplexity
 from ladderize.eval.suffixes import Suffixes
-from ladderize.files.yaml12 import parse_yaml
+from ladderize.files.parsing import parse_yaml
 from ladderize.workflows import spd
 from ladderize.workflows.spd_document import SpdDocument
 from tests.helpers import invoke, listing, one_sentence

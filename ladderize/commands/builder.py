@@ -21,7 +21,7 @@ def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
     """Take the file's values for what the command line does not say; raises UserError for a file that does not fit."""
     if path is None or ctx.resilient_parsing:
         return path
-    from ladderize.files.yaml12 import read_yaml
+    from ladderize.files.parsing import read_yaml
 
     document = read_yaml(path, what="--config ")
     if not isinstance(document, dict):

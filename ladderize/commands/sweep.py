@@ -38,7 +38,7 @@ def sweep(given: GivenOptions) -> None:
         return
     if file is None:
         raise UsageError("name the sweep's YAML file; --write-example writes one to start from")
-    from ladderize.files.yaml12 import read_yaml
+    from ladderize.files.parsing import read_yaml
 
     read_yaml(file)  # what is no YAML is found before seconds of imports
     with console.stage(LOADING):

@@ -8,7 +8,7 @@ import yaml
 
 from ladderize import __version__
 from ladderize.convert.plan import Plan
-from ladderize.files.yaml12 import parse_yaml
+from ladderize.files.parsing import parse_yaml
 from ladderize.layout import format_ranges, usual_ranks
 
 MARK = "<!-- written by ladderize convert -->"  # tells our cards from those that people write

@@ -11,8 +11,8 @@ from ladderize.convert.selection import Selection, select
 from ladderize.convert.sensitivity_file import LADDER, SPD, read_sensitivity
 from ladderize.convert.weights import parse_size
 from ladderize.errors import UsageError, UserError
+from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
-from ladderize.files.yaml12 import read_yaml
 from ladderize.layout import Layout, LayoutError, format_ranges, parse_ranges
 
 AUTO = "auto"  # of spd or ladder: the layers are chosen by their measured sensitivity

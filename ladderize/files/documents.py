@@ -7,7 +7,7 @@ from typing import Any
 
 from ladderize.console import SCHEMA_VERSION, to_json
 from ladderize.errors import UserError
-from ladderize.files.parsing import parse_json
+from ladderize.files.parsing import parse_json, read_yaml
 from ladderize.files.regular import read_bytes, resolved
 from ladderize.files.temporaries import replacement
 
@@ -69,3 +69,17 @@ def read_own(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, UserError):
         value = None
     return value if isinstance(value, dict) else {}
+
+
+def read_section(path: Path, key: str, option: str) -> Mapping[str, Any]:
+    """The object under ``key``; raises UserError for a file that has none. option: which names the file."""
+    path = resolved(path, f"{option} ")
+    if path.suffix.lower() in (".yaml", ".yml"):
+        document = read_yaml(path, what=f"{option} ")
+    else:
+        document = read_json(path, advice="it should be a file of ladderize calibrate, or YAML named .yaml")
+    section = document.get(key) if isinstance(document, Mapping) else None
+    if not isinstance(section, Mapping):
+        has = ", ".join(map(str, document)) if isinstance(document, Mapping) and document else "no keys"
+        raise UserError(f"{option} {path} has no {key}, but {has}; name a file with a {key}")
+    return section

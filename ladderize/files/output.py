@@ -9,8 +9,6 @@ import errno
 import fcntl
 import json
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +16,9 @@ from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 
 from ladderize.errors import UserError
-from ladderize.files.locks import fsync, fsync_tree, try_lock
 from ladderize.files.parsing import parse_json
 from ladderize.files.regular import open_regular, resolved
+from ladderize.files.temporaries import fsync, fsync_tree, locked_folder, remove_abandoned, try_lock
 
 COPIED_AT_ONCE = 64 << 20
 AT_FDCWD, RENAME_EXCHANGE, FICLONE = -100, 2, 0x40049409
@@ -73,23 +71,11 @@ def atomic_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     What fills ``out`` by then is replaced only with ``overwrite``.
     """
-    with _parents(out):
-        clean_up(out)
-        temporary, lock = _make_locked(out)
-        try:
-            yield temporary
-            fsync_tree(temporary)
-            leftover = _take_place(temporary, out, overwrite)
-            fsync(out.parent)
-            if leftover is not None:
-                shutil.rmtree(
-                    leftover, ignore_errors=True
-                )  # OUT is complete; what resists is left to the next clean-up
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        finally:
-            os.close(lock)
+    with scratch_folder(out) as temporary:
+        yield temporary
+        fsync_tree(temporary)
+        _take_place(temporary, out, overwrite)
+        fsync(out.parent)
 
 
 @contextmanager
@@ -100,13 +86,9 @@ def scratch_folder(out: Path) -> Iterator[Path]:
     What a killed run left of it, the next ``atomic_folder`` or ``scratch_folder`` of the same ``out`` removes.
     """
     with _parents(out):
-        clean_up(out)
-        temporary, lock = _make_locked(out)
-        try:
+        complete_journal(out)
+        with locked_folder(out.parent, _prefix(out)) as temporary:
             yield temporary
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            os.close(lock)
 
 
 @contextmanager
@@ -127,53 +109,24 @@ def _prefix(out: Path) -> str:
     return f".{out.name}.ladderize-"
 
 
-def _make_locked(out: Path) -> tuple[Path, int]:
-    while True:
-        temporary = out.parent / (_prefix(out) + secrets.token_hex(4))
-        temporary.mkdir()
-        try:
-            lock = os.open(temporary, os.O_RDONLY)
-        except FileNotFoundError:
-            continue  # another run's clean-up was quicker than our lock, here and below
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if temporary.is_dir() and os.fstat(lock).st_ino == temporary.stat().st_ino:
-            return temporary, lock
-        os.close(lock)
-
-
 def clean_up(out: Path) -> None:
     """Complete an interrupted swap, and remove temporaries of ``out`` whose writer is gone."""
     complete_journal(out)
-    for entry in list(os.scandir(out.parent)):
-        if re.fullmatch(re.escape(_prefix(out)) + r"[0-9a-f]{8}(-old)?", entry.name) and entry.is_dir(
-            follow_symlinks=False
-        ):
-            _remove_if_unlocked(entry.path)
+    remove_abandoned(out.parent, _prefix(out))
 
 
-def _remove_if_unlocked(path: str) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        if try_lock(descriptor):  # with the lock held no process can begin to write in it meanwhile
-            shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(descriptor)
-
-
-def _take_place(temporary: Path, out: Path, overwrite: bool) -> Path | None:
-    """Rename ``temporary`` to ``out``; returns the folder that holds what was there before, if anything was."""
+def _take_place(temporary: Path, out: Path, overwrite: bool) -> None:
+    """Rename ``temporary`` to ``out``; what was there before has its name then, or is removed."""
     try:
         os.rename(temporary, out)  # replaces nothing but an empty folder
-        return None
+        return
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     if not overwrite:
         raise UserError(f"OUT {out} was written to by another program meanwhile; nothing was written")
-    return temporary if _exchange(temporary, out) else _swap_with_journal(temporary, out)
+    if not _exchange(temporary, out):
+        _swap_with_journal(temporary, out)
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -189,7 +142,7 @@ def _exchange(a: Path, b: Path) -> bool:
     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(b))
 
 
-def _swap_with_journal(temporary: Path, out: Path) -> Path:
+def _swap_with_journal(temporary: Path, out: Path) -> None:
     """Swap in two renames; a journal lets the next run complete the swap if we are killed between them."""
     aside = out.parent / (temporary.name + "-old")
     journal = _journal(out)
@@ -209,7 +162,7 @@ def _swap_with_journal(temporary: Path, out: Path) -> Path:
             raise
         fsync(out.parent)
         journal.unlink()
-    return aside
+    shutil.rmtree(aside, ignore_errors=True)  # OUT is complete; what resists is left to the next clean-up
 
 
 def _journal(out: Path) -> Path:

@@ -1,10 +1,15 @@
-"""Reads all JSON: nesting, text and numbers are checked before any value is used."""
+"""Reads all JSON and YAML: nesting, text and numbers are checked before any value is used."""
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ladderize.console import is_text
+from ladderize.errors import UserError
+from ladderize.files.regular import read_text
 
 MAX_DEPTH = 100  # of lists and objects in each other; more would exhaust the stack of what reads them
 MAX_VALUES = 10_000_000  # counted as often as they are reached: YAML's aliases make many of few
@@ -59,3 +64,68 @@ def check_nesting(value: Any) -> None:
         if not level:
             return
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+# ---- YAML, with the scalars of YAML 1.2: ``16:32`` is text and not 992, ``no`` is Norwegian and not false, dates stay
+# text ----
+
+MAX_YAML_BYTES = 4 << 20  # people write these, and the parser needs a second for each megabyte
+
+
+class Yaml12Loader(yaml.SafeLoader):
+    pass
+
+
+_PREFIX = "tag:yaml.org,2002:"
+_REPLACED = {f"{_PREFIX}{name}" for name in ("bool", "int", "float", "timestamp")}
+Yaml12Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Yaml12Loader.add_implicit_resolver(f"{_PREFIX}bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+Yaml12Loader.add_implicit_resolver(f"{_PREFIX}int", re.compile(r"^[-+]?[0-9]{1,18}$"), list("-+0123456789"))
+Yaml12Loader.add_implicit_resolver(
+    f"{_PREFIX}float", re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"), list("-+.0123456789")
+)
+Yaml12Loader.add_constructor(f"{_PREFIX}int", lambda loader, node: int(node.value))
+Yaml12Loader.add_constructor(f"{_PREFIX}float", lambda loader, node: float(node.value))
+
+
+class StrictLoader(Yaml12Loader):
+    """YAML without silently repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) != len(node.value):
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next((key for key in keys if keys.count(key) > 1), "<<")
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        return mapping
+
+
+def parse_yaml(text: str, loader: type[Yaml12Loader] = Yaml12Loader) -> Any:
+    """One document; raises ValueError, which says in one line what is wrong."""
+    try:
+        value = yaml.load(text, Loader=loader)  # noqa: S506  (a SafeLoader)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
+    except yaml.MarkedYAMLError as error:
+        where = error.problem_mark
+        place = f" (line {where.line + 1}, column {where.column + 1})" if where is not None else ""
+        raise ValueError(f"{error.problem}{place}") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # a key that is a list is a TypeError
+        raise ValueError(" ".join(str(error).split())) from None
+    check_nesting(value)
+    if "\\" in text:
+        check_characters(list(value.items()) if isinstance(value, dict) else value)
+    return value
+
+
+def read_yaml(path: Path, loader: type[Yaml12Loader] = StrictLoader, *, what: str = "", advice: str = "") -> Any:
+    """The document of a file; raises UserError for what is no YAML. what: precedes the path in the message; advice:
+    follows "not valid YAML"."""
+    text = read_text(path, MAX_YAML_BYTES)
+    try:
+        return parse_yaml(text, loader)
+    except ValueError as error:
+        raise UserError(f"{what}{path} is not valid YAML{advice}: {error}") from None

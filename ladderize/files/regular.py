@@ -41,6 +41,14 @@ def resolved(path: str | Path, what: str = "") -> Path:
         ) from None
 
 
+def names_a_file(text: str) -> bool:
+    """Whether ``text``, which may be a name of something else, is that of a file."""
+    try:
+        return resolved(text).is_file()
+    except (UserError, OSError):
+        return False
+
+
 def inside(folder: Path, name: str) -> Path | None:
     """What ``name``, which a stranger's file may say, means in ``folder``: without links; None where it leads out."""
     try:

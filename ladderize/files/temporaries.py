@@ -16,25 +16,87 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from ladderize.files.locks import try_lock
 
-_HEX = 16  # digits in a name, which tell our files from others with the same beginning
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file or folder for this process; False if another one holds it, or the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Lock a folder until the returned descriptor is closed; None if another process removed it just before that.
+
+    Raises BlockingIOError if another process holds it.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    if not try_lock(descriptor):
+        os.close(descriptor)
+        raise BlockingIOError(f"{folder} is locked")
+    if not _is_open_as(descriptor, folder):
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def fsync(path: Path) -> None:
+    """Force a file's content, or a folder's names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Force names and contents of everything below ``folder`` to disk; linked data is there already, which is cheap."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            fsync(Path(root) / name)
+        fsync(Path(root))
+
+
+def _is_open_as(descriptor: int, path: Path) -> bool:
+    """Whether an open file or folder is still what lies at ``path``."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
-def temporary_folder(purpose: str) -> Iterator[Path]:
-    """Yield a locked folder ``ladderize-PURPOSE-...`` in the system's folder for temporaries; it is removed at the end.
+def locked_folder(parent: Path, prefix: str, mode: int = 0o777) -> Iterator[Path]:
+    """Yield a new, locked folder in ``parent`` whose name begins with ``prefix``; what has that name at the end is
+    removed.
 
-    What killed runs left of this purpose is removed first.
+    What killed runs left of this prefix is removed first.
     """
-    parent, prefix = Path(tempfile.gettempdir()), f"ladderize-{purpose}-"
     remove_abandoned(parent, prefix)
-    folder, lock = _make_locked(parent, prefix)
+    while True:
+        folder = parent / _fresh(prefix)
+        folder.mkdir(mode=mode)
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY)
+            if _holds(lock, folder):
+                break
+            os.close(lock)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+@contextmanager
+def temporary_folder(purpose: str) -> Iterator[Path]:
+    """The same as ``ladderize-PURPOSE-...`` in the system's folder for temporaries; only this user sees into it."""
+    with locked_folder(Path(tempfile.gettempdir()), f"ladderize-{purpose}-", 0o700) as folder:
+        yield folder
 
 
 @contextmanager
@@ -45,7 +107,12 @@ def replacement(path: Path) -> Iterator[IO[str]]:
     """
     prefix = f".{path.name}."
     remove_abandoned(path.parent, prefix)
-    file, temporary = _open_locked(path.parent, prefix)
+    while True:
+        temporary = path.parent / _fresh(prefix)
+        file = temporary.open("x", encoding="utf-8")
+        if _holds(file.fileno(), temporary):
+            break
+        file.close()
     try:
         with file:
             yield file
@@ -62,7 +129,7 @@ def replacement(path: Path) -> Iterator[IO[str]]:
 
 def remove_abandoned(folder: Path, prefix: str) -> None:
     """Remove the temporaries in ``folder`` with names that begin with ``prefix``, unless they are locked."""
-    pattern = re.compile(re.escape(prefix) + f"[0-9a-f]{{{_HEX}}}")
+    pattern = re.compile(re.escape(prefix) + "[0-9a-f]{8,16}(-old)?")
     with os.scandir(folder) as entries:
         found = [entry for entry in entries if pattern.fullmatch(entry.name) and not entry.is_symlink()]
     for entry in found:
@@ -84,31 +151,11 @@ def remove_abandoned(folder: Path, prefix: str) -> None:
 
 
 def _fresh(prefix: str) -> str:
-    return prefix + secrets.token_hex(_HEX // 2)
+    return prefix + secrets.token_hex(8)
 
 
 def _holds(descriptor: int, path: Path) -> bool:
     """Lock an open temporary; False if another run, which found it before it was locked, has removed it."""
     with contextlib.suppress(OSError):  # a file system without locks: nothing is removed there
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return path.exists()
-
-
-def _make_locked(parent: Path, prefix: str) -> tuple[Path, int]:
-    while True:
-        folder = parent / _fresh(prefix)
-        folder.mkdir(mode=0o700)
-        with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(folder, os.O_RDONLY)
-            if _holds(descriptor, folder):
-                return folder, descriptor
-            os.close(descriptor)
-
-
-def _open_locked(folder: Path, prefix: str) -> tuple[IO[str], Path]:
-    while True:
-        path = folder / _fresh(prefix)
-        file = path.open("x", encoding="utf-8")
-        if _holds(file.fileno(), path):
-            return file, path
-        file.close()
+    return _is_open_as(descriptor, path)

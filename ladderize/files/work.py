@@ -1,18 +1,21 @@
 """A folder that holds what a run has finished so far, so that a killed one goes on."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
-from ladderize.files.locks import lock_folder
 from ladderize.files.regular import resolved
+from ladderize.files.temporaries import lock_folder
 
 ABOUT = "run.json"
 SUFFIX = ".ladderize-work"  # of the folder beside OUT
@@ -138,3 +141,52 @@ def work_folder(out: str, work_dir: Path | None, *sources: Path) -> Path:
         if folder == other or folder in other.parents or other in folder.parents:
             raise UserError(f"--work-dir {folder} is, contains or lies inside {other}; choose a folder of its own")
     return folder
+
+
+# ---- whether an earlier run of the same command has made its output already ----
+
+# Whatever makes a folder out of long work writes a digest of everything that decided the result into the folder's
+# document. The same command, run again after it was killed when the output had appeared, finds it there.
+RUN = "run_sha256"  # key of a document: the digest of the run that wrote it
+FINISHED = "finished"  # key of a work folder's record: the digest of the run that is about to put its output in place
+
+
+def run_digest(identity: Mapping[str, Any]) -> str:
+    """The sha256 of everything that decides a run's result, which JSON must be able to hold."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """What an earlier run of the same command may have left: ``out`` with its document, and a work folder.
+
+    On other processes than the main one nothing is found or removed: ask there, and broadcast.
+    """
+
+    out: Path
+    document: str
+    work: Path
+    overwrite: bool
+
+    def may_have_finished(self) -> bool:
+        """Whether it is worth finding out what this command is about."""
+        return RUN in self.read() and (not self.overwrite or FINISHED in read_own(self.work / ABOUT))
+
+    def finished(self, digest: str) -> bool:
+        """Whether the run of this digest wrote ``out``.
+
+        With ``overwrite`` the work folder must say so too: else the command is meant to run anew.
+        """
+        if self.overwrite and read_own(self.work / ABOUT).get(FINISHED) != digest:
+            return False
+        return self.read().get(RUN) == digest
+
+    def read(self) -> dict[str, Any]:
+        """The document; empty where there is none."""
+        return read_own(self.out / self.document)
+
+    def tidy(self, kind: type[WorkFolder], identity: Mapping[str, Any], console: Console) -> dict[str, Any]:
+        """Remove what the run left, say that it is done, and return the document."""
+        kind.tidy(self.work, identity)
+        console.note(f"{self.out} is complete: this command wrote it in an earlier run")
+        return self.read()

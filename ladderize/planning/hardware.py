@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.errors import UserError
+from ladderize.files.documents import read_section
+from ladderize.files.parsing import read_yaml
 from ladderize.files.records import Record
-from ladderize.files.sections import names_a_file, read_section
-from ladderize.files.yaml12 import read_yaml
+from ladderize.files.regular import names_a_file
 
 DEVICE_TABLE = Path(__file__).parent / "devices.yaml"
 ENGINE_TABLE = Path(__file__).parent / "engines.yaml"

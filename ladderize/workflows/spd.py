@@ -47,9 +47,8 @@ from ladderize.eval.options import SensitivityOptions, check_taus
 from ladderize.eval.results import Perplexity
 from ladderize.files import output
 from ladderize.files.documents import read_json, write_json
-from ladderize.files.finished import FINISHED, RUN, EarlierRun, run_digest
 from ladderize.files.regular import resolved
-from ladderize.files.work import work_folder
+from ladderize.files.work import FINISHED, RUN, EarlierRun, run_digest, work_folder
 from ladderize.layout import Layout, check_split, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
 from ladderize.ranks.training import check_launch_of_blocks, compute_dtype

@@ -12,9 +12,9 @@ from ladderize.adapt.blockwise.documents import BlockReport
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import TensorReader, locate_tensors
 from ladderize.errors import UserError
-from ladderize.files.locks import fsync
 from ladderize.files.parsing import parse_json
 from ladderize.files.records import OwnRecord, Record
+from ladderize.files.temporaries import fsync
 from ladderize.files.work import WorkFolder
 
 

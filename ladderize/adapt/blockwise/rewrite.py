@@ -26,10 +26,9 @@ from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.eval.perplexity import perplexity_from_nlls
 from ladderize.files import output
-from ladderize.files.finished import FINISHED, RUN, EarlierRun, run_digest
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
-from ladderize.files.work import work_folder
+from ladderize.files.work import FINISHED, RUN, EarlierRun, run_digest, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
 from ladderize.ranks.training import compute_dtype

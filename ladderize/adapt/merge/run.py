@@ -26,8 +26,8 @@ from ladderize.convert.verify import Verification
 from ladderize.data import file_sha256
 from ladderize.errors import UserError
 from ladderize.files import output
+from ladderize.files.parsing import read_yaml
 from ladderize.files.regular import read_text, resolved
-from ladderize.files.yaml12 import read_yaml
 from ladderize.layout import Layout, format_ranges
 
 

@@ -33,7 +33,7 @@ from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.files import output
-from ladderize.files.finished import FINISHED, RUN
+from ladderize.files.work import FINISHED, RUN
 
 # what ladderize.yaml says of it
 RECORDED = (

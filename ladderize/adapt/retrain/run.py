@@ -41,9 +41,8 @@ from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console, human_count, human_seconds
 from ladderize.convert.retraining import read_retrainings
 from ladderize.errors import UsageError, UserError
-from ladderize.files.finished import EarlierRun
 from ladderize.files.regular import resolved
-from ladderize.files.work import work_folder
+from ladderize.files.work import EarlierRun, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import tcmalloc_advice
 from ladderize.modeling import load_tokenizer

@@ -23,8 +23,8 @@ from ladderize.checkpoint.tensors import TensorReader, write_tensors
 from ladderize.console import sentence, to_json
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
-from ladderize.files.locks import fsync
 from ladderize.files.records import Record
+from ladderize.files.temporaries import fsync
 from ladderize.files.work import WorkFolder
 
 STATE_WEIGHTS, STATE_OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"

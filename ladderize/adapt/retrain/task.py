@@ -27,7 +27,7 @@ from ladderize.console import Console, human_bytes
 from ladderize.convert.retraining import read_retrainings
 from ladderize.errors import UserError
 from ladderize.files import output
-from ladderize.files.finished import run_digest
+from ladderize.files.work import run_digest
 from ladderize.layout import Layout, parse_ranges
 from ladderize.memory import available_bytes
 from ladderize.modeling import tokenizer_hash

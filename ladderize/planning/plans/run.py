@@ -13,7 +13,7 @@ from ladderize.convert.point_sensitivity import read_point_sensitivity
 from ladderize.errors import UsageError, UserError
 from ladderize.figure import check_plot
 from ladderize.files.documents import check_writable, write_json
-from ladderize.files.sections import names_a_file
+from ladderize.files.regular import names_a_file
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout
 from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_engines, read_device

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ladderize.errors import UsageError, UserError
+from ladderize.files.documents import read_section
 from ladderize.files.records import Record
-from ladderize.files.sections import names_a_file, read_section
+from ladderize.files.regular import names_a_file
 
 LINK_TABLE = Path(__file__).parent / "links.csv"
 LONGEST_US, SLOWEST_GB_S = 1e8, 1e-6  # slower than any link, and short enough for a clock

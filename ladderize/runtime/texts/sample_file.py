@@ -14,10 +14,10 @@ from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import sentence
 from ladderize.errors import UsageError, UserError
-from ladderize.files.locks import fsync
 from ladderize.files.parsing import parse_json
 from ladderize.files.records import Record
 from ladderize.files.regular import read_lines
+from ladderize.files.temporaries import fsync
 from ladderize.files.work import WorkFolder, work_folder
 from ladderize.runtime.spec import ModelSpec, eos_ids
 from ladderize.runtime.texts.options import GenerateOptions

@@ -12,8 +12,8 @@ from ladderize.checkpoint.llama import check_model
 from ladderize.data import split_name
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
-from ladderize.files.finished import run_digest
 from ladderize.files.regular import open_regular
+from ladderize.files.work import run_digest
 
 CACHE = "inputs.json"  # in the sweep's folder: the hashes of files that have not changed since
 OF_A_MODEL = (".json", ".safetensors", ".model", ".jinja", ".txt")

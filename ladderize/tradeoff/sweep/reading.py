@@ -11,8 +11,8 @@ from ladderize.adapt.methods import ALIGN, FULL, LORA, Method
 from ladderize.convert.recipe import AUTO
 from ladderize.convert.sensitivity_file import LADDER, SPD, Mode
 from ladderize.errors import LadderizeError, UserError
+from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
-from ladderize.files.yaml12 import read_yaml
 from ladderize.tradeoff.sweep.settings import (
     BENCH_KEYS,
     DISTILL_WEIGHT,

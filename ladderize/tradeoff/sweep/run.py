@@ -17,9 +17,8 @@ from ladderize.adapt.methods import ALIGN, FULL, LORA, Method
 from ladderize.console import SILENT, Console, human_bytes
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_own, write_json
-from ladderize.files.locks import lock_folder
 from ladderize.files.regular import resolved
-from ladderize.files.temporaries import replacement
+from ladderize.files.temporaries import lock_folder, replacement
 from ladderize.ranks.group import already_started
 from ladderize.ranks.threads import cores
 from ladderize.tradeoff.sweep.board import Board

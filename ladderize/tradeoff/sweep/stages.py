@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
-from ladderize.files.finished import run_digest
 from ladderize.files.records import Record
+from ladderize.files.work import run_digest
 
 StageKind = Literal["sensitivity", "convert", "adapt", "eval", "bench"]
 # Of the code behind each stage. Raise a stage's number when its output changes for the same input (another result,

@@ -15,7 +15,7 @@ from typing import Any
 
 from ladderize.console import Console, sentence
 from ladderize.errors import LadderizeError, UserError
-from ladderize.files.locks import lock_folder
+from ladderize.files.temporaries import lock_folder
 from ladderize.ranks.threads import set_threads
 from ladderize.runtime.launch import end_with_parent
 from ladderize.tradeoff.sweep import settings
