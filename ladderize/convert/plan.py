@@ -144,7 +144,7 @@ def make_plan(
     moves = head_map.moves(config) if head_map is not None else None
     shards = plan_shards(source, dtype=recipe.dtype, max_bytes=limit, moves=moves, replace=changes.replace)
     carried, left_behind = sort_files(source)
-    for path in (source.folder / name for name in (*source.weight_files, *carried)):
+    for path in (source.folder / name for name in (*map(Path, source.weight_files), *carried)):
         if out in path.resolve().parents:
             raise UserError(f"{path} is a link into OUT {out}, which would be replaced; choose another OUT")
     return Plan(
