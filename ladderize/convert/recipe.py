@@ -17,7 +17,7 @@ from ladderize.layout import Layout, LayoutError, format_ranges, parse_ranges
 
 AUTO = "auto"  # of spd or ladder: the layers are chosen by their measured sensitivity
 CHOOSING = ("sensitivity", "spd_fraction", "ladder_fraction", "max_ppl_increase")
-TEXTS = ("ladder", "spd", "max_shard_size")  # may be numbers in YAML
+TEXT_KEYS = ("ladder", "spd", "max_shard_size")  # may be numbers in YAML
 PATHS = ("head_map", "sensitivity")  # in a recipe file relative to its folder
 
 
@@ -196,7 +196,7 @@ def read_recipe(path: Path) -> Recipe:
             hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(kinds)}"
             raise UserError(f"{path}: unknown key {key!r}; {hint}")
         where = f"{path}: {key}"
-        given[key] = _text(value, where) if key in TEXTS else read_value(kinds[key], value, where)
+        given[key] = _text(value, where) if key in TEXT_KEYS else read_value(kinds[key], value, where)
     given |= {key: str(path.parent / given[key]) for key in PATHS if given.get(key) is not None}
     try:
         return Recipe(**given)
