@@ -23,13 +23,12 @@ from ladderize.convert.sensitivity_file import CalibrationData
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.planning.hardware import known_engines, read_device
-from ladderize.planning.passes import Workload, pass_parts
+from ladderize.planning.passes import Workload, pass_parts, point_seconds
 from ladderize.planning.planner.choose import TimedLayouts, choose_point, option_seconds
 from ladderize.planning.planner.document import ChoiceTarget, LayoutNll
 from ladderize.planning.planner.front import OptionCosts, chosen_options
 from ladderize.planning.planner.plan import estimate_costs
 from ladderize.planning.planner.verify import verified_choice
-from ladderize.planning.prediction import point_seconds
 from ladderize.runtime.collectives.links import read_interconnect
 from ladderize.runtime.shapes import read_shape
 
@@ -84,13 +83,11 @@ def timed(link: str, batch: int, phase: str, layers: int) -> tuple[float, np.nda
     """Of an 8B Llama's layers on H100s: the constant, and the seconds of a layer's options."""
     config = {**read_shape("8b"), "num_hidden_layers": layers}
     device = read_device("h100-sxm")
-    interconnect = read_interconnect(link)
     parts = pass_parts(
         config,
         device,
         known_engines()[device.engine],
-        interconnect.at(RANKS),
-        interconnect.contention,
+        read_interconnect(link),
         RANKS,
         "bfloat16",
         Workload(batch, 1024, 512),

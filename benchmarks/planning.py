@@ -17,12 +17,11 @@ from typing import Any
 from ladderize.files.documents import write_json
 from ladderize.layout import OVERLAPPED, Layout
 from ladderize.planning.calibration.fit import FitResult, OpenFigureError, fit
-from ladderize.planning.calibration.observations import Observation, expected_seconds, parts_seen
+from ladderize.planning.calibration.observations import Observation, expected_seconds
 from ladderize.planning.calibration.timings import read_timings
 from ladderize.planning.hardware import DeviceSpec, known_engines, read_device
-from ladderize.planning.passes import PassParts, pass_parts
+from ladderize.planning.passes import PassParts, pass_parts, predict_parallel, predict_pass
 from ladderize.planning.plans.rows import band_cases, relative_band
-from ladderize.planning.prediction import point_seconds, predict_parallel
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, known_links, read_interconnect
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -103,7 +102,7 @@ def fit_published(published: Sequence[Published]) -> tuple[FitResult, list[str]]
 
 
 def predicted(one: Published, device: DeviceSpec, link: Interconnect) -> float:
-    return expected_seconds(one.seen, parts_seen(one.seen, device, known_engines()[ENGINE], link), link)
+    return expected_seconds([one.seen], device, link)[0]
 
 
 # ---- errors ----
@@ -168,9 +167,8 @@ def _parts(one: Published, device: DeviceSpec, link: Interconnect) -> dict[str, 
     seen = one.seen
     assert seen.config is not None
     assert seen.workload is not None
-    sent = link.at(seen.ranks)
     engine = known_engines()[ENGINE]
-    return pass_parts(seen.config, device, engine, sent, link.contention, seen.ranks, str(seen.dtype), seen.workload)
+    return pass_parts(seen.config, device, engine, link, seen.ranks, str(seen.dtype), seen.workload)
 
 
 def _time(one: Published, parts: Any) -> float:
@@ -187,7 +185,7 @@ def _pass_time(one: Published, parts: PassParts) -> float:
     if one.variant == "no-comm":
         parts = dataclasses.replace(parts, message=0.0, message_start=0.0)
     ladder = Layout.from_layers(parts.layers, ladder=range(parts.layers))
-    return point_seconds(parts).total(ladder if one.variant == "ladder" else Layout.dense(parts.layers))
+    return predict_pass(parts, ladder if one.variant == "ladder" else Layout.dense(parts.layers)).total
 
 
 # ---- the three questions ----
@@ -196,9 +194,8 @@ def _pass_time(one: Published, parts: PassParts) -> float:
 def training(published: Sequence[Published]) -> tuple[dict[str, Any], FitResult]:
     result, still_open = fit_published(published)
     assert not still_open
-    assert result.device is not None
-    assert result.interconnect is not None
-    errors = errors_of(published, result.device, result.interconnect)
+    assert result.link is not None
+    errors = errors_of(published, result.device, result.link)
     print("fitted on all published speeds:")
     for figure in result.figures:
         print(f"  {figure.name:20} {figure.value:8.4g} +- {figure.standard_error:.2g} {figure.unit}")
@@ -206,7 +203,7 @@ def training(published: Sequence[Published]) -> tuple[dict[str, Any], FitResult]
     for one, error in zip(published, errors, strict=True):
         for name in (one.file, *one.groups.values()):
             groups.setdefault(name, []).append(error)
-    ratios = speedup_errors(published, result.device, result.interconnect)
+    ratios = speedup_errors(published, result.device, result.link)
     table = {"all": summary(errors), **{name: summary(group) for name, group in groups.items()}}
     table["speed-ups over dense"] = summary([error for _, error in ratios])
     _print("training error (of times)", table)
@@ -230,17 +227,14 @@ def left_out(published: Sequence[Published]) -> dict[str, Any]:
             continue
         if still_open:
             print(f"  without {name}, nothing tells {' and '.join(still_open)}")
-        assert result.device is not None
-        assert result.interconnect is not None
-        table[name] = summary(errors_of(inside, result.device, result.interconnect))
-        ratios = [
-            error for one, error in speedup_errors(published, result.device, result.interconnect) if one in inside
-        ]
+        assert result.link is not None
+        table[name] = summary(errors_of(inside, result.device, result.link))
+        ratios = [error for one, error in speedup_errors(published, result.device, result.link) if one in inside]
         if ratios:
             ratio_table[name] = summary(ratios)
         # bands as they are shipped: of a device and a link that were fitted to published speeds
         device = dataclasses.replace(result.device, relative_error=read_device("h100-sxm").relative_error)
-        link = dataclasses.replace(result.interconnect, relative_error=read_interconnect("nvlink").relative_error)
+        link = dataclasses.replace(result.link, relative_error=read_interconnect("nvlink").relative_error)
         if still_open:  # bands are of figures that are known with some error
             continue
         for kind, (good, total) in covered(inside, device, link).items():
@@ -259,7 +253,6 @@ def calibrated(published: Sequence[Published]) -> dict[str, Any]:
     silent = [one.seen for one in published if one.variant == "no-comm"]
     start = dataclasses.replace(read_device("h100-sxm"), **ROUND_DEVICE)
     device = fit(silent, start, None, DEVICE_FIGURES).device
-    assert device is not None
     times, ratios = {}, {}
     for ranks in (2, 4, 8):
         table = [one for one in published if one.file == SPEEDS and one.seen.ranks == ranks]
@@ -267,10 +260,10 @@ def calibrated(published: Sequence[Published]) -> dict[str, Any]:
         known = [min(dense, key=_batch), max(dense, key=_batch)]
         link = dataclasses.replace(read_interconnect("nvlink"), rows=[row for row in ROUND_ROWS if row.ranks == ranks])
         try:
-            found = fit([one.seen for one in known], device, link, ["alpha_us", "bus_gb_s"]).interconnect
+            found = fit([one.seen for one in known], device, link, ["alpha_us", "bus_gb_s"]).link
         except OpenFigureError as error:
             print(f"  {ranks} ranks: {error}; {ROUND_ROWS[0].bus_gb_s:g} GB/s assumed")
-            found = fit([one.seen for one in known], device, link, ["alpha_us"]).interconnect
+            found = fit([one.seen for one in known], device, link, ["alpha_us"]).link
         assert found is not None
         rest = [one for one in table if one not in known and one.variant != "no-comm"]
         row = found.rows[0]
@@ -368,8 +361,7 @@ def main() -> None:
     if args.out:
         write_json(args.out, answers)
     if args.plot:
-        device, link = result.device, result.interconnect
-        assert device is not None
+        device, link = result.device, result.link
         assert link is not None
         draw(published, lambda one: predicted(one, device, link), args.plot)
 

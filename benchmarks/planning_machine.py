@@ -22,11 +22,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from ladderize.planning.calibration.document import CalibrationDocument
-from ladderize.planning.calibration.figures import UNFITTED_OF_RUN, begin_device, free_of_run
 from ladderize.planning.calibration.fit import fit
-from ladderize.planning.calibration.observations import Observation, expected_seconds, parts_seen
+from ladderize.planning.calibration.observations import Observation, expected_seconds
+from ladderize.planning.calibration.run import UNFITTED_OF_RUN, begin_device, free_of_run
 from ladderize.planning.calibration.timings import read_timings
-from ladderize.planning.hardware import known_engines
 
 FOLDER = Path(__file__).parent
 OUT = FOLDER / "results" / "planning_machine.json"
@@ -96,9 +95,9 @@ def refitted(content: dict[str, Any], observations: list[Observation]) -> dict[s
     """The calibration with its figures fitted to ``observations``, as ``ladderize calibrate`` fits now."""
     seen = CalibrationDocument.from_dict(content["calibration"], "calibration")
     assert seen.options is not None
-    free, device = free_of_run(seen.options, observations), begin_device(seen.options, observations)
+    free, device = free_of_run(seen.options, observations), begin_device(seen.options, observations, None)
     result = fit(observations, device, seen.link, free, unfitted=UNFITTED_OF_RUN)
-    again = dataclasses.replace(seen, device=result.device, link=result.interconnect)
+    again = dataclasses.replace(seen, device=result.device, link=result.link)
     return {**content, "calibration": again.to_dict()}
 
 
@@ -131,16 +130,14 @@ def undisturbed(content: dict[str, Any]) -> dict[str, Any]:
 def compare(content: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each held-out time and each speed-up over dense: measured, predicted, and the error."""
     calibration = CalibrationDocument.from_dict(content["calibration"], "calibration")
-    engines, rows = known_engines(), []
+    rows = []
     for shape, *_ in HELD_OUT:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "bench.json"
             path.write_text(json.dumps(content[shape]))
             seen = read_timings(path, engine="runtime-cpu", shape=str(FOLDER / "shapes" / shape))
         device, own = calibration.device, calibration.link
-        predicted = [
-            expected_seconds(one, parts_seen(one, device, engines[one.engine or ""], own), own) for one in seen
-        ]
+        predicted = expected_seconds(seen, device, own)
         dense = {one.quantity: (one.seconds, time) for one, time in zip(seen, predicted, strict=True) if is_dense(one)}
         for one, time in zip(seen, predicted, strict=True):
             about = {"shape": shape, "what": one.group.partition(",")[0], "phase": one.quantity}

@@ -12,12 +12,11 @@ from ladderize.errors import UsageError, UserError
 from ladderize.layout import LayoutError
 from ladderize.planning.calibration import run as calibration
 from ladderize.planning.calibration.document import CalibrationDocument
-from ladderize.planning.calibration.figures import uneven_ranks
 from ladderize.planning.calibration.fit import Residual
-from ladderize.planning.calibration.observations import Observation, expected_seconds, parts_seen
+from ladderize.planning.calibration.observations import Observation, expected_seconds, layout_observation
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
-from ladderize.planning.calibration.timed import layout_observation
-from ladderize.planning.hardware import DeviceSpec, known_engines, read_device
+from ladderize.planning.calibration.run import uneven_ranks
+from ladderize.planning.hardware import DeviceSpec, read_device
 from ladderize.planning.passes import Workload
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, parse_link, read_interconnect
@@ -73,8 +72,7 @@ def some_machine() -> tuple[DeviceSpec, Interconnect]:
 
 def planted(seen: Observation, device: DeviceSpec, link: Interconnect | None) -> Observation:
     """What ``seen`` would have taken on that machine."""
-    engine = None if seen.engine is None else known_engines()[seen.engine]
-    return dataclasses.replace(seen, seconds=expected_seconds(seen, parts_seen(seen, device, engine, link), link))
+    return dataclasses.replace(seen, seconds=expected_seconds([seen], device, link)[0])
 
 
 @pytest.fixture

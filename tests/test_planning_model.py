@@ -10,7 +10,7 @@ import pytest
 from ladderize.errors import UserError
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVERLAPPED, Layout, LayoutError
 from ladderize.planning.calibration.fit import OpenFigureError, fit
-from ladderize.planning.calibration.observations import Observation, expected_seconds, parts_seen
+from ladderize.planning.calibration.observations import Observation, expected_seconds
 from ladderize.planning.hardware import (
     LIKE_ANOTHER,
     DeviceSpec,
@@ -19,9 +19,16 @@ from ladderize.planning.hardware import (
     known_engines,
     read_device,
 )
-from ladderize.planning.passes import PassParts, Workload, pass_parts
+from ladderize.planning.passes import (
+    PassParts,
+    Workload,
+    pass_parts,
+    point_seconds,
+    predict_parallel,
+    predict_pass,
+    predict_silent,
+)
 from ladderize.planning.plans.rows import band_cases, relative_band
-from ladderize.planning.prediction import point_seconds, predict_parallel, predict_pass, predict_silent
 from ladderize.runtime.collectives.links import (
     NO_LINK,
     Interconnect,
@@ -95,8 +102,8 @@ def only(**rates: float) -> DeviceSpec:
 
 
 def parts_of(config, device, engine=BARE, link=NO_LINK, ranks=1, workload=None, virtual=None, contention=0.0):
-    workload = workload or Workload(1, 64, 16)
-    return pass_parts(config, device, engine, link, contention, ranks, "bfloat16", workload, virtual)
+    sent = None if link is NO_LINK else Interconnect(link.name, [], contention, 0, False, "a test", any_ranks=link)
+    return pass_parts(config, device, engine, sent, ranks, "bfloat16", workload or Workload(1, 64, 16), virtual)
 
 
 def layer_weights(config) -> int:
@@ -247,7 +254,7 @@ def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(LayoutError, match="--tp-size"):
         parts_of(config, a_device(), ranks=4)
     with pytest.raises(UserError, match="no matmul_tflop_s for float32, but for bfloat16"):
-        pass_parts(random_config(), a_device(), BARE, NO_LINK, 0, 1, "float32", Workload(1, 2, 2))
+        pass_parts(random_config(), a_device(), BARE, None, 1, "float32", Workload(1, 2, 2))
 
 
 # ---- layouts ----
@@ -311,9 +318,12 @@ def test_a_layouts_time_is_a_sum_over_layers():
         layers = random.randint(1, 7)
         parts, layout = random_parts(layers), random_layout(layers)
         prediction = predict_pass(parts, layout)
-        assert point_seconds(parts).total(layout) == pytest.approx(prediction.total, rel=1e-12, abs=1e-15)
+        seconds = point_seconds(parts)
+        modes = [(layout.entering(layer), mode) for layer, mode in enumerate(layout.attention_sync)]
+        total = seconds.constant + sum(seconds.layer[one] for one in modes)
+        assert total == pytest.approx(prediction.total, rel=1e-12, abs=1e-15)
         assert prediction.exposed >= len([m for m in layout.mlp_sync if m == BLOCKING]) * parts.message - 1e-12
-        assert prediction.total >= predict_silent(parts, layout).total - 1e-12
+        assert prediction.total >= prediction.compute - 1e-12
     with pytest.raises(ValueError, match="a layout of 3 layers for a pass of 2"):
         predict_pass(random_parts(2), Layout.dense(3))
 
@@ -519,8 +529,7 @@ def planted() -> tuple[DeviceSpec, Interconnect, list[Observation]]:
                                 mlp_sync=[mode] * (layers - 1) + [BLOCKING],
                             )
                         )
-    engine = known_engines()["published"]
-    times = [expected_seconds(one, parts_seen(one, device, engine, link), link) for one in seen]
+    times = expected_seconds(seen, device, link)
     return device, link, [dataclasses.replace(one, seconds=s) for one, s in zip(seen, times, strict=True)]
 
 
@@ -538,8 +547,8 @@ def test_a_fit_finds_what_was_planted():
     assert result.device.bandwidth_share == pytest.approx(device.bandwidth_share, rel=0.02)
     assert result.device.matmul_share == pytest.approx(device.matmul_share, rel=0.02)
     assert result.device.kernel_us == pytest.approx(device.kernel_us, rel=0.05)
-    assert result.interconnect.contention == pytest.approx(link.contention, abs=0.02)
-    for found, true in zip(result.interconnect.rows, link.rows, strict=True):
+    assert result.link.contention == pytest.approx(link.contention, abs=0.02)
+    for found, true in zip(result.link.rows, link.rows, strict=True):
         assert found.alpha_us == pytest.approx(true.alpha_us, rel=0.05)
         assert found.bus_gb_s == pytest.approx(true.bus_gb_s, rel=0.05)
     assert [figure.name for figure in result.figures][-4:] == [
@@ -563,10 +572,10 @@ def test_a_fit_refuses_what_the_timings_leave_open():
         fit(dense, device, link, ["contention"])
     small = [dataclasses.replace(dense[0], quantity="all_reduce", message_bytes=8, seconds=2e-5, ranks=8)]
     with pytest.raises(OpenFigureError, match=r"leave bus_gb_s\[8\] open; add timings of a large all-reduce"):
-        fit(small, None, link, ["alpha_us", "bus_gb_s"])
+        fit(small, device, link, ["alpha_us", "bus_gb_s"])
     large = dataclasses.replace(small[0], message_bytes=1 << 26, seconds=2e-3)
     unsure = dataclasses.replace(link, uncertain=["alpha_us[8]", "contention"])
-    found = fit([*small, large], None, unsure, ["alpha_us", "bus_gb_s"]).interconnect
+    found = fit([*small, large], device, unsure, ["alpha_us", "bus_gb_s"]).link
     assert found.at(8).seconds(1 << 26) == pytest.approx(2e-3, rel=0.02)
     assert found.uncertain == ["contention"]  # which is held; the latency is certain now
     with pytest.raises(UserError, match="no timings to fit"):
@@ -585,6 +594,6 @@ def test_what_is_shipped_is_what_the_published_speeds_say():
     for name in ("bandwidth_share", "matmul_share", "kernel_us", "thin_us", "thin_share", "launch_us"):
         assert getattr(result.device, name) == pytest.approx(getattr(shipped, name), rel=0.01)
     link = known_interconnects()["nvlink"]
-    assert result.interconnect.contention == pytest.approx(link.contention, abs=0.005)
-    for found, row in zip(result.interconnect.rows, link.rows, strict=True):
+    assert result.link.contention == pytest.approx(link.contention, abs=0.005)
+    for found, row in zip(result.link.rows, link.rows, strict=True):
         assert (found.alpha_us, found.bus_gb_s) == pytest.approx((row.alpha_us, row.bus_gb_s), rel=0.01)

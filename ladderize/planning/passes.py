@@ -1,4 +1,4 @@
-"""How long the parts of a forward pass take by themselves, and of a whole pass in some layout. Imports no torch.
+"""How long the parts of a forward pass take by themselves, and a whole pass in some layout. Imports no torch.
 
 All layers of a Llama are alike, so a pass is a few figures. Each wait comes right after the next sub-module
 (docs/design.md), so one message is in flight at a time, and times add up over sync points.
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ladderize.files.records import Record
+from ladderize.layout import ATTENTION_MODES, DROPPED, MLP_MODES, OVERLAPPED, Layout
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
-from ladderize.runtime.collectives.links import Link
+from ladderize.runtime.bench.cost_model import Operation, Prediction, predict
+from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
 from ladderize.runtime.shards import Shape
 
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -39,126 +41,107 @@ class Workload(Record):
 
 @dataclass(frozen=True)
 class PassParts:
-    """One forward pass of one rank, in seconds: a prefill, or the mean decode step.
-
-    attention, mlp: the compute of one sub-module. attention_apart, mlp_apart: the same in a layer whose attention sync
-    is dropped, where a rank computes its virtual ranks one by one. parallel: of a layer of the parallel baseline, both
-    sub-modules. rest: outside of all layers. message: one all-reduce of a layer, alone; message_bytes: its size;
-    message_start: of its time, what the host spends on it and no compute hides. vocabulary: the collectives that every
-    layout waits for. contention: while a message is in flight, compute runs at the rate 1 - contention.
-    """
+    """One forward pass of one rank, in seconds: a prefill, or the mean decode step."""
 
     layers: int
-    attention: float
+    attention: float  # the compute of one sub-module
     mlp: float
-    attention_apart: float
+    attention_apart: float  # in a layer with dropped attention, where a rank computes its virtual ranks one by one
     mlp_apart: float
-    parallel: float
-    rest: float
-    message: float
+    parallel: float  # of a layer of the parallel baseline, both sub-modules
+    rest: float  # outside of all layers
+    message: float  # one all-reduce of a layer, alone
     message_bytes: int
-    message_start: float
-    vocabulary: float
-    contention: float
+    message_start: float  # of its time, what the host spends on it and no compute hides
+    vocabulary: float  # the collectives that every layout waits for
+    contention: float  # while a message is in flight, compute runs at the rate 1 - contention
 
 
 def pass_parts(
     config: Mapping[str, Any],
     device: DeviceSpec,
     engine: EngineFacts,
-    link: Link,
-    contention: float,
+    interconnect: Interconnect | None,
     ranks: int,
     dtype: str,
     workload: Workload,
     sync_tp_size: int | None = None,
 ) -> dict[str, PassParts]:
-    """Of the phases ``prefill`` and ``decode`` (the mean step). link: of this number of ranks. sync_tp_size: virtual
-    ranks of dropped sync points; None where none is dropped.
+    """Of the phases ``prefill`` and ``decode`` (the mean step). interconnect: None where nothing is sent. sync_tp_size:
+    virtual ranks of dropped sync points; None where none is dropped.
 
     Raises LayoutError for sizes that the ranks do not divide, and UserError for a dtype that the device has no peak
-    for.
+    for, or a link that is not known with so many ranks.
     """
     shape = Shape.from_config(config, tp_size=ranks, rank=0, replicate_vocab=engine.replicate_vocab)
-    pace = _Pace(device, dtype)
     prompt, batch = workload.prompt_len, workload.batch_size
     end = prompt + workload.output_len
     # step j of output_len - 1 sees the prompt and j new tokens
     seen = end if engine.whole_cache else prompt + workload.output_len / 2
     passes = {
-        "prefill": _Pass(shape, engine, pace, batch, prompt, float(end if engine.masked_prefill else prompt)),
-        "decode": _Pass(shape, engine, pace, batch, 1, seen, is_graph=True),
+        "prefill": _Pass(shape, engine, device, dtype, batch, prompt, float(end if engine.masked_prefill else prompt)),
+        "decode": _Pass(shape, engine, device, dtype, batch, 1, seen),
     }
-    return {phase: one.parts(link, contention, sync_tp_size) for phase, one in passes.items()}
+    link, contention = (NO_LINK, 0.0) if interconnect is None else (interconnect.at(ranks), interconnect.contention)
+    # one CUDA graph starts a decode step as a whole
+    launch_s = {"prefill": device.launch_us * 1e-6, "decode": 0.0}
+    return {phase: one.parts(link, contention, sync_tp_size, launch_s[phase]) for phase, one in passes.items()}
 
 
-class _Pace:
-    """Seconds of what a device does, products of ``dtype``."""
+class _Pass:
+    """One forward pass: ``batch`` times ``tokens`` rows, each token with ``seen`` columns of the cache in view."""
 
-    def __init__(self, device: DeviceSpec, dtype: str) -> None:
+    def __init__(
+        self, shape: Shape, engine: EngineFacts, device: DeviceSpec, dtype: str, batch: int, tokens: int, seen: float
+    ) -> None:
+        self.shape, self.engine, self.device = shape, engine, device
+        self.batch, self.tokens, self.seen = batch, tokens, seen
+        self.rows = batch * tokens
         self.width = WIDTHS[dtype]
         self.flop_s = device.peak_flop_s(dtype) * device.matmul_share
         self.bytes_s = device.memory_bandwidth_gb_s * 1e9 * device.bandwidth_share
-        self.serial, self.thin_share = device.serial_share, device.thin_share
-        self.kernel, self.thin, self.launch = device.kernel_us * 1e-6, device.thin_us * 1e-6, device.launch_us * 1e-6
+        self.stream = self.rows * shape.hidden * self.width  # bytes of the residual stream
+        self.own_query = shape.own_heads * shape.head_dim
+        self.own_qkv = self.own_query + 2 * shape.own_kv_heads * shape.head_dim
+
+    # ---- seconds of what a device does ----
 
     def product(self, rows: float, inner: float, outer: float) -> float:
         """[rows, inner] times [inner, outer], without its start."""
         size = self.width * (inner * outer + rows * (inner + outer))
         seconds = self.roofline(2 * rows * inner * outer, size)
         is_thin = THIN_ROWS[0] <= rows <= THIN_ROWS[1]
-        return seconds * (1 + self.thin_share) + self.thin if is_thin else seconds
+        return seconds * (1 + self.device.thin_share) + self.device.thin_us * 1e-6 if is_thin else seconds
 
     def roofline(self, flop: float, size: float) -> float:
         times = flop / self.flop_s, size / self.bytes_s
-        return max(times) + self.serial * min(times)
+        return max(times) + self.device.serial_share * min(times)
 
     def moved(self, size: float) -> float:
         return size / self.bytes_s
 
     def started(self, kernels: float) -> float:
-        return kernels * self.kernel
+        return kernels * self.device.kernel_us * 1e-6
 
+    # ---- parts of a pass ----
 
-class _Pass:
-    """One forward pass: ``batch`` times ``tokens`` rows, each token with ``seen`` columns of the cache in view.
-    is_graph: the host starts it as a whole."""
-
-    def __init__(
-        self,
-        shape: Shape,
-        engine: EngineFacts,
-        pace: _Pace,
-        batch: int,
-        tokens: int,
-        seen: float,
-        *,
-        is_graph: bool = False,
-    ) -> None:
-        self.shape, self.engine, self.pace = shape, engine, pace
-        self.batch, self.tokens, self.seen = batch, tokens, seen
-        self.rows = batch * tokens
-        self.launch = 0.0 if is_graph else pace.launch
-        self.stream = self.rows * shape.hidden * pace.width  # bytes of the residual stream
-        self.own_query = shape.own_heads * shape.head_dim
-        self.own_qkv = self.own_query + 2 * shape.own_kv_heads * shape.head_dim
-
-    def parts(self, link: Link, contention: float, sync_tp_size: int | None) -> PassParts:
+    def parts(self, link: Link, contention: float, sync_tp_size: int | None, launch_s: float) -> PassParts:
+        """launch_s: of the host, for each operation that it starts by itself."""
         shape, engine = self.shape, self.engine
         virtual = 1 if sync_tp_size is None else sync_tp_size // shape.tp_size
-        host = self.launch * (engine.attention_launches + engine.mlp_launches)
+        host = launch_s * (engine.attention_launches + engine.mlp_launches)
         attention, mlp = self.attention(1), self.mlp(1)
         message, start = 0.0, 0.0
-        if shape.tp_size > 1:
+        if link is not NO_LINK:
             # the host gets ahead of a device that is slower than it, and starts messages meanwhile
             ahead = max(0.0, attention + mlp - host) / 2
-            start = max(0.0, self.launch * engine.message_launches - ahead)
+            start = max(0.0, launch_s * engine.message_launches - ahead)
             message = max(link.seconds(self.stream), start)
         attention, mlp = _no_less(attention, mlp, host)
         attention_apart, mlp_apart = _no_less(
             self.attention(virtual),
             self.mlp(virtual) + self.carrying(virtual),
-            host + (virtual - 1) * self.launch * engine.mlp_launches,
+            host + (virtual - 1) * launch_s * engine.mlp_launches,
         )
         return PassParts(
             layers=shape.layers,
@@ -176,69 +159,68 @@ class _Pass:
         )
 
     def qkv_product(self) -> float:
-        return self.pace.product(self.rows, self.shape.hidden, self.own_qkv)
+        return self.product(self.rows, self.shape.hidden, self.own_qkv)
 
     def gate_up_product(self, virtual: int) -> float:
-        return virtual * self.pace.product(self.rows, self.shape.hidden, 2 * self.shape.own_inner / virtual)
+        return virtual * self.product(self.rows, self.shape.hidden, 2 * self.shape.own_inner / virtual)
 
     def attention(self, virtual: int) -> float:
         """virtual: the ranks whose sums are computed apart."""
-        engine, pace = self.engine, self.pace
-        output = virtual * pace.product(self.rows, self.own_query / virtual, self.shape.hidden)
-        elsewhere = engine.stream_passes * self.stream + engine.head_passes * self.rows * self.own_qkv * pace.width
+        engine = self.engine
+        output = virtual * self.product(self.rows, self.own_query / virtual, self.shape.hidden)
+        elsewhere = engine.stream_passes * self.stream + engine.head_passes * self.rows * self.own_qkv * self.width
         kernels = engine.attention_kernels + virtual - 1
-        return self.qkv_product() + self.scores() + output + pace.moved(elsewhere) + pace.started(kernels)
+        return self.qkv_product() + self.scores() + output + self.moved(elsewhere) + self.started(kernels)
 
     def scores(self) -> float:
         """Queries times keys, softmax, times values."""
-        engine, shape, pace = self.engine, self.shape, self.pace
-        width = pace.width if engine.cache_bytes is None else engine.cache_bytes
+        engine, shape = self.engine, self.shape
+        width = self.width if engine.cache_bytes is None else engine.cache_bytes
         heads = shape.own_heads if engine.kv_per_query_head else shape.own_kv_heads
         cache = 2 * self.batch * heads * self.seen * shape.head_dim * width
         pairs = self.tokens * self.seen
         if self.tokens > 1 and not engine.masked_prefill:
             pairs = self.tokens * (self.tokens + 1) / 2
         pairs *= self.batch * shape.own_heads
-        written = pace.moved(engine.score_passes * pairs * width) if self.tokens > 1 else 0.0
-        return pace.roofline(4 * pairs * shape.head_dim, cache) + written
+        written = self.moved(engine.score_passes * pairs * width) if self.tokens > 1 else 0.0
+        return self.roofline(4 * pairs * shape.head_dim, cache) + written
 
     def mlp(self, virtual: int) -> float:
-        engine, shape, pace = self.engine, self.shape, self.pace
-        down = pace.product(self.rows, shape.own_inner, shape.hidden)
-        elsewhere = engine.stream_passes * self.stream + engine.inner_passes * self.rows * shape.own_inner * pace.width
+        engine, inner = self.engine, self.shape.own_inner
+        down = self.product(self.rows, inner, self.shape.hidden)
+        elsewhere = engine.stream_passes * self.stream + engine.inner_passes * self.rows * inner * self.width
         kernels = engine.mlp_kernels + virtual - 1
-        return self.gate_up_product(virtual) + down + pace.moved(elsewhere) + pace.started(kernels)
+        return self.gate_up_product(virtual) + down + self.moved(elsewhere) + self.started(kernels)
 
     def carrying(self, virtual: int) -> float:
         """What an MLP behind a dropped sync point does besides: each virtual rank adds what it carries to what it reads
         and to what it sends, and norms and activations are computed for each."""
-        engine, pace = self.engine, self.pace
+        engine = self.engine
         kernels = (virtual - 1) * (engine.norm_kernels + engine.activation_kernels) + 2 * virtual + (virtual > 1)
         moved = self.stream * (6 * virtual + (virtual - 1) * engine.stream_passes)
-        return pace.started(kernels) + pace.moved(moved)
+        return self.started(kernels) + self.moved(moved)
 
     def parallel(self) -> float:
         """A layer of the parallel baseline."""
-        engine, shape, pace = self.engine, self.shape, self.pace
-        seconds = self.attention(1) + self.mlp(1) - pace.started(engine.parallel_saves)
-        if engine.parallel_fused:
-            wide = pace.product(self.rows, shape.hidden, self.own_qkv + 2 * shape.own_inner)
+        seconds = self.attention(1) + self.mlp(1) - self.started(self.engine.parallel_saves)
+        if self.engine.parallel_fused:
+            wide = self.product(self.rows, self.shape.hidden, self.own_qkv + 2 * self.shape.own_inner)
             seconds += wide - self.qkv_product() - self.gate_up_product(1)
         return seconds
 
     def rest(self) -> float:
-        engine, shape, pace = self.engine, self.shape, self.pace
+        engine, shape = self.engine, self.shape
         rows = self.rows if engine.all_logits else self.batch
-        head = pace.product(rows, shape.hidden, shape.own_vocab)
+        head = self.product(rows, shape.hidden, shape.own_vocab)
         sampled = engine.logit_passes * self.batch * shape.vocab * 4
-        return head + pace.moved(4 * self.stream + sampled) + pace.started(engine.rest_kernels)
+        return head + self.moved(4 * self.stream + sampled) + self.started(engine.rest_kernels)
 
     def vocabulary(self, link: Link) -> float:
         """The embedding's all-reduce, and the gathering of the logits that are sampled, which counts as a message of as
         many bytes, as in an emulated group."""
         if self.shape.replicate_vocab:
             return 0.0
-        gathered = self.batch * self.shape.own_vocab * self.shape.tp_size * self.pace.width
+        gathered = self.batch * self.shape.own_vocab * self.shape.tp_size * self.width
         return link.seconds(self.stream) + link.seconds(gathered)
 
 
@@ -246,3 +228,63 @@ def _no_less(attention: float, mlp: float, host: float) -> tuple[float, float]:
     """Both longer in proportion where a layer takes the host longer than the device."""
     longer = max(1.0, host / (attention + mlp))
     return attention * longer, mlp * longer
+
+
+# ---- whole passes ----
+
+
+@dataclass(frozen=True)
+class PointSeconds:
+    """A pass as a sum: ``constant`` plus, of each layer, ``layer[entering MLP mode, attention mode]``, in seconds.
+
+    A layer has its own compute, its attention's message and the MLP's message that enters it, as far as they are waited
+    for. Into the first layer enters none: it counts as ``blocking``, which stands for the last layer's MLP message.
+    """
+
+    constant: float
+    layer: dict[tuple[str, str], float]
+
+
+def point_seconds(parts: PassParts) -> PointSeconds:
+    """The same times as ``predict_pass``, as a sum over layers."""
+    options = [(entering, mode) for entering in MLP_MODES for mode in ATTENTION_MODES]
+    return PointSeconds(
+        parts.rest + parts.vocabulary, {option: _predict_layer(parts, *option).total for option in options}
+    )
+
+
+def predict_pass(parts: PassParts, layout: Layout) -> Prediction:
+    """Raises ValueError for a layout of another number of layers."""
+    if layout.num_layers != parts.layers:
+        raise ValueError(f"a layout of {layout.num_layers} layers for a pass of {parts.layers}")
+    layers = [_predict_layer(parts, layout.entering(i), mode) for i, mode in enumerate(layout.attention_sync)]
+    return Prediction(
+        compute=parts.rest + sum(one.compute for one in layers),
+        communication=parts.vocabulary + sum(one.communication for one in layers),
+        hideable=sum(one.hideable for one in layers),
+    )
+
+
+def predict_parallel(parts: PassParts) -> Prediction:
+    """The parallel baseline: one blocking message a layer."""
+    sent = parts.vocabulary + parts.layers * parts.message
+    return predict(parts.rest + parts.layers * parts.parallel, [], sent)
+
+
+def predict_silent(parts: PassParts) -> Prediction:
+    """The no-communication bound: what the dense layout computes."""
+    return predict(parts.rest + parts.layers * (parts.attention + parts.mlp), [])
+
+
+def _predict_layer(parts: PassParts, entering: str, mode: str) -> Prediction:
+    """The messages of a layer's attention, and of the MLP before it: what each can run under is the next sub-module."""
+    apart = mode == DROPPED
+    attention, mlp = (parts.attention_apart, parts.mlp_apart) if apart else (parts.attention, parts.mlp)
+    covers = [attention if entering == OVERLAPPED else 0.0]
+    if not apart:
+        covers.append(mlp if mode == OVERLAPPED else 0.0)
+    most = parts.message - parts.message_start
+    return predict(
+        attention + mlp,
+        [Operation(parts.message_bytes, parts.message, (min(cover, most),), parts.contention) for cover in covers],
+    )

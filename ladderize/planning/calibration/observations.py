@@ -1,21 +1,21 @@
 """What was timed, by whatever engine, and what the model of planning/passes.py says to it. Imports no torch."""
 
-import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from ladderize.files.records import Record
-from ladderize.layout import BLOCKING
-from ladderize.planning.hardware import DeviceSpec, EngineFacts
-from ladderize.planning.passes import PassParts, Workload, pass_parts
-from ladderize.planning.prediction import point_seconds, predict_parallel
-from ladderize.runtime.collectives.links import NO_LINK, Interconnect
+from ladderize.layout import BLOCKING, Layout
+from ladderize.planning.hardware import DeviceSpec, known_engines
+from ladderize.planning.passes import PassParts, Workload, pass_parts, point_seconds, predict_parallel
+from ladderize.runtime.collectives.links import Interconnect
 
 Variant = Literal["layout", "no-comm", "parallel"]
 Quantity = Literal["prefill", "decode", "end_to_end", "all_reduce"]
+RUNTIME_ENGINES = {"cpu": "runtime-cpu", "cuda": "runtime"}  # what ladderize's own runtime is called on a device
 
 
 @dataclass(frozen=True)
@@ -45,54 +45,79 @@ class Observation(Record):
     def communicates(self) -> bool:
         return self.ranks > 1 and self.variant != "no-comm"
 
+    @cached_property
+    def pass_key(self) -> tuple[object, ...]:
+        """Observations of one key are of passes with the same parts."""
+        config = json.dumps(self.config, sort_keys=True)
+        return config, self.dtype, self.workload, self.engine, self.ranks, self.sync_tp_size, self.communicates
 
-def parts_seen(
-    seen: Observation, device: DeviceSpec | None, engine: EngineFacts | None, interconnect: Interconnect | None
-) -> Mapping[str, PassParts]:
-    """The parts of the passes that ``seen`` times; of an all-reduce, of none. interconnect: None where nothing is sent.
+    @cached_property
+    def layer_modes(self) -> Counter[tuple[str, str]]:
+        """How many layers have which mode of the entering MLP sync and of attention's."""
+        assert self.config is not None
+        if self.attention_sync is None or self.mlp_sync is None:
+            return Counter({(BLOCKING, BLOCKING): self.config["num_hidden_layers"]})
+        return Counter(zip((BLOCKING, *self.mlp_sync[:-1]), self.attention_sync, strict=True))
 
-    They are the same for all observations of one ``parts_key``.
-    """
-    if seen.quantity == "all_reduce":
-        return {}
-    if device is None or engine is None or seen.config is None or seen.dtype is None or seen.workload is None:
-        raise ValueError(f"a time of {seen.quantity} needs a device, an engine, a config, a dtype and a workload")
-    link = NO_LINK if interconnect is None or not seen.communicates else interconnect.at(seen.ranks)
-    contention = 0.0 if interconnect is None else interconnect.contention
-    return pass_parts(
-        seen.config, device, engine, link, contention, seen.ranks, seen.dtype, seen.workload, seen.sync_tp_size
+
+def layout_observation(
+    layout: Layout,
+    quantity: Quantity,
+    seconds: float,
+    ranks: int,
+    variant: Variant,
+    workload: Workload,
+    engine: str,
+    *,
+    config: dict[str, Any],
+    dtype: str,
+    name: str,
+) -> Observation:
+    """One timed pass; its group: what was timed, and over how many ranks. name: of the layout."""
+    shown = {"layout": name, "no-comm": "no communication", "parallel": "parallel"}[variant]
+    return Observation(
+        quantity,
+        seconds,
+        ranks,
+        f"{shown}, {quantity.replace('_', ' ')}, {ranks} rank{'s' * (ranks > 1)}",
+        config=config,
+        dtype=dtype,
+        workload=workload,
+        engine=engine,
+        variant=variant,
+        attention_sync=list(layout.attention_sync),
+        mlp_sync=list(layout.mlp_sync),
+        sync_tp_size=layout.sync_tp_size,
     )
 
 
-def parts_key(seen: Observation) -> tuple[object, ...]:
-    config = json.dumps(seen.config, sort_keys=True)
-    return config, seen.dtype, seen.workload, seen.engine, seen.ranks, seen.sync_tp_size, seen.communicates
+def expected_seconds(
+    observations: Sequence[Observation], device: DeviceSpec, interconnect: Interconnect | None
+) -> list[float]:
+    """What the model says to each. interconnect: None where nothing is sent."""
+    engines, parts_of, found = known_engines(), {}, []
+    for seen in observations:
+        if seen.quantity == "all_reduce":
+            assert interconnect is not None
+            found.append(interconnect.at(seen.ranks).seconds(seen.message_bytes or 0))
+            continue
+        if seen.config is None or seen.dtype is None or seen.workload is None or seen.engine is None:
+            raise ValueError(f"a time of {seen.quantity} needs a config, a dtype, a workload and an engine")
+        if seen.pass_key not in parts_of:
+            link = interconnect if seen.communicates else None
+            how = (seen.config, device, engines[seen.engine], link, seen.ranks, seen.dtype, seen.workload)
+            parts_of[seen.pass_key] = pass_parts(*how, seen.sync_tp_size)
+        passes = parts_of[seen.pass_key]
+        if seen.quantity == "end_to_end":
+            steps = seen.workload.decode_steps
+            found.append(_pass_seconds(seen, passes["prefill"]) + steps * _pass_seconds(seen, passes["decode"]))
+        else:
+            found.append(_pass_seconds(seen, passes[seen.quantity]))
+    return found
 
 
-def expected_seconds(seen: Observation, parts: Mapping[str, PassParts], interconnect: Interconnect | None) -> float:
-    """What the model says. parts: of ``parts_seen``."""
-    if seen.quantity == "all_reduce":
-        assert interconnect is not None
-        return interconnect.at(seen.ranks).seconds(seen.message_bytes or 0)
-    if seen.quantity != "end_to_end":
-        return _total(seen, parts[seen.quantity])
-    assert seen.workload is not None
-    return _total(seen, parts["prefill"]) + seen.workload.decode_steps * _total(seen, parts["decode"])
-
-
-def _total(seen: Observation, parts: PassParts) -> float:
+def _pass_seconds(seen: Observation, parts: PassParts) -> float:
     if seen.variant == "parallel":
         return predict_parallel(parts).total
-    if seen.variant == "no-comm":
-        parts = dataclasses.replace(parts, message=0.0, message_start=0.0, vocabulary=0.0)
     seconds = point_seconds(parts)  # the same as predict_pass's, and a fit asks for it thousands of times
-    return seconds.constant + sum(count * seconds.layer[modes] for modes, count in _modes(seen).items())
-
-
-def _modes(seen: Observation) -> Mapping[tuple[str, str], int]:
-    """How many layers have which mode of the entering MLP sync and of attention's."""
-    assert seen.config is not None
-    layers = seen.config["num_hidden_layers"]
-    if seen.attention_sync is None or seen.mlp_sync is None:
-        return {(BLOCKING, BLOCKING): layers}
-    return Counter(zip((BLOCKING, *seen.mlp_sync[:-1]), seen.attention_sync, strict=True))
+    return seconds.constant + sum(count * seconds.layer[modes] for modes, count in seen.layer_modes.items())

@@ -1,143 +1,42 @@
-"""``ladderize calibrate`` from its options to its file: time, fit, keep."""
+"""``ladderize calibrate`` from its options to its file: time or read, choose what is fitted, fit, keep."""
 
-import dataclasses
 import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from ladderize.console import SILENT, Console, human_bytes
-from ladderize.errors import UserError
+from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import check_writable, read_document, write_json
 from ladderize.files.work import ABOUT, WorkFolder, work_folder
-from ladderize.planning.calibration.document import CalibrationDocument, RankTimings, TimedGroup
-from ladderize.planning.calibration.figures import (
-    UNFITTED_OF_RUN,
-    begin_device,
-    begin_link,
-    free_of_run,
-    free_of_timings,
-    uneven_ranks,
-)
-from ladderize.planning.calibration.fit import figure_kind, fit, frees_device
-from ladderize.planning.calibration.jobs import CalibrationJob, calibration_jobs
-from ladderize.planning.calibration.observations import Observation
+from ladderize.layout import OVERLAPPED
+from ladderize.planning.calibration.document import CalibrationDocument, RankTimings
+from ladderize.planning.calibration.fit import FITTED, OF_A_LINK, Residual, figure_kind, fit, frees_device
+from ladderize.planning.calibration.observations import RUNTIME_ENGINES, Observation, Quantity
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
-from ladderize.planning.calibration.timed import RUNTIME_ENGINES, layout_observation
+from ladderize.planning.calibration.timing import CalibrationJob, calibration_jobs, measure_jobs
 from ladderize.planning.calibration.timings import read_timings
-from ladderize.planning.hardware import known_engines, read_device
-from ladderize.planning.passes import Workload
+from ladderize.planning.hardware import DeviceSpec, known_engines, read_device
+from ladderize.planning.passes import THIN_ROWS
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import is_main_rank
-from ladderize.ranks.group import Ranks, already_started
-from ladderize.runtime.bench.alone_times import AloneTimes
-from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.bench.memory_need import check_bench_memory
-from ladderize.runtime.bench.rows import TimedGenerator, TimedModel
-from ladderize.runtime.bench.speed_row import PHASES
-from ladderize.runtime.bench.timing import TimedPass, time_passes
-from ladderize.runtime.collectives.base import Collectives, NoCommunication
-from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.collectives.links import read_interconnect
+from ladderize.ranks.group import already_started
+from ladderize.runtime.collectives.links import (
+    ASSUMED_CONTENTION,
+    ASSUMED_ERROR,
+    Interconnect,
+    InterconnectRow,
+    read_interconnect,
+)
 from ladderize.runtime.launch import check_group_size, run
-from ladderize.runtime.spec import WeightCache, open_generator
 
-
-def measure_jobs(group: Ranks, jobs: list[CalibrationJob], console: Console) -> RankTimings:
-    """Time ``jobs``; all ranks call it. Raises UserError where they do not fit into memory."""
-    for job in jobs:
-        check_bench_memory(job.specs, job.options, group)
-    surroundings = environment(group)
-    collectives, backend = _collectives(group, jobs)
-    weights = WeightCache(group.device, pack=True)
-    alone = AloneTimes(group, collectives, None, jobs[0].specs[0].torch_dtype)
-    with torch.inference_mode():
-        with console.stage("making random weights"):
-            opened = [(job, _open(group, job, collectives, weights)) for job in jobs]
-        passes = [
-            TimedPass(model, way, job.options, job.batch)
-            for job, models in opened
-            for model in models
-            for way in _ways(group, model)
-        ]
-        time_passes(group, passes, console, f"timing {group.size} rank{'s' * (group.size > 1)}")
-        observations, samples = _observations(group, passes)
-        if group.size > 1:
-            with console.stage("timing all-reduces alone"):
-                for size in _message_sizes(jobs):
-                    seconds = alone.seconds("all_reduce", size)
-                    name = f"all-reduce alone, {group.size} ranks"
-                    observations.append(Observation("all_reduce", seconds, group.size, name, message_bytes=size))
-                    samples.append([])
-    smallest = min(model.communicating.generator.model.weights.resident_bytes for _, own in opened for model in own)
-    collectives.close()
-    return RankTimings(TimedGroup(group.size, backend, surroundings, smallest), observations, samples)
-
-
-def _collectives(group: Ranks, jobs: list[CalibrationJob]) -> tuple[Collectives, str]:
-    longest = 0
-    for job in jobs:
-        hidden, vocabulary = (int(job.specs[0].config[key]) for key in ("hidden_size", "vocab_size"))
-        longest = max(longest, job.batch * max(hidden * job.options.prompt_len, vocabulary))
-    return choose(jobs[0].options.backend, group, max_bytes=4 * longest)
-
-
-def _open(group: Ranks, job: CalibrationJob, collectives: Collectives, weights: WeightCache) -> list[TimedModel]:
-    """The models of a job, each with and without communication; one cache serves all, since only one runs at a time."""
-    models, cache = [], None
-    for spec in job.specs:
-        ways = []
-        for means in (collectives, NoCommunication(collectives.ranks)):
-            columns = job.options.prompt_len + job.options.output_len
-            generator = open_generator(spec, means, weights, group, job.batch, columns, cache=cache)
-            cache = generator.cache
-            ways.append(TimedGenerator(generator))
-        communicating, silent = ways
-        models.append(TimedModel(spec.name, spec, communicating, silent))
-    return models
-
-
-def _ways(group: Ranks, model: TimedModel) -> list[TimedGenerator]:
-    """Without communication all layouts that drop nothing compute the same, so only dense is timed so; one rank has no
-    communication."""
-    if group.size == 1:
-        return [model.silent]
-    return [model.communicating, model.silent] if model.spec.layout.is_dense else [model.communicating]
-
-
-def _observations(group: Ranks, passes: list[TimedPass]) -> tuple[list[Observation], list[list[float]]]:
-    observations, samples = [], []
-    for one in passes:
-        silent = one.way is one.model.silent
-        for phase in PHASES:
-            seconds = one.way.seconds[phase]
-            observations.append(
-                layout_observation(
-                    one.model.spec.layout,
-                    "prefill" if phase == "prefill" else "decode",
-                    statistics.median(seconds),
-                    group.size,
-                    "no-comm" if silent and group.size > 1 else "layout",
-                    Workload(one.batch, one.options.prompt_len, one.options.output_len),
-                    RUNTIME_ENGINES[group.device.type],
-                    config=one.model.spec.config,
-                    dtype=one.model.spec.dtype,
-                    name=one.model.name,
-                )
-            )
-            samples.append([1e3 * value for value in seconds])
-    return observations, samples
-
-
-def _message_sizes(jobs: list[CalibrationJob]) -> list[int]:
-    """The smallest and the largest message of a layer, and those between."""
-    sizes = set()
-    for job in jobs:
-        row = job.specs[0].config["hidden_size"] * job.specs[0].torch_dtype.itemsize * job.batch
-        sizes |= {row, row * job.options.prompt_len}
-    return sorted(sizes)
-
-
+# where a fit begins that knows nothing: GB/s, TFLOP/s, us for a kernel; us and GB/s of a link
+BEGIN = {"cpu": (10.0, 0.1, 10.0), "cuda": (2000.0, 300.0, 3.0)}
+BEGIN_LINK = 20.0, 5.0
+# Ranks that compute wait for each other, and on a CPU for threads that have to wake up: over gloo a message of a pass
+# takes twice as long as one alone. Passes are what is predicted, so a run's link is fitted to them.
+UNFITTED_OF_RUN: tuple[Quantity, ...] = ("all_reduce",)
+UNEVEN = 0.1  # of a time: as much as groups may differ before it is said
 SHARES = {"bandwidth_share", "matmul_share"}  # with both fitted, a device of a data sheet counts as calibrated
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -164,7 +63,7 @@ def calibrate(
     if isinstance(options, TimingsOptions):
         document = _from_timings(options)
     else:
-        document = _from_run(options, out, console)
+        document = fit_run(options, _timed(options, out, console))
     if out is not None and is_main_rank():
         write_json(out, document.to_dict())
         if isinstance(options, CalibrateOptions):
@@ -175,7 +74,7 @@ def calibrate(
 # ---- timed here ----
 
 
-def _from_run(options: CalibrateOptions, out: Path | None, console: Console) -> CalibrationDocument:
+def _timed(options: CalibrateOptions, out: Path | None, console: Console) -> list[RankTimings]:
     options.check()
     check_device(options.device)
     for ranks in options.tp_sizes:
@@ -184,19 +83,18 @@ def _from_run(options: CalibrateOptions, out: Path | None, console: Console) -> 
     if options.hardware is not None:  # what is wrong with it is found before minutes of timing
         read_device(options.hardware).peak_flop_s(jobs[options.tp_sizes[0]][0].specs[0].dtype)
     if out is None or already_started():
-        timed = [_time(options, ranks, jobs[ranks], console) for ranks in options.tp_sizes]
-    else:
-        timed = []
-        with CalibrationFolder(work_folder(str(out), None), _identity(options)) as folder:
-            for ranks in options.tp_sizes:
-                kept = folder.folder / f"ranks-{ranks}.json"
-                if kept.is_file():
-                    console.note(f"--tp-size {ranks} was timed before: {kept}")
-                    timed.append(RankTimings.from_dict(read_document(kept, "calibration's timings"), kept))
-                else:
-                    timed.append(_time(options, ranks, jobs[ranks], console))
-                    write_json(kept, timed[-1].to_dict())
-    return _fitted(options, timed)
+        return [_time(options, ranks, own, console) for ranks, own in jobs.items()]
+    timed = []
+    with CalibrationFolder(work_folder(str(out), None), _identity(options)) as folder:
+        for ranks, own in jobs.items():
+            kept = folder.folder / f"ranks-{ranks}.json"
+            if kept.is_file():
+                console.note(f"--tp-size {ranks} was timed before: {kept}")
+                timed.append(RankTimings.from_dict(read_document(kept, "calibration's timings"), kept))
+            else:
+                timed.append(_time(options, ranks, own, console))
+                write_json(kept, timed[-1].to_dict())
+    return timed
 
 
 def _time(options: CalibrateOptions, ranks: int, jobs: list[CalibrationJob], console: Console) -> RankTimings:
@@ -209,17 +107,16 @@ def _time(options: CalibrateOptions, ranks: int, jobs: list[CalibrationJob], con
 def _identity(options: CalibrateOptions) -> dict[str, object]:
     """What a run times: all options but what the result is called, and the shapes' content."""
     sizes = [[job.specs[0].config for job in calibration_jobs(options, ranks)] for ranks in options.tp_sizes]
-    plain = dataclasses.replace(options, name="", hardware=None).to_dict()
-    return {"calibration": plain, "shapes": sizes}
+    return {"calibration": replace(options, name="", hardware=None).to_dict(), "shapes": sizes}
 
 
-def _fitted(options: CalibrateOptions, timed: list[RankTimings]) -> CalibrationDocument:
+def fit_run(options: CalibrateOptions, timed: Sequence[RankTimings]) -> CalibrationDocument:
+    """The document of what groups of ranks have timed."""
     observations = [seen for one in timed for seen in one.observations]
     memory = timed[0].group.environment.gpu_memory_bytes
     device = begin_device(options, observations, None if memory is None else memory / 2**30)
-    link = begin_link(options, timed)
+    link = _begin_link(options, timed)
     result = fit(observations, device, link, free_of_run(options, observations), unfitted=UNFITTED_OF_RUN)
-    assert result.device is not None
     notes = [*_cache_notes(options, timed), *uneven_ranks(observations, result.residuals)]
     if link is not None:
         notes.append(
@@ -229,13 +126,8 @@ def _fitted(options: CalibrateOptions, timed: list[RankTimings]) -> CalibrationD
     else:
         notes.append("one rank was timed, so the file has no link; time more with --tp-size, or name a link to plan")
     return CalibrationDocument(
-        device=result.device,
-        link=result.interconnect,
-        figures=result.figures,
-        mean_error=result.mean_error,
-        worst_error=result.worst_error,
+        **vars(result),
         notes=notes,
-        residuals=result.residuals,
         observations=observations,
         options=options,
         groups=[one.group for one in timed],
@@ -243,9 +135,69 @@ def _fitted(options: CalibrateOptions, timed: list[RankTimings]) -> CalibrationD
     )
 
 
-def _cache_notes(options: CalibrateOptions, timed: list[RankTimings]) -> list[str]:
+def begin_device(
+    options: CalibrateOptions, observations: Sequence[Observation], memory_gib: float | None
+) -> DeviceSpec:
+    """The device before its figures are fitted: peaks that are held where ``--hardware`` names it, else shares of 1 of
+    what is measured."""
+    source = "ladderize calibrate, on the device itself"
+    engine = RUNTIME_ENGINES[options.device]
+    if options.hardware is not None:
+        known = read_device(options.hardware)
+        return replace(known, name=options.name, engine=engine, calibrated=True, source=source)
+    bandwidth, rate, kernel = BEGIN[options.device]
+    rates = {seen.dtype: rate for seen in observations if seen.dtype is not None}
+    return DeviceSpec(options.name, bandwidth, rates, memory_gib, 1.0, 1.0, kernel, 0.0, 0.05, engine, True, source)
+
+
+def _begin_link(options: CalibrateOptions, timed: Sequence[RankTimings]) -> Interconnect | None:
+    """A row for every number of ranks that sent something; None where there was one rank."""
+    rows = []
+    for one in sorted(timed, key=lambda one: one.group.ranks):
+        sizes = [seen.message_bytes for seen in one.observations if seen.message_bytes is not None]
+        if sizes:
+            rows.append(InterconnectRow(one.group.ranks, *BEGIN_LINK, min(sizes), max(sizes)))
+    backends = " and ".join(dict.fromkeys(one.group.backend for one in timed if one.group.ranks > 1))
+    source = f"ladderize calibrate, on the link itself; {backends}"
+    return Interconnect(options.name, rows, ASSUMED_CONTENTION, ASSUMED_ERROR, True, source) if rows else None
+
+
+def free_of_run(options: CalibrateOptions, observations: Sequence[Observation]) -> list[str]:
+    """What a run of ``ladderize calibrate`` fits."""
+    if options.hardware is None:
+        dtypes = dict.fromkeys(seen.dtype for seen in observations if seen.dtype is not None)
+        free = ["memory_bandwidth_gb_s", *(f"matmul_tflop_s.{dtype}" for dtype in dtypes), "kernel_us"]
+    else:
+        free = ["bandwidth_share", "matmul_share", "kernel_us"]
+    if options.device == "cpu":
+        free.append("serial_share")
+    else:
+        low, high = THIN_ROWS
+        thin = {low <= seen.workload.batch_size <= high for seen in observations if seen.workload is not None}
+        free += [*(["thin_us"] if len(thin) == 2 else []), "launch_us"]
+    return free + (["alpha_us", "bus_gb_s", "contention"] if any(seen.communicates for seen in observations) else [])
+
+
+def uneven_ranks(observations: Sequence[Observation], residuals: Sequence[Residual]) -> list[str]:
+    """What is to be said where one device for all numbers of ranks is wrong: ranks that share a memory slow each other
+    down."""
+    errors: dict[int, list[float]] = {}
+    for seen, residual in zip(observations, residuals, strict=True):
+        if seen.quantity == "decode" and not seen.communicates:
+            errors.setdefault(seen.ranks, []).append(residual.relative_error)
+    means = {ranks: statistics.fmean(own) for ranks, own in sorted(errors.items())}
+    if len(means) < 2 or max(means.values()) - min(means.values()) < UNEVEN:
+        return []
+    listed = ", ".join(f"{mean:+.0%} with {ranks}" for ranks, mean in means.items())
+    return [
+        f"decode steps without communication are predicted unevenly by the number of ranks ({listed}): ranks share a"
+        " memory or a processor, and one device does not fit all; calibrate with only the --tp-size that you plan for"
+    ]
+
+
+def _cache_notes(options: CalibrateOptions, timed: Sequence[RankTimings]) -> list[str]:
     """A model that fits into the processor's cache is read faster than one that does not."""
-    largest, least = largest_cache_bytes(), min(one.group.weight_bytes for one in timed)
+    largest, least = _largest_cache_bytes(), min(one.group.weight_bytes for one in timed)
     if options.device != "cpu" or largest is None or least > largest:
         return []
     return [
@@ -255,7 +207,7 @@ def _cache_notes(options: CalibrateOptions, timed: list[RankTimings]) -> list[st
     ]
 
 
-def largest_cache_bytes() -> int | None:
+def _largest_cache_bytes() -> int | None:
     """Of the first core; None where the system does not say."""
     sizes = []
     for path in CACHES.glob("index*/size"):
@@ -270,15 +222,21 @@ def largest_cache_bytes() -> int | None:
 
 
 def _from_timings(options: TimingsOptions) -> CalibrationDocument:
-    device = read_device(options.hardware)
-    engine = options.engine or device.engine
+    held = read_device(options.hardware)
+    engine = options.engine or held.engine
     if engine not in known_engines():
         raise UserError(f"--engine {engine} is not one of {', '.join(known_engines())}")
     observations = [seen for path in options.timings for seen in read_timings(path, engine=engine, shape=options.shape)]
-    link = None if options.link is None else read_interconnect(options.link)
-    begin, free, notes = free_of_timings(options, observations, link)
-    result = fit(observations, device, begin, free)
-    assert result.device is not None
+    source = f"ladderize calibrate --timings {','.join(path.name for path in options.timings)}"
+    sending = sorted({seen.ranks for seen in observations if seen.communicates})
+    link = None
+    if options.link is not None:
+        link = read_interconnect(options.link)
+    elif sending:
+        rows = [InterconnectRow(ranks, *BEGIN_LINK) for ranks in sending]
+        link = Interconnect(options.name, rows, ASSUMED_CONTENTION, ASSUMED_ERROR, True, source)
+    free, notes = _free_of_timings(options, observations, sending)
+    result = fit(observations, held, link, free)
     (timed, *others) = sorted({seen.engine for seen in observations if seen.engine is not None})
     if frees_device(free):
         if others:
@@ -286,27 +244,50 @@ def _from_timings(options: TimingsOptions) -> CalibrationDocument:
                 f"--timings are of the engines {timed} and {' and '.join(others)}, and a device's figures go with one;"
                 " name files of one engine"
             )
-        device = dataclasses.replace(
-            result.device,
-            engine=timed,
-            calibrated=(device.calibrated and timed == device.engine) or SHARES.issubset(map(figure_kind, free)),
-            source=_source(options),
-        )
-    elif (timed, others) != (device.engine, []):
+        calibrated = (held.calibrated and timed == held.engine) or SHARES.issubset(map(figure_kind, free))
+        result = replace(result, device=replace(result.device, engine=timed, calibrated=calibrated, source=source))
+    elif (timed, others) != (held.engine, []):
         names = " and ".join((timed, *others))
-        notes.append(f"these timings are of the engine {names}, the device's figures of {device.engine}: see --engine")
-    return CalibrationDocument(
-        device=device,
-        link=result.interconnect,
-        figures=result.figures,
-        mean_error=result.mean_error,
-        worst_error=result.worst_error,
-        notes=notes,
-        residuals=result.residuals,
-        observations=observations,
-        timings=options,
-    )
+        notes.append(f"these timings are of the engine {names}, the device's figures of {held.engine}: see --engine")
+    return CalibrationDocument(**vars(result), notes=notes, observations=observations, timings=options)
 
 
-def _source(options: TimingsOptions) -> str:
-    return f"ladderize calibrate --timings {','.join(path.name for path in options.timings)}"
+def _free_of_timings(
+    options: TimingsOptions, observations: Sequence[Observation], sending: Sequence[int]
+) -> tuple[list[str], list[str]]:
+    """What is fitted to timings that are there, and what is said about it.
+
+    The link's latency and bandwidth are free at every number of ranks that sends; contention where a layout overlaps;
+    the device's shares where prefills and decode steps of two workloads were timed without communication.
+    """
+    for name in options.free:
+        if (kind := name.partition(".")[0]) not in FITTED:
+            raise UsageError(f"--fit {name} is not one of {', '.join(FITTED)}")
+        if kind in OF_A_LINK and not sending:
+            raise UsageError(f"--fit {name} needs timings of several ranks with communication; --timings have none")
+    if options.free:
+        return list(options.free), [f"fitted, as --fit says: {', '.join(options.free)}"]
+    free, notes = [], []
+    if sending and options.link is None:
+        *first, last = map(str, sending)
+        counts = f"{', '.join(first)} and {last}" if first else last
+        free += ["alpha_us", "bus_gb_s"]
+        notes.append(f"fitted: latency and bandwidth of the link with {counts} ranks")
+        if any(OVERLAPPED in (seen.attention_sync or []) + (seen.mlp_sync or []) for seen in observations):
+            free.append("contention")
+            notes.append("fitted: contention, from layouts that overlap")
+        else:
+            notes.append(f"held: contention at {ASSUMED_CONTENTION:g}, since no layout here overlaps")
+    silent = [seen for seen in observations if not seen.communicates]
+    passes = {(seen.ranks, str(seen.config), seen.workload) for seen in silent}
+    if len(passes) > 1 and {"prefill", "decode"} <= {seen.quantity for seen in silent}:
+        free += ["bandwidth_share", "matmul_share"]
+        notes.append("fitted: the device's shares of its peaks, from passes without communication")
+    else:
+        notes.append(f"held: the figures of {options.hardware}; few passes here were timed without communication")
+    if not free:
+        raise UsageError(
+            "--timings leave nothing to fit: they have no passes of several ranks, or --link holds their link, and less"
+            " than two workloads without communication; leave --link out, or add such timings"
+        )
+    return free, notes

@@ -13,10 +13,17 @@ from dataclasses import dataclass
 from ladderize.checkpoint.llama import parameter_count
 from ladderize.layout import DROPPED, OVERLAPPED, Layout
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
-from ladderize.planning.passes import WIDTHS, PassParts, Workload, pass_parts
+from ladderize.planning.passes import (
+    WIDTHS,
+    PassParts,
+    Workload,
+    pass_parts,
+    predict_parallel,
+    predict_pass,
+    predict_silent,
+)
 from ladderize.planning.plans.document import NO_WEIGHTS, Basis, GroupLink, PlannedRow
 from ladderize.planning.plans.models import ModelToPlan, RowVariant
-from ladderize.planning.prediction import predict_parallel, predict_pass, predict_silent
 from ladderize.runtime.bench.cost_model import Prediction
 from ladderize.runtime.bench.rank_bytes import MemoryNeed, cache_bytes, prefill_bytes, weight_bytes
 from ladderize.runtime.bench.speed_row import BASELINE_ROW, MODEL_ROW, PHASES, PhaseCommunication
@@ -109,18 +116,8 @@ class PlannedGroup:
 
     def parts(self, model: ModelToPlan, workload: Workload, sync_tp_size: int | None) -> Parts:
         """By phase; raises UserError where the device or the link has no figures for it."""
-        contention = 0.0 if self.interconnect is None else self.interconnect.contention
-        return pass_parts(
-            model.config,
-            self.device,
-            self.engine,
-            self.link,
-            contention,
-            self.ranks,
-            model.dtype,
-            workload,
-            sync_tp_size,
-        )
+        how = (self.device, self.engine, self.interconnect, self.ranks, model.dtype, workload)
+        return pass_parts(model.config, *how, sync_tp_size)
 
     def cases(self, parts: Parts) -> list[Parts]:
         """The parts, and what they are where the figures of device or link are off."""

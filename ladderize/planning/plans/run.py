@@ -17,7 +17,7 @@ from ladderize.files.regular import names_a_file
 from ladderize.files.work import work_folder
 from ladderize.layout import Layout
 from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_engines, read_device
-from ladderize.planning.passes import Workload
+from ladderize.planning.passes import Workload, point_seconds
 from ladderize.planning.planner.choose import read_target
 from ladderize.planning.planner.document import PlanChoice
 from ladderize.planning.planner.plan import PlanCosts, plan_layout, read_plan_costs
@@ -27,7 +27,6 @@ from ladderize.planning.plans.models import ModelToPlan, read_model, row_variant
 from ladderize.planning.plans.options import PlanGoal, PlanModel, PlanOptions
 from ladderize.planning.plans.rows import PlannedGroup, RowMaker, group_link
 from ladderize.planning.plans.show import show_choice, show_plan
-from ladderize.planning.prediction import point_seconds
 from ladderize.runtime.collectives.links import Interconnect, read_interconnect
 
 if TYPE_CHECKING:
