@@ -35,7 +35,12 @@ TIME_COLUMNS: dict[str, Quantity] = {
     "decode_ms_per_token": "decode",
     "end_to_end_tokens_per_s": "end_to_end",
 }
-BASELINES: dict[str, Variant] = {"no-comm": "no-comm", "parallel": "parallel", NO_COMM: "no-comm", PARALLEL: "parallel"}
+VARIANT_NAMES: dict[str, Variant] = {
+    "no-comm": "no-comm",
+    "parallel": "parallel",
+    NO_COMM: "no-comm",
+    PARALLEL: "parallel",
+}
 MAX_TIMINGS_BYTES = 64 << 20
 
 
@@ -104,7 +109,7 @@ def _row(row: Mapping[str, str], config: dict[str, Any], engine: str) -> Iterato
     ranks, batch, prompt, output = map(int, counts.values())
     if row["dtype"] not in WIDTHS:
         raise UserError(f"dtype is {row['dtype']!r}, but must be one of {', '.join(WIDTHS)}")
-    name, variant = row["variant"], BASELINES.get(row["variant"], "layout")
+    name, variant = row["variant"], VARIANT_NAMES.get(row["variant"], "layout")
     layout = named_layout(name if variant == "layout" else "dense", config["num_hidden_layers"], ranks)
     Shape.from_config(config, tp_size=ranks, rank=0, replicate_vocab=True)
     for column, quantity in TIME_COLUMNS.items():
@@ -161,7 +166,7 @@ def _bench(path: Path, shape: str | None) -> Iterator[Observation]:
                 quantity,
                 seconds,
                 row.tp_size,
-                "layout" if row.is_model else BASELINES.get(row.model, "layout"),
+                "layout" if row.is_model else VARIANT_NAMES.get(row.model, "layout"),
                 Workload(row.batch_size, options.prompt_len, options.output_len),
                 RUNTIME_ENGINES[document.environment.device],
                 config=config,
