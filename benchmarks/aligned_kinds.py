@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from ladderize.adapt.align.align import align_checkpoint
 from ladderize.adapt.align.options import AlignOptions
-from ladderize.adapt.align.run import align_checkpoint
 from ladderize.adapt.blockwise.rewrite import heldout_measures
 from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.convert.pipeline import convert_checkpoint

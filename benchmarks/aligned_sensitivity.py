@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from ladderize.adapt.align.align import TOKENS_AT_ONCE, aligned_layers, computed
-from ladderize.adapt.align.streams import Streams
-from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.align.layer import Streams
+from ladderize.adapt.blockwise.layer_files import StudentBlocks
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype, window_nlls
 from ladderize.eval.sensitivity import column_layouts, perplexity_increases

@@ -19,10 +19,10 @@ import torch
 
 from ladderize.adapt.align.align import align
 from ladderize.adapt.align.options import AlignSettings
-from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.distill import distill
-from ladderize.adapt.blockwise.folder import BlockFolder, LayerFiles
 from ladderize.adapt.blockwise.head_grouping import group_heads
+from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
 from ladderize.adapt.blockwise.options import DistillOptions
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
@@ -141,7 +141,7 @@ def main() -> None:
                 "head grouping", lambda: group_heads(blocks, layers, RANKS, windows.train.numpy()), results, device
             )
         every = Layout.from_layers(args.layers, spd=layers, sync_tp_size=RANKS)
-        work = BlockFolder(Path(folder) / "work", {})
+        work = BlockFolder(Path(folder) / "work", {}).distilled
         student = StudentBlocks(every, tuple(layers), blocks.weights)
         measured("alignment", lambda: run_alignment(blocks, student, windows, Path(folder) / "align"), results, device)
         options = DistillOptions(epochs=1, patience=1)
@@ -151,7 +151,9 @@ def main() -> None:
             results,
             device,
         )
-        results["losses"] = [[report.loss_before, report.loss_after] for report in map(work.report, layers)]
+        results["losses"] = [
+            [report.loss_before, report.loss_after] for report in (work.report(BlockReport, i) for i in layers)
+        ]
         assert all(after <= before < float("inf") for before, after in results["losses"])
     runs = LayoutTree(column_layouts("spd", args.layers, RANKS)).layer_runs
     per_layer = results["sensitivity, 2 windows"]["seconds"] / runs

@@ -125,8 +125,8 @@ def converted(bench: Bench, layout: str, folder: Path) -> Path:
 
 
 def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Path:
+    from ladderize.adapt.align.align import align_checkpoint
     from ladderize.adapt.align.options import AlignOptions
-    from ladderize.adapt.align.run import align_checkpoint
 
     options = AlignOptions(
         bench.train, samples=tokens // bench.seq_len, seq_len=bench.seq_len, seed=seed, dtype="float32", write="last"
@@ -136,8 +136,8 @@ def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Pa
 
 
 def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> Path:
+    from ladderize.adapt.blockwise.distill import adapt_blocks
     from ladderize.adapt.blockwise.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions, DistillOptions
-    from ladderize.adapt.blockwise.run import adapt_blocks
     from ladderize.adapt.data.sources import parse_specs
     from ladderize.adapt.retrain.losses import Objective
     from ladderize.adapt.retrain.options import FULL_LR, WIDTH, RetrainOptions

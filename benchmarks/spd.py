@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.distill import distill
-from ladderize.adapt.blockwise.folder import BlockFolder
 from ladderize.adapt.blockwise.head_grouping import group_heads
+from ladderize.adapt.blockwise.layer_files import BlockFolder, StudentBlocks
 from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-from ladderize.adapt.blockwise.run import loaded
+from ladderize.adapt.blockwise.rewrite import loaded
 from ladderize.adapt.blockwise.windows import training_windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
 from ladderize.console import Console
@@ -171,7 +171,7 @@ def ablation(args: argparse.Namespace) -> dict:
             )
             untrained = {layer: permuted(blocks, layer, head_map) for layer in layers}
             with tempfile.TemporaryDirectory() as folder:
-                work = BlockFolder(Path(folder) / "work", {})
+                work = BlockFolder(Path(folder) / "work", {}).distilled
                 begin = time.perf_counter()
                 distill(
                     blocks,
@@ -185,7 +185,7 @@ def ablation(args: argparse.Namespace) -> dict:
                 )
                 seconds = time.perf_counter() - begin
                 trained = {layer: loaded(work, layer, blocks) for layer in layers}
-                reports = [work.report(layer).to_dict() for layer in layers]
+                reports = [work.report(BlockReport, layer).to_dict() for layer in layers]
             for fraction, dropped in chosen.items():
                 layout = Layout.from_layers(count, spd=dropped, sync_tp_size=ranks)
                 for distilled, weights in ((False, untrained), (True, trained)):

@@ -1,9 +1,9 @@
 """The public API: where each name of ``import ladderize`` comes from. ``__init__.py`` reads it; so do type checkers."""
 
-from ladderize.adapt.blockwise.documents import Distillation as Distillation
+from ladderize.adapt.blockwise.distill import Distillation as Distillation
+from ladderize.adapt.blockwise.distill import adapt_blocks as adapt_blocks
 from ladderize.adapt.blockwise.options import BlockwiseOptions as BlockwiseOptions
 from ladderize.adapt.blockwise.options import DistillOptions as DistillOptions
-from ladderize.adapt.blockwise.run import adapt_blocks as adapt_blocks
 from ladderize.adapt.data.sources import data_sources as data_sources
 from ladderize.adapt.lora.config import LoraOptions as LoraOptions
 from ladderize.adapt.merge.run import MergeReport as MergeReport

@@ -9,16 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
-from ladderize.adapt.align.align import align, with_random
-from ladderize.adapt.align.layer import RankRows, affine, refit
-from ladderize.adapt.align.layers import layers_to_align
-from ladderize.adapt.align.options import LEAST_TOKENS, AlignSettings, default_tokens
+from ladderize.adapt.align.align import align, heads_of, with_random
+from ladderize.adapt.align.layer import Streams
+from ladderize.adapt.align.options import LEAST_TOKENS, AlignSettings, default_tokens, layers_to_align
 from ladderize.adapt.align.reports import LayerReport
-from ladderize.adapt.align.ridge import Products
-from ladderize.adapt.align.run import heads_of
-from ladderize.adapt.align.streams import Streams
-from ladderize.adapt.blockwise.block_trainer import StudentBlocks
-from ladderize.adapt.blockwise.folder import LayerFiles
+from ladderize.adapt.align.ridge import RankRows, affine, refit
+from ladderize.adapt.blockwise.layer_files import LayerFiles, StudentBlocks
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
@@ -107,7 +103,7 @@ def solve(
     weights = weights_of(models[1])
     for layer in student.layers:
         weights |= {f"model.layers.{layer}.{name}": tensor for name, tensor in files.weights(layer).items()}
-    return Solved(weights, [files.report_as(LayerReport, layer) for layer in student.layers])
+    return Solved(weights, [files.report(LayerReport, layer) for layer in student.layers])
 
 
 def oracle_of(models, *, ridge=1e-2, trained=TRAINED):
@@ -279,10 +275,10 @@ def test_every_projection_gets_the_ridge_that_serves_held_out_tokens(stored):
         return x, linear(x, truth) + noise * torch.randn(tokens, 6)
 
     (x, y), heldout = drawn(20), drawn(2000)
-    products = Products(13, 6, CPU)
-    products.add(x, y)
+    rows = RankRows(prior)
+    rows.add(x, y)
     judged = [([heldout[0]], heldout[1])]
-    reports = refit(["a", "b"], projections, [RankRows(products, prior)], lambda: judged, ridges, ALONE, stored)
+    reports = refit(["a", "b"], projections, [rows], lambda: judged, ridges, ALONE, stored)
     for number, (report, projection) in enumerate(zip(reports, projections, strict=True)):
         own = slice(3 * number, 3 * number + 3)
         tried = {None: prior[own]}
@@ -318,16 +314,14 @@ def test_a_weaker_ridge_must_be_worth_it(gain, chosen):
     with torch.no_grad():
         projection.weight.fill_(1.0)
     x = torch.randn(100, 1).abs() + 0.1
-    products = Products(1, 1, CPU)
-    products.add(x, 3 * x)  # a ridge of 1 goes half of the way, from 1 to 2; none all of it, to 3
+    rows = RankRows(torch.ones(1, 1))
+    rows.add(x, 3 * x)  # a ridge of 1 goes half of the way, from 1 to 2; none all of it, to 3
     # held-out weights y, from which 3 is nearer than 2: (1-y)^2 - (3-y)^2 = (1+gain) ((1-y)^2 - (2-y)^2)
     y = (8 - 3 * (1 + gain)) / (4 - 2 * (1 + gain))
     heldout = [([x], y * x)]
     taken = [(1 - y) ** 2 - (weight - y) ** 2 for weight in (2, 3)]
     assert taken[1] / taken[0] == pytest.approx(1 + gain)
-    (report,) = refit(
-        ["a"], [projection], [RankRows(products, torch.ones(1, 1))], lambda: heldout, (1.0, 1e-6), ALONE, torch.float32
-    )
+    (report,) = refit(["a"], [projection], [rows], lambda: heldout, (1.0, 1e-6), ALONE, torch.float32)
     assert report.ridge == chosen
 
 
@@ -336,12 +330,10 @@ def test_a_projection_keeps_its_weights_where_its_error_does_not_fall():
     projection = torch.nn.Linear(8, 4, bias=False)
     prior = projection.weight.detach().clone()
     x = torch.randn(50, 8)
-    products = Products(8, 4, CPU)
-    products.add(x, torch.randn(50, 4))
+    rows = RankRows(prior)
+    rows.add(x, torch.randn(50, 4))
     heldout = [([x], linear(x, prior) + 1e-3 * torch.randn(50, 4))]
-    (report,) = refit(
-        ["a"], [projection], [RankRows(products, prior)], lambda: heldout, (1e-1, 1e-3), ALONE, torch.float32
-    )
+    (report,) = refit(["a"], [projection], [rows], lambda: heldout, (1e-1, 1e-3), ALONE, torch.float32)
     assert report.ridge is None
     assert report.error_after == report.error_before > 0
     assert torch.equal(projection.weight, prior)
@@ -354,11 +346,9 @@ def test_products_that_are_singular(inputs):
     prior = projection.weight.detach().clone()
     x = torch.randn({"zero": 30, "one token": 1, "few tokens": 5}[inputs], 8) * (inputs != "zero")
     y = torch.randn(len(x), 4)
-    products = Products(8, 4, CPU)
-    products.add(x, y)
-    (report,) = refit(
-        ["a"], [projection], [RankRows(products, prior)], lambda: [([x], y)], (1e-3,), ALONE, torch.float32
-    )
+    rows = RankRows(prior)
+    rows.add(x, y)
+    (report,) = refit(["a"], [projection], [rows], lambda: [([x], y)], (1e-3,), ALONE, torch.float32)
     if inputs == "zero":
         assert report.ridge is None
         assert torch.equal(projection.weight, prior)

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ladderize.adapt.align import align as alignment
-from ladderize.adapt.align import estimate
+from ladderize.adapt.align import cost
+from ladderize.adapt.align.align import Aligning
 from ladderize.adapt.align.options import AlignOptions
-from ladderize.adapt.align.run import Aligning
 from ladderize.adapt.blockwise import rewrite
-from ladderize.adapt.blockwise.folder import LayerFiles
+from ladderize.adapt.blockwise.layer_files import LayerFiles
 from ladderize.adapt.blockwise.rewrite import HeldoutMeasures
 from ladderize.blocks import open_checkpoint
 from ladderize.demo import corpus
@@ -47,7 +47,7 @@ main()
 @pytest.fixture(autouse=True)
 def quick_estimate(monkeypatch):
     """Time and memory are said from small matrices."""
-    monkeypatch.setattr(estimate, "PROBE", 16)
+    monkeypatch.setattr(cost, "PROBE", 16)
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_layers_that_were_solved_otherwise_are_solved_anew(pair, tmp_path, monke
     monkeypatch.setattr(rewrite, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
     assert align(pair, tmp_path / "out").code == 130
     monkeypatch.undo()
-    monkeypatch.setattr(estimate, "PROBE", 16)
+    monkeypatch.setattr(cost, "PROBE", 16)
     again = align(pair, tmp_path / "out", *other)
     assert again.code == 0, again.stderr
     assert "already aligned" not in again.stderr
@@ -445,7 +445,7 @@ def test_a_full_disk_is_one_sentence(pair, tmp_path, monkeypatch, number):
 
 
 def test_a_disk_that_is_full_when_a_layer_is_saved(pair, tmp_path, monkeypatch):
-    from ladderize.adapt.blockwise import folder
+    from ladderize.adapt.blockwise import layer_files as folder
 
     def full(*arguments, **more):
         raise folder.SafetensorError("No space left on device")

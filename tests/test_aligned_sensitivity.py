@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from ladderize.adapt.align import run as align_run
+from ladderize.adapt.align import align as align_run
 from ladderize.adapt.align.options import short_tokens
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import open_checkpoint, read_windows

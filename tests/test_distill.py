@@ -9,14 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ladderize.adapt.blockwise import distill as blockwise
 from ladderize.adapt.blockwise import rewrite
-from ladderize.adapt.blockwise import run as blockwise
-from ladderize.adapt.blockwise.block_trainer import BlockTrainer, StudentBlocks, _schedule
-from ladderize.adapt.blockwise.distill import teacher_pass
-from ladderize.adapt.blockwise.documents import BlockReport, HeldoutMeasures
-from ladderize.adapt.blockwise.folder import BlockFolder
-from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair
+from ladderize.adapt.blockwise.block_trainer import BlockReport, BlockTrainer, _schedule
+from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair, teacher_pass
+from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
 from ladderize.adapt.blockwise.options import DistillOptions
+from ladderize.adapt.blockwise.rewrite import HeldoutMeasures
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError
@@ -225,7 +224,7 @@ def test_the_held_out_perplexity_is_that_of_eval(pair, tmp_path):
 
 def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
     assert adapt(pair, tmp_path / "whole").code == 0
-    save, trained = BlockFolder.save, []
+    save, trained = LayerFiles.save, []
 
     def killed(self, layer, weights, report, key):
         save(self, layer, weights, report, key)
@@ -233,7 +232,7 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
         if len(trained) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(BlockFolder, "save", killed)
+    monkeypatch.setattr(LayerFiles, "save", killed)
     assert adapt(pair, tmp_path / "out").code == 130
     assert "out" not in listing(tmp_path)
     assert "block-00002.safetensors" in listing(tmp_path / "out.ladderize-work")
@@ -390,18 +389,18 @@ def test_which_pairs_are_refused(pair, tmp_path):
 def test_work_of_another_run_is_not_mixed_in(tmp_path):
     folder, report = tmp_path / "w", BlockReport(0, 2.0, 1.0, 0.2, 0.1, 7, 5, True, 0.5, [(0, 2.0), (5, 1.0)])
     with BlockFolder(folder, {"a": 1, "b": (2, 3)}) as work:
-        work.save(0, {"x.weight": torch.ones(2)}, report, "this key")
-        assert work.has(0, lambda: "this key")
-        assert not work.has(0, lambda: "another")
-        assert not work.has(1, lambda: pytest.fail("nothing to compare with"))
+        work.distilled.save(0, {"x.weight": torch.ones(2)}, report, "this key")
+        assert work.distilled.has(0, lambda: "this key")
+        assert not work.distilled.has(0, lambda: "another")
+        assert not work.distilled.has(1, lambda: pytest.fail("nothing to compare with"))
         with pytest.raises(UserError, match="another run is using"):
             BlockFolder(folder, {"a": 1, "b": [2, 3]})
         BlockFolder(folder, {}, main=False)  # another rank of the same run
     with BlockFolder(folder, {"a": 1, "b": [2, 3]}) as work:
-        assert work.report(0) == report
-        whole = work.path(0).read_bytes()
-        work.path(0).write_bytes(whole[:-4])  # cut off
-        assert not work.has(0, lambda: "this key")
+        assert work.distilled.report(BlockReport, 0) == report
+        whole = work.distilled.path(0).read_bytes()
+        work.distilled.path(0).write_bytes(whole[:-4])  # cut off
+        assert not work.distilled.has(0, lambda: "this key")
     with pytest.raises(UserError, match="another a; delete it"):
         BlockFolder(folder, {"a": 2, "b": [2, 3]})
     (folder / ".run.json.abc").write_text("")  # of a killed write
@@ -426,9 +425,9 @@ def test_blocks_trained_otherwise_are_trained_anew(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(rewrite, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
     assert adapt(pair, tmp_path / "out").code == 1
     monkeypatch.undo()
-    trained, save = [], BlockFolder.save
+    trained, save = [], LayerFiles.save
     monkeypatch.setattr(
-        BlockFolder, "save", lambda self, layer, *rest: trained.append(layer) or save(self, layer, *rest)
+        LayerFiles, "save", lambda self, layer, *rest: trained.append(layer) or save(self, layer, *rest)
     )
     (tmp_path / "out.ladderize-work" / "block-00002.safetensors").write_bytes(b"cut off")
     assert "blocks 1,3 are already done" in adapt(pair, tmp_path / "out").stderr

@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.adapt.blockwise.head_assignment import Units, match, spread
-from ladderize.adapt.blockwise.head_grouping import CRITERIA, Descent, _observe, descend, group_heads, papers_assignment
+from ladderize.adapt.blockwise.head_grouping import (
+    CRITERIA,
+    Descent,
+    Units,
+    _observe,
+    descend,
+    group_heads,
+    match,
+    papers_assignment,
+    spread,
+)
 from ladderize.blocks import Blocks, open_checkpoint, window_nlls
 from ladderize.convert.heads import check_order, permute_heads
 from ladderize.layout import Layout

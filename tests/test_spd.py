@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize import load
+from ladderize.adapt.blockwise import rewrite
+from ladderize.adapt.blockwise.layer_files import LayerFiles
 from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.convert.heads import permute_heads, read_head_map
 from ladderize.convert.retraining import read_retrainings
@@ -81,18 +83,17 @@ def test_the_story(tmp_path, text):
 
 def test_the_steps_are_taken_up_again(tmp_path, text, monkeypatch):
     assert run(tmp_path / "whole", text).code == 0
-    for step in ("group_heads", "distill", "convert_checkpoint"):
-        whole = getattr(spd, step)
+    for home, step in ((spd, "group_heads"), (spd, "distill"), (rewrite, "convert_checkpoint")):
 
         def killed(*arguments, **keywords):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(spd, step, killed)
-        assert run(tmp_path / "out", text).code == 130
+        with monkeypatch.context() as patch:
+            patch.setattr(home, step, killed)
+            assert run(tmp_path / "out", text).code == 130
         assert listing(tmp_path) == ["out.ladderize-work", "whole"]
-        monkeypatch.setattr(spd, step, whole)
     monkeypatch.setattr(spd, "group_heads", lambda *a, **k: pytest.fail("the heads were grouped already"))
-    monkeypatch.setattr(spd.BlockFolder, "save", lambda *a: pytest.fail("the blocks were trained already"))
+    monkeypatch.setattr(LayerFiles, "save", lambda *a: pytest.fail("the blocks were trained already"))
     assert run(tmp_path / "out", text).code == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"
@@ -183,15 +184,13 @@ def test_only_a_dense_model_has_syncs_to_drop(tmp_path, text):
 def test_other_options_keep_what_they_do_not_touch(tmp_path, text, monkeypatch):
     """A run that stops for its options keeps its measurement for the next one, and trains anew what was trained
     otherwise."""
-    monkeypatch.setattr(spd, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
+    monkeypatch.setattr(rewrite, "convert_checkpoint", lambda *a, **k: (_ for _ in ()).throw(UserError("no")))
     assert run(tmp_path / "out", text).code == 1
     monkeypatch.undo()
     scored, trained = [], []
-    measure, train = Suffixes.__call__, spd.BlockFolder.save
+    measure, train = Suffixes.__call__, LayerFiles.save
     monkeypatch.setattr(Suffixes, "__call__", lambda self, ids: scored.append(ids) or measure(self, ids))
-    monkeypatch.setattr(
-        spd.BlockFolder, "save", lambda self, layer, *a: trained.append(layer) or train(self, layer, *a)
-    )
+    monkeypatch.setattr(LayerFiles, "save", lambda self, layer, *a: trained.append(layer) or train(self, layer, *a))
     assert run(tmp_path / "out", text, "--spd-fraction", 1, "--lr", 1e-3, "--tau1", 0.1).code == 0
     assert not scored
     rows = json.loads((tmp_path / "out" / "spd.json").read_text())["blocks"]

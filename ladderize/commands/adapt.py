@@ -54,8 +54,8 @@ from ladderize.errors import UsageError
 from ladderize.runtime.schedule import ScheduleName
 
 if TYPE_CHECKING:
-    from ladderize.adapt.blockwise.documents import RewrittenLayers
     from ladderize.adapt.blockwise.options import WindowOptions
+    from ladderize.adapt.blockwise.rewrite import RewrittenLayers
     from ladderize.adapt.retrain.options import RetrainOptions
 
 RETRAINING, WINDOWED, NOT_ALIGN = (FULL, LORA), (BLOCKS, ALIGN), (FULL, LORA, BLOCKS)  # the methods that heed an option
@@ -317,8 +317,8 @@ def adapt(given: GivenOptions) -> None:
     console = Console(own.as_json)
     with console.stage(LOADING):
         check_effect(own.method, given)
-        room = {BLOCKS: "blockwise", ALIGN: "align"}.get(own.method, "retrain")
-        importlib.import_module(f"ladderize.adapt.{room}.run")
+        home = {BLOCKS: "blockwise.distill", ALIGN: "align.align"}.get(own.method, "retrain.run")
+        importlib.import_module(f"ladderize.adapt.{home}")
     if own.plot is not None:
         from ladderize.figure import check_plot
 
@@ -350,18 +350,18 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None
     device = start_training_on(own.device, own.dtype, own.threads, own.lr)
     max_memory = memory_limit(own.max_memory)
     windows: dict[str, Any] = {"data": own.data[0], "device": device}
-    from ladderize.adapt.blockwise.documents import perplexity_rows
+    from ladderize.adapt.blockwise.rewrite import perplexity_rows
 
     run: Callable[..., RewrittenLayers | None]
     options: WindowOptions
     if own.method == ALIGN:
+        from ladderize.adapt.align.align import align_checkpoint as run
         from ladderize.adapt.align.options import AlignOptions
-        from ladderize.adapt.align.run import align_checkpoint as run
 
         options = given.fill(AlignOptions, layers=own.train, max_memory=max_memory, **windows)
     else:
+        from ladderize.adapt.blockwise.distill import adapt_blocks as run
         from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-        from ladderize.adapt.blockwise.run import adapt_blocks as run
 
         layers = own.train if own.train != CONVERTED else None
         distill = given.fill(DistillOptions, max_memory=max_memory)

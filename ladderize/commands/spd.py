@@ -122,8 +122,9 @@ def spd(given: GivenOptions) -> None:
             raise UsageError(f"{flag(name)} has no effect with --repair align, which trains nothing")
     with console.stage(LOADING):
         device = start_training_on(own.device, own.dtype, own.threads, own.lr)
-        from ladderize.adapt.blockwise.documents import BLOCK_ERROR, perplexity_rows
+        from ladderize.adapt.blockwise.distill import BLOCK_ERROR
         from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+        from ladderize.adapt.blockwise.rewrite import perplexity_rows
         from ladderize.workflows.spd import SpdOptions
         from ladderize.workflows.spd_document import spd_rows
 

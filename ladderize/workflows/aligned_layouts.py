@@ -13,12 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.adapt.align.align import TOKENS_AT_ONCE, aligned_layers, computed, with_random
-from ladderize.adapt.align.estimate import FORWARDS, layer_bytes, seconds_of_a_layer, states_bytes, warn_of_few
-from ladderize.adapt.align.layers import layers_to_align
-from ladderize.adapt.align.options import AlignSettings, short_tokens
-from ladderize.adapt.align.streams import Streams
-from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.align.align import aligned_layers, computed, with_random
+from ladderize.adapt.align.cost import (
+    FORWARDS,
+    TOKENS_AT_ONCE,
+    layer_bytes,
+    seconds_of_a_layer,
+    states_bytes,
+    warn_of_few,
+)
+from ladderize.adapt.align.layer import Streams
+from ladderize.adapt.align.options import AlignSettings, layers_to_align, short_tokens
+from ladderize.adapt.blockwise.layer_files import StudentBlocks
 from ladderize.adapt.blockwise.windows import Windows, window_counts
 from ladderize.blocks import Blocks, check_finite, layer_seconds, stored_dtype, window_nlls
 from ladderize.checkpoint.reading import Checkpoint

@@ -6,7 +6,7 @@ that is repaired: it costs nothing at inference. Repair is alignment (least squa
 the other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,27 +17,28 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.align.align import align
-from ladderize.adapt.align.estimate import announce_alignment
-from ladderize.adapt.align.layers import layers_to_align
-from ladderize.adapt.align.options import AlignSettings, default_tokens
+from ladderize.adapt.align.options import AlignSettings, default_tokens, layers_to_align
 from ladderize.adapt.align.reports import LayerReport
-from ladderize.adapt.blockwise.block_trainer import StudentBlocks
+from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.distill import distill
-from ladderize.adapt.blockwise.documents import HeldoutMeasures, TrainingRecord
-from ladderize.adapt.blockwise.folder import BlockFolder
-from ladderize.adapt.blockwise.head_assignment import Units
-from ladderize.adapt.blockwise.head_grouping import group_heads, grouping_seconds
+from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds
+from ladderize.adapt.blockwise.layer_files import BlockFolder, StudentBlocks
 from ladderize.adapt.blockwise.options import BlockwiseOptions
-from ladderize.adapt.blockwise.rewrite import heldout_measures, loaded
-from ladderize.adapt.blockwise.run import announce_distillation
+from ladderize.adapt.blockwise.rewrite import (
+    CheckpointRun,
+    HeldoutMeasures,
+    LayerAt,
+    MethodRecord,
+    heldout_measures,
+    loaded,
+)
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.checkpoint.llama import kv_head_count
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import Dtype, check_at_least, check_choices
-from ladderize.console import SILENT, Console, human_seconds, to_json
+from ladderize.console import SILENT, Console, human_seconds
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
-from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection
@@ -45,12 +46,9 @@ from ladderize.convert.sensitivity_file import CLASSES, INSENSITIVE
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.options import SensitivityOptions, check_taus
 from ladderize.eval.results import Perplexity
-from ladderize.files import output
 from ladderize.files.documents import read_json, write_json
-from ladderize.files.regular import resolved
-from ladderize.files.work import FINISHED, RUN, EarlierRun, run_digest, work_folder
 from ladderize.layout import Layout, check_split, format_ranges
-from ladderize.ranks.group import Ranks, join_ranks
+from ladderize.ranks.group import join_ranks
 from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 from ladderize.workflows.sensitivity import measure_sensitivity
 from ladderize.workflows.spd_document import SpdBlock, SpdDocument
@@ -139,21 +137,17 @@ def spd(
     training.source.files()  # that they are there
     ranks = join_ranks(training.device)
     checkpoint = open_checkpoint(model, options.revision)
-    layout = Layout.from_config(checkpoint.config)
-    if not layout.is_dense:
+    dense = Layout.from_config(checkpoint.config)
+    if not dense.is_dense:
         raise UserError(
-            f"{model} is not dense ({layout}); only a dense model has sync points to drop by their sensitivity"
+            f"{model} is not dense ({dense}); only a dense model has sync points to drop by their sensitivity"
         )
     check_split(checkpoint.config, options.sync_tp_size, name="--sync-tp-size")
-    folder = work_folder(out, training.work_dir, checkpoint.folder)
-    earlier = EarlierRun(resolved(out), SPD_FILE, folder, overwrite=overwrite)
-    maybe_done = ranks.broadcast(earlier.may_have_finished())  # then OUT may be full
-    if not maybe_done:
-        output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
+    run = CheckpointRun(out, SPD_FILE, training.work_dir, (checkpoint,), ranks, console, overwrite=overwrite)
     recipe = Recipe(
         spd="auto",
         sync_tp_size=options.sync_tp_size,
-        sensitivity=str(folder / SENSITIVITY),
+        sensitivity=str(run.folder / SENSITIVITY),
         spd_fraction=options.fraction,
         max_ppl_increase=options.max_ppl_increase,
     )
@@ -163,65 +157,68 @@ def spd(
     dtype = compute_dtype(training.dtype, stored_dtype(checkpoint))
     teacher = Blocks(checkpoint, dtype, ranks.device)
     stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), ranks.device)
-    record = TrainingRecord.of(windows, training, dtype)
+    record = MethodRecord.of(windows, training, dtype)
+    seed = training.distill.seed
     identity = {
         "method": "spd",
         "model": fingerprint(checkpoint),
         "sync_tp_size": options.sync_tp_size,
         "dtype": record.dtype,
-        "calibration": {
-            "sha256": record.data.sha256,
-            "windows": list(calibration.shape),
-            "seed": training.distill.seed,
-        },
+        "calibration": {"sha256": record.data.sha256, "windows": list(calibration.shape), "seed": seed},
     }
-    digest = run_digest({**identity, **record.to_dict(), **options.choices()})
-    if maybe_done:
-        if ranks.broadcast(earlier.finished(digest)):
-            if not ranks.is_main:
-                return None
-            return SpdDocument.from_dict(earlier.tidy(BlockFolder, identity, console), SPD_FILE)
-        output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
-    with ranks.main_first():
-        work = BlockFolder(folder, identity, main=ranks.is_main)
-    with work:
+    opened = run.open_work(identity, {**record.to_dict(), **options.choices()})
+    if opened is None:
+        return run.written(SpdDocument)
+    with opened as work:
+        # sensitivity
         with ranks.main_first():
             if ranks.is_main:
                 fill_sensitivity(model, options, calibration, record, ranks.device, work, console)
-        chosen, selection = recipe.resolve(layout)
+        # what to convert
+        chosen, selection = recipe.resolve(dense)
         assert selection is not None
         # the work folder will be gone, and OUT has the file
         selection = replace(selection, sensitivity=replace(selection.sensitivity, file=SENSITIVITY))
-        layout = chosen.layout(layout)
+        layout = chosen.layout(dense)
         with ranks.main_first():
             head_map = group(teacher, selection, options, calibration, work, console)
+        # repair: of some layers alignment, of those that are dropped distillation
         repaired = to_repair(selection, options)
         if not repaired:
-            console.note(nothing_to_repair(selection))
+            console.note(
+                f"nothing to repair: all {len(selection.layers)} dropped blocks are {INSENSITIVE} (S at most tau1 ="
+                f" {selection.sensitivity.tau1:g}); --distill all trains them anyway"
+            )
         start = StudentBlocks(
             layout,
             layers_to_align(layout, None) if repaired and options.aligns else (),
             lambda layer: permuted(stored, layer, head_map),
         )
         if start.layers:
-            align_blocks(teacher, start, windows, options, record, work, ranks, console)
+            count = max(1, default_tokens(teacher.config) // windows.train.shape[1])
+            settings = AlignSettings(seed=seed)
+            align(
+                teacher,
+                teacher,
+                start.weights,  # nothing has changed them yet
+                start,
+                Windows(windows.train[:count], windows.heldout),
+                settings,
+                work.aligned,
+                ranks,
+                console,
+                about={"data": record.data.to_dict(), "options": settings.to_dict(), "dtype": record.dtype},
+                max_memory=training.distill.max_memory,
+            )
+            ranks.barrier()
         student = StudentBlocks(
             layout,
             tuple(repaired) if options.distils else (),
             lambda layer: work.aligned.weights(layer) if layer in start.layers else start.weights(layer),
         )
         if student.layers:
-            announce_distillation(teacher, student, windows, training, console)
-        distill(
-            teacher,
-            student,
-            windows,
-            training.distill,
-            work,
-            ranks,
-            console,
-            about=record.to_dict(),
-        )
+            about = record.to_dict()
+            distill(teacher, student, windows, training.distill, work.distilled, ranks, console, about=about)
         ranks.barrier()
         if not ranks.is_main:
             return None
@@ -229,101 +226,39 @@ def spd(
             measured = measure_steps(teacher, layout, head_map, work, start, student, windows.heldout)
         if (worse := made_worse(measured.perplexity)) is not None:
             console.warn(worse)
+        fields: dict[str, Any] = {**vars(record), **layout.to_config()}
         document = SpdDocument(
             model=model,
             out=out,
             layout=str(layout),
-            **layout.to_config(),
             selection=selection,
             perplexity=measured.perplexity,
             divergence=measured.divergence,
             blocks=block_table(selection, head_map, work, start, student),
             repair=options.repair,
-            **vars(record),
+            **fields,
         )
-        aligned = (
-            {"alignment": {"layers": format_ranges(start.layers), "data": record.data.to_dict()}}
-            if start.layers
-            else {}
+        told: dict[str, Any] = {"selection": selection.to_dict()}
+        if start.layers:
+            told["alignment"] = {"layers": format_ranges(start.layers), "data": record.data.to_dict()}
+        if student.layers:
+            told["distillation"] = {"layers": format_ranges(student.layers), **record.to_dict()}
+        changes = Changes(
+            head_map=head_map,
+            replace={**work.aligned.tensors(start.layers), **work.distilled.tensors(student.layers)},
+            record=told,
+            extra_files={SENSITIVITY: (run.folder / SENSITIVITY).read_text()},
+            note=document.card_note(),
         )
-        distilled = (
-            {"distillation": {"layers": format_ranges(student.layers), **record.to_dict()}} if student.layers else {}
-        )
-        work.write_about(**{FINISHED: digest})  # a run that is killed from here on may find OUT complete
-        convert_checkpoint(
-            model,
-            out,
-            chosen,
-            revision=options.revision,
-            overwrite=overwrite,
-            verify=verify,
-            changes=Changes(
-                head_map=head_map,
-                replace={**work.aligned.tensors(start.layers), **work.tensors(student.layers)},
-                record={"selection": selection.to_dict(), **aligned, **distilled},
-                extra_files={
-                    SENSITIVITY: (folder / SENSITIVITY).read_text(),
-                    SPD_FILE: to_json({**document.to_dict(), RUN: digest}) + "\n",
-                },
-                note=document.card_note(),
-            ),
-            console=console,
-        )
-        work.remove()
+        run.write(work, model, chosen, document, changes, revision=options.revision, verify=verify)
     return document
-
-
-def align_blocks(
-    teacher: Blocks,
-    start: StudentBlocks,
-    windows: Windows,
-    options: SpdOptions,
-    record: TrainingRecord,
-    work: BlockFolder,
-    ranks: Ranks,
-    console: Console,
-) -> None:
-    """Align the layers of ``start`` on as many of the windows as alignment takes by default."""
-    count = max(1, default_tokens(teacher.config) // windows.train.shape[1])
-    own = Windows(windows.train[:count], windows.heldout)
-    settings = AlignSettings(seed=options.training.distill.seed)
-    memory = options.training.distill.max_memory
-    announce_alignment(teacher, start, own, settings, memory, ranks, console)
-    align(
-        teacher,
-        teacher,
-        start.weights,  # nothing has changed them yet
-        start,
-        own,
-        settings,
-        work.aligned,
-        ranks,
-        console,
-        about={"data": record.data.to_dict(), "options": settings.to_dict(), "dtype": record.dtype},
-        max_memory=memory,
-    )
-    ranks.barrier()
-
-
-def announce_grouping(
-    teacher: Blocks, count: int, options: SpdOptions, calibration: np.ndarray, console: Console
-) -> None:
-    """Say what grouping the heads of ``count`` blocks takes. calibration: ids [windows, tokens]."""
-    units = Units.of(teacher.config["num_attention_heads"], kv_head_count(teacher.config), options.sync_tp_size)
-    window = torch.from_numpy(calibration[:1])
-    dense = teacher.layer(0, Layout.dense(teacher.num_layers))
-    seconds = layer_seconds(teacher, dense, window) / window.shape[1]
-    console.note(
-        f"grouping the heads of {count} blocks: about"
-        f" {human_seconds(grouping_seconds(units, count, seconds, window.shape[1]))}; {units.freedom}"
-    )
 
 
 def fill_sensitivity(
     model: str,
     options: SpdOptions,
     calibration: np.ndarray,
-    record: TrainingRecord,
+    record: MethodRecord,
     device: torch.device,
     work: BlockFolder,
     console: Console,
@@ -368,7 +303,12 @@ def group(
         return None
     asked = {"layers": layers, "criterion": options.head_grouping}
     if not path.is_file() or read_json(path).get("asked") != asked:
-        announce_grouping(teacher, len(layers), options, calibration, console)
+        units = Units.of(teacher.config["num_attention_heads"], kv_head_count(teacher.config), options.sync_tp_size)
+        window = torch.from_numpy(calibration[:1])
+        dense = teacher.layer(0, Layout.dense(teacher.num_layers))
+        per_token = layer_seconds(teacher, dense, window) / window.shape[1]
+        seconds = grouping_seconds(units, len(layers), per_token, window.shape[1])
+        console.note(f"grouping the heads of {len(layers)} blocks: about {human_seconds(seconds)}; {units.freedom}")
         with console.progress("grouping heads", max(layers) + 1) as advance:
             head_map = group_heads(
                 teacher,
@@ -390,14 +330,6 @@ def to_repair(selection: Selection, options: SpdOptions) -> list[int]:
         for entry in selection.blocks
         if entry.selected and (options.distill == "all" or entry.sensitivity_class != INSENSITIVE)
     ]
-
-
-def nothing_to_repair(selection: Selection) -> str:
-    """Why no block is repaired."""
-    return (
-        f"nothing to repair: all {len(selection.layers)} dropped blocks are {INSENSITIVE} (S at most tau1 ="
-        f" {selection.sensitivity.tau1:g}); --distill all trains them anyway"
-    )
 
 
 def to_group(selection: Selection, options: SpdOptions) -> list[int]:
@@ -428,28 +360,32 @@ def measure_steps(
     student: StudentBlocks,
     heldout: Tensor,
 ) -> HeldoutMeasures:
-    """Held-out measures of the dense model and after each step."""
+    """Held-out measures of the dense model and after each step that was taken."""
     dense = Layout.dense(layout.num_layers)
 
-    def aligned(layer: int) -> dict[str, Tensor]:
-        return loaded(work.aligned, layer, blocks) if layer in start.layers else permuted(blocks, layer, head_map)
+    def grouped(layer: int) -> dict[str, Tensor]:
+        return permuted(blocks, layer, head_map)
 
-    variants = {
-        "dense": lambda layer: blocks.layer(layer, dense),
-        "sync points dropped": lambda layer: blocks.layer(layer, layout),
-        "+ head grouping": lambda layer: blocks.layer(layer, layout, permuted(blocks, layer, head_map)),
-        "+ alignment": lambda layer: blocks.layer(layer, layout, aligned(layer)),
-        "+ distillation": lambda layer: blocks.layer(
-            layer, layout, loaded(work, layer, blocks) if layer in student.layers else aligned(layer)
-        ),
-    }
-    if head_map is None:
-        del variants["+ head grouping"]
-    if not start.layers:
-        del variants["+ alignment"]
-    if not student.layers:
-        del variants["+ distillation"]
-    return heldout_measures({name: (blocks, at) for name, at in variants.items()}, heldout)
+    def aligned(layer: int) -> dict[str, Tensor]:
+        return loaded(work.aligned, layer, blocks) if layer in start.layers else grouped(layer)
+
+    def distilled(layer: int) -> dict[str, Tensor]:
+        return loaded(work.distilled, layer, blocks) if layer in student.layers else aligned(layer)
+
+    steps = {"sync points dropped": blocks.weights}
+    if head_map is not None:
+        steps["+ head grouping"] = grouped
+    if start.layers:
+        steps["+ alignment"] = aligned
+    if student.layers:
+        steps["+ distillation"] = distilled
+
+    def with_weights(weights: Callable[[int], dict[str, Tensor]]) -> LayerAt:
+        return lambda layer: blocks.layer(layer, layout, weights(layer))
+
+    variants: dict[str, tuple[Blocks, LayerAt]] = {"dense": (blocks, lambda layer: blocks.layer(layer, dense))}
+    variants |= {name: (blocks, with_weights(weights)) for name, weights in steps.items()}
+    return heldout_measures(variants, heldout)
 
 
 def made_worse(measured: Mapping[str, Perplexity]) -> str | None:
@@ -469,15 +405,13 @@ def block_table(
     selection: Selection, head_map: HeadMap | None, work: BlockFolder, start: StudentBlocks, student: StudentBlocks
 ) -> list[SpdBlock]:
     """What each block got and why, with the figures of each step."""
-    table = []
-    for entry in selection.blocks:
-        block = entry.block
-        table.append(
-            SpdBlock(
-                **vars(entry),
-                grouping=head_map.report.get(block) if head_map is not None else None,
-                distillation=work.report(block) if block in student.layers else None,
-                alignment=work.aligned.report_as(LayerReport, block) if block in start.layers else None,
-            )
+    grouping = head_map.report if head_map is not None else {}
+    return [
+        SpdBlock(
+            **vars(entry),
+            grouping=grouping.get(entry.block),
+            distillation=work.distilled.report(BlockReport, entry.block) if entry.block in student.layers else None,
+            alignment=work.aligned.report(LayerReport, entry.block) if entry.block in start.layers else None,
         )
-    return table
+        for entry in selection.blocks
+    ]

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ladderize.adapt.align.reports import LayerReport
-from ladderize.adapt.blockwise.documents import BlockReport, WindowData, measured_note
+from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.options import DistillSettings
+from ladderize.adapt.blockwise.rewrite import WindowData, measured_note
 from ladderize.convert.heads import GroupingReport
 from ladderize.convert.selection import SelectedBlock, Selection
 from ladderize.eval.results import Perplexity

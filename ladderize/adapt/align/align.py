@@ -1,39 +1,155 @@
-"""Alignment of a converted model, layer by layer, with calibration windows through the dense and the converted model
-side by side."""
+"""``ladderize adapt --method align``: solve a converted model's projections anew, layer by layer, with calibration
+windows through the dense and the converted model side by side."""
 
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ladderize.adapt.align.layer import LayerAlignment
-from ladderize.adapt.align.options import AlignSettings
-from ladderize.adapt.align.reports import LayerReport, ProjectionReport
-from ladderize.adapt.align.sides import Side
-from ladderize.adapt.align.streams import Streams
-from ladderize.adapt.blockwise.block_trainer import StudentBlocks
-from ladderize.adapt.blockwise.distill import block_key
-from ladderize.adapt.blockwise.folder import LayerFiles
-from ladderize.adapt.blockwise.windows import Windows
-from ladderize.blocks import Blocks
-from ladderize.console import Console
-from ladderize.layout import Layout
+from ladderize.adapt.align.cost import (
+    FORWARDS,
+    TOKENS_AT_ONCE,
+    layer_bytes,
+    seconds_of_a_layer,
+    states_bytes,
+    warn_of_few,
+)
+from ladderize.adapt.align.layer import LayerAlignment, Side, Streams
+from ladderize.adapt.align.options import AlignOptions, AlignSettings, default_tokens, layers_to_align
+from ladderize.adapt.align.reports import GROUPS, LayerReport, ProjectionReport
+from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
+from ladderize.adapt.blockwise.rewrite import LayerJob, LayerMethod, RewrittenLayers, rewrite
+from ladderize.adapt.blockwise.windows import Windows, training_windows
+from ladderize.adapt.methods import ALIGN
+from ladderize.blocks import Blocks, stored_dtype
+from ladderize.checkpoint.llama import kv_head_count
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.console import SILENT, Console, human_bytes, human_seconds
+from ladderize.convert.heads import HEAD_MAP, permute_heads, read_head_map
+from ladderize.layout import Layout, format_ranges
+from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
+from ladderize.ranks.training import check_launch_of_blocks
 
-TOKENS_AT_ONCE = 8192
+LayerWeights = Callable[[int], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Alignment(RewrittenLayers):
+    """The document; docs/files.md says what the keys mean."""
+
+    RESULT = "aligned"
+    MEANING = (
+        "errors: squared, on held-out tokens, in % of the squared values aimed at; reads: q, k, v; gate, up. writes:"
+        " o; down; they aim at the dense model's stream"
+    )
+    options: AlignSettings
+    layers: list[LayerReport]
+
+    def rows(self) -> list[dict[str, str]]:
+        """The error of each sub-module's reads and writes, before and after."""
+        return [{"layer": str(one.layer), **{name: _errors(one, name) for name in GROUPS}} for one in self.layers]
+
+    def done(self) -> str:
+        layers = format_ranges([report.layer for report in self.layers])
+        return (
+            f"**Alignment.** The projections of layers {layers} were solved anew by least squares, towards"
+            f" `{self.teacher}` (`align`)."
+        )
+
+
+def _errors(report: LayerReport, name: str) -> str:
+    errors = report.errors(name)
+    if errors is None:
+        return ""
+    before, after = errors
+    kept = all(entry.ridge is None for entry in report.of_group(name))
+    return f"{before:.1%}, kept" if kept else f"{before:.1%} to {after:.1%}"
+
+
+def align_checkpoint(
+    model: str | Path,
+    out: str | Path,
+    teacher_name: str | Path,
+    options: AlignOptions,
+    *,
+    overwrite: bool = False,
+    verify: bool = True,
+    revision: str | None = None,
+    console: Console = SILENT,
+) -> Alignment | None:
+    """Align ``model`` with the dense ``teacher_name`` that it was converted from and write the result to ``out``;
+    returns the document of alignment.json, on other ranks than 0 None.
+
+    Several processes (accelerate launch, torchrun) share the windows out; rank 0 writes. A killed run goes on where it
+    was.
+    """
+    check_launch_of_blocks()
+    how: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "revision": revision, "console": console}
+    return rewrite(Aligning(), model, out, teacher_name, options, **how)
+
+
+class Aligning(LayerMethod[AlignOptions, Alignment]):
+    """Least squares, without gradients."""
+
+    name, key, kind, reports = ALIGN, "alignment", Alignment, ("layers", LayerReport)
+    advice = "align on more data, or on data like those that the model is for"
+    needs_source = True
+
+    def layers(self, layout: Layout, ranges: str | None) -> tuple[int, ...]:
+        """The layers to solve: all whose input differs from the dense model's, if nothing was said."""
+        return layers_to_align(layout, ranges)
+
+    def windows(self, teacher: Checkpoint, options: AlignOptions) -> Windows:
+        return training_windows(teacher, options, options.seed, options.tokens or default_tokens(teacher.config))
+
+    def files(self, work: BlockFolder) -> LayerFiles:
+        return work.aligned
+
+    def work(self, job: LayerJob[AlignOptions]) -> None:
+        teacher, config = job.teacher, job.teacher.config
+        orders = heads_of(job.own.checkpoint)
+        stored = Blocks(teacher.checkpoint, getattr(torch, stored_dtype(teacher.checkpoint)), teacher.device)
+
+        def dense_weights(layer: int) -> dict[str, Tensor]:
+            weights = stored.weights(layer)
+            if layer not in orders:
+                return weights
+            return permute_heads(weights, orders[layer], config["num_attention_heads"], kv_head_count(config))
+
+        align(
+            teacher,
+            job.own,
+            dense_weights,
+            job.student,
+            job.windows,
+            job.options.settings(),
+            job.files,
+            job.ranks,
+            job.console,
+            about=job.about,
+            max_memory=job.options.max_memory,
+        )
+
+
+def heads_of(checkpoint: Checkpoint) -> dict[int, tuple[int, ...]]:
+    """The order of heads in each layer that was stored in another one than the dense model's."""
+    path = checkpoint.folder / HEAD_MAP
+    return read_head_map(path).orders if path.is_file() else {}
 
 
 def align(
     teacher: Blocks,
     own: Blocks,
-    dense_weights: Callable[[int], Mapping[str, Tensor]],
+    dense_weights: LayerWeights,
     student: StudentBlocks,
     windows: Windows,
     settings: AlignSettings,
@@ -49,8 +165,10 @@ def align(
 
     own: the student's embedding. dense_weights: the dense model's layers as they are stored, their heads in the
     student's order. about: what the result depends on besides the student. Raises UserError where states are no
-    numbers; finished layers stay in ``files``.
+    numbers, or a layer has no room; finished layers stay in ``files``.
     """
+    every = with_random(windows, teacher.config, settings)
+    _announce(teacher, student, windows, every, settings, max_memory, ranks, console)
     keys = layer_keys(student, about)
     done = ranks.broadcast([layer for layer in student.layers if files.has(layer, partial(keys.__getitem__, layer))])
     # a layer is solved on what the layers before it write
@@ -60,8 +178,7 @@ def align(
     if len(done) == len(student.layers):
         return
     path = files.folder / f"states-{ranks.rank}"
-    windows = with_random(windows, teacher.config, settings)
-    streams = Streams(teacher, windows, ranks, batch_tokens=TOKENS_AT_ONCE, max_memory=max_memory, path=path)
+    streams = Streams(teacher, every, ranks, batch_tokens=TOKENS_AT_ONCE, max_memory=max_memory, path=path)
     try:
         with console.progress("aligning", student.layers[-1] + 1) as advance:
             known = {layer: partial(files.weights, layer) for layer in done}
@@ -72,6 +189,35 @@ def align(
                 advance(1)
     finally:
         streams.close()
+
+
+def _announce(
+    teacher: Blocks,
+    student: StudentBlocks,
+    windows: Windows,
+    every: Windows,
+    settings: AlignSettings,
+    max_memory: int,
+    ranks: Ranks,
+    console: Console,
+) -> None:
+    """Say time, memory and disk, and where the data are few; raises UserError where a layer has no room. every: the
+    windows with random ones."""
+    tokens, ranks_of = windows.train.numel(), student.layout.sync_tp_size
+    weights, products = layer_bytes(teacher, ranks_of)
+    needed = f"aligning one layer ({human_bytes(weights)} of weights, {human_bytes(products)} of products)"
+    check_room(weights + products, teacher.device, needed, "choose a machine with more")
+    states = states_bytes(teacher, every, ranks)
+    forward, solved = seconds_of_a_layer(teacher, ranks_of, every, settings, ranks)
+    seconds = FORWARDS * forward * (student.layers[-1] + 1) + solved * len(student.layers)
+    place = "in memory" if states <= max_memory else f"on disk (beyond {human_bytes(max_memory)})"
+    console.note(
+        f"aligning {len(student.layers)} layers on {tokens:,} tokens ({len(windows.train)} windows of"
+        f" {windows.train.shape[1]}), {len(windows.heldout)} windows held out: about {human_seconds(seconds)} on"
+        f" {teacher.device}; for each process {human_bytes(weights + products)} for a layer and its products,"
+        f" {human_bytes(states)} of states {place}"
+    )
+    warn_of_few(tokens, teacher.config, "--samples", console)
 
 
 def with_random(windows: Windows, config: Mapping[str, Any], settings: AlignSettings) -> Windows:
@@ -102,7 +248,7 @@ class AlignedLayer:
 def aligned_layers(
     teacher: Blocks,
     own: Blocks,
-    dense_weights: Callable[[int], Mapping[str, Tensor]],
+    dense_weights: LayerWeights,
     student: StudentBlocks,
     streams: Streams,
     settings: AlignSettings,
@@ -113,40 +259,29 @@ def aligned_layers(
     dense_layout = Layout.dense(teacher.num_layers)
     first = min(*student.layers, *student.layout.converted_layers)
     alike = not teacher.ends_differ(own)  # as long as it is true both models have the same streams
-    with torch.no_grad():
-        for name, model in (("dense", teacher), ("complete", own), ("visible", own)):
-            streams.fill(name, partial(_embedded, model, streams))
+    streams.embed(teacher, own)
     for index in range(student.layers[-1] + 1):
         begin = time.perf_counter()
         initial = {name: tensor.cpu() for name, tensor in student.weights(index).items()}
         weights = known[index]() if index in known else initial
         dense = Side(teacher, index, dense_layout, computed(dense_weights(index), teacher))
         side = Side(teacher, index, student.layout, computed(weights, teacher))
-        alike = alike and index < first and same_weights(dense, side)
+        current, theirs = side.layer.state_dict(), dense.layer.state_dict()
+        alike = alike and index < first and all(bool((current[name] == theirs[name]).all()) for name in theirs)
         stored = next(iter(initial.values())).dtype
-        layer = LayerAlignment(dense, side, streams, ridges=settings.ridges, stored=stored)
-        reports = layer.pass_through() if alike else layer.run(solve=index in student.layers and index not in known)
-        yield AlignedLayer(index, solved_weights(side, weights, reports), reports, time.perf_counter() - begin)
-
-
-def _embedded(model: Blocks, streams: Streams, rows: Tensor) -> Tensor:
-    return model.embed(streams.ids[rows]).float()
-
-
-def same_weights(one: Side, other: Side) -> bool:
-    """Whether two layers hold the same numbers, in whichever dtypes."""
-    theirs = other.layer.state_dict()
-    return all(bool((tensor == theirs[name]).all()) for name, tensor in one.layer.state_dict().items())
-
-
-def solved_weights(own: Side, initial: Mapping[str, Tensor], reports: Sequence[ProjectionReport]) -> dict[str, Tensor]:
-    """A layer's weights as they will be stored: what was not solved as it was, bit by bit."""
-    solved = {report.projection for report in reports if report.ridge is not None}
-    current = own.layer.state_dict()
-    return {
-        name: current[name].to(tensor.dtype) if name.rpartition(".")[0] in solved else tensor
-        for name, tensor in initial.items()
-    }
+        layer, reports = LayerAlignment(dense, side, streams, ridges=settings.ridges, stored=stored), []
+        if alike:
+            layer.pass_through()
+        else:
+            reports = layer.run(solve=index in student.layers and index not in known)
+        # what was not solved stays as it was, bit by bit
+        solved = {report.projection for report in reports if report.ridge is not None}
+        current = side.layer.state_dict()
+        made = {
+            name: current[name].to(tensor.dtype) if name.rpartition(".")[0] in solved else tensor
+            for name, tensor in weights.items()
+        }
+        yield AlignedLayer(index, made, reports, time.perf_counter() - begin)
 
 
 def computed(weights: Mapping[str, Tensor], blocks: Blocks) -> dict[str, Tensor]:
@@ -163,6 +298,6 @@ def layer_keys(student: StudentBlocks, about: Mapping[str, Any]) -> dict[int, st
     itself, and every layer before it."""
     keys, digest = {}, hashlib.sha256(json.dumps([student.layout.to_config(), list(student.layers), about]).encode())
     for layer in student.layers:
-        digest.update(block_key(student, layer, about).encode())
+        digest.update(student.key(layer, about).encode())
         keys[layer] = digest.hexdigest()
     return keys

@@ -14,12 +14,11 @@ calibrates quantised weights against the full-precision model's own inputs.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from ladderize.adapt.align.reports import (
     READS_ATTENTION,
@@ -28,113 +27,158 @@ from ladderize.adapt.align.reports import (
     WRITES_MLP,
     ProjectionReport,
 )
-from ladderize.adapt.align.ridge import Products, solve, squared_errors
-from ladderize.adapt.align.sides import Side
-from ladderize.adapt.align.streams import Streams
+from ladderize.adapt.align.ridge import Batches, RankRows, affine, refit, with_ones
+from ladderize.adapt.blockwise.hidden_states import StateStore
+from ladderize.adapt.blockwise.windows import Windows
+from ladderize.blocks import Blocks
+from ladderize.convert.remote_code.modeling_ladderized_llama import column_parallel, row_parallel
 from ladderize.errors import UserError
-from ladderize.layout import BLOCKING
+from ladderize.layout import BLOCKING, DROPPED, Layout
 from ladderize.ranks.group import Ranks
 
-# Of the error that a stronger ridge takes away, what a weaker one must take away besides: weights nearer to the dense
-# ones come out better in the whole model, and train better (docs/results.md)
-WORTH_LESS_RIDGE = 0.02
-
-# Batches of tokens: the inputs [tokens, width] of each virtual rank, and the targets [tokens, outputs] of all of them
-Batches = Iterable[tuple[Sequence[Tensor], Tensor]]
+STREAMS = ("dense", "complete", "visible", "heads")
 
 
-def affine(projections: Sequence[nn.Linear], part: int = 0, parts: int = 1) -> Tensor:
-    """Weights, and as a last column biases where there are any, of the ``part``-th of ``parts`` of each projection's
-    rows, one projection after the other: float32 [outputs, width]."""
-    blocks = []
-    for projection in projections:
-        columns = [projection.weight] if projection.bias is None else [projection.weight, projection.bias[:, None]]
-        blocks.append(torch.cat(columns, 1).chunk(parts)[part].float())
-    return torch.cat(blocks)
+class Streams:
+    """States [windows, tokens, ...] between two sub-modules, of this rank's windows: those to align on first, then the
+    held-out ones.
 
-
-def with_ones(inputs: Tensor, projection: nn.Linear) -> Tensor:
-    """float32 [tokens, width] of [..., width], with a column of ones where the projection has a bias."""
-    flat = inputs.flatten(0, -2).float()
-    return flat if projection.bias is None else torch.cat([flat, flat.new_ones(len(flat), 1)], 1)
-
-
-@dataclass
-class RankRows:
-    """What one virtual rank has of the projections: its products and its rows [outputs, width] as they were. readout:
-    targets are ``readout`` times what ``Products`` and samples hold as such; None: these themselves."""
-
-    products: Products
-    prior: Tensor
-    readout: Tensor | None = None
-
-    def targets(self, values: Tensor) -> Tensor:
-        return values if self.readout is None else linear(values, self.readout)
-
-    def solve(self, ridge: float) -> Tensor | None:
-        cross = self.products.cross if self.readout is None else self.readout @ self.products.cross
-        return solve(self.products.gram, cross, self.prior, ridge)
-
-
-def refit(
-    names: Sequence[str],
-    projections: Sequence[nn.Linear],
-    parts: Sequence[RankRows],
-    heldout: Callable[[], Batches],
-    ridges: Sequence[float],
-    ranks: Ranks,
-    stored: torch.dtype,
-) -> list[ProjectionReport]:
-    """Solve the projections anew in place; each keeps what it had unless that lowers its error on held-out tokens.
-
-    parts: of the virtual ranks. heldout: makes the held-out batches; the ranks hold different tokens. ridges: the
-    strongest first; a weaker one must gain more by ``WORTH_LESS_RIDGE``. stored: the dtype that weights are rounded to.
+    dense: the dense model's stream. complete: the converted model's. visible: what its next attention reads, which
+    lacks an MLP output that is still in flight. heads: the inputs of its o_proj, between attention and MLP. Streams are
+    float32: what a sub-module adds is small against them. What exceeds ``max_memory`` bytes lies in files named after
+    ``path``.
     """
-    for part in parts:
-        part.products.reduce(ranks)
-    sizes = [projection.out_features // len(parts) for projection in projections]
 
-    def errors(weights: Sequence[Tensor]) -> Tensor:
-        sums = torch.zeros(2, len(sizes), dtype=torch.float64, device=weights[0].device)
-        for inputs, values in heldout():
-            for own, part, x in zip(weights, parts, inputs, strict=True):
-                sums += squared_errors(own, x, part.targets(values), sizes)
-        return ranks.sum(sums).cpu()
+    def __init__(
+        self, blocks: Blocks, windows: Windows, ranks: Ranks, *, batch_tokens: int, max_memory: int, path: Path
+    ) -> None:
+        self.device = blocks.device
+        self.ranks = ranks
+        self.ids = torch.cat([part[ranks.rank :: ranks.size] for part in (windows.train, windows.heldout)])
+        self.trained = len(windows.train[ranks.rank :: ranks.size])
+        self.tokens = windows.train.shape[1]
+        self.batch_size = max(1, batch_tokens // self.tokens)
+        kinds = dict.fromkeys(STREAMS, (int(blocks.config["hidden_size"]), torch.float32))
+        kinds["heads"] = heads_width(blocks), blocks.dtype
+        whole = sum(width * dtype.itemsize for width, dtype in kinds.values())
+        self.stores: dict[str, StateStore] = {}
+        try:
+            for name, (width, dtype) in kinds.items():
+                self.stores[name] = StateStore(
+                    (len(self.ids), self.tokens, width),
+                    dtype,
+                    False,
+                    max_memory=max_memory * width * dtype.itemsize // whole,
+                    path=path.with_name(f"{path.name}-{name}"),
+                )
+        except UserError:
+            self.close()
+            raise
 
-    before, power = errors([part.prior for part in parts])
-    best = before.clone()
-    chosen: list[float | None] = [None] * len(sizes)
-    for ridge in ridges:
-        solved = [part.solve(ridge) for part in parts]
-        failed = torch.tensor([float(any(weights is None for weights in solved))], device=before.device)
-        if ranks.sum(failed):  # on any rank: unlike machines round otherwise
-            continue
-        rounded = [weights.to(stored).float() for weights in solved if weights is not None]
-        del solved
-        found, _ = errors(rounded)
-        for number, projection in enumerate(projections):
-            if found[number] < best[number] - WORTH_LESS_RIDGE * (before[number] - best[number]):
-                best[number], chosen[number] = found[number], ridge
-                rows = torch.cat([weights.split(sizes)[number] for weights in rounded])
-                _assign(projection, rows)
-    return [
-        ProjectionReport(name, ridge, _share(was, total), _share(now, total))
-        for name, ridge, was, now, total in zip(names, chosen, before, best, power, strict=True)
-    ]
+    def batches(self, *, heldout: bool | None = None) -> Iterator[Tensor]:
+        """Row numbers: of all windows, of those that are held out, or of the others. No batch has both kinds."""
+        rows = torch.arange(len(self.ids))
+        for kind, part in ((False, rows[: self.trained]), (True, rows[self.trained :])):
+            if heldout in (None, kind) and len(part):
+                yield from part.split(self.batch_size)
+
+    def read(self, name: str, rows: Tensor) -> Tensor:
+        """[rows, tokens, width] on the device."""
+        state = self.stores[name].read(rows, self.device)
+        assert isinstance(state, Tensor)
+        return state
+
+    def write(self, name: str, rows: Tensor, state: Tensor) -> None:
+        """Raises UserError for what is no number."""
+        if not math.isfinite(float(state.sum())):
+            model = "dense" if name == "dense" else "converted"
+            raise UserError(f"the {model} model's states are NaN or infinite; check its weights, or compute in float32")
+        self.stores[name].write(int(rows[0]), state)
+
+    @torch.no_grad()
+    def embed(self, teacher: Blocks, own: Blocks) -> None:
+        """Write what enters the first layer of the dense model and of the converted one."""
+        for name, model in (("dense", teacher), ("complete", own), ("visible", own)):
+            for rows in self.batches():
+                self.write(name, rows, model.embed(self.ids[rows]).float())
+
+    def close(self) -> None:
+        """Free memory and disk."""
+        for store in self.stores.values():
+            store.close()
 
 
-def _assign(projection: nn.Linear, rows: Tensor) -> None:
-    width = projection.in_features
-    projection.weight.data = rows[:, :width].to(projection.weight.dtype)
-    if projection.bias is not None:
-        projection.bias.data = rows[:, width].to(projection.bias.dtype)
+def heads_width(blocks: Blocks) -> int:
+    """What o_proj reads: query heads * head_dim."""
+    return int(blocks.checkpoint.tensors["model.layers.0.self_attn.o_proj.weight"].shape[1])
 
 
-def _share(error: Tensor, power: Tensor) -> float:
-    return float(error / power) if power else 0.0
+class Side:
+    """Layer ``index`` of ``layout`` with ``weights``, cut where it reads and writes the residual stream. Streams are
+    float32, weights may be; products are computed in the dtype of ``blocks``. ``virtual_ranks``: how many inputs its
+    MLP has."""
 
+    def __init__(self, blocks: Blocks, index: int, layout: Layout, weights: Mapping[str, Tensor]) -> None:
+        # of a layer whose sum is dropped, attention ends before o_proj: here that of every layer does
+        apart = Layout((DROPPED,) * blocks.num_layers, (BLOCKING,) * blocks.num_layers, 1)
+        self.layer = blocks.layer(index, apart, weights)
+        self.blocks, self.index = blocks, index
+        self.attention_sync, self.mlp_sync = layout.attention_sync[index], layout.mlp_sync[index]
+        self.virtual_ranks = (layout.sync_tp_size or 1) if self.attention_sync == DROPPED else 1
 
-Sampler = Callable[[bool], Batches]  # whether of held-out windows -> their tokens
+    def projection(self, name: str) -> nn.Linear:
+        """By its name within the layer, such as ``self_attn.q_proj``."""
+        found = self.layer.get_submodule(name)
+        assert isinstance(found, nn.Linear)
+        return found
+
+    def attention_input(self, stream: Tensor) -> Tensor:
+        """[batch, tokens, hidden] -> the same, normed."""
+        normed: Tensor = self.layer.get_submodule("input_layernorm")(stream)
+        return normed
+
+    def heads(self, stream: Tensor) -> Tensor:
+        """What o_proj reads: [batch, tokens, heads * head_dim]."""
+        with self._narrow():
+            rope = self.blocks.position_embeddings(stream.shape[1])
+            heads: Tensor = self.layer.get_submodule("self_attn")(self.attention_input(stream), rope)[0]
+        return heads
+
+    def after_attention(self, complete: Tensor, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the complete stream before attention and o_proj's inputs: the streams that the MLP of each virtual rank
+        reads [virtual ranks, batch, tokens, hidden], the complete stream after attention, and that without what is
+        only summed together with the MLP's output (dropped)."""
+        with self._narrow():
+            partials, bias = row_parallel(self.projection("self_attn.o_proj"), heads, self.virtual_ranks)
+        partials = partials.float()
+        base = complete if bias is None else complete + bias
+        attended = base + partials.sum(0)
+        if self.attention_sync == DROPPED:
+            return base + partials, attended, base
+        return (attended if self.attention_sync == BLOCKING else complete)[None], attended, attended
+
+    def mlp_input(self, streams: Tensor) -> Tensor:
+        """[..., hidden] -> the same, normed."""
+        normed: Tensor = self.layer.get_submodule("post_attention_layernorm")(streams)
+        return normed
+
+    def inner(self, streams: Tensor) -> Tensor:
+        """What down_proj reads [batch, tokens, intermediate], of the streams that each virtual rank reads."""
+        inputs, ranks = self.mlp_input(streams), self.virtual_ranks
+        with self._narrow():
+            gate, up = (column_parallel(self.projection(name), inputs, ranks) for name in READS_MLP)
+            inner: Tensor = self.layer.get_submodule("mlp.act_fn")(gate) * up
+        return inner
+
+    def mlp_output(self, inner: Tensor) -> Tensor:
+        """[batch, tokens, intermediate] -> [batch, tokens, hidden], float32."""
+        with self._narrow():
+            output: Tensor = self.projection("mlp.down_proj")(inner)
+        return output.float()
+
+    def _narrow(self) -> torch.autocast:
+        dtype = self.blocks.dtype
+        return torch.autocast(self.blocks.device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 class LayerAlignment:
@@ -148,15 +192,19 @@ class LayerAlignment:
     @torch.no_grad()
     def run(self, *, solve: bool) -> list[ProjectionReport]:
         """solve: False passes the streams through as the layer is."""
-        reports = self.fit_attention_inputs() if solve else []
-        reports += self.attend(solve=solve)
-        reports += self.fit_mlp_inputs() if solve else []
-        reports += self.pass_mlp(solve=solve)
-        self.advance()
+        reports = self._fit(READS_ATTENTION, self._attention_reads) if solve else []
+        self._attend()
+        reports += self._fit(WRITES_ATTENTION, self._attention_writes) if solve else []
+        reports += self._fit(READS_MLP, self._mlp_reads) if solve else []
+        self._pass_dense_mlp()
+        reports += self._fit(WRITES_MLP, self._mlp_writes) if solve else []
+        for rows in self.streams.batches():
+            reads, attended, without = self._after_attention(rows)
+            self._write(rows, attended + self.own.mlp_output(self.own.inner(reads)), without)
         return reports
 
     @torch.no_grad()
-    def pass_through(self) -> list[ProjectionReport]:
+    def pass_through(self) -> None:
         """Where both models' streams and weights are still the same: one pass for both."""
         own, streams = self.own, self.streams
         for rows in streams.batches():
@@ -164,23 +212,14 @@ class LayerAlignment:
             reads, attended, without = own.after_attention(before, own.heads(before))
             complete = attended + own.mlp_output(own.inner(reads))
             streams.write("dense", rows, complete)
-            streams.write("complete", rows, complete)
-            streams.write("visible", rows, complete if own.mlp_sync == BLOCKING else without)
-        return []
+            self._write(rows, complete, without)
 
-    def fit_attention_inputs(self) -> list[ProjectionReport]:
-        own, dense, streams = self.own, self.dense, self.streams
-        projection = own.projection(READS_ATTENTION[0])
+    def _write(self, rows: Tensor, complete: Tensor, without: Tensor) -> None:
+        """The converted model's streams that leave the layer."""
+        self.streams.write("complete", rows, complete)
+        self.streams.write("visible", rows, complete if self.own.mlp_sync == BLOCKING else without)
 
-        def tokens(heldout: bool) -> Batches:
-            for rows in streams.batches(heldout=heldout):
-                x = own.attention_input(streams.read("visible", rows))
-                y = dense.attention_input(streams.read("dense", rows))
-                yield [with_ones(x, projection)], with_ones(y, projection)
-
-        return self._fit(READS_ATTENTION, tokens)
-
-    def attend(self, *, solve: bool) -> list[ProjectionReport]:
+    def _attend(self) -> None:
         """Attention of both; then ``dense`` is the stream after it, and ``heads`` what o_proj reads."""
         own, dense, streams = self.own, self.dense, self.streams
         for rows in streams.batches():
@@ -188,71 +227,61 @@ class LayerAlignment:
             _, attended, _ = dense.after_attention(before, dense.heads(before))
             streams.write("heads", rows, own.heads(streams.read("visible", rows)))
             streams.write("dense", rows, attended)
-        if not solve:
-            return []
-        projection = own.projection(WRITES_ATTENTION[0])
 
-        def tokens(heldout: bool) -> Batches:
-            for rows in streams.batches(heldout=heldout):
-                target = streams.read("dense", rows) - streams.read("complete", rows)
-                yield [with_ones(streams.read("heads", rows), projection)], target.flatten(0, -2)
-
-        return self._fit(WRITES_ATTENTION, tokens)
-
-    def fit_mlp_inputs(self) -> list[ProjectionReport]:
-        own, dense, streams = self.own, self.dense, self.streams
-        projection = own.projection(READS_MLP[0])
-
-        def tokens(heldout: bool) -> Batches:
-            for rows in streams.batches(heldout=heldout):
-                reads, _, _ = own.after_attention(streams.read("complete", rows), streams.read("heads", rows))
-                y = dense.mlp_input(streams.read("dense", rows))
-                yield [with_ones(x, projection) for x in own.mlp_input(reads)], with_ones(y, projection)
-
-        return self._fit(READS_MLP, tokens, parts=own.virtual_ranks)
-
-    def pass_mlp(self, *, solve: bool) -> list[ProjectionReport]:
-        """The dense MLP; then ``dense`` is the stream that leaves the layer."""
-        own, dense, streams = self.own, self.dense, self.streams
+    def _pass_dense_mlp(self) -> None:
+        """Then ``dense`` is the stream that leaves the layer."""
+        dense, streams = self.dense, self.streams
         for rows in streams.batches():
             attended = streams.read("dense", rows)
             streams.write("dense", rows, attended + dense.mlp_output(dense.inner(attended[None])))
-        if not solve:
-            return []
-        projection = own.projection(WRITES_MLP[0])
 
-        def tokens(heldout: bool) -> Batches:
-            for rows in streams.batches(heldout=heldout):
-                reads, attended, _ = own.after_attention(streams.read("complete", rows), streams.read("heads", rows))
-                target = streams.read("dense", rows) - attended
-                yield [with_ones(own.inner(reads), projection)], target.flatten(0, -2)
+    def _after_attention(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.own.after_attention(self.streams.read("complete", rows), self.streams.read("heads", rows))
 
-        return self._fit(WRITES_MLP, tokens)
+    # What a group of projections reads in each virtual rank, and its targets: of those that read the stream, what the
+    # dense model's read.
 
-    def advance(self) -> None:
-        """The converted model's streams that leave the layer."""
-        own, streams = self.own, self.streams
-        for rows in streams.batches():
-            reads, attended, without = own.after_attention(streams.read("complete", rows), streams.read("heads", rows))
-            complete = attended + own.mlp_output(own.inner(reads))
-            streams.write("complete", rows, complete)
-            streams.write("visible", rows, complete if own.mlp_sync == BLOCKING else without)
+    def _attention_reads(self, rows: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        x = self.own.attention_input(self.streams.read("visible", rows))
+        return [x], self.dense.attention_input(self.streams.read("dense", rows))
 
-    def _fit(self, names: Sequence[str], tokens: Sampler, parts: int = 1) -> list[ProjectionReport]:
-        """Sum the products of each part and solve the projections. Raises UserError where they are no numbers."""
+    def _attention_writes(self, rows: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        streams = self.streams
+        return [streams.read("heads", rows)], streams.read("dense", rows) - streams.read("complete", rows)
+
+    def _mlp_reads(self, rows: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        reads, _, _ = self._after_attention(rows)
+        return [*self.own.mlp_input(reads)], self.dense.mlp_input(self.streams.read("dense", rows))
+
+    def _mlp_writes(self, rows: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        reads, attended, _ = self._after_attention(rows)
+        return [self.own.inner(reads)], self.streams.read("dense", rows) - attended
+
+    def _fit(
+        self, names: Sequence[str], tokens: Callable[[Tensor], tuple[Sequence[Tensor], Tensor]]
+    ) -> list[ProjectionReport]:
+        """Sum the products of each virtual rank and solve the projections. Raises UserError where they are no
+        numbers."""
         projections = [self.own.projection(name) for name in names]
-        teachers = [self.dense.projection(name) for name in names] if names in (READS_ATTENTION, READS_MLP) else None
-        rows = []
-        for number in range(parts):
-            prior = affine(projections, number, parts)
-            readout = None if teachers is None else affine(teachers, number, parts)
-            targets = len(prior) if readout is None else readout.shape[1]
-            rows.append(RankRows(Products(prior.shape[1], targets, prior.device), prior, readout))
-        for inputs, values in tokens(False):
+        parts = self.own.virtual_ranks if names == READS_MLP else 1
+        reads = names in (READS_ATTENTION, READS_MLP)
+        teachers = [self.dense.projection(name) for name in names]
+        rows = [
+            RankRows(affine(projections, part, parts), affine(teachers, part, parts) if reads else None)
+            for part in range(parts)
+        ]
+
+        def batches(heldout: bool) -> Batches:
+            for batch in self.streams.batches(heldout=heldout):
+                inputs, targets = tokens(batch)
+                flat = with_ones(targets, projections[0]) if reads else targets.flatten(0, -2)
+                yield [with_ones(x, projections[0]) for x in inputs], flat
+
+        for inputs, values in batches(False):
             for own, x in zip(rows, inputs, strict=True):
-                own.products.add(x, values)
+                own.add(x, values)
         ranks = self.streams.ranks
-        reports = refit(names, projections, rows, lambda: tokens(True), self.ridges, ranks, self.stored)
+        reports = refit(names, projections, rows, lambda: batches(True), self.ridges, ranks, self.stored)
         for report in reports:
             if not math.isfinite(report.error_before):
                 raise UserError(

@@ -1,4 +1,4 @@
-"""What an alignment is asked to do."""
+"""What an alignment is asked to do, and which layers it solves. Imports no torch."""
 
 import math
 from collections.abc import Mapping
@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ladderize.adapt.blockwise.options import MAX_MEMORY, WindowOptions
-from ladderize.adapt.methods import check_training
+from ladderize.adapt.methods import CONVERTED, check_training
 from ladderize.choices import check_at_least
-from ladderize.errors import UsageError
+from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
+from ladderize.layout import Layout, format_ranges, parse_ranges
 
 RIDGES = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # tried for every projection on held-out windows, strongest first
 LEAST_TOKENS, TOKENS_PER_INPUT = 1 << 17, 4  # by default so many, or so many for each input of the widest projection
@@ -32,12 +33,9 @@ class AlignSettings(Record):
 
 
 @dataclass(frozen=True)
-class AlignOptions(WindowOptions):
+class AlignOptions(AlignSettings, WindowOptions):
     """See ``ladderize adapt --help``. layers: None: every layer from the first converted one on."""
 
-    ridge: float | None = None
-    seed: int = 0
-    random_share: float = RANDOM_SHARE
     tokens: int | None = None  # to align on where ``samples`` are not given; None: ``default_tokens``
     max_memory: int = MAX_MEMORY  # bytes of both models' states, per process; what is beyond it goes to disk
 
@@ -53,6 +51,25 @@ class AlignOptions(WindowOptions):
 
     def settings(self) -> AlignSettings:
         return AlignSettings(self.ridge, self.seed, self.random_share)
+
+
+def layers_to_align(layout: Layout, ranges: str | None) -> tuple[int, ...]:
+    """``converted``, ranges, or None: every layer from the first converted one on. Those behind it read a changed
+    stream too, and repairing them helped on every layout that was measured (docs/results.md). Raises UserError for
+    layers that read what the dense model's read."""
+    converted = tuple(layout.converted_layers)
+    if ranges == CONVERTED:
+        return converted
+    able = tuple(range(converted[0], layout.num_layers))
+    if ranges is None or ranges == "all":
+        return able
+    chosen = tuple(parse_ranges(ranges, layout.num_layers, option="--train"))
+    if rest := sorted(set(chosen) - set(able)):
+        raise UserError(
+            f"--train: {format_ranges(rest)} read what the dense model's read; only {format_ranges(able)} can be"
+            " aligned"
+        )
+    return chosen
 
 
 def default_tokens(config: Mapping[str, Any]) -> int:

@@ -4,52 +4,76 @@ W = argmin sum |W x - y|^2 + l |W - W_0|^2 with l = ridge * mean diagonal of sum
 W = (sum y x^T + l W_0) (sum x x^T + l I)^-1. What the data do not say stays as in W_0.
 """
 
+from collections.abc import Callable, Iterable, Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ladderize.adapt.align.reports import ProjectionReport
 from ladderize.ranks.group import Ranks
 
 OUTPUTS_AT_ONCE = 4096  # that are solved for together, in float64
+# Of the error that a stronger ridge takes away, what a weaker one must take away besides: weights nearer to the dense
+# ones come out better in the whole model, and train better (docs/results.md)
+WORTH_LESS_RIDGE = 0.02
+
+# Batches of tokens: the inputs [tokens, width] of each virtual rank, and the targets [tokens, outputs] of all of them
+Batches = Iterable[tuple[Sequence[Tensor], Tensor]]
 
 
-class Products:
-    """Sums over tokens, in float32: ``gram`` = sum x x^T [width, width] and ``cross`` = sum y x^T [outputs, width]."""
+def affine(projections: Sequence[nn.Linear], part: int = 0, parts: int = 1) -> Tensor:
+    """Weights, and as a last column biases where there are any, of the ``part``-th of ``parts`` of each projection's
+    rows, one projection after the other: float32 [outputs, width]."""
+    blocks = []
+    for projection in projections:
+        columns = [projection.weight] if projection.bias is None else [projection.weight, projection.bias[:, None]]
+        blocks.append(torch.cat(columns, 1).chunk(parts)[part].float())
+    return torch.cat(blocks)
 
-    def __init__(self, width: int, outputs: int, device: torch.device) -> None:
+
+def with_ones(inputs: Tensor, projection: nn.Linear) -> Tensor:
+    """float32 [tokens, width] of [..., width], with a column of ones where the projection has a bias."""
+    flat = inputs.flatten(0, -2).float()
+    return flat if projection.bias is None else torch.cat([flat, flat.new_ones(len(flat), 1)], 1)
+
+
+class RankRows:
+    """The rows [outputs, width] that one virtual rank has of some projections: as they were (``prior``), and sums over
+    tokens in float32, ``gram`` = sum x x^T [width, width] and ``cross`` = sum y x^T. readout: targets are ``readout``
+    times the y that are given, as inputs of the dense model's projections; None: these themselves."""
+
+    def __init__(self, prior: Tensor, readout: Tensor | None = None) -> None:
+        self.prior, self.readout = prior, readout
+        width, device = prior.shape[1], prior.device
         self.gram = torch.zeros(width, width, device=device)
-        self.cross = torch.zeros(outputs, width, device=device)
+        self.cross = torch.zeros(len(prior) if readout is None else readout.shape[1], width, device=device)
 
-    def add(self, inputs: Tensor, targets: Tensor) -> None:
-        """inputs: [tokens, width], targets: [tokens, outputs], float32."""
+    def add(self, inputs: Tensor, values: Tensor) -> None:
+        """inputs: [tokens, width], values: y of each token, float32."""
         self.gram.addmm_(inputs.T, inputs)
-        self.cross.addmm_(targets.T, inputs)
+        self.cross.addmm_(values.T, inputs)
 
-    def reduce(self, ranks: Ranks) -> None:
-        """Sum over the ranks, which have added different tokens."""
-        ranks.sum(self.gram)
-        ranks.sum(self.cross)
+    def targets(self, values: Tensor) -> Tensor:
+        return values if self.readout is None else linear(values, self.readout)
 
-
-def solve(gram: Tensor, cross: Tensor, prior: Tensor, ridge: float) -> Tensor | None:
-    """The weights [outputs, width], solved in float64 and returned in float32; None where the products are singular
-    even with the ridge.
-
-    gram: [width, width]; cross, prior: [outputs, width].
-    """
-    penalty = ridge * float(gram.diagonal().double().mean())
-    factor = gram.double()
-    factor.diagonal().add_(penalty)
-    failed = torch.zeros((), dtype=torch.int32, device=gram.device)
-    torch.linalg.cholesky_ex(factor, out=(factor, failed))  # in place: of a wide projection it is gigabytes
-    if penalty <= 0 or int(failed):
-        return None
-    weights = torch.empty_like(prior)
-    for rows in torch.arange(len(prior)).split(OUTPUTS_AT_ONCE):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
-        right = cross[part].double().add_(prior[part], alpha=penalty)
-        weights[part] = torch.cholesky_solve(right.T, factor).T
-    return weights if bool(torch.isfinite(weights).all()) else None
+    def solve(self, ridge: float) -> Tensor | None:
+        """The weights [outputs, width], solved in float64 and returned in float32; None where the products are singular
+        even with the ridge."""
+        cross = self.cross if self.readout is None else self.readout @ self.cross
+        penalty = ridge * float(self.gram.diagonal().double().mean())
+        factor = self.gram.double()
+        factor.diagonal().add_(penalty)
+        failed = torch.zeros((), dtype=torch.int32, device=factor.device)
+        torch.linalg.cholesky_ex(factor, out=(factor, failed))  # in place: of a wide projection it is gigabytes
+        if penalty <= 0 or int(failed):
+            return None
+        weights = torch.empty_like(self.prior)
+        parts = (each.split(OUTPUTS_AT_ONCE) for each in (weights, cross, self.prior))
+        for solved, part, prior in zip(*parts, strict=True):
+            right = part.double().add_(prior, alpha=penalty)
+            solved.copy_(torch.cholesky_solve(right.T, factor).T)
+        return weights if bool(torch.isfinite(weights).all()) else None
 
 
 def squared_errors(weights: Tensor, inputs: Tensor, targets: Tensor, sizes: list[int]) -> Tensor:
@@ -62,3 +86,55 @@ def squared_errors(weights: Tensor, inputs: Tensor, targets: Tensor, sizes: list
     return torch.stack(
         [torch.stack([part.double().square().sum() for part in values.split(sizes, -1)]) for values in both]
     )
+
+
+def refit(
+    names: Sequence[str],
+    projections: Sequence[nn.Linear],
+    parts: Sequence[RankRows],
+    heldout: Callable[[], Batches],
+    ridges: Sequence[float],
+    ranks: Ranks,
+    stored: torch.dtype,
+) -> list[ProjectionReport]:
+    """Solve the projections anew in place; each keeps what it had unless that lowers its error on held-out tokens.
+
+    parts: of the virtual ranks. heldout: makes the held-out batches; the ranks hold different tokens. ridges: the
+    strongest first; a weaker one must gain more by ``WORTH_LESS_RIDGE``. stored: the dtype that weights are rounded to.
+    """
+    for part in parts:
+        ranks.sum(part.gram)
+        ranks.sum(part.cross)
+    sizes = [projection.out_features // len(parts) for projection in projections]
+
+    def errors(weights: Sequence[Tensor]) -> Tensor:
+        sums = torch.zeros(2, len(sizes), dtype=torch.float64, device=weights[0].device)
+        for inputs, values in heldout():
+            for own, part, x in zip(weights, parts, inputs, strict=True):
+                sums += squared_errors(own, x, part.targets(values), sizes)
+        return ranks.sum(sums).cpu()
+
+    before, power = errors([part.prior for part in parts])
+    best = before.clone()
+    chosen: list[float | None] = [None] * len(sizes)
+    for ridge in ridges:
+        solved = [part.solve(ridge) for part in parts]
+        failed = torch.tensor([float(any(weights is None for weights in solved))], device=before.device)
+        if ranks.sum(failed):  # on any rank: unlike machines round otherwise
+            continue
+        rounded = [weights.to(stored).float() for weights in solved if weights is not None]
+        del solved
+        found, _ = errors(rounded)
+        for number, projection in enumerate(projections):
+            if found[number] < best[number] - WORTH_LESS_RIDGE * (before[number] - best[number]):
+                best[number], chosen[number] = found[number], ridge
+                _assign(projection, torch.cat([weights.split(sizes)[number] for weights in rounded]))
+    shares = [(errors / power).where(power != 0, 0.0).tolist() for errors in (before, best)]
+    return [ProjectionReport(*entry) for entry in zip(names, chosen, *shares, strict=True)]
+
+
+def _assign(projection: nn.Linear, rows: Tensor) -> None:
+    width = projection.in_features
+    projection.weight.data = rows[:, :width].to(projection.weight.dtype)
+    if projection.bias is not None:
+        projection.bias.data = rows[:, width].to(projection.bias.dtype)

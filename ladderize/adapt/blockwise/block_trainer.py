@@ -2,35 +2,45 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ladderize.adapt.blockwise.documents import BlockReport
 from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair
+from ladderize.adapt.blockwise.layer_files import StudentBlocks
 from ladderize.adapt.blockwise.options import DistillOptions
 from ladderize.blocks import Blocks, State, complete
 from ladderize.errors import UserError
-from ladderize.layout import Layout
+from ladderize.files.records import Record
 
 WARMUP, EVALUATIONS_PER_EPOCH = 0.05, 4
 MAX_GRADIENT = 1.0
 
 
 @dataclass(frozen=True)
-class StudentBlocks:
-    """What is to be trained: the layout, the blocks, and each block's initial weights (their dtype is what is
-    stored)."""
+class BlockReport(Record):
+    """A block's training. loss: held-out mean squared difference to the dense block's output; share_lost: of what the
+    dense block adds to the stream. after: of the weights as they are stored. curve: [step, held-out loss]."""
 
-    layout: Layout
-    layers: tuple[int, ...]
-    weights: Callable[[int], Mapping[str, Tensor]]
+    block: int
+    loss_before: float
+    loss_after: float
+    share_lost_before: float
+    share_lost_after: float
+    steps: int
+    best_step: int
+    stopped_early: bool
+    seconds: float
+    curve: list[tuple[int, float]]
 
 
 class BlockTrainer:
-    """One block, its teacher's states, and the loop. Windows from number ``trained`` on are held out."""
+    """One block, its teacher's states, and the loop. Windows from number ``trained`` on are held out.
+
+    options: resolved ones.
+    """
 
     def __init__(
         self,
@@ -48,65 +58,59 @@ class BlockTrainer:
         self.pair = needs_pair(student.layout, index)
         self.initial = {name: tensor.clone() for name, tensor in student.weights(index).items()}
         # float32 to learn in; what the block computes in is autocast's business
-        self.layer = teacher.layer(
-            index, student.layout, {name: tensor.float().clone() for name, tensor in self.initial.items()}
-        )
+        wide = {name: tensor.float().clone() for name, tensor in self.initial.items()}
+        self.layer = teacher.layer(index, student.layout, wide)
         self.batch_size = options.batch_size or 1
+        self.lr = options.lr or 0.0
 
     def loss(self, rows: Tensor) -> Tensor:
         """Mean squared difference to the dense block's output on these windows."""
         device = self.blocks.device
-        # wide from here on: what the block adds is small beside the stream, and would drown in the rounding of their
-        # sum
+        # float32 from here on: what the block adds is small against the stream, and would drown in the rounding of
+        # their sum
         state = self.before.read(rows, device)
         target = complete(self.after.read(rows, device))
-        entering: State = (
-            (state[0].float(), state[1].float()) if self.pair and isinstance(state, tuple) else complete(state).float()
-        )
+        entering: State = complete(state).float()
+        if self.pair and isinstance(state, tuple):
+            entering = (state[0].float(), state[1].float())
         with torch.autocast(device.type, dtype=self.blocks.dtype, enabled=self.blocks.dtype != torch.float32):
             output = complete(self.blocks.run(self.layer, entering))
         return (output - target.float()).square().mean()
 
-    def heldout_loss(self) -> float:
-        with torch.no_grad():
-            losses = [float(self.loss(rows)) * len(rows) for rows in self.heldout.split(self.batch_size)]
-        return sum(losses) / len(self.heldout)
-
     def own_part(self) -> float:
         """Mean square of what the dense block adds to the stream: a loss of this size is a block that does nothing."""
-        total = 0.0
-        for rows in self.heldout.split(self.batch_size):
-            difference = (
-                complete(self.after.read(rows, self.blocks.device)).float()
-                - complete(self.before.read(rows, self.blocks.device)).float()
-            )
-            total += float(difference.square().mean()) * len(rows)
+
+        def added(rows: Tensor) -> Tensor:
+            before, after = (complete(store.read(rows, self.blocks.device)) for store in (self.before, self.after))
+            return (after.float() - before.float()).square().mean()
+
+        return self._heldout_mean(added)
+
+    @torch.no_grad()
+    def _heldout_mean(self, value: Callable[[Tensor], Tensor]) -> float:
+        total = sum(float(value(rows)) * len(rows) for rows in self.heldout.split(self.batch_size))
         return total / len(self.heldout)
 
     def train(self, advance: Callable[[int], None]) -> tuple[dict[str, Tensor], BlockReport]:
         """Returns the best weights seen, in the dtype that is stored, and a report. Never worse on held-out windows
-        than before."""
+        than before. Raises UserError for a loss that is no number."""
         options, begin = self.options, time.perf_counter()
-        assert options.lr is not None
-        before = self.heldout_loss()
-        self._check(before, 0)
+        before = self._checked(self._heldout_mean(self.loss), 0)
         per_epoch = math.ceil(len(self.trained) / self.batch_size)
         total, every = options.epochs * per_epoch, max(1, per_epoch // EVALUATIONS_PER_EPOCH)
         optimizer = self.optimizer()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, total))
-        generator = torch.Generator().manual_seed(
-            options.seed * 10_007 + self.index
-        )  # the same whatever was trained before
+        # the same whatever was trained before
+        generator = torch.Generator().manual_seed(options.seed * 10_007 + self.index)
         best, best_weights, best_step, step, curve = before, self.initial, 0, 0, [(0, before)]
         while step < total and step - best_step <= options.patience * per_epoch:
             for rows in self.trained[torch.randperm(len(self.trained), generator=generator)].split(self.batch_size):
-                self._check(self.step(optimizer, rows), step)
+                self._checked(self.step(optimizer, rows), step)
                 schedule.step()
                 step += 1
                 advance(1)
                 if step % every == 0 or step == total:
-                    value = self.heldout_loss()
-                    self._check(value, step)
+                    value = self._checked(self._heldout_mean(self.loss), step)
                     curve.append((step, value))
                     if value < best:
                         best, best_step, best_weights = value, step, self._stored()
@@ -127,9 +131,7 @@ class BlockTrainer:
         )
 
     def optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            self.layer.parameters(), lr=self.options.lr or 0.0, betas=(0.9, 0.95), weight_decay=0.0
-        )
+        return torch.optim.AdamW(self.layer.parameters(), lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, optimizer: torch.optim.Optimizer, rows: Tensor) -> float:
         """One step on these windows; returns the loss before it. NaN changes no weight."""
@@ -144,34 +146,27 @@ class BlockTrainer:
 
     def _stored(self) -> dict[str, Tensor]:
         """The weights as they will be stored: rounded, and out of the optimizer's reach."""
-        return {
-            name: tensor.detach().to(self.initial[name].dtype, copy=True)
-            for name, tensor in self.layer.state_dict().items()
-        }
+        current = self.layer.state_dict()
+        return {name: current[name].detach().to(old.dtype, copy=True) for name, old in self.initial.items()}
 
     def _confirmed(self, weights: dict[str, Tensor], before: float) -> tuple[float, dict[str, Tensor]]:
         """The held-out loss of the weights as stored; rounding may have cost more than training won."""
         self.layer.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-        after = self.heldout_loss()
+        after = self._heldout_mean(self.loss)
         return (after, weights) if after < before else (before, self.initial)
 
-    def _check(self, loss: float, step: int) -> None:
-        if not math.isfinite(loss):
-            raise UserError(
-                f"block {self.index}: the loss is NaN or infinite after {step} steps; "
-                + (
-                    "check the model's weights, or compute in float32"
-                    if step == 0
-                    else f"take a smaller --lr (this one was {self.options.lr:g})"
-                )
-            )
+    def _checked(self, loss: float, step: int) -> float:
+        if math.isfinite(loss):
+            return loss
+        advice = "check the model's weights, or compute in float32"
+        if step:
+            advice = f"take a smaller --lr (this one was {self.lr:g})"
+        raise UserError(f"block {self.index}: the loss is NaN or infinite after {step} steps; {advice}")
 
 
 def _schedule(step: int, total: int) -> float:
     """Linear warm-up, then a cosine to zero."""
     warmup = max(1, int(WARMUP * total))
-    return (
-        (step + 1) / warmup
-        if step < warmup
-        else 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
-    )
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))

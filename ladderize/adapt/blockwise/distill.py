@@ -1,5 +1,5 @@
-"""Block-to-block distillation (SPD, arXiv 2502.20727, section 4.2): every converted block learns to answer as the dense
-block does.
+"""``ladderize adapt --method blocks``: block-to-block distillation (SPD, arXiv 2502.20727, section 4.2), in which every
+converted block learns to answer as the dense block does.
 
 Block i reads what the dense model's block i reads, and the loss is the mean squared difference between their outputs,
 so every block is trained alone: one in memory at a time, in any order, on any rank, and each resumes by itself. An SPD
@@ -7,72 +7,109 @@ block reads the dense residual stream. A ladder block reads the pair that a ladd
 attention i-1, and the complete one.
 """
 
-import hashlib
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ladderize.adapt.blockwise.block_trainer import EVALUATIONS_PER_EPOCH, BlockTrainer, StudentBlocks
-from ladderize.adapt.blockwise.folder import BlockFolder
-from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair
-from ladderize.adapt.blockwise.options import TOKENS_PER_STEP, DistillOptions
-from ladderize.adapt.blockwise.windows import Windows
-from ladderize.blocks import Blocks, State, complete, layer_seconds, timed
-from ladderize.console import Console
+from ladderize.adapt.blockwise.block_trainer import EVALUATIONS_PER_EPOCH, BlockReport, BlockTrainer
+from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair, teacher_pass
+from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
+from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions, DistillSettings
+from ladderize.adapt.blockwise.rewrite import LayerJob, LayerMethod, RewrittenLayers, rewrite
+from ladderize.adapt.blockwise.windows import Windows, training_windows
+from ladderize.adapt.methods import BLOCKS
+from ladderize.blocks import Blocks, layer_seconds, timed
+from ladderize.checkpoint.reading import Checkpoint
+from ladderize.console import SILENT, Console, human_bytes, human_seconds
 from ladderize.errors import UserError
-from ladderize.layout import BLOCKING, OVERLAPPED, Layout, format_ranges
+from ladderize.layout import Layout, format_ranges, parse_ranges
 from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks
+from ladderize.ranks.training import check_launch_of_blocks
+
+BLOCK_ERROR = "block error: error of the block's output on held-out windows, as % of what the dense block adds"
 
 
-def teacher_pass(
-    blocks: Blocks, windows: Tensor, layers: Sequence[int], pairs: bool, *, max_memory: int, path: Path
-) -> Iterator[tuple[int, StateStore, StateStore]]:
-    """Run the dense model layer by layer; yields (i, states that enter block i, states that leave it) for i up to the
-    last of ``layers``.
+@dataclass(frozen=True)
+class Distillation(RewrittenLayers):
+    """The document; docs/files.md says what the keys mean."""
 
-    pairs: states hold the stream without the last MLP's output too. Stores beyond ``max_memory`` bytes lie in files
-    named after ``path``.
+    RESULT = "distilled"
+    MEANING = BLOCK_ERROR
+    options: DistillSettings
+    blocks: list[BlockReport]
+
+    def rows(self) -> list[dict[str, str]]:
+        return [
+            {
+                "block": str(report.block),
+                "loss (MSE) before": f"{report.loss_before:.3e}",
+                "after": f"{report.loss_after:.3e}",
+                "block error before": f"{report.share_lost_before:.2%}",
+                "after distillation": f"{report.share_lost_after:.2%}",
+                "steps": str(report.steps) + (" (stopped early)" if report.stopped_early else ""),
+            }
+            for report in self.blocks
+        ]
+
+    def done(self) -> str:
+        layers = format_ranges([block.block for block in self.blocks])
+        return f"**Retraining.** Layers {layers} were distilled block by block from `{self.teacher}` (`blocks`)."
+
+
+def adapt_blocks(
+    model: str | Path,
+    out: str | Path,
+    teacher_name: str | Path,
+    options: BlockwiseOptions,
+    *,
+    overwrite: bool = False,
+    verify: bool = True,
+    revision: str | None = None,
+    console: Console = SILENT,
+) -> Distillation | None:
+    """Distil ``model``'s blocks against the dense ``teacher_name`` and write the result to ``out``; returns the
+    document of distillation.json, on other ranks than 0 None.
+
+    Several processes (accelerate launch, torchrun) share the blocks out; rank 0 writes. A killed run goes on where it
+    was.
     """
-    shape = (*windows.shape, int(blocks.config["hidden_size"]))
-    count = blocks.num_layers
-    layout = Layout((BLOCKING,) * count, (OVERLAPPED,) * (count - 1) + (BLOCKING,)) if pairs else Layout.dense(count)
-    batch = max(1, 4 * TOKENS_PER_STEP // windows.shape[1])
-    stores: list[StateStore] = []
-    try:
-        for number in range(2):
-            file = path.with_name(f"{path.name}-{number}")
-            stores.append(StateStore(shape, blocks.dtype, pairs, max_memory=max_memory // 2, path=file))
-        _fill(stores[0], batch, lambda rows: blocks.embed(windows[rows]))
-        for index in range(max(layers, default=-1) + 1):
-            before, after = stores[index % 2], stores[1 - index % 2]
-            teacher = blocks.layer(index, layout)
-            _fill(after, batch, partial(_leaving, blocks, teacher, before))
-            del teacher
-            yield index, before, after
-    finally:
-        for store in stores:
-            store.close()
+    check_launch_of_blocks()
+    how: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "revision": revision, "console": console}
+    return rewrite(Distilling(), model, out, teacher_name, options, **how)
 
 
-def _leaving(blocks: Blocks, layer: torch.nn.Module, entering: StateStore, rows: Tensor) -> State:
-    return blocks.run(layer, complete(entering.read(rows, blocks.device)))
+class Distilling(LayerMethod[BlockwiseOptions, Distillation]):
+    """Block-to-block distillation."""
 
+    name, key, kind, reports = BLOCKS, "distillation", Distillation, ("blocks", BlockReport)
+    advice = "train with a lower --lr or on other data"
 
-@torch.no_grad()
-def _fill(store: StateStore, batch: int, states: Callable[[Tensor], State]) -> None:
-    """Compute every window's state; in a function, since a generator would leave no_grad on while its caller trains."""
-    for rows in torch.arange(store.windows).split(batch):
-        state = states(rows)
-        if not torch.isfinite(complete(state)).all():
-            raise UserError("the dense model's states are NaN or infinite; check its weights, or compute in float32")
-        store.write(int(rows[0]), state)
+    def layers(self, layout: Layout, ranges: str | None) -> tuple[int, ...]:
+        """The layers to train; raises UserError for one that computes what the dense model's does."""
+        able = layout.converted_layers
+        chosen = parse_ranges(ranges, layout.num_layers, option="--train") if ranges is not None else able
+        if rest := sorted(set(chosen) - set(able)):
+            raise UserError(
+                f"--train: {format_ranges(rest)} are the same as in the dense model; only {format_ranges(able)} differ"
+                " from it"
+            )
+        return tuple(chosen)
+
+    def windows(self, teacher: Checkpoint, options: BlockwiseOptions) -> Windows:
+        return training_windows(teacher, options, options.distill.seed)
+
+    def files(self, work: BlockFolder) -> LayerFiles:
+        return work.distilled
+
+    def work(self, job: LayerJob[BlockwiseOptions]) -> None:
+        options = job.options.distill
+        distill(job.teacher, job.student, job.windows, options, job.files, job.ranks, job.console, about=job.about)
 
 
 def distill(
@@ -80,87 +117,69 @@ def distill(
     student: StudentBlocks,
     windows: Windows,
     options: DistillOptions,
-    work: BlockFolder,
+    files: LayerFiles,
     ranks: Ranks,
     console: Console,
     *,
     about: Mapping[str, Any],
 ) -> None:
-    """Train every block of ``student.layers`` that ``work`` does not hold yet; the ranks take them in turn.
+    """Train every block of ``student.layers`` that ``files`` does not hold yet; the ranks take them in turn.
 
-    about: what the result depends on besides the student; a block in ``work`` that was trained from anything else is
-    trained anew. Raises UserError if a loss becomes NaN; what was trained before is kept in ``work``.
+    about: what the result depends on besides the student; a block in ``files`` that was trained from anything else is
+    trained anew. Raises UserError if a loss becomes NaN; what was trained before is kept in ``files``.
     """
-    keys = {layer: partial(block_key, student, layer, about) for layer in student.layers}
-    done = [layer for layer in student.layers if work.has(layer, keys[layer])]
+    options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
+    console.note(announcement(teacher, student, windows, options))
+    keys = {layer: partial(student.key, layer, about) for layer in student.layers}
+    done = [layer for layer in student.layers if files.has(layer, keys[layer])]
     if done:
         console.note(f"blocks {format_ranges(done)} are already done")
-    mine = [
-        layer for number, layer in enumerate(student.layers) if number % ranks.size == ranks.rank and layer not in done
-    ]
+    mine = [layer for layer in student.layers[ranks.rank :: ranks.size] if layer not in done]
     if not mine:
         return
     pairs = any(needs_pair(student.layout, layer) for layer in mine)
-    options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
     steps = options.epochs * math.ceil(len(windows.train) / (options.batch_size or 1))
+    path = files.folder / f"states-{ranks.rank}"
     with console.progress("distilling", len(mine) * steps) as advance:
-        passes = teacher_pass(
-            teacher, windows.all, mine, pairs, max_memory=options.max_memory, path=work.folder / f"states-{ranks.rank}"
-        )
+        passes = teacher_pass(teacher, windows.all, mine, pairs, max_memory=options.max_memory, path=path)
         for index, before, after in passes:
             if index in mine:
                 trainer = BlockTrainer(teacher, student, index, before, after, len(windows.train), options)
                 weights, report = trainer.train(advance)
-                work.save(index, weights, report, keys[index]())
+                files.save(index, weights, report, keys[index]())
 
 
-def block_key(student: StudentBlocks, layer: int, about: Mapping[str, Any]) -> str:
-    """A hash of all that a block's training starts from: its modes, its initial weights, and ``about``."""
-    layout = student.layout
-    modes = [layout.entering(layer), layout.attention_sync[layer], layout.mlp_sync[layer], layout.sync_tp_size]
-    digest = hashlib.sha256(json.dumps([modes, about], sort_keys=True).encode())
-    for name, tensor in sorted(student.weights(layer).items()):
-        digest.update(name.encode())
-        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def announcement(teacher: Blocks, student: StudentBlocks, windows: Windows, options: DistillOptions) -> str:
+    """What the training takes, from a step timed here and now. Raises UserError where such a step has no room.
 
-
-def check_block_fits(teacher: Blocks, student: StudentBlocks, rows: int, tokens: int) -> None:
-    """Raise UserError where a step on ``rows`` windows of ``tokens`` tokens cannot fit into memory."""
-    hidden, intermediate = int(teacher.config["hidden_size"]), int(teacher.config["intermediate_size"])
+    options: resolved ones.
+    """
+    hidden, tokens, batch_size = int(teacher.config["hidden_size"]), windows.train.shape[1], options.batch_size or 1
+    ids = windows.train[:batch_size]
     # numbers per token that are kept for the backward pass
-    kept = 8 * hidden * (student.layout.sync_tp_size or 1) + 4 * intermediate
-    check_room(
-        4 * rows * tokens * kept,
-        teacher.device,
-        f"a step on {rows:,} windows of {tokens:,} tokens",
-        "lower --batch-size or --seq-len",
-    )
-
-
-def estimate(
-    teacher: Blocks, student: StudentBlocks, windows: Windows, options: DistillOptions
-) -> tuple[float, int, int]:
-    """Seconds at most (all epochs), bytes of states, and bytes of one block in training; from a step timed here and
-    now."""
-    options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
-    batch_size = options.batch_size or 1
-    check_block_fits(teacher, student, min(batch_size, len(windows.train)), windows.train.shape[1])
-    rows, index = torch.arange(min(batch_size, len(windows.train))), student.layers[0]
-    store = StateStore((len(rows), windows.train.shape[1], teacher.config["hidden_size"]), teacher.dtype, True)
+    kept = 8 * hidden * (student.layout.sync_tp_size or 1) + 4 * int(teacher.config["intermediate_size"])
+    step_of = f"a step on {len(ids):,} windows of {tokens:,} tokens"
+    check_room(4 * ids.numel() * kept, teacher.device, step_of, "lower --batch-size or --seq-len")
+    store = StateStore((*ids.shape, hidden), teacher.dtype, True)
     with torch.no_grad():
-        state = teacher.embed(windows.train[rows])
+        state = teacher.embed(ids)
         store.write(0, (state, state))
-        forward = layer_seconds(teacher, teacher.layer(index, Layout.dense(teacher.num_layers)), windows.train[rows])
-    trainer = BlockTrainer(teacher, student, index, store, store, len(rows), options)
-    optimizer = trainer.optimizer()
+        forward = layer_seconds(teacher, teacher.layer(student.layers[0], Layout.dense(teacher.num_layers)), ids)
+    trainer = BlockTrainer(teacher, student, student.layers[0], store, store, len(ids), options)
+    optimizer, rows = trainer.optimizer(), torch.arange(len(ids))
     step = min(timed(lambda: trainer.step(optimizer, rows), teacher.device) for _ in range(3))
-    store.close()
-    per_epoch = math.ceil(len(windows.train) / batch_size)
-    evaluations = forward * math.ceil(len(windows.heldout) / batch_size) * EVALUATIONS_PER_EPOCH
-    passes = forward * math.ceil(len(windows.all) / batch_size) * (max(student.layers) + 1)
-    seconds = len(student.layers) * options.epochs * (per_epoch * step + evaluations) + passes
+    train, heldout, every = (
+        math.ceil(len(part) / batch_size) for part in (windows.train, windows.heldout, windows.all)
+    )
+    epoch = train * step + heldout * EVALUATIONS_PER_EPOCH * forward
+    seconds = len(student.layers) * options.epochs * epoch + every * forward * (max(student.layers) + 1)
     pairs = any(needs_pair(student.layout, layer) for layer in student.layers)
-    states = 2 * (1 + pairs) * windows.all.numel() * int(teacher.config["hidden_size"]) * teacher.dtype.itemsize
-    parameters = sum(parameter.numel() for parameter in trainer.layer.parameters())
-    return seconds, states, 16 * parameters  # weights, gradients and Adam's two moments in float32
+    states = 2 * (1 + pairs) * windows.all.numel() * hidden * teacher.dtype.itemsize
+    place = "in memory" if states <= options.max_memory else "on disk"
+    # weights, gradients and Adam's two moments in float32
+    training = 16 * sum(parameter.numel() for parameter in trainer.layer.parameters())
+    return (
+        f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {tokens} tokens,"
+        f" {len(windows.heldout)} held out: at most about {human_seconds(seconds)} for {options.epochs} epochs on"
+        f" {teacher.device}, {human_bytes(states)} of states {place}, {human_bytes(training)} for one block in training"
+    )

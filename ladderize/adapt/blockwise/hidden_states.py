@@ -1,15 +1,17 @@
 """The states between two layers for all windows: in memory, or in files that the system pages in and out."""
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ladderize.blocks import State
+from ladderize.adapt.blockwise.options import TOKENS_PER_STEP
+from ladderize.blocks import Blocks, State, complete
 from ladderize.console import human_bytes, sentence
 from ladderize.errors import UserError
-from ladderize.layout import OVERLAPPED, Layout
+from ladderize.layout import BLOCKING, OVERLAPPED, Layout
 
 
 class StateStore:
@@ -31,19 +33,18 @@ class StateStore:
         self.windows = shape[0]
         count = torch.Size(shape).numel()
         self.files: list[Path] = []
-        if path is not None and max_memory is not None and count * dtype.itemsize * (1 + pairs) > max_memory:
-            self.files = [path.with_name(f"{path.name}-{number}.bin") for number in range(1 + pairs)]
-            try:
-                for file in self.files:
-                    _reserve(file, count * dtype.itemsize)
-            except UserError:
-                self.close()
-                raise
-            self.tensors = [
-                torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(shape) for file in self.files
-            ]
-        else:
+        if path is None or max_memory is None or count * dtype.itemsize * (1 + pairs) <= max_memory:
             self.tensors = [torch.empty(shape, dtype=dtype) for _ in range(1 + pairs)]
+            return
+        self.files = [path.with_name(f"{path.name}-{number}.bin") for number in range(1 + pairs)]
+        try:
+            for file in self.files:
+                _reserve(file, count * dtype.itemsize)
+        except UserError:
+            self.close()
+            raise
+        mapped = [torch.from_file(str(file), shared=True, size=count, dtype=dtype) for file in self.files]
+        self.tensors = [tensor.view(shape) for tensor in mapped]
 
     def write(self, first: int, state: State) -> None:
         """Rows from ``first`` on. A state that is no pair leaves the second part as it is: nothing before it was in
@@ -79,3 +80,45 @@ def _reserve(file: Path, size: int) -> None:
 def needs_pair(layout: Layout, layer: int) -> bool:
     """Whether the layer reads the stream without the MLP before it: the sync point that enters it is overlapped."""
     return layout.entering(layer) == OVERLAPPED
+
+
+def teacher_pass(
+    blocks: Blocks, windows: Tensor, layers: Sequence[int], pairs: bool, *, max_memory: int, path: Path
+) -> Iterator[tuple[int, StateStore, StateStore]]:
+    """Run the dense model layer by layer; yields (i, states that enter block i, states that leave it) for i up to the
+    last of ``layers``.
+
+    pairs: states hold the stream without the last MLP's output too. Stores beyond ``max_memory`` bytes lie in files
+    named after ``path``. Raises UserError for states that are no numbers.
+    """
+    shape = (*windows.shape, int(blocks.config["hidden_size"]))
+    count = blocks.num_layers
+    layout = Layout((BLOCKING,) * count, (OVERLAPPED,) * (count - 1) + (BLOCKING,)) if pairs else Layout.dense(count)
+    stores: list[StateStore] = []
+    try:
+        for number in range(2):
+            file = path.with_name(f"{path.name}-{number}")
+            stores.append(StateStore(shape, blocks.dtype, pairs, max_memory=max_memory // 2, path=file))
+        _fill(stores[0], lambda rows: blocks.embed(windows[rows]))
+        for index in range(max(layers, default=-1) + 1):
+            before, after = stores[index % 2], stores[1 - index % 2]
+            _run_layer(blocks, blocks.layer(index, layout), before, after)
+            yield index, before, after
+    finally:
+        for store in stores:
+            store.close()
+
+
+def _run_layer(blocks: Blocks, layer: torch.nn.Module, before: StateStore, after: StateStore) -> None:
+    _fill(after, lambda rows: blocks.run(layer, complete(before.read(rows, blocks.device))))
+
+
+@torch.no_grad()
+def _fill(store: StateStore, states: Callable[[Tensor], State]) -> None:
+    """Compute every window's state; in a function, since a generator would leave no_grad on while its caller trains."""
+    batch = max(1, 4 * TOKENS_PER_STEP // store.tensors[0].shape[1])
+    for rows in torch.arange(store.windows).split(batch):
+        state = states(rows)
+        if not torch.isfinite(complete(state)).all():
+            raise UserError("the dense model's states are NaN or infinite; check its weights, or compute in float32")
+        store.write(int(rows[0]), state)

@@ -1,4 +1,4 @@
-"""What block-to-block distillation is asked to do, and what it shares with all that rewrites layers one by one."""
+"""What methods that rewrite layers one by one are asked to do. Imports no torch."""
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -43,10 +43,15 @@ class WindowOptions:
         (spec,) = parse_specs([self.data])
         return spec
 
+    def settings(self) -> Record:
+        """What decides the result besides data, models and layers: for the record, and for a killed run to know its
+        work."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class DistillSettings(Record):
-    """What decides a block's result: for the record, and for a killed run to know its work.
+    """What decides a block's result.
 
     epochs: at most; training ends when ``patience`` epochs brought no better held-out loss. lr, batch_size: None takes
     the default for the model's width and the windows' length.
@@ -64,9 +69,6 @@ class DistillOptions(DistillSettings):
     """max_memory: bytes of teacher states before they go to disk, which decides nothing."""
 
     max_memory: int = MAX_MEMORY
-
-    def settings(self) -> DistillSettings:
-        return DistillSettings(**{field.name: getattr(self, field.name) for field in fields(DistillSettings)})
 
     def resolve(self, hidden: int, seq_len: int) -> "DistillOptions":
         """The same with every default worked out."""
@@ -87,3 +89,6 @@ class BlockwiseOptions(WindowOptions):
         super().__post_init__()
         check_at_least(self.distill, 1, "epochs", "patience", "batch_size", "max_memory")
         check_training(self.dtype, self.distill.lr)
+
+    def settings(self) -> DistillSettings:
+        return DistillSettings(**{own.name: getattr(self.distill, own.name) for own in fields(DistillSettings)})

@@ -1,21 +1,20 @@
 """What methods that rewrite a checkpoint layer by layer have in common: from the two checkpoints and the data to the
-new checkpoint, with work that a killed run goes on from."""
+new checkpoint with its document, with work that a killed run goes on from."""
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from ladderize.adapt.blockwise.block_trainer import StudentBlocks
-from ladderize.adapt.blockwise.documents import BlockwiseRun, HeldoutMeasures, RewrittenLayers
-from ladderize.adapt.blockwise.folder import BlockFolder, LayerFiles
+from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
 from ladderize.adapt.blockwise.options import TOKENS_PER_STEP, WindowOptions
 from ladderize.adapt.blockwise.windows import Windows
-from ladderize.adapt.teacher import check_improved, check_pair, check_related
+from ladderize.adapt.data.sources import source_sha256
+from ladderize.adapt.teacher import check_improved, check_pair, check_related, target_text
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_streams
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
@@ -24,65 +23,232 @@ from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from ladderize.eval.perplexity import perplexity_from_nlls
+from ladderize.eval.perplexity import Perplexity, perplexity_from_nlls
 from ladderize.files import output
-from ladderize.files.records import Record
+from ladderize.files.records import OwnRecord, Record
 from ladderize.files.regular import resolved
 from ladderize.files.work import FINISHED, RUN, EarlierRun, run_digest, work_folder
 from ladderize.layout import Layout, format_ranges
 from ladderize.ranks.group import Ranks, join_ranks
 from ladderize.ranks.training import compute_dtype
 
-MethodOptions = TypeVar("MethodOptions", bound=WindowOptions)
-Document = TypeVar("Document", bound=RewrittenLayers)
-LayerAt = Callable[[int], torch.nn.Module]
+# ---- documents ----
 
 
 @dataclass(frozen=True)
-class Rewriting(Generic[MethodOptions]):
-    """What a method works on. teacher, own: the dense and the converted model, in the dtype that is computed in.
-    student: the layers to rewrite, with weights as they are stored. record: what the result depends on besides the
-    models."""
+class WindowData(Record):
+    """The data and its windows. samples: to learn from. seq_len: tokens of each."""
+
+    file: str
+    sha256: str
+    samples: int
+    heldout: int
+    seq_len: int
+
+
+@dataclass(frozen=True)
+class MethodRecord(Record):
+    """What a result depends on besides the models: for ladderize.yaml, and for a killed run to know itself. dtype: what
+    is computed in."""
+
+    data: WindowData
+    options: Record
+    dtype: str
+
+    @classmethod
+    def of(cls, windows: Windows, options: WindowOptions, dtype: torch.dtype) -> "MethodRecord":
+        """Reads all data once."""
+        sizes = len(windows.train), len(windows.heldout), windows.train.shape[1]
+        data = WindowData(options.data, source_sha256(options.source), *sizes)
+        return cls(data, options.settings(), str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class BlockwiseRun(Record):
+    """What a run was about; the models by their fingerprints."""
+
+    method: str
+    model: str
+    teacher: str
+
+
+@dataclass(frozen=True)
+class HeldoutMeasures:
+    """Of held-out windows, by name of the step: perplexities, of the dense model too, and mean divergences KL(dense ||
+    model) in nats per token."""
+
+    perplexity: dict[str, Perplexity]
+    divergence: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RewrittenLayers(Record, ABC):
+    """What documents of methods that rewrite layers one by one have in common. RESULT: the method's step among the
+    held-out measures. MEANING: of the errors in ``rows``."""
+
+    RESULT: ClassVar[str]
+    MEANING: ClassVar[str]
 
     model: str
-    teacher_name: str
+    teacher: str
     out: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    fingerprints: BlockwiseRun
+    data: WindowData
+    dtype: str
+    heldout_perplexity: dict[str, Perplexity]
+    heldout_divergence: dict[str, float] = field(default_factory=dict, kw_only=True)
+
+    @abstractmethod
+    def rows(self) -> list[dict[str, str]]:
+        """A table of layers for people."""
+
+    @abstractmethod
+    def done(self) -> str:
+        """What was done, as a paragraph of the model card."""
+
+    @property
+    def card_note(self) -> str:
+        """What was done and measured, for the model card."""
+        return f"{self.done()}\n\n{measured_note(self.heldout_perplexity, self.data)}"
+
+    @property
+    def target(self) -> str:
+        """The dense model's perplexity and the share of the loss recovered, in words."""
+        return target_text(*(self.heldout_perplexity[name].perplexity for name in ("before", self.RESULT, "dense")))
+
+
+def measured_note(perplexities: Mapping[str, Perplexity], data: WindowData) -> str:
+    """The held-out perplexities of each step as a paragraph of a model card."""
+    steps = ", ".join(f"{value.perplexity:.4f} ({name.removeprefix('+ ')})" for name, value in perplexities.items())
+    return (
+        f"**Measured.** Perplexity on {data.heldout} held-out windows of {data.seq_len} tokens of `{data.file}`:"
+        f" {steps}."
+    )
+
+
+def perplexity_rows(perplexities: Mapping[str, Perplexity], divergences: Mapping[str, float]) -> list[dict[str, str]]:
+    """Held-out perplexities and divergences against the first, the dense model, for people."""
+    dense = next(iter(perplexities.values())).perplexity
+    return [
+        {
+            "held out": name,
+            "perplexity": f"{value.perplexity:.4f}",
+            "stderr": "" if value.stderr is None else f"{value.stderr:.4f}",
+            "difference": "" if number == 0 else f"{value.perplexity - dense:+.4f}",
+            "KL to dense": f"{divergences[name]:.4f}" if name in divergences else "",
+        }
+        for number, (name, value) in enumerate(perplexities.items())
+    ]
+
+
+# ---- from a command to a checkpoint ----
+
+
+class CheckpointRun:
+    """A command that makes the checkpoint ``out`` with its ``document`` in work that a killed run goes on from. All
+    ranks make one. Raises UserError unless ``out`` may be written, and is none of ``sources``."""
+
+    def __init__(
+        self,
+        out: str,
+        document: str,
+        work_dir: Path | None,
+        sources: tuple[Checkpoint, ...],
+        ranks: Ranks,
+        console: Console,
+        *,
+        overwrite: bool,
+    ) -> None:
+        self.out, self.document, self.ranks, self.console, self.overwrite = out, document, ranks, console, overwrite
+        self.sources = [source.folder for source in sources]
+        self.folder = work_folder(out, work_dir, *self.sources)
+        self.earlier = EarlierRun(resolved(out), document, self.folder, overwrite=overwrite)
+        self.maybe_done = ranks.broadcast(self.earlier.may_have_finished())  # then OUT may be full
+        if not self.maybe_done:
+            self._check_target()
+
+    def _check_target(self) -> None:
+        for folder in self.sources:
+            output.check_target(Path(self.out), folder, overwrite=self.overwrite)
+
+    def open_work(self, identity: Mapping[str, Any], deciding: Mapping[str, Any]) -> BlockFolder | None:
+        """The folder of work about ``identity``; None where an earlier run of the same command wrote ``out`` already.
+        deciding: what decides the result besides ``identity``."""
+        self.identity, self.digest = identity, run_digest({**identity, **deciding})
+        if self.maybe_done:
+            if self.ranks.broadcast(self.earlier.finished(self.digest)):
+                return None
+            self._check_target()
+        with self.ranks.main_first():
+            return BlockFolder(self.folder, identity, main=self.ranks.is_main)
+
+    def written(self, kind: type[OwnRecord]) -> OwnRecord | None:
+        """The document of the earlier run that wrote ``out``, on other ranks than 0 None; what it left is removed."""
+        if not self.ranks.is_main:
+            return None
+        return kind.from_dict(self.earlier.tidy(BlockFolder, self.identity, self.console), self.document)
+
+    def write(
+        self,
+        work: BlockFolder,
+        model: str,
+        recipe: Recipe,
+        document: Record,
+        changes: Changes,
+        *,
+        revision: str | None,
+        verify: bool,
+    ) -> None:
+        """Write ``out``, whole or not at all, and remove the work."""
+        work.write_about(**{FINISHED: self.digest})  # a run that is killed from here on may find OUT complete
+        text = to_json({**document.to_dict(), RUN: self.digest}) + "\n"
+        convert_checkpoint(
+            model,
+            self.out,
+            recipe,
+            revision=revision,
+            overwrite=self.overwrite,
+            verify=verify,
+            changes=replace(changes, extra_files={**changes.extra_files, self.document: text}),
+            console=self.console,
+        )
+        work.remove()
+
+
+MethodOptions = TypeVar("MethodOptions", bound=WindowOptions)
+Document = TypeVar("Document", bound=RewrittenLayers)
+
+
+@dataclass(frozen=True)
+class LayerJob(Generic[MethodOptions]):
+    """What a method works on. teacher, own: the dense and the converted model, in the dtype that is computed in.
+    student: the layers to rewrite, with weights as they are stored. about: what the result depends on besides the
+    models. files: where finished layers lie."""
+
     options: MethodOptions
-    layout: Layout
-    layers: tuple[int, ...]
     teacher: Blocks
     own: Blocks
     student: StudentBlocks
     windows: Windows
-    identity: BlockwiseRun
-    record: Record
-    work: BlockFolder
+    about: Mapping[str, Any]
+    files: LayerFiles
     ranks: Ranks
     console: Console
 
-    @property
-    def about(self) -> dict[str, object]:
-        """The fields that documents have in common, but for what was measured."""
-        return {
-            "model": self.model,
-            "teacher": self.teacher_name,
-            "out": self.out,
-            "layout": str(self.layout),
-            **self.layout.to_config(),
-            "fingerprints": self.identity,
-            **vars(self.record),
-        }
-
 
 class LayerMethod(ABC, Generic[MethodOptions, Document]):
-    """A method. name: of ``--method``. document: the file with its document. key: of its record in ladderize.yaml, and
-    what it is called in messages. advice: what to try where it did not help. needs_source: whether the dense model has
-    to be the converted one's source or a relative of it."""
+    """A method. name: of ``--method``. key: of its record in ladderize.yaml, and what it is called in messages; its
+    document is the file of that name. reports: the document's field of them, and their kind. advice: what to try where
+    it did not help. needs_source: whether the dense model has to be the converted one's source or a relative of it."""
 
     name: str
-    document: str
     key: str
     kind: type[Document]
+    reports: tuple[str, type[Record]]
     advice: str
     needs_source: bool = False
 
@@ -95,20 +261,12 @@ class LayerMethod(ABC, Generic[MethodOptions, Document]):
         """The data."""
 
     @abstractmethod
-    def record(self, windows: Windows, options: MethodOptions, dtype: torch.dtype) -> Record:
-        """What the result depends on besides the models and the layers."""
-
-    @abstractmethod
-    def work(self, job: Rewriting[MethodOptions]) -> None:
-        """Make every layer that ``files`` does not hold yet. All ranks call it."""
-
-    @abstractmethod
     def files(self, work: BlockFolder) -> LayerFiles:
         """Where finished layers lie."""
 
     @abstractmethod
-    def describe(self, job: Rewriting[MethodOptions], measured: HeldoutMeasures) -> Document:
-        """The document of what was done."""
+    def work(self, job: LayerJob[MethodOptions]) -> None:
+        """Make every layer that ``job.files`` does not hold yet. All ranks call it."""
 
 
 def rewrite(
@@ -131,110 +289,80 @@ def rewrite(
     model, out, teacher_name = str(model), str(out), str(teacher_name)
     options.source.files()  # that they are there
     ranks = join_ranks(options.device)
-    student_checkpoint, teacher_checkpoint = open_checkpoint(model, revision), open_checkpoint(teacher_name)
-    layout = check_pair(student_checkpoint, teacher_checkpoint, model, teacher_name)
+    checkpoint, dense = open_checkpoint(model, revision), open_checkpoint(teacher_name)
+    layout = check_pair(checkpoint, dense, model, teacher_name)
     if layout.is_dense:
         raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
     if method.needs_source:
-        check_related(student_checkpoint, teacher_checkpoint, model, teacher_name)
+        check_related(checkpoint, dense, model, teacher_name)
     layers = method.layers(layout, options.layers)
-    folder = work_folder(out, options.work_dir, student_checkpoint.folder, teacher_checkpoint.folder)
-    earlier = EarlierRun(resolved(out), method.document, folder, overwrite=overwrite)
-    maybe_done = ranks.broadcast(earlier.may_have_finished())  # then OUT may be full
-    if not maybe_done:
-        check_targets(out, student_checkpoint, teacher_checkpoint, overwrite=overwrite)
+    run = CheckpointRun(
+        out, f"{method.key}.json", options.work_dir, (checkpoint, dense), ranks, console, overwrite=overwrite
+    )
     with console.stage("reading the data"):
-        windows = method.windows(teacher_checkpoint, options)
-    dtype = compute_dtype(options.dtype, stored_dtype(teacher_checkpoint))
-    teacher, own = (Blocks(checkpoint, dtype, ranks.device) for checkpoint in (teacher_checkpoint, student_checkpoint))
-    stored = Blocks(student_checkpoint, getattr(torch, stored_dtype(student_checkpoint)), ranks.device)
-    identity = BlockwiseRun(method.name, fingerprint(student_checkpoint), fingerprint(teacher_checkpoint))
-    record = method.record(windows, options, dtype)
-    digest = run_digest({**identity.to_dict(), **record.to_dict(), "layers": list(layers)})
-    if maybe_done:
-        if ranks.broadcast(earlier.finished(digest)):
-            if not ranks.is_main:
-                return None
-            return method.kind.from_dict(earlier.tidy(BlockFolder, identity.to_dict(), console), method.document)
-        check_targets(out, student_checkpoint, teacher_checkpoint, overwrite=overwrite)
-    with ranks.main_first():
-        work = BlockFolder(folder, identity.to_dict(), main=ranks.is_main)
-    with work:
+        windows = method.windows(dense, options)
+    dtype = compute_dtype(options.dtype, stored_dtype(dense))
+    teacher, own = (Blocks(each, dtype, ranks.device) for each in (dense, checkpoint))
+    stored = Blocks(checkpoint, getattr(torch, stored_dtype(checkpoint)), ranks.device)
+    identity = BlockwiseRun(method.name, fingerprint(checkpoint), fingerprint(dense))
+    record = MethodRecord.of(windows, options, dtype)
+    about = record.to_dict()
+    opened = run.open_work(identity.to_dict(), {**about, "layers": list(layers)})
+    if opened is None:
+        return run.written(method.kind)
+    with opened as work:
         if teacher.ends_differ(own):
             console.note(
                 f"{model} has a different embedding, final norm or LM head than {teacher_name}: its blocks will read"
                 " what they do not expect"
             )
-        job = Rewriting(
-            model,
-            teacher_name,
-            out,
-            options,
-            layout,
-            layers,
-            teacher,
-            own,
-            StudentBlocks(layout, layers, stored.weights),
-            windows,
-            identity,
-            record,
-            work,
-            ranks,
-            console,
-        )
-        method.work(job)
+        files, student = method.files(work), StudentBlocks(layout, layers, stored.weights)
+        method.work(LayerJob(options, teacher, own, student, windows, about, files, ranks, console))
         ranks.barrier()
         if not ranks.is_main:
             return None
+        result = method.kind.RESULT
         with console.stage("measuring held-out perplexities"):
-            files = method.files(work)
-            measured = before_and_after(teacher, own, layout, layers, files, windows.heldout, method.kind.RESULT)
+            measured = before_and_after(teacher, own, student, files, windows.heldout, result)
         if options.write == "best":
-            before, after = (measured.perplexity[name].perplexity for name in ("before", method.kind.RESULT))
-            check_improved(before, after, work=folder, advice=method.advice, what=method.key)
-        document = method.describe(job, measured)
-        work.write_about(**{FINISHED: digest})  # a run that is killed from here on may find OUT complete
-        convert_checkpoint(
-            model,
-            out,
-            Recipe(),
-            revision=revision,
-            overwrite=overwrite,
-            verify=verify,
-            changes=Changes(
-                replace=files.tensors(layers),
-                record={
-                    method.key: {
-                        "teacher": teacher_name,
-                        "fingerprints": identity.to_dict(),
-                        "layers": format_ranges(layers),
-                        **record.to_dict(),
-                    }
-                },
-                extra_files={method.document: to_json({**document.to_dict(), RUN: digest}) + "\n"},
-                note=document.card_note,
-            ),
-            console=console,
+            before, after = (measured.perplexity[name].perplexity for name in ("before", result))
+            check_improved(before, after, work=run.folder, advice=method.advice, what=method.key)
+        reports, kind = method.reports
+        fields: dict[str, Any] = {
+            **vars(record),
+            **layout.to_config(),
+            reports: [files.report(kind, layer) for layer in layers],
+            "heldout_perplexity": measured.perplexity,
+            "heldout_divergence": measured.divergence,
+        }
+        document = method.kind(
+            model=model, teacher=teacher_name, out=out, layout=str(layout), fingerprints=identity, **fields
         )
-        work.remove()
+        told = {"teacher": teacher_name, "fingerprints": identity.to_dict(), "layers": format_ranges(layers), **about}
+        changes = Changes(replace=files.tensors(layers), record={method.key: told}, note=document.card_note)
+        run.write(work, model, Recipe(), document, changes, revision=revision, verify=verify)
     return document
 
 
+# ---- measures ----
+
+LayerAt = Callable[[int], torch.nn.Module]
+
+
 def before_and_after(
-    teacher: Blocks,
-    own: Blocks,
-    layout: Layout,
-    layers: tuple[int, ...],
-    files: LayerFiles,
-    heldout: torch.Tensor,
-    result: str,
+    teacher: Blocks, own: Blocks, student: StudentBlocks, files: LayerFiles, heldout: torch.Tensor, result: str
 ) -> HeldoutMeasures:
-    """Held-out measures of the dense model, of the converted one, and of that with its rewritten layers."""
-    dense = Layout.dense(layout.num_layers)
+    """Held-out measures of the dense model, of the converted one, and, named ``result``, of that with its rewritten
+    layers."""
+    dense, layout = Layout.dense(own.num_layers), student.layout
+
+    def rewritten(layer: int) -> torch.nn.Module:
+        return own.layer(layer, layout, loaded(files, layer, own) if layer in student.layers else None)
+
     variants: dict[str, tuple[Blocks, LayerAt]] = {
         "dense": (teacher, lambda layer: teacher.layer(layer, dense)),
         "before": (own, lambda layer: own.layer(layer, layout)),
-        result: (own, lambda layer: own.layer(layer, layout, loaded(files, layer, own) if layer in layers else None)),
+        result: (own, rewritten),
     }
     return heldout_measures(variants, heldout)
 
@@ -254,20 +382,13 @@ def heldout_measures(variants: Mapping[str, tuple[Blocks, LayerAt]], ids: torch.
                 nlls.append(blocks.nll(own, batch))
                 if reference is not None:
                     sums.append(blocks.divergence(reference[number].to(blocks.device), own))
-        perplexities[name] = perplexity_from_nlls(
-            torch.cat(nlls).cpu().numpy(), list(ids.numpy()), time.perf_counter() - begin
-        )
+        seconds = time.perf_counter() - begin
+        perplexities[name] = perplexity_from_nlls(torch.cat(nlls).cpu().numpy(), list(ids.numpy()), seconds)
         if reference is None:
             reference = streams
         else:
             divergences[name] = float(torch.cat(sums).sum()) / ids[:, 1:].numel()
     return HeldoutMeasures(perplexities, divergences)
-
-
-def check_targets(out: str, *sources: Checkpoint, overwrite: bool) -> None:
-    """Raise UserError unless ``out`` may be written, and is none of its sources."""
-    for checkpoint in sources:
-        output.check_target(Path(out), checkpoint.folder, overwrite=overwrite)
 
 
 def loaded(files: LayerFiles, layer: int, blocks: Blocks) -> dict[str, torch.Tensor]:

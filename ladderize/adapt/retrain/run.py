@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ladderize.adapt.align.align import Aligning
 from ladderize.adapt.align.options import AlignOptions, short_tokens
-from ladderize.adapt.align.run import Aligning
 from ladderize.adapt.blockwise.rewrite import rewrite
 from ladderize.adapt.data.packing import PackedRow, batch_document, show_batch
 from ladderize.adapt.data.stream import Stream, StreamOptions, fixed_rows

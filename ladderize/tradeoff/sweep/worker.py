@@ -119,12 +119,12 @@ def _adapt(job: Mapping[str, Any], folder: Path, console: Console) -> None:
     method, model, teacher, out = job["method"], job["model"], job["teacher"], folder / MODEL_FOLDER
     options = settings.adapt_settings(method, job["options"], teacher, "adapt")
     if isinstance(options, AlignOptions):
-        from ladderize.adapt.align.run import align_checkpoint
+        from ladderize.adapt.align.align import align_checkpoint
 
         align_checkpoint(model, out, teacher, options, verify=job["verify"], console=console)
         return
     if isinstance(options, BlockwiseOptions):
-        from ladderize.adapt.blockwise.run import adapt_blocks
+        from ladderize.adapt.blockwise.distill import adapt_blocks
 
         adapt_blocks(model, out, teacher, options, verify=job["verify"], console=console)
         return

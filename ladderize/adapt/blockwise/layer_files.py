@@ -1,14 +1,18 @@
-"""A folder that holds what a run has finished so far, so that a killed one goes on."""
+"""Layers that a method rewrites one by one, and the folder that holds the finished ones, so that a killed run goes
+on."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ladderize.adapt.blockwise.documents import BlockReport
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import TensorReader, locate_tensors
 from ladderize.errors import UserError
@@ -16,6 +20,27 @@ from ladderize.files.parsing import parse_json
 from ladderize.files.records import OwnRecord, Record
 from ladderize.files.temporaries import fsync
 from ladderize.files.work import WorkFolder
+from ladderize.layout import Layout
+
+
+@dataclass(frozen=True)
+class StudentBlocks:
+    """The layers of a model of ``layout`` that are to be rewritten. weights: what each starts from; their dtype is what
+    is stored."""
+
+    layout: Layout
+    layers: tuple[int, ...]
+    weights: Callable[[int], Mapping[str, Tensor]]
+
+    def key(self, layer: int, about: Mapping[str, Any]) -> str:
+        """A hash of what a layer's result depends on: its modes, its initial weights, and ``about``."""
+        layout = self.layout
+        modes = [layout.entering(layer), layout.attention_sync[layer], layout.mlp_sync[layer], layout.sync_tp_size]
+        digest = hashlib.sha256(json.dumps([modes, about], sort_keys=True).encode())
+        for name, tensor in sorted(self.weights(layer).items()):
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 class LayerFiles:
@@ -28,7 +53,7 @@ class LayerFiles:
         return self.folder / f"{self.prefix}-{layer:05d}.safetensors"
 
     def has(self, layer: int, key: Callable[[], str]) -> bool:
-        """Whether this block is done, from just what ``key()`` says (asked for only if there is something to
+        """Whether this layer is done, from just what ``key()`` says (asked for only if there is something to
         compare)."""
         try:
             read_header(self.folder, self.path(layer).name)  # cut off by a power failure, say
@@ -37,7 +62,7 @@ class LayerFiles:
             return False
 
     def save(self, layer: int, weights: Mapping[str, Tensor], report: Record, key: str) -> None:
-        """Whole or not at all: written beside its place, then renamed."""
+        """Whole or not at all: written under another name, then renamed."""
         temporary = self.path(layer).with_suffix(".part")
         tensors = {f"model.layers.{layer}.{name}": tensor.contiguous().cpu() for name, tensor in weights.items()}
         try:
@@ -52,28 +77,24 @@ class LayerFiles:
         with safe_open(self.path(layer), framework="pt") as file:
             return file.metadata() or {}
 
-    def report_as(self, kind: type[OwnRecord], layer: int) -> OwnRecord:
+    def report(self, kind: type[OwnRecord], layer: int) -> OwnRecord:
         """What ``save`` was told about this layer."""
         return kind.from_dict(parse_json(self._metadata(layer)["report"].encode()), f"the report in {self.path(layer)}")
 
     def weights(self, layer: int) -> dict[str, Tensor]:
-        """The trained weights by their names within the layer."""
+        """By their names within the layer."""
         prefix, reader = f"model.layers.{layer}.", TensorReader(self.folder)
         infos = read_header(self.folder, self.path(layer).name)
         return {name.removeprefix(prefix): reader.read(info) for name, info in infos.items()}
 
     def tensors(self, layers: Sequence[int]) -> dict[str, TensorInfo]:
-        """Where every trained tensor lies, for the converter."""
-        found: dict[str, TensorInfo] = {}
-        for layer in layers:
-            found |= locate_tensors(self.path(layer))
-        return found
+        """Where every tensor of these layers lies, for the converter."""
+        return {name: info for layer in layers for name, info in locate_tensors(self.path(layer)).items()}
 
 
-class BlockFolder(WorkFolder, LayerFiles):
-    """Distilled blocks; and of ``ladderize spd`` what else it has finished."""
+class BlockFolder(WorkFolder):
+    """Distilled and aligned layers; and of ``ladderize spd`` what else it has finished."""
 
-    prefix = "block"
     CONTENT = (
         *WorkFolder.CONTENT,
         "block-*.safetensors",
@@ -86,10 +107,10 @@ class BlockFolder(WorkFolder, LayerFiles):
     )
 
     @property
+    def distilled(self) -> LayerFiles:
+        return LayerFiles(self.folder, "block")
+
+    @property
     def aligned(self) -> LayerFiles:
         """Layers that were aligned, of which blocks may then be distilled."""
         return LayerFiles(self.folder, "aligned")
-
-    def report(self, layer: int) -> BlockReport:
-        """What ``save`` was told about this block."""
-        return self.report_as(BlockReport, layer)
