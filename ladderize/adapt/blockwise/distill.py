@@ -129,7 +129,7 @@ def distill(
     trained anew. Raises UserError if a loss becomes NaN; what was trained before is kept in ``files``.
     """
     options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
-    console.note(announcement(teacher, student, windows, options))
+    console.note(distillation_announcement(teacher, student, windows, options))
     keys = {layer: partial(student.key, layer, about) for layer in student.layers}
     done = [layer for layer in student.layers if files.has(layer, keys[layer])]
     if done:
@@ -149,7 +149,9 @@ def distill(
                 files.save(index, weights, report, keys[index]())
 
 
-def announcement(teacher: Blocks, student: StudentBlocks, windows: Windows, options: DistillOptions) -> str:
+def distillation_announcement(
+    teacher: Blocks, student: StudentBlocks, windows: Windows, options: DistillOptions
+) -> str:
     """What the training takes, from a step timed here and now. Raises UserError where such a step has no room.
 
     options: resolved ones.
