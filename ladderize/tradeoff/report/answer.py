@@ -4,9 +4,10 @@ from dataclasses import dataclass, field, replace
 
 from ladderize.eval.paired.words import margin_text
 from ladderize.tradeoff.report.join import ReportContent
-from ladderize.tradeoff.report.subjects import Setting, Subject, Timing, WithInterval
+from ladderize.tradeoff.report.subjects import Setting, Subject, Timing
 from ladderize.tradeoff.report.words import (
     control_text,
+    interval_text,
     named,
     points_text,
     speedup_text,
@@ -26,6 +27,10 @@ class KeyNumber:
     detail: str  # how sure it is, and where it holds
 
 
+NO_INTERVAL = "no interval: too few rounds"
+UNMEASURED_SPEED = KeyNumber("Its speed-up", "not known", f"no times: {MEASURE_SPEED}")
+
+
 @dataclass(frozen=True)
 class Answer:
     headline: str
@@ -37,7 +42,15 @@ class Answer:
 
 def find_answer(content: ReportContent) -> Answer:
     """See the module."""
-    answer = _find(content)
+    others = [one for one in content.models if one is not content.reference and not one.is_control]
+    compared = [subject for subject in others if subject.difference is not None]
+    shown = [subject for subject in compared if subject.accuracy is not None and subject.accuracy.verdict == "shown"]
+    if shown:
+        answer = _within_margin(content, shown)
+    elif compared:
+        answer = _none_shown(content, others, compared)
+    else:
+        answer = _without_accuracy(content, others)
     return replace(answer, sentences=[*answer.sentences, *_control_sentences(content, answer), *_unfinished(content)])
 
 
@@ -82,60 +95,52 @@ def _unfinished(content: ReportContent) -> list[str]:
     return sentences
 
 
-def _find(content: ReportContent) -> Answer:
-    others = [one for one in content.models if one is not content.reference and not one.is_control]
-    compared = [subject for subject in others if subject.difference is not None]
-    shown = [subject for subject in compared if subject.accuracy is not None and subject.accuracy.verdict == "shown"]
-    if not compared:
-        return _without_accuracy(content, others)
-    if not shown:
-        return _none_shown(content, others, compared)
-    return _within_margin(content, shown)
-
-
-def faster(estimate: WithInterval) -> bool:
+def faster(timing: Timing) -> bool:
     """Whether the interval shows a speed-up; without one, nothing does."""
-    return estimate.low is not None and estimate.low > 1
+    return timing.whole.low is not None and timing.whole.low > 1
 
 
-def _fastest(subjects: list[Subject], setting: Setting) -> tuple[Subject, Timing] | None:
-    """Of those that are shown to be faster than dense, where there are such; of one layout the most accurate."""
-    timed = [(subject, timing) for subject in subjects if (timing := subject.timing(setting)) is not None]
+Timed = tuple[Subject, Timing]
 
-    def order(pair: tuple[Subject, Timing]) -> tuple[bool, float, float]:
-        subject, speed = pair[0], pair[1].whole
-        return faster(speed), speed.value, subject.accuracy.value if subject.accuracy is not None else 0.0
 
-    return max(timed, key=order, default=None)
+def _fastest(subjects: list[Subject], content: ReportContent) -> list[Timed]:
+    """In each setting, where any was timed, the fastest of those shown to be faster than dense, where there are
+    such; of one layout the most accurate."""
+
+    def order(pair: Timed) -> tuple[bool, float, float]:
+        subject, timing = pair
+        return faster(timing), timing.whole.value, subject.accuracy.value if subject.accuracy is not None else 0.0
+
+    timed = [
+        [(subject, timing) for subject in subjects if (timing := subject.timing(setting)) is not None]
+        for setting in content.real_settings
+    ]
+    return [max(pairs, key=order) for pairs in timed if pairs]
 
 
 def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:
     margin = margin_text(content.margin)
-    paying = []
-    for setting in content.real_settings:
-        faster_ones = [one for one in shown if (timing := one.timing(setting)) and faster(timing.whole)]
-        if found := _fastest(faster_ones, setting):
-            paying.append(found)
+    paying = [pair for pair in _fastest(shown, content) if faster(pair[1])]
     if paying:
-        subject, timing = paying[0]
+        best, timing = paying[0]
         headline = (
-            f"{named(subject)} is {timing.whole.value:.2f}\u00d7 as fast as dense and at most"
+            f"{named(best)} is {timing.whole.value:.2f}\u00d7 as fast as dense and at most"
             f" {margin} less accurate: both are shown by 95 % intervals."
         )
         if timing.setting.kind == "predicted":
             headline = (
-                f"{named(subject)} is predicted to be {timing.whole.value:.2f}\u00d7 as fast as dense, and shown by"
+                f"{named(best)} is predicted to be {timing.whole.value:.2f}\u00d7 as fast as dense, and shown by"
                 f" the 95 % interval to be at most {margin} less accurate."
             )
-        numbers = [_accuracy_number(subject, content), _speed_number(timing), _pays_number([subject], content)]
-        return Answer(headline, numbers, _kind_sentences(content, subject, timing.setting), subject, timing.setting)
+        numbers = [_accuracy_number(best, content), _speed_number(timing), _pays_number([best], content)]
+        return Answer(headline, numbers, _kind_sentences(content, best, timing.setting), best, timing.setting)
     best = max(shown, key=lambda s: max((t.whole.value for t in s.timings), default=0.0))
-    if not content.real_settings or not any(subject.timings for subject in shown):
+    if not content.real_settings or not best.timings:
         headline = (
             f"{named(best)} is at most {margin} less accurate than dense: shown by the 95 %"
             " interval. Its speed was not measured."
         )
-        numbers = [_accuracy_number(best, content), _unmeasured_speed(), _pays_number([best], content)]
+        numbers = [_accuracy_number(best, content), UNMEASURED_SPEED, _pays_number([best], content)]
         return Answer(headline, numbers, [f"`{MEASURE_SPEED}` measures the speed."], best)
     headline = (
         f"No layout that is shown to be within {margin} of dense is also shown to be faster than dense in any setting"
@@ -143,14 +148,13 @@ def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:
     )
     timing = max(best.timings, key=lambda timing: timing.whole.value)
     numbers = [_accuracy_number(best, content), _speed_number(timing), _pays_number(shown, content)]
-    return Answer(headline, numbers, [], None, timing.setting)
+    return Answer(headline, numbers, setting=timing.setting)
 
 
 def _none_shown(content: ReportContent, others: list[Subject], compared: list[Subject]) -> Answer:
     margin = margin_text(content.margin)
     closest = max(compared, key=lambda s: s.difference.value if s.difference else 0.0)
     assert closest.accuracy is not None
-    headline = f"No layout is shown to be within {margin} of dense."
     sentences = []
     if closest.accuracy.needed:
         sentences.append(
@@ -164,40 +168,37 @@ def _none_shown(content: ReportContent, others: list[Subject], compared: list[Su
         )
     nearest = f"closest: {named(closest)}, {_difference_text(closest)}"
     first = KeyNumber(f"Layouts shown within {margin} of dense", "none", nearest)
-    fastest = _first_fastest(others, content)
-    if fastest is None:
-        return Answer(headline, [first, _unmeasured_speed(), _pays_number(others, content)], sentences)
-    subject, timing = fastest
-    cost = _difference_text(subject) if subject.accuracy is not None else "accuracy not measured"
-    speed = KeyNumber("Highest speed-up of any layout", *_speed_parts(timing, f"{subject.name}, {cost}"))
-    return Answer(headline, [first, speed, _pays_number(others, content)], sentences, None, timing.setting)
+    speed, setting = UNMEASURED_SPEED, None
+    if (fastest := _first_fastest(others, content)) is not None:
+        subject, timing = fastest
+        cost = _difference_text(subject) if subject.accuracy is not None else "accuracy not measured"
+        speed = _speed_number(timing, "Highest speed-up of any layout", f"{subject.name}, {cost}")
+        setting = timing.setting
+    numbers = [first, speed, _pays_number(others, content)]
+    return Answer(f"No layout is shown to be within {margin} of dense.", numbers, sentences, setting=setting)
 
 
 def _without_accuracy(content: ReportContent, others: list[Subject]) -> Answer:
-    fastest = _first_fastest(others, content)
     known = content.reference is not None and content.reference.accuracy is not None
     what = "The accuracy of no converted model was measured" if known else "The accuracy was not measured"
-    headline = f"{what}, so this report cannot say which layout to use."
     sentences = [f"`{MEASURE_ACCURACY}` measures it; give results.json to this report."]
-    if perplexed := [s for s in others if s.perplexity is not None]:
-        lowest = min(perplexed, key=lambda s: s.perplexity.value if s.perplexity else 0.0)
-        assert lowest.perplexity is not None
+    if perplexed := [(one.perplexity.value, one) for one in others if one.perplexity is not None]:
+        lowest = min(perplexed, key=lambda pair: pair[0])[1]
         sentences.insert(0, f"{named(lowest)} has the lowest perplexity of the converted models.")
-    first = KeyNumber(
-        f"Best layout within {margin_text(content.margin)} of dense", "not known", "no task was evaluated"
-    )
-    speed = _unmeasured_speed()
-    if fastest is not None:
+    label = f"Best layout within {margin_text(content.margin)} of dense"
+    speed, setting = UNMEASURED_SPEED, None
+    if (fastest := _first_fastest(others, content)) is not None:
         subject, timing = fastest
-        speed = KeyNumber("Highest speed-up", *_speed_parts(timing, subject.name))
-    setting = fastest[1].setting if fastest else None
-    return Answer(headline, [first, speed, _pays_number(others, content)], sentences, None, setting)
+        speed, setting = _speed_number(timing, "Highest speed-up", subject.name), timing.setting
+    numbers = [KeyNumber(label, "not known", "no task was evaluated"), speed, _pays_number(others, content)]
+    headline = f"{what}, so this report cannot say which layout to use."
+    return Answer(headline, numbers, sentences, setting=setting)
 
 
-def _first_fastest(others: list[Subject], content: ReportContent) -> tuple[Subject, Timing] | None:
+def _first_fastest(others: list[Subject], content: ReportContent) -> Timed | None:
     """In the first setting where something is faster than dense; else in the first."""
-    found = [pair for setting in content.real_settings if (pair := _fastest(others, setting)) is not None]
-    return next((pair for pair in found if faster(pair[1].whole)), found[0] if found else None)
+    found = _fastest(others, content)
+    return next((pair for pair in found if faster(pair[1])), found[0] if found else None)
 
 
 def _accuracy_number(subject: Subject, content: ReportContent) -> KeyNumber:
@@ -214,39 +215,26 @@ def _difference_text(subject: Subject) -> str:
     return f"{points_text(subject.difference)} points of mean accuracy"
 
 
-def _speed_number(timing: Timing) -> KeyNumber:
-    return KeyNumber("Its speed-up, end to end", *_speed_parts(timing, ""))
-
-
-def _speed_parts(timing: Timing, what: str) -> tuple[str, str]:
-    """The value, and the detail: the interval, whose it is, and where it holds."""
-    estimate = timing.whole
-    known = estimate.low is not None and estimate.high is not None
-    interval = f"95 % interval {estimate.low:.2f} to {estimate.high:.2f}" if known else "no interval: too few rounds"
-    if known and not faster(estimate):
+def _speed_number(timing: Timing, label: str = "Its speed-up, end to end", what: str = "") -> KeyNumber:
+    """The detail: whose it is, the interval, and where it holds."""
+    interval = f"95 % interval {interval_text(timing.whole)}" if interval_text(timing.whole) else NO_INTERVAL
+    if timing.whole.low is not None and not faster(timing):
         interval += ": not shown to be faster"
     parts = [part for part in (what, interval, timing.setting.words) if part]
-    return f"{estimate.value:.2f}\u00d7", "; ".join(parts)
-
-
-def _unmeasured_speed() -> KeyNumber:
-    return KeyNumber("Its speed-up", "not known", f"no times: {MEASURE_SPEED}")
+    return KeyNumber(label, f"{timing.whole.value:.2f}\u00d7", "; ".join(parts))
 
 
 def _pays_number(subjects: list[Subject], content: ReportContent) -> KeyNumber:
     """Settings in which none of the subjects is shown to be faster."""
-    label, settings = "Where it is not shown to pay", content.real_settings
-    if not settings:
-        return KeyNumber(label, "not known", "no times were measured")
-    fastest = [(setting, found) for setting in settings if (found := _fastest(subjects, setting)) is not None]
+    label = "Where it is not shown to pay"
+    fastest = _fastest(subjects, content)
     if not fastest:
-        return KeyNumber(label, "not known", "not timed")
-    losing = []
-    for setting, (_, timing) in fastest:
-        speedup = timing.whole
-        if not faster(speedup):
-            unknown = ", no interval: too few rounds" if speedup.low is None else ""
-            losing.append(f"{setting.words}: {speedup_text(speedup)}{unknown}")
+        return KeyNumber(label, "not known", "not timed" if content.real_settings else "no times were measured")
+    losing = [
+        f"{timing.setting.words}: {speedup_text(timing.whole)}{f', {NO_INTERVAL}' if timing.whole.low is None else ''}"
+        for _, timing in fastest
+        if not faster(timing)
+    ]
     value = f"{len(losing)} of {len(fastest)} setting{'s' * (len(fastest) != 1)}"
     shown = losing[:3] + ([f"and {len(losing) - 3} more below"] if len(losing) > 3 else [])
     return KeyNumber(label, value, "; ".join(shown) or "the interval is above 1 wherever it was timed")
@@ -256,9 +244,9 @@ def _kind_sentences(content: ReportContent, best: Subject, chosen: Setting) -> l
     """Where the speed-up that is shown is not measured, what the measured settings say of the same model."""
     if chosen.kind == "measured":
         return []
-    sentences = [f"This speed-up is {chosen.kind}, not measured on a whole group."]
-    measured = [setting for setting in content.real_settings if setting.kind == "measured"]
-    for setting in measured[:1]:
-        if (timing := best.timing(setting)) is not None:
-            sentences.append(f"Of {best.name}, {setting.words}: {speedup_text(timing.whole)}.")
-    return sentences
+    measured = [setting for setting in content.real_settings if setting.kind == "measured"][:1]
+    return [f"This speed-up is {chosen.kind}, not measured on a whole group."] + [
+        f"Of {best.name}, {setting.words}: {speedup_text(timing.whole)}."
+        for setting in measured
+        if (timing := best.timing(setting)) is not None
+    ]

@@ -1,19 +1,23 @@
-"""The documents that a report is made of: found in what the user named, and read checked."""
+"""The documents that a report is made of: found in what the user named, read checked, each with its command."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ladderize.adapt.retrain.curves import Curves, read_curves
 from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.convert.sensitivity_file import SensitivityDocument, kind_of, read_sensitivity
 from ladderize.errors import UserError
+from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
 from ladderize.files.regular import inside, resolved
 from ladderize.planning.plans.document import PlanResult
+from ladderize.planning.plans.options import PlanModel
 from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.options import BenchOptions
+from ladderize.tradeoff.sweep.by_hand import NOT_ON_THE_COMMAND_LINE, line, options_by_hand
 from ladderize.workflows.sweep_document import SweepDocument
 
 SWEEP = "sweep.json"
@@ -21,13 +25,13 @@ SWEEP = "sweep.json"
 OURS = ("results*.json", "bench*.json", "plan*.json", "sensitivity*.json")
 # what tells the documents apart: keys that only this one has
 TELLING_KEYS = {
-    "sweep": ("points", "benches"),
+    "sweeps": ("points", "benches"),
     "results": ("options", "models"),
     "training": ("rows", "environment", "checked"),
     "vllm": ("rows", "environment", "engine"),
-    "bench": ("rows", "environment"),
-    "plan": ("rows", "device", "links"),
-    "sensitivity": ("blocks", "tau1"),
+    "benches": ("rows", "environment"),
+    "plans": ("rows", "device", "links"),
+    "sensitivities": ("blocks", "tau1"),
     "points": ("costs", "dense_nll"),
 }
 NOT_SHOWN = {
@@ -35,17 +39,18 @@ NOT_SHOWN = {
     "vllm": "bench --engine vllm, which no report shows; name other files",
     "points": "sensitivity --mode points, which `ladderize plan` reads and no report shows; name other files",
 }
+STAGE_COMMANDS = 4  # of a sweep's: its own command makes them all
 AnyDocument = TypeVar("AnyDocument")
 
 
 @dataclass(frozen=True)
 class FoundDocument(Generic[AnyDocument]):
-    """One document."""
+    """One document. version: of ladderize, which wrote it; command: what made it, as a user types it."""
 
     path: Path
     document: AnyDocument
-    version: str  # of ladderize, which wrote it
-    command: str | None = None  # what made it, where a sweep says so
+    version: str
+    command: str
 
 
 FoundResults = FoundDocument[EvalResults]
@@ -53,11 +58,11 @@ FoundResults = FoundDocument[EvalResults]
 
 @dataclass(frozen=True)
 class FoundCurves:
-    """Of one retraining."""
+    """Of one retraining. folder: what it was written to; name: of the point of a sweep."""
 
-    folder: Path  # what it was written to
+    folder: Path
     curves: Curves
-    name: str | None = None  # of the point of a sweep
+    name: str | None = None
 
 
 @dataclass
@@ -75,6 +80,14 @@ class FoundDocuments:
     @property
     def empty(self) -> bool:
         return not (self.sweeps or self.results or self.benches or self.plans or self.sensitivities or self.curves)
+
+    def commands(self, *kinds: str) -> list[str]:
+        """What made the sweeps, and the documents of these kinds."""
+        sweeps, own = (
+            list(dict.fromkeys(one.command for kind in some for one in getattr(self, kind)))
+            for some in (("sweeps",), kinds)
+        )
+        return sweeps + own[:STAGE_COMMANDS] if sweeps else own
 
 
 def find_documents(paths: list[Path]) -> FoundDocuments:
@@ -100,8 +113,9 @@ def _add_folder(folder: Path, found: FoundDocuments) -> None:
     before = len(found.seen)
     below = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     for place in (folder, *below):
-        for file in _files_in(place):
-            _add_file(file, found, named=False)
+        for pattern in OURS:
+            for file in sorted(path for path in place.glob(pattern) if path.is_file()):
+                _add_file(file, found, named=False)
         if (place / METRICS).is_file() and not place.name.endswith(".ladderize-work"):
             _add_curves(place, found)
     if len(found.seen) == before:
@@ -112,37 +126,29 @@ def _add_folder(folder: Path, found: FoundDocuments) -> None:
     return None
 
 
-def _files_in(folder: Path) -> Iterator[Path]:
-    for pattern in OURS:
-        yield from sorted(path for path in folder.glob(pattern) if path.is_file())
-
-
 def _add_file(path: Path, found: FoundDocuments, command: str | None = None, *, named: bool = True) -> None:
     """named: by the user, rather than found in a folder, where what no report shows is passed over."""
     if path in found.seen:
         return
     found.seen.add(path)
     content = read_document(path, "sweep.json, results.json, bench.json, plan.json or sensitivity.json")
-    version = str(content.get("ladderize_version", "unknown"))
     kind = next((kind for kind, keys in TELLING_KEYS.items() if all(key in content for key in keys)), None)
-    if kind == "sweep":
-        _add_sweep(FoundDocument(path, SweepDocument.from_dict(content, path), version), found)
-    elif kind == "results":
-        found.results.append(FoundDocument(path, EvalResults.from_dict(content, path), version, command))
-    elif kind == "bench":
-        found.benches.append(FoundDocument(path, BenchDocument.from_dict(content, path), version, command))
-    elif kind == "plan":
-        found.plans.append(FoundDocument(path, PlanResult.from_dict(content, path), version))
-    elif kind == "sensitivity":
-        document = read_sensitivity(path, kind_of(str(content.get("mode"))))
-        found.sensitivities.append(FoundDocument(path, document, version, command))
-    elif kind is None:
+    if kind is None:
         raise UserError(
             f"{path} is none of the documents that a report is made of: sweep.json, results.json, bench.json,"
             " plan.json, sensitivity.json; name one of these, or a folder with them"
         )
-    elif named:
-        raise UserError(f"{path} is of {NOT_SHOWN[kind]}")
+    if kind in NOT_SHOWN:
+        if named:
+            raise UserError(f"{path} is of {NOT_SHOWN[kind]}")
+        return
+    read, command_of = KINDS[kind]
+    document = read(content, path)
+    version = str(content.get("ladderize_version", "unknown"))
+    one = FoundDocument(path, document, version, command or command_of(document, path.name))
+    getattr(found, kind).append(one)
+    if kind == "sweeps":
+        _add_stages(one, found)
 
 
 def _add_curves(folder: Path, found: FoundDocuments, name: str | None = None) -> None:
@@ -151,9 +157,8 @@ def _add_curves(folder: Path, found: FoundDocuments, name: str | None = None) ->
         found.curves.append(FoundCurves(folder, read_curves(folder), name))
 
 
-def _add_sweep(sweep: FoundDocument[SweepDocument], found: FoundDocuments) -> None:
-    """A sweep, and what it points to: paths inside its folder only."""
-    found.sweeps.append(sweep)
+def _add_stages(sweep: FoundDocument[SweepDocument], found: FoundDocuments) -> None:
+    """What a sweep points to: paths inside its folder only."""
     document = sweep.document
     stages = [*document.stages, *(stage for point in document.points for stage in point.stages)]
     commands = {stage.output: stage.command for stage in stages}
@@ -179,3 +184,69 @@ def _inside(sweep: Path, name: str) -> Path:
     if path is None:
         raise UserError(f"{sweep} names {name}, which lies outside of its folder")
     return path
+
+
+# ---- the command of a document that does not say it: put together from its options ----
+
+
+def _eval_command(document: EvalResults, file: str) -> str:
+    models = [entry.model.model for entry in document.models]
+    return _line("eval", models, _changed(vars(document.options), vars(EvalOptions())), file)
+
+
+def _bench_command(document: BenchDocument, file: str) -> str:
+    rows = dict.fromkeys((row.model, row.is_random) for row in document.rows if row.is_model)
+    changed = _changed(vars(document.options), vars(BenchOptions(device=document.options.device)))
+    if (link := document.link) is not None:
+        by_hand = link.source == "given by hand"
+        changed["link"] = f"{link.alpha_us:g},{link.beta_gb_s or float('inf'):g}" if by_hand else link.name
+    models = [model for model, is_random in rows if not is_random]
+    if not models:
+        changed = {"random_weights": "SHAPE", "layout": ",".join(model for model, _ in rows), **changed}
+    return _line("bench", models, changed, file)
+
+
+def _plan_command(document: PlanResult, file: str) -> str:
+    asked = document.model
+    changed = _changed({**vars(asked), "model": None}, vars(PlanModel(shape="")))
+    changed |= {name: value for name, value in vars(document.options).items() if value is not None}
+    return _line("plan", [] if asked.model is None else [asked.model], changed, file)
+
+
+def _sensitivity_command(document: SensitivityDocument, file: str) -> str:
+    data = document.data
+    given: dict[str, object] = {"mode": document.mode, "data": data.file, "sync_tp_size": document.sync_tp_size}
+    given |= {"samples": data.samples, "seq_len": data.seq_len}
+    if document.aligned is not None:
+        given |= {"align": True, "align_samples": document.aligned.samples}
+    return _line("sensitivity", [document.model], given, file)
+
+
+def _changed(values: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in NOT_ON_THE_COMMAND_LINE and value != defaults.get(name) and value is not None
+    }
+
+
+def _line(command: str, models: list[str], changed: Mapping[str, object], out: str) -> str:
+    names = {"tp_sizes": "tp_size", "batch_sizes": "batch_size"}
+    given = {
+        f"no_{name}" if value is False else names.get(name, name): True if value is False else value
+        for name, value in changed.items()
+    }
+    return line(command, *models, *options_by_hand(given), "--out", out)
+
+
+# kind -> what reads it, and its command
+KINDS: dict[str, tuple[Callable[[Any, Path], Any], Callable[[Any, str], str]]] = {
+    "sweeps": (SweepDocument.from_dict, lambda document, _: document.command),
+    "results": (EvalResults.from_dict, _eval_command),
+    "benches": (BenchDocument.from_dict, _bench_command),
+    "plans": (PlanResult.from_dict, _plan_command),
+    "sensitivities": (
+        lambda content, path: read_sensitivity(path, kind_of(str(content.get("mode")))),
+        _sensitivity_command,
+    ),
+}

@@ -1,6 +1,7 @@
 """From documents to subjects: what was evaluated, timed and swept under one model path is one subject."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from ladderize.runtime.bench.speed_row import PhaseCommunication, SpeedRow
 from ladderize.runtime.bench.spread import LEAST_ROUNDS
 from ladderize.tradeoff.report.documents import FoundDocument, FoundDocuments
 from ladderize.tradeoff.report.options import DEFAULT_MARGIN, ReportOptions
-from ladderize.tradeoff.report.scores import add_scores, check_same_questions, compare_controls, compare_stored
+from ladderize.tradeoff.report.scores import add_scores, check_same_questions
 from ladderize.tradeoff.report.subjects import (
     BARE_SUBJECT,
     BASELINE_SUBJECT,
@@ -65,7 +66,6 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
         raise UserError(
             f"the sweeps have margins of {' and '.join(f'{m:g}' for m in sorted(margins))} points; say --margin"
         )
-    margin = options.margin or next(iter(margins), DEFAULT_MARGIN)
     joint = _Joint()
     for sweep in found.sweeps:
         for point in sweep.document.points:
@@ -77,21 +77,25 @@ def join_documents(found: FoundDocuments, options: ReportOptions) -> ReportConte
         joint.add_bench(bench, number)
     for number, plan in enumerate(found.plans, len(found.benches)):
         joint.add_plan(plan, number)
-    joint.check_joined(found)
-    joint.check_references(found)
     joint.share_times()
-    content = ReportContent(margin, joint.in_order(), joint.settings(), found)
+    subjects = sorted(joint.subjects, key=lambda subject: subject.kind != MODEL_SUBJECT)
+    settings = sorted({timing.setting for subject in subjects for timing in subject.timings}, key=_preference)
+    margin = options.margin or next(iter(margins), DEFAULT_MARGIN)
+    content = ReportContent(margin, subjects, settings, found)
     _name(content.models)
-    for results in found.results:
-        add_scores(results, joint.evaluated, content.reference, margin, content.remarks)
-    compare_stored(found.results, joint.evaluated, content.reference, margin, content.remarks)
-    compare_controls(found.results, joint.evaluated, margin)
+    content.remarks += add_scores(found.results, joint.evaluated, content.reference, margin)
     if shared := [subject.name for subject in content.models if subject.timed_as is not None]:
         content.remarks.append(
             "Speed depends on the layout and the size only, so these have the times of another model with the same"
             f" ones: {'; '.join(shared)}."
         )
     return content
+
+
+def _preference(setting: Setting) -> tuple[object, ...]:
+    kind = KIND_ORDER.index(setting.kind)
+    first = (setting.bare, kind, -setting.tp_size, setting.source, setting.batch_size)
+    return (*first, setting.medium, setting.prompt_len, setting.output_len)
 
 
 @dataclass
@@ -102,12 +106,22 @@ class _Joint:
     evaluated: dict[str, Subject] = field(default_factory=dict)
     timed: dict[str, list[Subject]] = field(default_factory=dict)
     where: dict[str, Path] = field(default_factory=dict)  # which results.json has a model
-    joined: dict[Path, bool] = field(default_factory=dict)  # whether a bench.json has a model that was evaluated
 
     def _new(self, row: SweepPoint | EvaluatedModel | SpeedRow, model: str, name: str = "", **more: Any) -> Subject:
         subject = Subject(name, model, row.layout, row.attention_sync, row.mlp_sync, row.sync_tp_size, **more)
         self.subjects.append(subject)
         return subject
+
+    def _timed_by(self, key: str, row: SpeedRow, model: str, name: str, **more: Any) -> list[Subject]:
+        """What has the times of a row: those of the key, or something that nothing else knows."""
+        if key not in self.timed:
+            kind = more["kind"]
+            self.timed[key] = [self._new(row, model, "" if kind == MODEL_SUBJECT else name, **more)]
+        return self.timed[key]
+
+    @property
+    def evaluations(self) -> str:
+        return _some({str(path) for path in self.where.values()})
 
     def add_point(self, point: SweepPoint) -> None:
         if point.model is not None and _normal(point.model) in self.evaluated:
@@ -129,53 +143,56 @@ class _Joint:
                     f"{results.path} and {self.where[key]} both evaluate {entry.model.model}; name one of the two"
                 )
             self.where[key] = results.path
-            subject = self.evaluated.get(key)
-            if subject is None:
-                subject = self.evaluated[key] = self._new(entry.model, entry.model.model)
-                self.timed.setdefault(key, []).append(subject)
-            subject.parameters = entry.model.parameters
-            _check_layout(subject, entry.model, results.path)
+            if key not in self.evaluated:
+                self.evaluated[key] = self._new(entry.model, entry.model.model)
+                self.timed.setdefault(key, []).append(self.evaluated[key])
+            self.evaluated[key].parameters = entry.model.parameters
+            _check_layout(self.evaluated[key], entry.model, results.path)
 
     def add_bench(self, bench: FoundDocument[BenchDocument], number: int) -> None:
-        for row in bench.document.rows:
-            timing = bench_timing(row, bench.document, number)
-            for subject in self._timed_subjects(row, bench.path):
-                _add_timing(subject, timing, row, bench.path)
-
-    def _timed_subjects(self, row: BenchRow, path: Path) -> list[Subject]:
-        if row.is_model and not row.is_random:
-            key = _normal(row.model)
-            self.joined[path] = self.joined.get(path, False) or key in self.timed
-            for subject in self.timed.get(key, []):
-                _check_layout(subject, row, path)
-        else:  # never joined to what was evaluated
-            key = f"{path}: {row.model}: {row.weights}"
-        if key not in self.timed:
-            kind = BASELINE_SUBJECT if not row.is_model else BARE_SUBJECT if row.is_random else MODEL_SUBJECT
-            self.timed[key] = [self._new(row, row.model, "" if kind == MODEL_SUBJECT else row.model, kind=kind)]
-        return self.timed[key]
+        """Raises UserError for times of models none of which was evaluated, where others were, and for speed-ups over
+        another model than the one that accuracies are compared with."""
+        rows = bench.document.rows
+        real = {row.model: self.timed.get(_normal(row.model), []) for row in rows if row.is_model and not row.is_random}
+        if self.where and real and not any(real.values()):
+            raise UserError(
+                f"{bench.path} times {_some(set(real))}, but {self.evaluations} evaluates {_some(set(self.where))}: no"
+                " model is in both; time and evaluate the same paths"
+            )
+        if self.where and rows and not rows[0].is_random and self.subjects[0] not in real.get(rows[0].model, []):
+            raise UserError(
+                f"{bench.path} has speed-ups over {rows[0].model}, but the accuracies are compared with"
+                f" {self.subjects[0].model}; name the same model first in eval and in bench"
+            )
+        for row in rows:
+            for subject in real.get(row.model, []) if not row.is_random else ():
+                _check_layout(subject, row, bench.path)
+            is_real = row.is_model and not row.is_random
+            key = _normal(row.model) if is_real else f"{bench.path}: {row.model}: {row.weights}"
+            kind = MODEL_SUBJECT if is_real else BARE_SUBJECT if row.is_model else BASELINE_SUBJECT
+            for subject in self._timed_by(key, row, row.model, row.model, kind=kind):
+                _add_timing(subject, bench_timing(row, bench.document, number), bench.path)
 
     def add_plan(self, plan: FoundDocument[PlanResult], number: int) -> None:
         """Give predicted times to all models of the same layout and size."""
         document = plan.document
         if not document.rows:
             return
-        first = self._planned_subjects(document.rows[0], plan)[0]
+        first = self._planned(document.rows[0], plan)[0]
         if self.where and first.kind != MODEL_SUBJECT:
             raise UserError(
-                f"{plan.path} predicts speed-ups over a dense model of another size than what"
-                f" {_some({str(path) for path in self.where.values()})} evaluates; make it of that model"
+                f"{plan.path} predicts speed-ups over a dense model of another size than what {self.evaluations}"
+                " evaluates; make it of that model"
             )
         measured = {id(subject) for subject in self.subjects if subject.timings}
         for row in document.rows:
-            timing = planned_timing(row, document, number, first)
-            same = self._planned_subjects(row, plan)
+            same = self._planned(row, plan)
             for subject in same:
-                _add_timing(subject, timing, row, plan.path)
+                _add_timing(subject, planned_timing(row, document, number, first), plan.path)
                 if subject is not same[0] and id(subject) not in measured:
                     subject.timed_as = same[0].model
 
-    def _planned_subjects(self, row: PlannedRow, plan: FoundDocument[PlanResult]) -> list[Subject]:
+    def _planned(self, row: PlannedRow, plan: FoundDocument[PlanResult]) -> list[Subject]:
         """What was evaluated of this layout and size; else the layout by itself."""
         wanted = (row.parameters, (tuple(row.attention_sync), tuple(row.mlp_sync), row.sync_tp_size))
         same = [one for one in self.subjects if one.kind == MODEL_SUBJECT and (one.parameters, one.modes) == wanted]
@@ -190,22 +207,9 @@ class _Joint:
             return timed
         sizes = {r.sync_tp_size for r in plan.document.rows if r.model == row.model}
         name = f"{row.model}, {row.sync_tp_size} virtual ranks" if len(sizes) > 1 else row.model
-        key = f"{plan.path}: {name}"
-        if key not in self.timed:
-            kind = BASELINE_SUBJECT if not row.is_model else MODEL_SUBJECT if is_own else BARE_SUBJECT
-            model, shown = (row.model, "") if is_own else (name, name)
-            self.timed[key] = [self._new(row, model, shown, kind=kind, parameters=row.parameters)]
-        return self.timed[key]
-
-    def check_joined(self, found: FoundDocuments) -> None:
-        """Raise UserError for times of models none of which was evaluated, where others were."""
-        for path, joined in self.joined.items():
-            if self.where and not joined:
-                timed = {r.model for b in found.benches if b.path == path for r in b.document.rows if r.is_model}
-                raise UserError(
-                    f"{path} times {_some(timed)}, but {_some({str(p) for p in self.where.values()})} evaluates"
-                    f" {_some(set(self.where))}: no model is in both; time and evaluate the same paths"
-                )
+        kind = BASELINE_SUBJECT if not row.is_model else MODEL_SUBJECT if is_own else BARE_SUBJECT
+        model = row.model if is_own else name
+        return self._timed_by(f"{plan.path}: {name}", row, model, name, kind=kind, parameters=row.parameters)
 
     def share_times(self) -> None:
         """Give an adapted model the times of the one that it was made of: speed depends on the layout and the size."""
@@ -218,34 +222,6 @@ class _Joint:
             same = [one for one in timed if (one.parameters, one.modes) == (subject.parameters, subject.modes)]
             if not subject.timings and same:
                 subject.timings, subject.timed_as = list(same[0].timings), same[0].model
-
-    def check_references(self, found: FoundDocuments) -> None:
-        """Raise UserError where speed-ups are over another model than the one that accuracies are compared with."""
-        reference = next((subject for subject in self.subjects if subject.kind == MODEL_SUBJECT), None)
-        for bench in found.benches:
-            rows = bench.document.rows
-            if not self.where or not rows or rows[0].is_random or reference is None:
-                continue
-            if reference not in self.timed.get(_normal(rows[0].model), []):
-                raise UserError(
-                    f"{bench.path} has speed-ups over {rows[0].model}, but the accuracies are compared with"
-                    f" {reference.model}; name the same model first in eval and in bench"
-                )
-
-    def in_order(self) -> list[Subject]:
-        """What was evaluated first is the reference, or the dense model of a sweep; then as they came."""
-        return sorted(self.subjects, key=lambda subject: subject.kind != MODEL_SUBJECT)
-
-    def settings(self) -> list[Setting]:
-        found = {timing.setting for subject in self.subjects for timing in subject.timings}
-        return sorted(found, key=_preference)
-
-
-def _preference(setting: Setting) -> tuple[object, ...]:
-    return (
-        setting.bare, KIND_ORDER.index(setting.kind), -setting.tp_size, setting.source, setting.batch_size,
-        setting.medium, setting.prompt_len, setting.output_len,
-    )  # fmt: skip
 
 
 def _normal(model: str) -> str:
@@ -267,9 +243,9 @@ def _check_layout(subject: Subject, row: EvaluatedModel | SpeedRow, path: Path) 
         )
 
 
-def _add_timing(subject: Subject, timing: Timing, row: SpeedRow, path: Path) -> None:
+def _add_timing(subject: Subject, timing: Timing, path: Path) -> None:
     if subject.timing(timing.setting) is not None:
-        raise UserError(f"{path} has two rows of {row.model} at batch size {row.batch_size}")
+        raise UserError(f"{path} has two rows of {timing.row.model} at batch size {timing.row.batch_size}")
     subject.timings.append(timing)
 
 
@@ -279,67 +255,45 @@ def _name(models: list[Subject]) -> None:
     taken = {subject.name for subject in models}
     for subject, name in zip(unnamed, short_names([subject.model for subject in unnamed]), strict=True):
         subject.name = subject.model if name in taken else name
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for subject in models:  # of several sweeps
-        counts[subject.name] = count = counts.get(subject.name, 0) + 1
+        counts[subject.name] = count = counts[subject.name] + 1
         subject.name += f" #{count}" if count > 1 else ""
 
 
-# ---- from a row of bench.json or plan.json to the times of a subject ----
+# ---- from a row of bench.json or plan.json to the times of a subject; number: of the document ----
 
 
 def bench_timing(row: BenchRow, document: BenchDocument, number: int) -> Timing:
-    """number: of the document, which tells settings apart."""
-    first = document.rows[0]
+    """The first row is what speed-ups are over, and few rounds give no interval."""
+    first, options = document.rows[0], document.options
     kind: TimingKind = "emulated" if row.emulated else "measured"
     medium = document.link.name if document.link is not None else document.backend.partition(":")[0]
-    setting = _setting(row, document, kind, medium, document.environment.device, first.model, first.is_random, number)
-    known = document.options.repeat >= LEAST_ROUNDS and row.model != first.model
+    place = (row.batch_size, options.prompt_len, options.output_len, document.environment.device)
+    setting = Setting(kind, row.tp_size, medium, *place, first.model, first.is_random, number)
+    known = options.repeat >= LEAST_ROUNDS and row.model != first.model
     spent = {phase: _spent(part, row.overlaps(phase)) for phase, part in (row.communication or {}).items()}
-    return _timing(row, setting, spent, lambda interval: known and len(interval) == 2)
+    return Timing(setting, row, _speedups(row, lambda ends: known and len(ends) == 2), spent)
 
 
 def planned_timing(row: PlannedRow, document: PlanResult, number: int, reference: Subject) -> Timing:
     """reference: what speed-ups are over."""
     medium = document.link.name if document.link is not None else "no link"
     device = document.device.name + (", calibrated" if row.basis == "calibrated" else "")
+    place = (row.batch_size, document.options.prompt_len, document.options.output_len, device)
     is_bare = reference.kind != MODEL_SUBJECT
-    setting = _setting(row, document, "predicted", medium, device, reference.model, is_bare, number)
+    setting = Setting("predicted", row.tp_size, medium, *place, reference.model, is_bare, number)
     spent = {phase: _spent(part, row.has_overlap) for phase, part in row.communication.items()}
-    return _timing(row, setting, spent, lambda interval: interval[0] < interval[1])
+    return Timing(setting, row, _speedups(row, lambda ends: ends[0] < ends[1]), spent)
 
 
-def _setting(
-    row: SpeedRow,
-    document: BenchDocument | PlanResult,
-    kind: TimingKind,
-    medium: str,
-    device: str,
-    reference: str,
-    bare: bool,
-    source: int,
-) -> Setting:
-    lengths = (document.options.prompt_len, document.options.output_len)
-    return Setting(kind, row.tp_size, medium, row.batch_size, *lengths, device, reference, bare, source)
-
-
-def _timing(
-    row: SpeedRow, setting: Setting, spent: dict[str, Spent], has_interval: Callable[[list[float]], bool]
-) -> Timing:
-    """has_interval: whether these two numbers of a speed-up are the ends of one."""
-    speedups = {}
+def _speedups(row: SpeedRow, is_interval: Callable[[list[float]], bool]) -> dict[str, WithInterval]:
+    """Of each phase. is_interval: whether these two numbers are the ends of one."""
+    found = {}
     for phase in PHASE_WORDS:
-        value, interval = getattr(row, f"speedup_{phase}"), getattr(row, f"speedup_{phase}_interval")
-        speedups[phase] = WithInterval(value, *(interval if has_interval(interval) else ()))
-    return Timing(
-        setting,
-        speedups,
-        row.prefill_ms,
-        row.decode_ms_per_token,
-        row.output_tokens_per_s,
-        row.peak_memory_bytes,
-        spent,
-    )
+        value, ends = getattr(row, f"speedup_{phase}"), getattr(row, f"speedup_{phase}_interval")
+        found[phase] = WithInterval(value, *(ends if is_interval(ends) else ()))
+    return found
 
 
 def _spent(part: PhaseCommunication, overlaps: bool) -> Spent:

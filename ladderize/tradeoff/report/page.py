@@ -5,28 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ladderize
 from ladderize.errors import UserError
 from ladderize.figure import PALETTE, picture_spec, svg_picture
+from ladderize.tradeoff.report.accuracy_plots import recovery_plots, sensitivity_plots, task_plots
 from ladderize.tradeoff.report.answer import MEASURE_ACCURACY, MEASURE_SPEED, Answer
-from ladderize.tradeoff.report.commands import (
-    all_commands,
-    eval_commands,
-    sensitivity_commands,
-    sweep_commands,
-    time_commands,
-)
 from ladderize.tradeoff.report.join import ReportContent
 from ladderize.tradeoff.report.plot import ReportPlot
-from ladderize.tradeoff.report.recovery_plots import recovery_plots
-from ladderize.tradeoff.report.sensitivity_plots import sensitivity_plots
 from ladderize.tradeoff.report.speed_plots import speed_plots, time_plots
-from ladderize.tradeoff.report.tables import LayoutStrip, SetupFact, layout_strips, models_table, setup_facts
-from ladderize.tradeoff.report.task_plots import task_plots
+from ladderize.tradeoff.report.tables import Facts, layout_strips, models_table, setup_facts
 from ladderize.tradeoff.report.tradeoff_plot import tradeoff_plots
 from ladderize.tradeoff.report.words import ReportTable
 
 TEMPLATES = Path(__file__).parent / "templates"
-NEEDED = "a report needs jinja2 and vl-convert-python: pip install 'ladderize[report]'"
 TITLE = "Accuracy against speed"
 MEASURE_SENSITIVITY = "ladderize sensitivity DENSE --data FILE --mode spd --sync-tp-size N --out sensitivity.json"
 RETRAIN = "ladderize adapt MODEL OUT --distill-from DENSE --data FILE --max-tokens N"
@@ -34,10 +25,12 @@ RETRAIN = "ladderize adapt MODEL OUT --distill-from DENSE --data FILE --max-toke
 
 @dataclass(frozen=True)
 class PageSection:
+    """missing: where there are no plots, why, and which command makes what they show."""
+
     name: str
     title: str
     plots: list[ReportPlot]
-    missing: str  # why there is nothing, and which command makes it
+    missing: str
 
 
 @dataclass(frozen=True)
@@ -49,71 +42,67 @@ class ReportPage:
     tradeoff: PageSection
     models: ReportTable
     models_intro: str
-    strips: list[LayoutStrip]
+    strips: list[dict[str, Any]]
     sections: list[PageSection]
-    setup: list[SetupFact]
+    setup: list[tuple[str, Facts]]
     remarks: list[str]
-    version: str
+    version: str = ladderize.__version__
 
     @property
     def plots(self) -> list[ReportPlot]:
         return [plot for section in (self.tradeoff, *self.sections) for plot in section.plots]
 
 
-def build_page(content: ReportContent, answer: Answer, title: str | None, version: str) -> ReportPage:
+def build_page(content: ReportContent, answer: Answer, title: str | None) -> ReportPage:
     """The sections in their order: what there is data for, and for the rest a sentence that says what makes it."""
     setting = answer.setting or next(iter(content.real_settings), None)
     reference, found = content.reference, content.found
-    times = f" Times: {setting.words}." if setting is not None else ""
     lacking = MEASURE_ACCURACY if content.real_settings else MEASURE_SPEED
-    timing = time_commands(found)
+    all_commands = found.commands() or found.commands("results", "benches", "plans")
+    timing = found.commands("benches", "plans")
     tradeoff, *sections = (
-        PageSection(name, heading, plots, "" if plots else missing)
-        for name, heading, plots, missing in (
-            (
-                "tradeoff",
-                "The trade-off",
-                tradeoff_plots(content, answer, all_commands(found)),
-                f"There is no model with both a score and a time. `{lacking}` measures what is missing.",
-            ),
-            (
-                "tasks",
-                "Task by task",
-                task_plots(content, eval_commands(found)),
-                f"No task was evaluated. `{MEASURE_ACCURACY}` does it.",
-            ),
-            ("speed", "Speed", speed_plots(content, timing), f"Nothing was timed. `{MEASURE_SPEED}` does it."),
-            (
-                "time",
-                "Where the time goes",
-                time_plots(content, timing),
-                f"The communication was not measured. `{MEASURE_SPEED}` does it.",
-            ),
-            (
-                "sensitivity",
-                "Sensitivity",
-                sensitivity_plots(found.sensitivities, sensitivity_commands(found)),
-                f"The sensitivity of the blocks was not measured. `{MEASURE_SENSITIVITY}` does it.",
-            ),
-            (
-                "recovery",
-                "Recovery",
-                recovery_plots(content, sweep_commands(found)),
-                f"Nothing was adapted here. `{RETRAIN}` wins accuracy back.",
-            ),
-        )
+        PageSection(
+            "tradeoff",
+            "The trade-off",
+            tradeoff_plots(content, answer, all_commands),
+            f"There is no model with both a score and a time. `{lacking}` measures what is missing.",
+        ),
+        PageSection(
+            "tasks",
+            "Task by task",
+            task_plots(content, found.commands("results")),
+            f"No task was evaluated. `{MEASURE_ACCURACY}` does it.",
+        ),
+        PageSection("speed", "Speed", speed_plots(content, timing), f"Nothing was timed. `{MEASURE_SPEED}` does it."),
+        PageSection(
+            "time",
+            "Where the time goes",
+            time_plots(content, timing),
+            f"The communication was not measured. `{MEASURE_SPEED}` does it.",
+        ),
+        PageSection(
+            "sensitivity",
+            "Sensitivity",
+            sensitivity_plots(found.sensitivities, found.commands("sensitivities")),
+            f"The sensitivity of the blocks was not measured. `{MEASURE_SENSITIVITY}` does it.",
+        ),
+        PageSection(
+            "recovery",
+            "Recovery",
+            recovery_plots(content, found.commands()),
+            f"Nothing was adapted here. `{RETRAIN}` wins accuracy back.",
+        ),
     )
     return ReportPage(
         title=title or (f"{TITLE}: {reference.name}" if reference is not None else TITLE),
         answer=answer,
         tradeoff=tradeoff,
         models=models_table(content, setting),
-        models_intro=f"Select a heading to sort by it.{times}",
+        models_intro="Select a heading to sort by it." + (f" Times: {setting.words}." if setting is not None else ""),
         strips=layout_strips(content),
         sections=sections,
         setup=setup_facts(found),
         remarks=content.remarks,
-        version=version,
     )
 
 
@@ -123,7 +112,7 @@ def check_libraries() -> None:
         import jinja2  # noqa: F401
         import vl_convert  # noqa: F401
     except ImportError:
-        raise UserError(NEEDED) from None
+        raise UserError("a report needs jinja2 and vl-convert-python: pip install 'ladderize[report]'") from None
 
 
 def html_page(page: ReportPage) -> str:
@@ -168,6 +157,11 @@ def markdown_text(text: object) -> str:
     return plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
+def code_parts(text: str) -> list[tuple[bool, str]]:
+    """A sentence in parts: (whether it stands between backticks, the text)."""
+    return [(number % 2 == 1, part) for number, part in enumerate(text.split("`"))]
+
+
 def _render(name: str, **values: Any) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -179,11 +173,5 @@ def _render(name: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["md"] = markdown_text
-    environment.filters["code"] = code_parts
+    environment.filters |= {"md": markdown_text, "code": code_parts}
     return environment.get_template(name).render(**values)
-
-
-def code_parts(text: str) -> list[tuple[bool, str]]:
-    """A sentence in parts: (whether it stands between backticks, the text)."""
-    return [(number % 2 == 1, part) for number, part in enumerate(text.split("`"))]

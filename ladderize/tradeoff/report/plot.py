@@ -1,17 +1,18 @@
-"""What the plots of a report share: a plot with its data as a table, and the looks of families and kinds of times."""
+"""What the plots of a report share: a plot with its data as a table, what is measured, and the looks of models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ladderize.figure import PlotPanel, Spec, nominal
-from ladderize.tradeoff.report.subjects import FAMILIES, KIND_ORDER
-from ladderize.tradeoff.report.words import ReportTable
+from ladderize.figure import PlotPanel, Spec, intervals, make_spec, marks, nominal
+from ladderize.tradeoff.report.subjects import FAMILIES, KIND_ORDER, Subject, WithInterval
+from ladderize.tradeoff.report.words import ReportTable, perplexity_text, points_text
 
 FAMILY_COLOURS = dict(zip(FAMILIES, ("dense", "ladder", "spd", "both", "baseline"), strict=True))
 KIND_SHAPES = dict(zip(KIND_ORDER, ("circle", "diamond", "triangle-up"), strict=True))
 # a row for each model
 MODEL_ROWS: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 170}}
+Rows = Sequence[Mapping[str, Any]]  # the data of a plot: of models they have ``name``, ``family`` and perhaps ``kind``
 
 
 @dataclass(frozen=True)
@@ -37,24 +38,58 @@ class ReportPlot:
     interactive: bool = False  # whether its marks take the focus
 
 
-def row_height(rows: Sequence[Mapping[str, Any]]) -> int:
+@dataclass(frozen=True)
+class Measure:
+    """How good a model is."""
+
+    title: str
+    more: bool  # whether more is better
+
+    def value(self, subject: Subject, reference: Subject | None) -> WithInterval | None:
+        if not self.more:
+            return subject.perplexity
+        return WithInterval(0.0) if subject is reference and subject.accuracy is not None else subject.difference
+
+    def text(self, value: WithInterval) -> str:
+        """The number and its interval."""
+        return points_text(value) if self.more else perplexity_text(value)
+
+    def words(self, value: WithInterval) -> str:
+        return f"{self.text(value)} {self.title}" if self.more else f"{self.title} {self.text(value)}"
+
+
+BY_ACCURACY, BY_PERPLEXITY = Measure("points from dense", True), Measure("perplexity", False)
+
+
+def row_height(rows: Rows) -> int:
     """Of a drawing with a row for each model."""
     return 24 * max(len({row["name"] for row in rows}), 1)
 
 
-def family_colour(rows: Sequence[Mapping[str, Any]]) -> Spec:
+def dots(summary: str, rows: Rows, x: Spec, levels: list[Spec], *, kinds: bool = False, **more: Any) -> Spec:
+    """A row for each model, with a mark and its interval. kinds: whether marks tell measured from predicted."""
+    encoding = {"x": x, "y": MODEL_ROWS, "color": family_colour(rows)}
+    points = marks({**encoding, "shape": kind_shape(rows)} if kinds else encoding, 90)
+    return make_spec(summary, row_height(rows), rows, [*levels, intervals("x", encoding, width=3), points], **more)
+
+
+def family_colour(rows: Rows) -> Spec:
     """rows: what is drawn; only their families have a place in the scale, and in a picture's legend."""
-    shown = {row["family"] for row in rows}
-    return nominal("family", {name: FAMILY_COLOURS[name] for name in FAMILIES if name in shown}, colours=True)
+    return nominal("family", {name: FAMILY_COLOURS[name] for name in _shown(rows, "family", FAMILIES)}, colours=True)
 
 
-def kind_shape(rows: Sequence[Mapping[str, Any]]) -> Spec:
+def kind_shape(rows: Rows) -> Spec:
     """The same of measured, emulated and predicted."""
-    shown = {row["kind"] for row in rows}
-    return nominal("kind", {name: KIND_SHAPES[name] for name in KIND_ORDER if name in shown})
+    return nominal("kind", {name: KIND_SHAPES[name] for name in _shown(rows, "kind", KIND_ORDER)})
 
 
-def family_legend(families: set[str], kinds: set[str] | None = None) -> list[tuple[str, str, str]]:
+def family_legend(rows: Rows) -> list[tuple[str, str, str]]:
     """Swatches of the families and kinds that a plot shows."""
-    shown = [(name, FAMILY_COLOURS[name], "circle") for name in FAMILIES if name in families]
-    return shown + [(name, "ink", KIND_SHAPES[name]) for name in KIND_ORDER if name in (kinds or ())]
+    return [(name, FAMILY_COLOURS[name], "circle") for name in _shown(rows, "family", FAMILIES)] + [
+        (name, "ink", KIND_SHAPES[name]) for name in _shown(rows, "kind", KIND_ORDER)
+    ]
+
+
+def _shown(rows: Rows, name: str, order: Sequence[str]) -> list[Any]:
+    found = {row.get(name) for row in rows}
+    return [value for value in order if value in found]

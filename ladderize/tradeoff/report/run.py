@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-import ladderize
 from ladderize.console import SILENT, Console
 from ladderize.errors import UsageError, UserError
 from ladderize.figure import picture_spec, save_pictures
@@ -15,7 +14,7 @@ from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
 from ladderize.tradeoff.report.answer import find_answer
-from ladderize.tradeoff.report.documents import FoundDocuments, find_documents
+from ladderize.tradeoff.report.documents import find_documents
 from ladderize.tradeoff.report.join import join_documents
 from ladderize.tradeoff.report.options import ReportOptions
 from ladderize.tradeoff.report.page import ReportPage, build_page, check_libraries, html_page, markdown_page
@@ -47,31 +46,32 @@ def report(
     options = options or ReportOptions()
     out = resolved(out)
     check_libraries()
-    _check_places(paths, out, options)
+    if not paths:
+        raise UsageError("name the folder of a sweep, or files that eval and bench wrote")
+    _check_places(out, options)
     with console.stage("reading"):
         found = find_documents([Path(path) for path in paths])
-        _check_inputs_stay(found, out)
+        if found.empty:
+            raise UserError("nothing to report on; name the folder of a sweep, or files that eval and bench wrote")
+        if out in found.seen:
+            raise UserError(f"--out {out} is one of the documents that the report is made of; name another")
         content = join_documents(found, options)
     with console.stage("drawing"):
         answer = find_answer(content)
-        page = build_page(content, answer, options.title, ladderize.__version__)
+        page = build_page(content, answer, options.title)
         written = [_write(out, html_page(page))]
         pictures = _write_pictures(page, options.picture_folder)
         written += [path for paths in pictures.values() for path in paths]
         if options.markdown is not None:
-            written.append(_write_markdown(page, resolved(options.markdown), pictures))
-    return ReportSummary(
-        out=str(out),
-        headline=answer.headline,
-        best=answer.best.model if answer.best is not None else None,
-        numbers=[vars(number) for number in answer.numbers],
-        files=[str(path) for path in written],
-    )
+            path = resolved(options.markdown)
+            links = {name: [_link(one, path) for one in paths[::2]] for name, paths in pictures.items()}
+            written.append(_write(path, markdown_page(page, links)))
+    numbers = [vars(number) for number in answer.numbers]
+    best = answer.best.model if answer.best is not None else None
+    return ReportSummary(str(out), answer.headline, best, numbers, [str(path) for path in written])
 
 
-def _check_places(paths: Sequence[str | Path], out: Path, options: ReportOptions) -> None:
-    if not paths:
-        raise UsageError("name the folder of a sweep, or files that eval and bench wrote")
+def _check_places(out: Path, options: ReportOptions) -> None:
     if out.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--out {out} must end in .html")
     check_writable(out)
@@ -82,13 +82,6 @@ def _check_places(paths: Sequence[str | Path], out: Path, options: ReportOptions
     folder = options.picture_folder
     if folder is not None and resolved(folder).exists() and not resolved(folder).is_dir():
         raise UserError(f"--pictures {folder} is a file; name a folder")
-
-
-def _check_inputs_stay(found: FoundDocuments, out: Path) -> None:
-    if found.empty:
-        raise UserError("there is nothing to report on; name the folder of a sweep, or files that eval and bench wrote")
-    if out in found.seen:
-        raise UserError(f"--out {out} is one of the documents that the report is made of; name another")
 
 
 def _write(path: Path, text: str) -> Path:
@@ -111,9 +104,5 @@ def _write_pictures(page: ReportPage, folder: Path | None) -> dict[str, list[Pat
     return written
 
 
-def _write_markdown(page: ReportPage, path: Path, pictures: dict[str, list[Path]]) -> Path:
-    links = {
-        name: [quote(Path(os.path.relpath(one, path.parent)).as_posix()) for one in paths if one.suffix == ".png"]
-        for name, paths in pictures.items()
-    }
-    return _write(path, markdown_page(page, links))
+def _link(picture: Path, file: Path) -> str:
+    return quote(Path(os.path.relpath(picture, file.parent)).as_posix())

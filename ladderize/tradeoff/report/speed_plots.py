@@ -1,5 +1,6 @@
 """Speed-up against batch size, for each group of ranks and link; and where the time of a pass goes."""
 
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -9,13 +10,14 @@ from ladderize.tradeoff.report.plot import (
     MODEL_ROWS,
     PlotChoice,
     ReportPlot,
+    dots,
     family_colour,
     family_legend,
     kind_shape,
     row_height,
 )
-from ladderize.tradeoff.report.subjects import PHASE_WORDS, Setting, Spent, Subject, timed_in
-from ladderize.tradeoff.report.words import ReportTable, interval_cell, named, number_cell, speedup_text
+from ladderize.tradeoff.report.subjects import PHASE_WORDS, Setting, Spent, Subject, Timing
+from ladderize.tradeoff.report.words import interval_cell, make_table, named, number_cell, speedup_text
 
 MOST_PANELS = {"speed": 8, "time": 6}  # the tables have all settings
 MOST_LINES = 8  # models in a panel of lines; more could not be told apart
@@ -37,29 +39,55 @@ SPEEDUP = quantitative(
 )
 
 
+def _timings(content: ReportContent, settings: list[Setting]) -> list[tuple[Subject, Timing]]:
+    """By setting, without times of another model."""
+    return [
+        (subject, timing)
+        for setting in settings
+        for subject in content.subjects
+        if subject.timed_as is None and (timing := subject.timing(setting)) is not None
+    ]
+
+
 def speed_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
-    """One plot with a panel for each group of ranks; none without times."""
-    groups = [list(same) for _, same in groupby(content.settings, key=lambda setting: setting.group)]
+    """One plot with a panel for each group of ranks, of all batch sizes; none without times."""
+    groups = [list(same) for _, same in groupby(content.settings, key=lambda one: replace(one, batch_size=0))]
     if not groups:
         return []
+    timings = _timings(content, content.settings)
     drawn = groups[: MOST_PANELS["speed"]]
-    subjects = timed_in(content.subjects, content.settings)
     more = f" Drawn are {len(drawn)} of {len(groups)} groups; the table has all." if len(groups) > len(drawn) else ""
     is_random = any(setting.bare and setting.kind != "predicted" for setting in content.settings)
-    random_words = " Random weights: only the times mean something." if is_random else ""
+    words = " Random weights: only the times mean something." if is_random else ""
     if any(setting.kind == "predicted" for setting in content.settings):
-        random_words += " Predicted: nothing ran; bars are how far the prediction may be off."
+        words += " Predicted: nothing ran; bars are how far the prediction may be off."
+    table = make_table(
+        "Speed: the data",
+        (
+            {
+                "model": subject.name,
+                "setting": timing.setting.words + timing.setting.weights_words,
+                **{what: number_cell(timing.speedup[phase].value, "{:.3f}") for phase, what in PHASE_WORDS.items()},
+                **{f"{what}, 95 %": interval_cell(timing.speedup[phase], 3) for phase, what in PHASE_WORDS.items()},
+                "prefill ms": number_cell(timing.row.prefill_ms, "{:.3f}"),
+                "decode ms": number_cell(timing.row.decode_ms_per_token, "{:.3f}"),
+                "tokens/s": number_cell(timing.row.output_tokens_per_s, "{:.1f}"),
+            }
+            for subject, timing in timings
+        ),
+    )
+    looks = [{"family": subject.family, "kind": timing.setting.kind} for subject, timing in timings]
     return [
         ReportPlot(
             name="speed",
             title="Speed-up by batch size and link",
             caption="Speed-up over the first model of each benchmark; bars are 95 % intervals; the line at 1\u00d7 is"
             " no gain. Circles are measured; diamonds are emulated: one real rank of a group that is not"
-            f" there; triangles are predicted.{random_words}{more}",
-            summary=f"Speed-ups of {len(subjects)} models in {len(content.settings)} settings.",
+            f" there; triangles are predicted.{words}{more}",
+            summary=f"Speed-ups of {len({id(one) for one, _ in timings})} models in {len(content.settings)} settings.",
             panels=[_speed_panel(content, settings) for settings in drawn],
-            table=_speed_table(content),
-            legend=family_legend({s.family for s in subjects}, {setting.kind for setting in content.settings}),
+            table=table,
+            legend=family_legend(looks),
             choices=[PlotChoice("phase", "Time of", list(PHASE_WORDS.items()))],
             commands=commands,
         )
@@ -67,35 +95,25 @@ def speed_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]
 
 
 def _speed_panel(content: ReportContent, settings: list[Setting]) -> PlotPanel:
-    rows = _speed_rows(content, settings)
+    rows = [
+        {
+            "name": subject.name,
+            "family": subject.family,
+            "kind": timing.setting.kind,
+            "phase": phase,
+            "batch": timing.setting.batch_size,
+            **timing.speedup[phase].fields("x"),
+            "words": f"{named(subject)}; {words} {speedup_text(timing.speedup[phase])}; {timing.setting.words}",
+        }
+        for subject, timing in _timings(content, settings)
+        if subject.model != timing.setting.reference
+        for phase, words in PHASE_WORDS.items()
+    ]
     place = settings[0].place + settings[0].weights_words
     if len(settings) > 1:
         return PlotPanel(_speed_lines(rows, place), place)
     title = f"{place}, batch {settings[0].batch_size}"
-    encoding = {"x": SPEEDUP, "y": MODEL_ROWS, "color": family_colour(rows)}
-    points = marks({**encoding, "shape": kind_shape(rows)}, 90)
-    layers = [level("x", 1), intervals("x", encoding, width=3), points]
-    return PlotPanel(make_spec(f"Speed-ups: {title}", row_height(rows), rows, layers, **CHOSEN), title)
-
-
-def _speed_rows(content: ReportContent, settings: list[Setting]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": subject.name,
-            "family": subject.family,
-            "kind": setting.kind,
-            "phase": phase,
-            "batch": setting.batch_size,
-            "x": timing.speedup[phase].value,
-            "x1": timing.speedup[phase].low,
-            "x2": timing.speedup[phase].high,
-            "words": f"{named(subject)}; {words} {speedup_text(timing.speedup[phase])}; {setting.words}",
-        }
-        for subject in content.subjects
-        for setting in settings
-        if (timing := subject.own_timing(setting)) is not None and subject.model != setting.reference
-        for phase, words in PHASE_WORDS.items()
-    ]
+    return PlotPanel(dots(f"Speed-ups: {title}", rows, SPEEDUP, [level("x", 1)], kinds=True, **CHOSEN), title)
 
 
 def _speed_lines(rows: list[dict[str, Any]], title: str) -> Spec:
@@ -121,26 +139,6 @@ def _speed_lines(rows: list[dict[str, Any]], title: str) -> Spec:
     return make_spec(f"Speed-up against batch size: {title}", 260, rows, layers, **CHOSEN)
 
 
-def _speed_table(content: ReportContent) -> ReportTable:
-    columns = ["model", "setting", *PHASE_WORDS.values(), *(f"{words}, 95 %" for words in PHASE_WORDS.values())]
-    table = ReportTable("Speed: the data", [*columns, "prefill ms", "decode ms", "tokens/s"])
-    for setting in content.settings:
-        for subject in content.subjects:
-            if (timing := subject.own_timing(setting)) is None:
-                continue
-            speedups = [timing.speedup[phase] for phase in PHASE_WORDS]
-            table.add(
-                subject.name,
-                setting.words + setting.weights_words,
-                *(number_cell(speedup.value, "{:.3f}") for speedup in speedups),
-                *(interval_cell(speedup, 3) for speedup in speedups),
-                number_cell(timing.prefill_ms, "{:.3f}"),
-                number_cell(timing.decode_ms_per_token, "{:.3f}"),
-                number_cell(timing.output_tokens_per_s, "{:.1f}"),
-            )
-    return table
-
-
 # ---- where the time goes ----
 
 
@@ -148,32 +146,37 @@ def time_plots(content: ReportContent, commands: list[str]) -> list[ReportPlot]:
     """One plot for each phase, with a panel for each setting; none where communication was not measured."""
     plots = []
     for phase, title in PHASE_TITLES.items():
-        # one rank has nothing to wait for: what is measured there is noise
-        settings = [s for s in content.settings if s.tp_size > 1 and _spent(content, s, phase)]
-        if settings:
-            plots.append(_time_plot(content, settings, phase, title, commands))
+        timings = [
+            (subject, timing.setting, timing.spent[phase])
+            for subject, timing in _timings(content, content.settings)
+            # one rank has nothing to wait for: what is measured there is noise
+            if timing.setting.tp_size > 1 and phase in timing.spent
+        ]
+        if timings:
+            plots.append(_time_plot(timings, phase, title, commands))
     return plots
 
 
-def _spent(content: ReportContent, setting: Setting, phase: str) -> list[tuple[Subject, Spent]]:
-    return [
-        (subject, timing.spent[phase])
-        for subject in content.subjects
-        if (timing := subject.own_timing(setting)) is not None and phase in timing.spent
-    ]
-
-
 def _time_plot(
-    content: ReportContent, settings: list[Setting], phase: str, title: str, commands: list[str]
+    timings: list[tuple[Subject, Setting, Spent]], phase: str, title: str, commands: list[str]
 ) -> ReportPlot:
+    settings = list(dict.fromkeys(setting for _, setting, _ in timings))
     drawn = settings[: MOST_PANELS["time"]]
     more = f" Drawn are {len(drawn)} of {len(settings)} settings; the table has all." if drawn != settings else ""
-    columns = ["model", "setting", "compute ms", "hidden ms", "waited ms", "waited, 95 %"]
-    table = ReportTable(f"{title}: the data", columns)
-    for setting in settings:
-        for subject, spent in _spent(content, setting, phase):
-            times = (number_cell(ms, "{:.3f}") for ms in (spent.compute, spent.hidden, spent.waited.value))
-            table.add(subject.name, setting.words, *times, interval_cell(spent.waited, 3))
+    table = make_table(
+        f"{title}: the data",
+        (
+            {
+                "model": subject.name,
+                "setting": setting.words,
+                "compute ms": number_cell(spent.compute, "{:.3f}"),
+                "hidden ms": number_cell(spent.hidden, "{:.3f}"),
+                "waited ms": number_cell(spent.waited.value, "{:.3f}"),
+                "waited, 95 %": interval_cell(spent.waited, 3),
+            }
+            for subject, setting, spent in timings
+        ),
+    )
     return ReportPlot(
         name=f"time-{phase}",
         title=title,
@@ -181,16 +184,16 @@ def _time_plot(
         " not tell it from nothing, its interval in the table holds 0. Hidden is the communication alone minus the"
         f" waiting, for layouts that overlap.{more}",
         summary=f"Stacked bars of {title.lower()} in {len(drawn)} settings: compute, hidden and waited milliseconds.",
-        panels=[_time_panel(content, setting, phase) for setting in drawn],
+        panels=[_time_panel([one for one in timings if one[1] == setting], setting, phase) for setting in drawn],
         table=table,
         legend=[(words, part, "square") for part, words in PARTS.items()],
         commands=commands,
     )
 
 
-def _time_panel(content: ReportContent, setting: Setting, phase: str) -> PlotPanel:
+def _time_panel(timings: list[tuple[Subject, Setting, Spent]], setting: Setting, phase: str) -> PlotPanel:
     rows: list[dict[str, Any]] = []
-    for subject, spent in _spent(content, setting, phase):
+    for subject, _, spent in timings:
         hidden, waited = spent.hidden or 0.0, max(0.0, spent.waited.value)
         for order, (part, value) in enumerate(zip(PARTS, (spent.compute - hidden, hidden, waited), strict=True)):
             words = f"{named(subject)}: {PARTS[part]} {value:.3f} ms; {setting.words}"

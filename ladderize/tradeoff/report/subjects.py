@@ -1,12 +1,12 @@
 """What a report is about: models, what they score, and how fast they are in which setting. Imports no torch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ladderize.adapt.methods import ALIGN
-from ladderize.eval.paired.document import ComparisonDocument, PooledComparison, TaskComparison, Verdict
+from ladderize.eval.paired.document import ComparisonDocument, Verdict
 from ladderize.layout import DROPPED, OVERLAPPED
+from ladderize.runtime.bench.speed_row import SpeedRow
 from ladderize.workflows.sweep_document import AS_CONVERTED
 
 # measured: real ranks; emulated: one real rank of a group that is not there; predicted: nothing ran
@@ -26,21 +26,17 @@ class WithInterval:
     high: float | None = None
 
     @classmethod
-    def of(cls, compared: TaskComparison | PooledComparison) -> "WithInterval":
-        return cls(compared.difference, compared.low, compared.high)
-
-    @classmethod
     def around(cls, value: float, spread: float | None) -> "WithInterval":
         """spread: half the width of the interval; None: there is none."""
         return cls(value) if spread is None else cls(value, value - spread, value + spread)
 
-    @property
-    def spread(self) -> float | None:
-        return None if self.low is None or self.high is None else (self.high - self.low) / 2
-
     def scaled(self, factor: float) -> "WithInterval":
         low, high = (None if end is None else end * factor for end in (self.low, self.high))
         return WithInterval(self.value * factor, low, high)
+
+    def fields(self, name: str) -> dict[str, float | None]:
+        """As a row of a plot has it: see ``figure.intervals``."""
+        return {name: self.value, f"{name}1": self.low, f"{name}2": self.high}
 
 
 @dataclass(frozen=True)
@@ -81,11 +77,6 @@ class Setting:
     def words(self) -> str:
         return f"{self.short}, {self.prompt_len} + {self.output_len} tokens"
 
-    @property
-    def group(self) -> "Setting":
-        """The same for all batch sizes."""
-        return replace(self, batch_size=0)
-
 
 @dataclass(frozen=True)
 class Spent:
@@ -98,15 +89,12 @@ class Spent:
 
 @dataclass(frozen=True)
 class Timing:
-    """One model in one setting."""
+    """One model in one setting. row: of bench.json or plan.json."""
 
     setting: Setting
+    row: SpeedRow
     speedup: dict[str, WithInterval]  # by phase
-    prefill_ms: float
-    decode_ms_per_token: float
-    output_tokens_per_s: float
-    peak_memory_bytes: int | None
-    spent: dict[str, Spent] = field(default_factory=dict)  # by phase, without ``end_to_end``
+    spent: dict[str, Spent]  # by phase, without ``end_to_end``
 
     @property
     def whole(self) -> WithInterval:
@@ -124,7 +112,7 @@ class TaskScore:
     stderr: float | None
     difference: WithInterval | None = None  # to the reference, in the metric's unit
     paired: bool = False  # whether its interval comes from the same questions; else from two standard errors
-    main: bool = True
+    main: bool = True  # whether it stands for its task
     points: bool = True  # whether the metric is between 0 and 1
     flips: tuple[int | None, int | None] = (None, None)  # right to wrong, wrong to right
 
@@ -217,8 +205,3 @@ class Subject:
     def own_timing(self, setting: Setting) -> Timing | None:
         """The same of a model whose times these are; what shares them is named in the remarks."""
         return self.timing(setting) if self.timed_as is None else None
-
-
-def timed_in(subjects: Sequence[Subject], settings: Sequence[Setting]) -> list[Subject]:
-    """The subjects with times of their own in one of the settings."""
-    return [subject for subject in subjects if any(subject.own_timing(setting) for setting in settings)]

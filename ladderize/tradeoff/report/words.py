@@ -1,7 +1,8 @@
 """Numbers and intervals in words, and the tables that hold them: the same in the page, the plots and Markdown. Imports
 no torch."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from ladderize.eval.paired.words import margin_text
 from ladderize.tradeoff.report.subjects import Accuracy, Subject, WithInterval
@@ -23,13 +24,7 @@ class ReportTable:
 
     caption: str
     columns: list[str]
-    rows: list[list[TableCell]] = field(default_factory=list)
-
-    def add(self, *cells: str | TableCell) -> None:
-        row = [cell if isinstance(cell, TableCell) else TableCell(cell) for cell in cells]
-        if len(row) != len(self.columns):
-            raise ValueError(f"{len(row)} cells for {len(self.columns)} columns of {self.caption!r}")
-        self.rows.append(row)
+    rows: list[list[TableCell]]
 
     @property
     def numeric(self) -> list[bool]:
@@ -37,9 +32,26 @@ class ReportTable:
         return [any(row[place].value is not None for row in self.rows) for place in range(len(self.columns))]
 
 
-def number_cell(value: float | None, shown: str, *, factor: float = 1.0) -> TableCell:
-    """shown: a format string for ``factor`` times the value; empty where there is none."""
-    return TableCell("") if value is None else TableCell(shown.format(factor * value), float(value))
+def make_table(caption: str, rows: Iterable[Mapping[str, str | TableCell]]) -> ReportTable:
+    """Of rows that all have the same keys, which are the columns."""
+    made = [{name: TableCell(cell) if isinstance(cell, str) else cell for name, cell in row.items()} for row in rows]
+    return ReportTable(caption, list(made[0]) if made else [], [list(row.values()) for row in made])
+
+
+def number_cell(value: float | None, shown: Callable[[float], str] | str) -> TableCell:
+    """shown: a format string or a function; empty where there is no value."""
+    if value is None:
+        return TableCell("")
+    return TableCell(shown.format(value) if isinstance(shown, str) else shown(value), float(value))
+
+
+def percent_cell(share: float | None) -> TableCell:
+    return number_cell(share, lambda value: f"{100 * value:.1f} %")
+
+
+def estimate_cell(estimate: WithInterval | None, text: Callable[[WithInterval], str]) -> TableCell:
+    """What ``text`` says of it, in the order of its values."""
+    return TableCell("") if estimate is None else TableCell(text(estimate), estimate.value)
 
 
 def interval_cell(estimate: WithInterval, digits: int, *, sign: bool = False) -> TableCell:
@@ -74,6 +86,10 @@ def speedup_text(estimate: WithInterval) -> str:
 def points_text(estimate: WithInterval) -> str:
     """A difference in points."""
     return estimate_text(estimate, 1, sign=True)
+
+
+def perplexity_text(estimate: WithInterval) -> str:
+    return estimate_text(estimate, 3)
 
 
 def verdict_text(accuracy: Accuracy, margin: float) -> str:
