@@ -100,14 +100,14 @@ def faster(timing: Timing) -> bool:
     return timing.whole.low is not None and timing.whole.low > 1
 
 
-Timed = tuple[Subject, Timing]
+TimedSubject = tuple[Subject, Timing]
 
 
-def _fastest(subjects: list[Subject], content: ReportContent) -> list[Timed]:
+def _fastest(subjects: list[Subject], content: ReportContent) -> list[TimedSubject]:
     """In each setting, where any was timed, the fastest of those shown to be faster than dense, where there are
     such; of one layout the most accurate."""
 
-    def order(pair: Timed) -> tuple[bool, float, float]:
+    def order(pair: TimedSubject) -> tuple[bool, float, float]:
         subject, timing = pair
         return faster(timing), timing.whole.value, subject.accuracy.value if subject.accuracy is not None else 0.0
 
@@ -195,7 +195,7 @@ def _without_accuracy(content: ReportContent, others: list[Subject]) -> Answer:
     return Answer(headline, numbers, sentences, setting=setting)
 
 
-def _first_fastest(others: list[Subject], content: ReportContent) -> Timed | None:
+def _first_fastest(others: list[Subject], content: ReportContent) -> TimedSubject | None:
     """In the first setting where something is faster than dense; else in the first."""
     found = _fastest(others, content)
     return next((pair for pair in found if faster(pair[1])), found[0] if found else None)

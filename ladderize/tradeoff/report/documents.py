@@ -142,7 +142,7 @@ def _add_file(path: Path, found: FoundDocuments, command: str | None = None, *, 
         if named:
             raise UserError(f"{path} is of {NOT_SHOWN[kind]}")
         return
-    read, command_of = KINDS[kind]
+    read, command_of = READERS[kind]
     document = read(content, path)
     version = str(content.get("ladderize_version", "unknown"))
     one = FoundDocument(path, document, version, command or command_of(document, path.name))
@@ -240,7 +240,7 @@ def _line(command: str, models: list[str], changed: Mapping[str, object], out: s
 
 
 # kind -> what reads it, and its command
-KINDS: dict[str, tuple[Callable[[Any, Path], Any], Callable[[Any, str], str]]] = {
+READERS: dict[str, tuple[Callable[[Any, Path], Any], Callable[[Any, str], str]]] = {
     "sweeps": (SweepDocument.from_dict, lambda document, _: document.command),
     "results": (EvalResults.from_dict, _eval_command),
     "benches": (BenchDocument.from_dict, _bench_command),

@@ -12,7 +12,9 @@ FAMILY_COLOURS = dict(zip(FAMILIES, ("dense", "ladder", "spd", "both", "baseline
 KIND_SHAPES = dict(zip(KIND_ORDER, ("circle", "diamond", "triangle-up"), strict=True))
 # a row for each model
 MODEL_ROWS: Spec = {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 170}}
-Rows = Sequence[Mapping[str, Any]]  # the data of a plot: of models they have ``name``, ``family`` and perhaps ``kind``
+PlotRows = Sequence[
+    Mapping[str, Any]
+]  # the data of a plot: of models they have ``name``, ``family`` and perhaps ``kind``
 
 
 @dataclass(frozen=True)
@@ -61,35 +63,35 @@ class Measure:
 BY_ACCURACY, BY_PERPLEXITY = Measure("points from dense", True), Measure("perplexity", False)
 
 
-def row_height(rows: Rows) -> int:
+def row_height(rows: PlotRows) -> int:
     """Of a drawing with a row for each model."""
     return 24 * max(len({row["name"] for row in rows}), 1)
 
 
-def dots(summary: str, rows: Rows, x: Spec, levels: list[Spec], *, kinds: bool = False, **more: Any) -> Spec:
+def dots(summary: str, rows: PlotRows, x: Spec, levels: list[Spec], *, kinds: bool = False, **more: Any) -> Spec:
     """A row for each model, with a mark and its interval. kinds: whether marks tell measured from predicted."""
     encoding = {"x": x, "y": MODEL_ROWS, "color": family_colour(rows)}
     points = marks({**encoding, "shape": kind_shape(rows)} if kinds else encoding, 90)
     return make_spec(summary, row_height(rows), rows, [*levels, intervals("x", encoding, width=3), points], **more)
 
 
-def family_colour(rows: Rows) -> Spec:
+def family_colour(rows: PlotRows) -> Spec:
     """rows: what is drawn; only their families have a place in the scale, and in a picture's legend."""
     return nominal("family", {name: FAMILY_COLOURS[name] for name in _shown(rows, "family", FAMILIES)}, colours=True)
 
 
-def kind_shape(rows: Rows) -> Spec:
+def kind_shape(rows: PlotRows) -> Spec:
     """The same of measured, emulated and predicted."""
     return nominal("kind", {name: KIND_SHAPES[name] for name in _shown(rows, "kind", KIND_ORDER)})
 
 
-def family_legend(rows: Rows) -> list[tuple[str, str, str]]:
+def family_legend(rows: PlotRows) -> list[tuple[str, str, str]]:
     """Swatches of the families and kinds that a plot shows."""
     return [(name, FAMILY_COLOURS[name], "circle") for name in _shown(rows, "family", FAMILIES)] + [
         (name, "ink", KIND_SHAPES[name]) for name in _shown(rows, "kind", KIND_ORDER)
     ]
 
 
-def _shown(rows: Rows, name: str, order: Sequence[str]) -> list[Any]:
+def _shown(rows: PlotRows, name: str, order: Sequence[str]) -> list[Any]:
     found = {row.get(name) for row in rows}
     return [value for value in order if value in found]
