@@ -148,7 +148,7 @@ def main() -> None:
                 write(arguments, seconds, differences)
             for lm in backends.values():
                 if isinstance(lm, RuntimeLM):
-                    lm.service.close()
+                    lm.engine.close()
     for layout, kinds in seconds.items():
         for kind, by_name in kinds.items():
             medians = "; ".join(f"{name}: {statistics.median(values):.2f} s" for name, values in by_name.items())

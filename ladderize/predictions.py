@@ -208,15 +208,3 @@ def read_about(folder: Path) -> KeptPredictions:
     if about.hidden_size < 1 or about.vocab_size < 1 or not about.window_tokens or min(about.window_tokens) < 1:
         raise UserError(f"{path} says sizes that cannot be; evaluate the reference again")
     return about
-
-
-def divergence(reference: "Tensor", logits: "Tensor") -> "tuple[Tensor, Tensor]":
-    """KL(reference || model) in nats per token [n], and whether both models' most likely token is the same [n].
-
-    reference, logits: [n, vocabulary], of any float dtype; the softmax is taken in fp32 over the whole vocabulary. A
-    divergence is never negative; what rounding makes of equal predictions is cut off at 0.
-    """
-    ours = logits.float().log_softmax(-1)
-    theirs = reference.float().log_softmax(-1)
-    kl = (theirs.exp() * (theirs - ours)).sum(-1).clamp_min(0)
-    return kl, logits.argmax(-1) == reference.argmax(-1)

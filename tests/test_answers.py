@@ -24,8 +24,8 @@ from ladderize.runtime.decode import sample
 from ladderize.runtime.requests.continuous import ContinuousBatch, StopStrings
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import checkpoint_spec
-from ladderize.runtime.texts.answers import AnswerEnds, AnswersDocument, AnswersFile, text_after
-from ladderize.runtime.texts.prompt_file import encode_prompts, read_prompts
+from ladderize.runtime.texts.answers import AnswerEnds, AnswersDocument, encode_prompts, read_prompts, text_after
+from ladderize.runtime.texts.samples import SampleFile
 from tests import warm
 from tests.adapt_data.rows import MARKED, PLAIN, TURNS, scored_text, write_jsonl
 from tests.helpers import clearly_chosen, invoke, listing, make_model, one_sentence
@@ -342,7 +342,7 @@ def lines(tmp_path):
 def unfinished(model, lines, tmp_path, monkeypatch):
     """OUT of a run that was stopped after the first 16 of 20 answers, and what it would have been."""
     answer(model, lines, tmp_path / "whole.jsonl")
-    append = AnswersFile.append
+    append = SampleFile.append
 
     def append_or_fail(self, records):
         if self.samples >= 16:
@@ -351,7 +351,7 @@ def unfinished(model, lines, tmp_path, monkeypatch):
 
     out = tmp_path / "out.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr(AnswersFile, "append", append_or_fail)
+        patch.setattr(SampleFile, "append", append_or_fail)
         assert "no space left on device" in failure(command(model, lines, out))
     assert listing(tmp_path) == ["lines.jsonl", "out.jsonl.ladderize-work", "whole.jsonl"]
     assert len(rows_of(work_of(out) / "samples.jsonl")) == 16
@@ -440,13 +440,13 @@ def test_kill_9_at_any_moment(model, lines, tmp_path):
 
 
 def test_prompts_that_vanish_meanwhile_are_not_missed(model, lines, tmp_path, monkeypatch):
-    append = AnswersFile.append
+    append = SampleFile.append
 
     def append_and_unlink(self, records):
         (tmp_path / "lines.jsonl").unlink(missing_ok=True)
         append(self, records)
 
-    monkeypatch.setattr(AnswersFile, "append", append_and_unlink)
+    monkeypatch.setattr(SampleFile, "append", append_and_unlink)
     assert len(answer(model, lines, tmp_path / "out.jsonl")) == 20
 
 

@@ -3,18 +3,21 @@
 import errno
 import itertools
 import json
+import os
 import random
 import sys
 
 import pytest
 import torch
+from ladderize.files.locks import lock_folder
 
 from ladderize import load
 from ladderize.demo.inputs import MODEL
 from ladderize.modeling import load_tokenizer
 from ladderize.runtime.decode import Generator, Sampling
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
-from ladderize.runtime.texts.corpus import CorpusDocument, CorpusFile
+from ladderize.runtime.texts.corpus import CorpusDocument
+from ladderize.runtime.texts.samples import SampleFile
 from tests import warm
 from tests.helpers import SHAPE, clearly_chosen, edit_json, invoke, listing, make_model, one_sentence, save_llama
 
@@ -131,14 +134,14 @@ def test_a_batch_ends_when_all_that_is_wanted_of_it_has(model, tmp_path, monkeyp
 
 def stop_after(monkeypatch, batches):
     """Let a run fail like a full disk once so many batches are written."""
-    whole = CorpusFile.write
+    append = SampleFile.append
 
-    def write_or_fail(self, rows, texts):
+    def append_or_fail(self, rows):
         if self.samples >= batches * 4:
             raise OSError(errno.ENOSPC, "No space left on device")
-        whole(self, rows, texts)
+        append(self, rows)
 
-    monkeypatch.setattr(CorpusFile, "write", write_or_fail)
+    monkeypatch.setattr(SampleFile, "append", append_or_fail)
 
 
 def work_of(out):
@@ -180,10 +183,8 @@ def test_goes_on_in_batches_of_another_size_and_to_more_samples(model, unfinishe
     out, whole = unfinished
     rows = ids_of(whole)
     written = []
-    append = CorpusFile.write
-    monkeypatch.setattr(
-        CorpusFile, "write", lambda self, rows, texts: (written.append(len(rows)), append(self, rows, texts))
-    )
+    append = SampleFile.append
+    monkeypatch.setattr(SampleFile, "append", lambda self, rows: (written.append(len(rows)), append(self, rows)))
     more = ids_of(write(model, out, 13, batch=5))
     assert written == [2, 3]  # 8 and 9, then 10 to 12: nothing is made twice
     assert more[:10] == rows
@@ -205,7 +206,7 @@ def test_killed_between_the_rename_and_the_end(model, unfinished, monkeypatch):
     out, whole = unfinished
     about = work_of(out) / "run.json"
     with monkeypatch.context() as patch:
-        patch.setattr(CorpusFile, "remove", lambda self: pytest.fail("killed"))
+        patch.setattr(SampleFile, "remove", lambda self: pytest.fail("killed"))
         with pytest.raises(pytest.fail.Exception):
             invoke(*command(model, out))
     assert out.read_bytes() == whole
@@ -232,12 +233,10 @@ def test_kill_9_at_any_moment(model, tmp_path):
 
 def test_a_second_run_does_not_touch_the_firsts_work(model, unfinished):
     out, _ = unfinished
-    about = json.loads((work_of(out) / "run.json").read_text())
-    about = {key: about[key] for key in about if key not in ("schema_version", "ladderize_version", "made_folder")}
     before = listing(out.parent)
-    with CorpusFile(out, about, 10, eos=(), overwrite=False) as file:
-        assert file.samples == 8
-        assert "another run is using" in failure(command(model, out))
+    lock = lock_folder(work_of(out))
+    assert "another run is using" in failure(command(model, out))
+    os.close(lock)
     assert listing(out.parent) == before
 
 
@@ -305,5 +304,5 @@ def test_a_converted_model_is_sampled_with_a_remark(tmp_path):
     make_model("mixed").save_pretrained(tmp_path / "m")
     outcome = invoke(*command(tmp_path / "m", tmp_path / "self.jsonl", 2))
     assert outcome.code == 0
-    assert "these are samples of it, not of the dense model" in outcome.stderr
+    assert "these are its samples, not those of the dense model" in outcome.stderr
     assert outcome.stdout.startswith("2 samples, ")

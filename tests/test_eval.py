@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lm_eval.api.instance import Instance
 
 from ladderize import convert_checkpoint, load
 from ladderize.convert.recipe import Recipe
 from ladderize.demo.corpus import documents
 from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.errors import UserError
-from ladderize.eval.backends.scoring import score_windows
+from ladderize.eval.backends.hf import HFModel, score_windows
 from ladderize.eval.evaluation import run
 from ladderize.eval.evaluation.table import comparison_rows, prediction_rows
 from ladderize.eval.options import EvalOptions
@@ -27,6 +28,7 @@ from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
 from ladderize.eval.paired.entry import read_entry
 from ladderize.eval.perplexity import perplexity_from_nlls
 from ladderize.eval.results import EvalResults
+from ladderize.ranks.group import Ranks
 from tests import warm
 from tests.helpers import STORIES, fresh_rng, invoke, listing, make_model, one_sentence, save_llama
 from tests.oracle import Oracle
@@ -281,6 +283,18 @@ def test_the_same_as_lm_eval_by_itself(pair, tmp_path):
         assert {k: v for k, v in found[task].items() if "stderr" not in k} == {
             k: v for k, v in values.items() if "stderr" not in k
         }
+
+
+def test_a_continuation_is_scored_at_its_place_beside_any_other():
+    """Also where its context is another request's context and the beginning of its continuation, of which lm-eval's
+    logits_cache makes one: it reads the shorter one at the place of the longer."""
+    options = EvalOptions(tasks=("demo_copying",), dtype="float32")
+    lm = HFModel.open("demo", MODEL, options, Ranks(0, 1, torch.device("cpu"))).harness(options, True)
+    pairs = [("the cat sees", " a"), ("the cat", " sees a"), ("the", " cat sees the"), ("the cat sees", " the")]
+    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    together = lm.loglikelihood(asked, disable_tqdm=True)
+    alone = [lm.loglikelihood([one], disable_tqdm=True)[0] for one in asked]
+    np.testing.assert_allclose([score for score, _ in together], [score for score, _ in alone], atol=1e-4)
 
 
 def test_results_are_saved_after_every_task(pair, tmp_path, monkeypatch):

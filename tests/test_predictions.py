@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from ladderize import EvalOptions, UserError, convert_checkpoint, evaluate
 from ladderize.convert.recipe import Recipe
-from ladderize.eval.backends import scoring
-from ladderize.eval.backends.scoring import score_windows
+from ladderize.eval.backends.hf import score_windows
 from ladderize.eval.evaluation import baseline
 from ladderize.modeling import load
 from ladderize.predictions import prepare_folder
+from ladderize.runtime.requests import scoring
 from tests.helpers import SHAPE, edit_json, fresh_rng, invoke, listing, one_sentence, save_llama
 
 SEQ_LEN = 12
@@ -48,7 +48,7 @@ def logits_of(model: Path, windows: list[np.ndarray], dtype: torch.dtype) -> lis
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("tokens_at_once", [1, 5, 1000])
 def test_against_two_plain_forwards(trio, tmp_path, monkeypatch, dtype, tolerance, tokens_at_once):
-    monkeypatch.setattr(scoring, "LOGITS_BYTES", tokens_at_once * 4 * SHAPE["vocab_size"])
+    monkeypatch.setattr(scoring, "COMPARED_AT_ONCE", tokens_at_once * SHAPE["vocab_size"])
     ids = np.load(tmp_path / "ids.npy")
     windows = [ids[start : start + SEQ_LEN] for start in range(0, len(ids), SEQ_LEN)]
     results = evaluate(trio, options_of(tmp_path, dtype=str(dtype).removeprefix("torch.")))

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +15,11 @@ import torch
 
 from ladderize.errors import UserError
 from ladderize.layout import LayoutError
-from ladderize.runtime.requests import packing
-from ladderize.runtime.requests.continuous import Prompt
-from ladderize.runtime.requests.options import RequestOptions
-from ladderize.runtime.requests.scoring import Ending
+from ladderize.runtime.requests import reading
+from ladderize.runtime.requests.continuous import Prompt, continue_prompts
+from ladderize.runtime.requests.scoring import Ending, score_endings
 from ladderize.runtime.requests.service import check_request, open_service
-from ladderize.runtime.requests.worker import ContinueJob, ScoreJob
+from ladderize.runtime.requests.worker import RequestOptions
 from ladderize.runtime.sampling import Sampling
 from tests.helpers import LAYOUTS, ROOT, SHAPE, all_gone, fresh_rng, make_model, save_llama
 from tests.oracle import Oracle, assert_likeliest
@@ -46,13 +44,13 @@ def test_a_packed_row_shows_every_token_what_its_own_text_shows_it():
     for _ in range(30):
         sequences = random_sequences(rng)
         limit = int(rng.integers(8, 80))
-        rows = packing.share_prefixes(sequences, limit, lambda tokens: tokens * (50 + tokens))
+        rows = reading.share_prefixes(sequences, limit, lambda tokens: tokens * (50 + tokens))
         assert sorted(number for row in rows for number in row.paths) == list(range(len(sequences)))
         assert [len(row.tokens) for row in rows] == sorted((len(row.tokens) for row in rows), reverse=True)
         for row in rows:
             assert len(row.tokens) <= max(limit, *(len(sequences[number]) for number in row.paths))
-            length = packing.padded(len(row.tokens))
-            seen = packing.ancestors(row, length)
+            length = reading.padded(len(row.tokens))
+            seen = reading.ancestors(row, length)
             for number, path in row.paths.items():
                 assert [row.tokens[place] for place in path] == sequences[number].tolist()
                 assert [row.depths[place] for place in path] == list(range(len(path)))
@@ -64,8 +62,8 @@ def test_a_packed_row_shows_every_token_what_its_own_text_shows_it():
                     seen[: len(row.tokens), : len(row.tokens)], np.tri(len(row.tokens), dtype=bool)
                 )
         joined += len(sequences) - len(rows)
-        for batch in packing.row_batches(rows, limit):
-            assert len(batch) == 1 or len(batch) * packing.padded(len(batch[0].tokens)) <= limit
+        for batch in reading.row_batches(rows, limit):
+            assert len(batch) == 1 or len(batch) * reading.padded(len(batch[0].tokens)) <= limit
     assert joined, "nothing was shared"
 
 
@@ -73,7 +71,7 @@ def test_answers_of_one_question_share_it_and_other_questions_stay_apart():
     """100 tokens of a question are computed once for four answers; questions that share BOS alone are not joined."""
     question, other = np.arange(3, 103), np.concatenate([[3], np.arange(200, 299)])
     answers = [np.concatenate([context, [answer, 5]]) for context in (question, other) for answer in range(300, 304)]
-    rows = packing.share_prefixes(answers, 2048, lambda tokens: tokens * (20 + tokens))
+    rows = reading.share_prefixes(answers, 2048, lambda tokens: tokens * (20 + tokens))
     assert [len(row.tokens) for row in rows] == [100 + 4 * 2] * 2
 
 
@@ -117,8 +115,8 @@ def test_answers_equal_one_text_at_a_time(name, tp_size, tmp_path):
     options = RequestOptions(tp_size=tp_size, rows=2, token_budget=int(rng.integers(16, 90)), threads=1)
     done: list[int] = []
     with open_service(check_request(str(tmp_path), options), options) as service:
-        scores = service.ask(ScoreJob(endings), done.append)
-        made = service.ask(ContinueJob(prompts), done.append)
+        scores = service.ask(score_endings, endings, advance=done.append)
+        made = service.ask(continue_prompts, prompts, advance=done.append)
     assert sum(done) == len(endings) + len(prompts)
     for ending, total, greedy in zip(endings, scores.sums, scores.greedy, strict=True):
         rows = logits_of(ending.ids[:-1])[-ending.scored :].double().log_softmax(-1)
@@ -150,8 +148,8 @@ def test_many_prompts_go_through_few_rows(plain):
         for i, s in enumerate([Sampling(), sampled] * 8)
     ]
     with opened(plain, rows=5, token_budget=64) as many, opened(plain, rows=1) as one:
-        together = many.ask(ContinueJob(prompts))
-        assert differing(together, [one.ask(ContinueJob([prompt]))[0] for prompt in prompts]) <= 1
+        together = many.ask(continue_prompts, prompts)
+        assert differing(together, [one.ask(continue_prompts, [prompt])[0] for prompt in prompts]) <= 1
     assert [len(new) for new in together] == [prompt.max_new_tokens for prompt in prompts]
 
 
@@ -159,13 +157,13 @@ def test_a_text_ends_with_eos(plain, tmp_path):
     rng = fresh_rng()
     prompts = [Prompt(i, rng.integers(3, 97, 5).tolist(), 12) for i in range(8)]
     with opened(plain) as service:
-        free = service.ask(ContinueJob(prompts))
+        free = service.ask(continue_prompts, prompts)
     eos = free[0][3]
     for path in plain.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{eos}, 96]}}')
     with opened(tmp_path) as service:
-        ended = service.ask(ContinueJob(prompts))
+        ended = service.ask(continue_prompts, prompts)
     stops = [next((i + 1 for i, token in enumerate(new) if token in (eos, 96)), len(new)) for new in free]
     assert differing(ended, [new[:stop] for new, stop in zip(free, stops, strict=True)]) <= 1
     assert len(ended[0]) < 12
@@ -177,29 +175,23 @@ def test_weights_that_make_nan_are_an_error(tmp_path):
         model.model.norm.weight[0] = float("nan")
     model.save_pretrained(tmp_path)
     with opened(tmp_path, tp_size=2) as service, pytest.raises(UserError, match="NaN or infinite"):
-        service.ask(ScoreJob([Ending(np.array([4, 5, 6]), 2)]))
+        service.ask(score_endings, [Ending(np.array([4, 5, 6]), 2)])
     with opened(tmp_path) as service, pytest.raises(UserError, match="NaN or infinite"):
-        service.ask(ContinueJob([Prompt(0, [4, 5], 3)]))
+        service.ask(continue_prompts, [Prompt(0, [4, 5], 3)])
 
 
 # ---- ranks that wait ----
 
 
-@dataclass(frozen=True)
-class Misbehave:
-    """A job that ends rank ``rank``, or keeps it busy."""
-
-    rank: int
-    how: str
-
-    def run(self, worker, advance):
-        if worker.group.rank == self.rank:
-            if self.how == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.how == "fail":
-                raise ValueError("enough")
-            time.sleep(3600)
-        worker.group.barrier()
+def misbehave(worker, rank, how, advance):
+    """End rank ``rank``, or keep it busy."""
+    if worker.group.rank == rank:
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "fail":
+            raise ValueError("enough")
+        time.sleep(3600)
+    worker.group.barrier()
 
 
 @pytest.mark.parametrize(("rank", "how", "message"), [(0, "die", "killed by SIGKILL"), (1, "die", "rank 1 was killed"),
@@ -208,10 +200,10 @@ def test_a_rank_that_ends_is_one_sentence_and_leaves_nothing(plain, rank, how, m
     service = opened(plain, tp_size=2)
     processes = service.ranks.processes
     with pytest.raises(UserError, match=message):
-        service.ask(Misbehave(rank, how))
+        service.ask(misbehave, rank, how)
     assert not any(process.is_alive() for process in processes)
     with pytest.raises(UserError, match="the ranks have ended"):
-        service.ask(ScoreJob([]))
+        service.ask(score_endings, [])
 
 
 def test_a_rank_that_ends_between_jobs_is_noticed(plain):
@@ -219,22 +211,22 @@ def test_a_rank_that_ends_between_jobs_is_noticed(plain):
         os.kill(service.ranks.processes[1].pid, signal.SIGKILL)
         service.ranks.processes[1].join(PATIENCE)
         with pytest.raises(UserError, match="rank 1 was killed by SIGKILL"):
-            service.ask(ScoreJob([Ending(np.array([4, 5]), 1)]))
+            service.ask(score_endings, [Ending(np.array([4, 5]), 1)])
 
 
 def test_ctrl_c_during_a_job_ends_the_ranks(plain):
     service = opened(plain, tp_size=2)
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        service.ask(Misbehave(0, "sleep"))
+        service.ask(misbehave, 0, "sleep")
     assert not any(process.is_alive() for process in service.ranks.processes)
 
 
 PARENT = """
 import sys, time
 sys.path.insert(0, {root!r})
-from ladderize.runtime.requests.options import RequestOptions
 from ladderize.runtime.requests.service import check_request, open_service
+from ladderize.runtime.requests.worker import RequestOptions
 if __name__ == "__main__":
     options = RequestOptions(tp_size=2, threads=1)
     service = open_service(check_request({model!r}, options), options)

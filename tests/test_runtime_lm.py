@@ -86,7 +86,7 @@ def test_equal_to_the_hf_backend(name, tmp_path):
     for tp_size in (1, 2):
         settings = {"threads": 1, "add_bos_token": add_bos, "token_budget": int(rng.integers(30, 200))}
         lm = RuntimeLM(str(folder), tp_size=tp_size, batch_size=3, **settings)
-        with lm.service:
+        with lm.engine:
             found = lm.loglikelihood(asked["choices"], disable_tqdm=True)
             rolled = lm.loglikelihood_rolling(asked["texts"], disable_tqdm=True)
             made = lm.generate_until(asked["generations"], disable_tqdm=True)
@@ -100,7 +100,7 @@ def test_equal_to_the_hf_backend(name, tmp_path):
 @pytest.fixture(scope="module")
 def demo_lm():
     lm = RuntimeLM(str(MODEL), dtype="float32", threads=1, batch_size=4)
-    with lm.service:
+    with lm.engine:
         yield lm
 
 
@@ -157,7 +157,7 @@ def test_other_defaults_of_generation_are_refused(tmp_path):
     folder = save_with_tokenizer(make_model("dense", **TOKENIZER), tmp_path)
     edit_json(folder / "generation_config.json", repetition_penalty=1.1)
     lm = RuntimeLM(str(folder), threads=1)
-    with lm.service, pytest.raises(UserError, match="generation_config.json sets repetition_penalty"):
+    with lm.engine, pytest.raises(UserError, match="generation_config.json sets repetition_penalty"):
         lm.generate_until(requests("generate_until", [("the", {})]))
 
 

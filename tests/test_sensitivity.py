@@ -15,7 +15,7 @@ from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLl
 from ladderize.convert.sensitivity_file import MODES, SensitivityDocument
 from ladderize.errors import UserError
 from ladderize.eval import window_table
-from ladderize.eval.backends.scoring import score_windows
+from ladderize.eval.backends.hf import score_windows
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.sensitivity import (
     block_sensitivities,

@@ -22,7 +22,7 @@ from ladderize.eval.options import EvalOptions
 from ladderize.layout import LayoutError
 from ladderize.ranks.group import Ranks
 from ladderize.serving.vllm.engine import CHUNK_TOKENS, chunks_of
-from ladderize.serving.vllm.eval_model import VLLMModel
+from ladderize.serving.vllm.eval_model import open_vllm
 from tests.helpers import ROOT, fresh_rng
 from tests.vllm.models import make
 
@@ -59,7 +59,7 @@ def pair(request, tmp_path_factory):
     shared = {"dtype": "float32", "tasks": ("demo_copying",), "batch_size": 4}
     hf = HFModel.open("hf", folder, EvalOptions(**shared), Ranks(0, 1, torch.device("cpu")))
     options = EvalOptions(**shared, backend="vllm", tp_size=tp_size)
-    with VLLMModel.open("vllm", folder, options, enforce_eager=True) as model:
+    with open_vllm("vllm", folder, options, enforce_eager=True) as model:
         yield hf, model, options
     assert children_of(os.getpid()) == []
 
@@ -183,7 +183,7 @@ def test_a_tp_size_that_a_layout_was_not_made_for(tmp_path):
     folder = model_with_tokenizer("spd 2", tmp_path / "spd")
     options = EvalOptions(tasks=("demo_copying",), backend="vllm", tp_size=4)
     with pytest.raises(LayoutError, match="does not divide the 2 virtual ranks"):
-        VLLMModel.open("spd", folder, options)
+        open_vllm("spd", folder, options)
 
 
 def test_what_vllm_refuses_is_one_sentence(tmp_path):
@@ -193,7 +193,7 @@ def test_what_vllm_refuses_is_one_sentence(tmp_path):
     options = EvalOptions(perplexity="ids.npy", backend="vllm")
     before = children_of(os.getpid())  # the other tests' engine may still run
     with pytest.raises(UserError, match=r"^vLLM cannot run long: .*KV cache.*--max-length.*\.log\)$") as error:
-        VLLMModel.open("long", folder, options, enforce_eager=True)
+        open_vllm("long", folder, options, enforce_eager=True)
     log = Path(str(error.value).rpartition(" is ")[2].rstrip(")"))
     assert "Traceback" in log.read_text()
     log.unlink()

@@ -1,33 +1,24 @@
 """What a model that is opened for evaluation offers, whatever computes it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ladderize.data import needs_tokenizer
+from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvaluatedModel
+from ladderize.layout import Layout
+from ladderize.modeling import load_tokenizer
+from ladderize.runtime.requests.continuous import Prompt
+from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class WindowScores:
-    """Scores of windows, in their order. A window of n ids has n - 1 scored tokens: all but its first.
-
-    nll: summed negative log-likelihood of each window in nats, float64 [windows]. kl: for each window the divergence
-    KL(reference || this model) at each scored token in nats, float32 [n - 1]; same_top: whether both models hold the
-    same token most likely there, bool [n - 1]; both None where no reference was given.
-    """
-
-    nll: np.ndarray
-    kl: list[np.ndarray] | None = None
-    same_top: list[np.ndarray] | None = None
 
 
 OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user gave it, folder of the checked model
@@ -36,24 +27,39 @@ OpenModel = Callable[[str, Path, EvalOptions], "EvalModel"]  # name as the user 
 class EvalModel(ABC):
     """One opened model, which is a context: it is closed at the end. Its folder was checked before.
 
-    name: as the user gave it. vocab_size: ids are below it. positions: the longest window that the model reads.
-    hidden_size: of the states that predictions are kept as.
+    described: layout, size and numerics. vocab_size: ids are below it. positions: the longest window that the model
+    reads. hidden_size: of the states that predictions are kept as.
     """
 
-    name: str
-    tokenizer: "PreTrainedTokenizerBase | None"
-    vocab_size: int
-    positions: int
-    hidden_size: int
+    no_predictions: str | None = None  # why its predictions cannot be kept, for the end of a sentence
 
-    @property
-    def no_predictions(self) -> str | None:
-        """Why this model's predictions cannot be kept, for the end of a sentence; None where they can."""
-        return None
+    def __init__(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        tokenizer: "PreTrainedTokenizerBase | None",
+        *,
+        vocab_size: int,
+        positions: int,
+        hidden_size: int,
+        **measured: Any,
+    ) -> None:
+        """name: as the user gave it. measured: more of the fields of ``EvaluatedModel``."""
+        import torch
+        import transformers
 
-    @abstractmethod
-    def describe(self, add_bos: bool | None) -> EvaluatedModel:
-        """Layout, size and numerics. add_bos: whether texts begin with BOS, which is the same for all models."""
+        self.name, self.config, self.tokenizer = name, config, tokenizer
+        self.vocab_size, self.positions, self.hidden_size = vocab_size, positions, hidden_size
+        layout = Layout.from_config(dict(config))
+        self.described = EvaluatedModel(
+            model=name,
+            layout=str(layout),
+            **layout.to_config(),
+            torch_version=torch.__version__,
+            transformers_version=transformers.__version__,
+            add_bos_token=None,
+            **measured,
+        )
 
     @abstractmethod
     def score(
@@ -65,7 +71,8 @@ class EvalModel(ABC):
         reference: Path | None = None,
         advance: Callable[[int], None] = lambda n: None,
     ) -> WindowScores:
-        """Score windows, int64 [n] each. batch_size: windows at a time. advance: told how many are done.
+        """Score windows, int64 [n] each. batch_size: windows at a time, where that is not the engine's to say. advance:
+        told how many are done.
 
         keep: a folder into which this model's states and its output layer are written (``ladderize.predictions``; who
         calls writes what they are of), for others to be compared with. reference: a folder that ``keep`` of another
@@ -74,7 +81,8 @@ class EvalModel(ABC):
 
     @abstractmethod
     def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
-        """An ``lm_eval.api.model.LM`` of this model. Raises UserError for a chat template that is not there."""
+        """An ``lm_eval.api.model.LM`` of this model. add_bos: whether texts begin with BOS, which is the same for all
+        models."""
 
     @abstractmethod
     def close(self) -> None:
@@ -87,3 +95,28 @@ class EvalModel(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class AnsweringModel(EvalModel):
+    """A model that scores and continues token ids, which is all that ``backends.lm.AnsweringLM`` needs. folder: its
+    own. batch_size: texts that are continued at a time."""
+
+    folder: Path
+    batch_size: int
+
+    @abstractmethod
+    def score_endings(self, endings: list[Ending], advance: Callable[[int], Any]) -> EndingScores:
+        """Log-likelihoods of the ends of texts, each of at most ``positions`` + 1 tokens: the last one is not read."""
+
+    @abstractmethod
+    def continue_prompts(self, prompts: list[Prompt], advance: Callable[[int], Any]) -> list[list[int]]:
+        """The new tokens of each prompt, the one that ends it included."""
+
+
+def open_tokenizer(name: str, folder: Path, options: EvalOptions) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of a checked model, where what is asked for needs one. Raises UserError where tasks have none."""
+    needed = bool(options.tasks) or (options.perplexity is not None and needs_tokenizer(options.perplexity))
+    tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code) if needed else None
+    if options.tasks and tokenizer is None:
+        raise UserError(f"{name} has no tokenizer that transformers can open, and lm-eval's tasks are text")
+    return tokenizer

@@ -1,25 +1,29 @@
 """A model that transformers computes. Where a launcher has started several processes, each has the whole model."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ladderize import data
 from ladderize.errors import UserError
-from ladderize.eval.backends.base import EvalModel, WindowScores
-from ladderize.eval.backends.chat import render_chats
-from ladderize.eval.backends.scoring import no_plain_head, score_windows
+from ladderize.eval.backends.base import EvalModel, open_tokenizer
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.results import EvaluatedModel
-from ladderize.layout import Layout, LayoutError
+from ladderize.layout import LayoutError
+from ladderize.memory import check_room
+from ladderize.modeling import load
+from ladderize.predictions import write_head
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.requests.scoring import COMPARED_AT_ONCE, OutputLayer, WindowScorer, WindowScores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PROBE_TOKENS = 8
 
 
 class HFModel(EvalModel):
@@ -28,20 +32,26 @@ class HFModel(EvalModel):
     def __init__(
         self, name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", ranks: Ranks
     ) -> None:
-        self.name, self.model, self.tokenizer, self.ranks = name, model, tokenizer, ranks
-        self.vocab_size: int = model.config.vocab_size
-        self.positions: int = model.config.max_position_embeddings
-        self.hidden_size: int = model.config.hidden_size
+        self.model, self.ranks = model, ranks
+        super().__init__(
+            name,
+            model.config.to_dict(),
+            tokenizer,
+            vocab_size=model.config.vocab_size,
+            positions=model.config.max_position_embeddings,
+            hidden_size=model.config.hidden_size,
+            parameters=model.num_parameters(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+        )
 
     @cached_property
-    def no_predictions(self) -> str | None:
+    def no_predictions(self) -> str | None:  # type: ignore[override]
         return no_plain_head(self.model)
 
     @classmethod
     def open(cls, name: str, folder: Path, options: EvalOptions, ranks: Ranks) -> "HFModel":
         """Load a checked model and, if it has one, its tokenizer; errors of transformers become one sentence."""
-        from ladderize.modeling import load
-
         tokenizer = open_tokenizer(name, folder, options)
         try:
             model = load(
@@ -52,23 +62,6 @@ class HFModel(EvalModel):
         except Exception as error:  # whatever a config of another architecture makes transformers do
             raise UserError(f"{name} cannot be loaded: {' '.join(str(error).split())[:400]}") from error
         return cls(name, model, tokenizer, ranks)
-
-    def describe(self, add_bos: bool | None) -> EvaluatedModel:
-        import torch
-        import transformers
-
-        layout = Layout.from_config(self.model.config.to_dict())
-        return EvaluatedModel(
-            model=self.name,
-            layout=str(layout),
-            **layout.to_config(),
-            parameters=self.model.num_parameters(),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            device=str(self.model.device),
-            torch_version=torch.__version__,
-            transformers_version=transformers.__version__,
-            add_bos_token=add_bos,
-        )
 
     def score(
         self,
@@ -81,33 +74,32 @@ class HFModel(EvalModel):
     ) -> WindowScores:
         """Each rank scores neighbouring windows, and every rank gets all scores."""
         rank, size = self.ranks.rank, self.ranks.size
+        if keep is not None and self.ranks.is_main:
+            layer: Any = self.model.get_output_embeddings()
+            write_head(keep, layer.weight, getattr(layer, "bias", None))
         own = score_windows(
             self.model,
             windows,
             batch_size=batch_size,
             chosen=range(rank * len(windows) // size, (rank + 1) * len(windows) // size),
             keep=keep,
-            keep_head=self.ranks.is_main,
             reference=reference,
             advance=lambda count: advance(count * size),
         )
         return joined_scores(self.ranks.gather(own))
 
     def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
-        """lm-eval's HF backend around the loaded model. BOS is told explicitly, the same for all models."""
-        from ladderize.eval.backends.hf_ranks import SharedHFLM
+        """lm-eval's HF backend around the loaded model."""
+        from ladderize.eval.backends.lm import SharedHFLM
 
-        backend = SharedHFLM(
+        return SharedHFLM(
+            self.name,
             self.ranks,
             pretrained=self.model,
             tokenizer=self.tokenizer,
             batch_size=options.batch_size,
             add_bos_token=add_bos,
         )
-        if options.apply_chat_template:
-            assert self.tokenizer is not None
-            render_chats(backend, self.name, self.tokenizer)
-        return backend
 
     def close(self) -> None:
         del self.model
@@ -123,12 +115,92 @@ def joined_scores(parts: Sequence[WindowScores]) -> WindowScores:
     return WindowScores(nll, kl, [window for part in parts for window in part.same_top or []])
 
 
-def open_tokenizer(name: str, folder: Path, options: EvalOptions) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a checked model, where what is asked for needs one. Raises UserError where tasks have none."""
-    from ladderize.modeling import load_tokenizer
+def score_windows(
+    model: "PreTrainedModel",
+    windows: list[np.ndarray],
+    *,
+    batch_size: int = 8,
+    chosen: range | None = None,
+    keep: Path | None = None,
+    reference: Path | None = None,
+    advance: Callable[[int], None] = lambda n: None,
+) -> WindowScores:
+    """Score the ``chosen`` windows (None: all); windows of equal length that follow each other go in batches.
 
-    needed = bool(options.tasks) or (options.perplexity is not None and data.needs_tokenizer(options.perplexity))
-    tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code) if needed else None
-    if options.tasks and tokenizer is None:
-        raise UserError(f"{name} has no tokenizer that transformers can open, and lm-eval's tasks are text")
-    return tokenizer
+    The model's body runs on batches, its output layer on so many tokens at a time that memory stays bounded however
+    large the vocabulary is. keep: the folder for this model's states; all processes that share it give the same
+    windows. reference: a folder of predictions for the same windows. Raises UserError where memory does not do.
+    """
+    chosen = range(len(windows)) if chosen is None else chosen
+    plain = no_plain_head(model) is None
+    check_scoring_room(model, windows, batch_size, plain=plain, compared=reference is not None)
+    embedding = next(model.get_input_embeddings().parameters())
+    head: Any = model.get_output_embeddings()
+    # without a plain head the logits themselves are what is scored
+    vocab_size = len(head.weight) if plain else model.config.vocab_size
+    layer = OutputLayer(head if plain else lambda logits: logits, vocab_size, vocab_size)
+    hidden_size, dtype = (head.weight.shape[1], head.weight.dtype) if plain else (vocab_size, embedding.dtype)
+    tokens = [len(window) - 1 for window in windows]
+    with (
+        torch.inference_mode(),
+        WindowScorer(layer, tokens, hidden_size, dtype, embedding.device, keep, reference) as scorer,
+    ):
+        for batch in window_batches(windows, chosen, batch_size):
+            ids = torch.from_numpy(np.stack([windows[index] for index in batch])).to(embedding.device)
+            if plain:
+                found: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            else:
+                found = model(input_ids=ids, use_cache=False).logits
+            for row, index in enumerate(batch):
+                scorer.add(index, found[row, :-1], ids[row, 1:].to(found.device))
+            advance(len(batch))
+        return scorer.scores()
+
+
+def window_batches(windows: list[np.ndarray], chosen: range, batch_size: int) -> Iterator[range]:
+    """Consecutive windows of equal length, at most ``batch_size``."""
+    start = chosen.start
+    while start < chosen.stop:
+        stop = start + 1
+        while stop < chosen.stop and stop - start < batch_size and len(windows[stop]) == len(windows[start]):
+            stop += 1
+        yield range(start, stop)
+        start = stop
+
+
+def no_plain_head(model: "PreTrainedModel") -> str | None:
+    """Why this model's logits are not its output layer's product with its final states; None where they are.
+
+    Some architectures scale or cap their logits. It is tried out, on a few tokens.
+    """
+    layer, body = model.get_output_embeddings(), model.base_model
+    if not isinstance(layer, torch.nn.Linear) or body is model:
+        return "its architecture has no output layer of the usual kind"
+    device = next(model.get_input_embeddings().parameters()).device
+    ids = torch.arange(min(PROBE_TOKENS, model.config.vocab_size), device=device)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=ids, use_cache=False).logits.float()
+        found = layer(body(input_ids=ids, use_cache=False).last_hidden_state).float()
+    if found.shape != expected.shape or (found - expected).abs().max() > 1e-6 * expected.abs().max():
+        return "its architecture changes its logits after its output layer"
+    return None
+
+
+def check_scoring_room(
+    model: "PreTrainedModel", windows: list[np.ndarray], batch_size: int, *, plain: bool, compared: bool
+) -> None:
+    """Raise UserError where a batch does not fit into memory: one layer's work, or the logits of a model without a
+    ``plain`` head; and logits of as many tokens as are held at once."""
+    longest, at_once = max(map(len, windows)), min(batch_size, len(windows))
+    embedding = next(model.get_input_embeddings().parameters())
+    config, itemsize = model.config, embedding.dtype.itemsize
+    logits_at_once = min(longest, max(1, COMPARED_AT_ONCE // config.vocab_size)) * config.vocab_size
+    width = config.vocab_size
+    if plain:
+        width = 4 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    check_room(
+        at_once * longest * width * itemsize + logits_at_once * 4 * (6 if compared else 2),
+        embedding.device,
+        f"scoring {at_once:,} windows of {longest:,} tokens at a time",
+        "lower --batch-size or --seq-len",
+    )

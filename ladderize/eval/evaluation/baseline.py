@@ -13,7 +13,7 @@ from ladderize.checkpoint.reading import read_checkpoint, read_header
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import Console
 from ladderize.errors import UserError
-from ladderize.eval.backends.base import EvalModel, WindowScores
+from ladderize.eval.backends.base import EvalModel
 from ladderize.eval.results import Perplexity, Predictions
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import temporary_folder
@@ -27,6 +27,7 @@ from ladderize.predictions import (
     write_about,
 )
 from ladderize.ranks.group import Ranks
+from ladderize.runtime.requests.scoring import WindowScores
 
 
 @dataclass

@@ -16,7 +16,8 @@ from ladderize.checkpoint.llama import check_model
 from ladderize.console import SILENT, Console, to_json
 from ladderize.errors import UsageError, UserError
 from ladderize.eval.backends.base import EvalModel, OpenModel
-from ladderize.eval.backends.choose import check_engine, open_model
+from ladderize.eval.backends.hf import HFModel
+from ladderize.eval.backends.runtime import RuntimeModel
 from ladderize.eval.evaluation.baseline import Baseline, open_baseline, predictions_of
 from ladderize.eval.evaluation.output import Output, open_output
 from ladderize.eval.evaluation.samples import read_samples
@@ -152,7 +153,8 @@ def evaluate(
     the runtime they share each model instead. Rank 0 writes, and all return the same. Raises UserError.
     """
     options.check()
-    check_engine(options, engine)
+    if options.backend == "vllm" and engine is None:  # nothing in here imports vLLM
+        raise UsageError("the backend vllm needs engine=open_vllm, of ladderize.serving.vllm.eval_model")
     check_predictions(options, keep_predictions, reference)
     ranks = evaluation_ranks(options)
     names = [str(Path(name).expanduser()) if str(name).startswith("~") else str(name) for name in models]
@@ -171,11 +173,17 @@ def evaluate(
         add_bos: bool | None = None
         for name, folder in zip(names, folders, strict=True):
             with console.stage(f"loading {name}"), console.contained():
-                model = open_model(name, folder, options, ranks, engine)
+                if options.backend == "vllm":
+                    assert engine is not None
+                    model: EvalModel = engine(name, folder, options)
+                elif options.backend == "runtime":
+                    model = RuntimeModel.open(name, folder, options)
+                else:
+                    model = HFModel.open(name, folder, options, ranks)
             with model:
                 if model.tokenizer is not None and add_bos is None:
                     add_bos = begins_with_bos(model.tokenizer)
-                described = model.describe(add_bos)
+                described = replace(model.described, add_bos_token=add_bos)
                 if options.perplexity is not None:
                     described = score_text(model, described, folder, options, baseline, console)
                 output.finished.append(run_tasks(model, described, manager, output, console))
@@ -194,6 +202,8 @@ def run_tasks(
     if manager is None or not todo:
         return entry
     harness = model.harness(options, described.add_bos_token)
+    if options.apply_chat_template:
+        harness.renderer  # noqa: B018 - raises UserError where the model has no template
     for number, task in todo:
         console.note(f"{model.name}: {task} ({number} of {len(options.tasks)})")
         with console.contained(bars=True):

@@ -15,10 +15,11 @@ from ladderize.errors import UserError
 from ladderize.runtime.decode import are_sound, sample
 from ladderize.runtime.kv_cache import CacheRows, KVCache
 from ladderize.runtime.model import Step
-from ladderize.runtime.requests.packing import padded
-from ladderize.runtime.requests.reading import TextReader
-from ladderize.runtime.requests.scoring import own_logits
+from ladderize.runtime.requests.reading import TextReader, padded
+from ladderize.runtime.requests.scoring import OutputLayer
+from ladderize.runtime.requests.worker import Worker
 from ladderize.runtime.sampling import Sampling
+from ladderize.runtime.spec import eos_ids
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ class ContinuousBatch:
         """Give each row the token that follows its state [rows, hidden]."""
         model = self.reader.model
         if all(slot.draws is None for slot in slots):
-            _, tokens, normaliser = own_logits(model, states)
+            layer = OutputLayer.of_rank(model)
+            tokens, normaliser = layer.summary(layer.logits(states))
             sound = normaliser.isfinite().all()
         else:
             logits = model.logits(states)
@@ -205,25 +207,17 @@ class ContinuousBatch:
             slot.new.append(token)
 
 
-def continue_prompts(
-    reader: TextReader,
-    prompts: Sequence[Prompt],
-    *,
-    rows: int,
-    eos: Sequence[int],
-    tokenizer: Any,
-    advance: Callable[[int], None] = lambda n: None,
-) -> list[list[int]]:
-    """The new tokens of each prompt, ``rows`` texts at a time; equal on all ranks. Raises UserError where memory does
-    not do."""
+def continue_prompts(worker: Worker, prompts: Sequence[Prompt], advance: Callable[[int], None]) -> list[list[int]]:
+    """The new tokens of each prompt, ``worker.options.rows`` texts at a time; equal on all ranks. advance: told how
+    many more are done. Raises UserError where memory does not do."""
     if not prompts:
         return []
     batch = ContinuousBatch.allocate(
-        reader,
-        rows=min(rows, len(prompts)),
+        worker.reader,
+        rows=min(worker.options.rows, len(prompts)),
         longest_prompt=max(len(prompt.ids) for prompt in prompts),
         longest_text=max(len(prompt.ids) + prompt.max_new_tokens for prompt in prompts),
-        eos=eos,
-        tokenizer=tokenizer,
+        eos=eos_ids(worker.spec),
+        tokenizer=worker.tokenizer() if any(prompt.stops for prompt in prompts) else None,
     )
     return batch.run(prompts, advance)

@@ -1,4 +1,4 @@
-"""A model that waits for jobs: in this process, in ranks that were started for it, or in those of a launcher.
+"""A model that waits for requests: in this process, in ranks that were started for it, or in those of a launcher.
 
 Whoever asks runs in the parent process, in one piece; the ranks know nothing of what the answers are for.
 """
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from ladderize.errors import UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.device import check_device
@@ -18,9 +20,10 @@ from ladderize.ranks.launcher import ALONE
 from ladderize.ranks.threads import set_threads
 from ladderize.runtime.collectives.choose import check_backend
 from ladderize.runtime.launch import check_group_size, joined, start_context, started
-from ladderize.runtime.requests.options import RequestOptions
-from ladderize.runtime.requests.worker import Job, Worker, opened
+from ladderize.runtime.requests.worker import RequestOptions, Worker, opened
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec
+
+Answer = Callable[..., Any]  # of the module's level: (worker, *arguments, advance) -> the answer, equal on all ranks
 
 
 def check_request(model: str, options: RequestOptions) -> ModelSpec:
@@ -45,9 +48,9 @@ class Service(ABC):
     """An opened model. Use it as a context, or ``close`` it; if neither happens, it ends with the process."""
 
     @abstractmethod
-    def ask(self, job: Job, advance: Callable[[int], None] = lambda n: None) -> Any:
-        """Run a job on all ranks; returns its answer. Raises UserError where a rank fails: the service has ended
-        then."""
+    def ask(self, answer: Answer, *arguments: Any, advance: Callable[[int], None] = lambda n: None) -> Any:
+        """Call a function with each rank's worker, these arguments, and what tells ``advance`` how much more is done;
+        returns what it returns. Raises UserError where a rank fails: the service has ended then."""
 
     @abstractmethod
     def close(self) -> None:
@@ -75,11 +78,12 @@ class JoinedService(Service):
             self.worker: Worker | None = stack.enter_context(opened(self.group, spec, options))
             self.stack = stack.pop_all()
 
-    def ask(self, job: Job, advance: Callable[[int], None] = lambda n: None) -> Any:
+    def ask(self, answer: Answer, *arguments: Any, advance: Callable[[int], None] = lambda n: None) -> Any:
         if self.worker is None:
             raise UserError("the model was closed, so nothing can be asked of it")
-        job = self.group.broadcast(job)
-        return self.worker.answer(job, advance if self.group.is_main else lambda n: None)
+        answer, arguments = self.group.broadcast((answer, arguments))
+        with torch.inference_mode():
+            return answer(self.worker, *arguments, advance if self.group.is_main else lambda n: None)
 
     def close(self) -> None:
         self.worker = None
@@ -117,16 +121,16 @@ class StartedService(Service):
         # where it is not closed: before multiprocessing, at the exit, waits for the processes that it has started
         self.at_exit = multiprocessing.util.Finalize(self, self.stack.close, exitpriority=10)
 
-    def ask(self, job: Job, advance: Callable[[int], None] = lambda n: None) -> Any:
+    def ask(self, answer: Answer, *arguments: Any, advance: Callable[[int], None] = lambda n: None) -> Any:
         if not self.inboxes:
             raise UserError("the ranks have ended, so nothing can be asked of them")
         try:
             # a rank that is gone cannot be sent to; why it is gone is heard from the others and from the system
             with contextlib.suppress(BrokenPipeError):
                 for inbox in self.inboxes:
-                    inbox.send(job)
+                    inbox.send((answer, arguments))
             return self._hear(advance)
-        except BaseException:  # Ctrl-C too: the ranks would go on with a job whose result is not wanted
+        except BaseException:  # Ctrl-C too: the ranks would go on with what is not wanted any more
             self.close()
             raise
 
@@ -148,13 +152,12 @@ class StartedService(Service):
 
 
 def _serve(group: Ranks, spec: ModelSpec, options: RequestOptions, inbox: Connection) -> None:
-    """A started rank: jobs in, answers out, until the other end of ``inbox`` is closed."""
-    with opened(group, spec, options) as worker:
+    """A started rank: requests in, answers out, until the other end of ``inbox`` is closed."""
+    with opened(group, spec, options) as worker, torch.inference_mode():
         group.report(("answer", None))
         while True:
             try:
-                job = inbox.recv()
+                answer, arguments = inbox.recv()
             except EOFError:
                 return
-            answer = worker.answer(job, lambda count: group.report(("done", count)))
-            group.report(("answer", answer))
+            group.report(("answer", answer(worker, *arguments, lambda count: group.report(("done", count)))))

@@ -1,28 +1,54 @@
-"""One rank that keeps a model and answers jobs with it."""
+"""One rank that keeps a model and answers requests with it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-
-from ladderize.errors import UserError
+from ladderize.choices import THREADS, TP_SIZE, BackendName, Dtype, check_options, option
+from ladderize.errors import UsageError, UserError
 from ladderize.modeling import load_tokenizer
+from ladderize.ranks.device import default_device
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.decode import rope_table
 from ladderize.runtime.model import TPLlama
-from ladderize.runtime.requests.continuous import Prompt, continue_prompts
-from ladderize.runtime.requests.options import RequestOptions
 from ladderize.runtime.requests.reading import TextReader
-from ladderize.runtime.requests.scoring import MESSAGE_BYTES, Ending, EndingScores, score_endings
-from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids
+from ladderize.runtime.spec import ModelSpec, WeightCache
+
+BUDGETS = {"cpu": 2048, "cuda": 16384}
+STATES_AT_ONCE = 2048  # that are scored
+MESSAGE_BYTES = 4 * 3 * STATES_AT_ONCE  # the largest message of scoring
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """How to answer. Raises UsageError."""
+
+    tp_size: int = option(TP_SIZE, 1)
+    rows: int = option("Texts that are continued at a time.", 8, min=1)
+    token_budget: int | None = option("Tokens of a forward pass, padding included; None: 2048, on a GPU 16384.", min=16)
+    max_length: int | None = option("The longest text; None: what the config promises.", min=2)
+    backend: BackendName = "auto"
+    dtype: Dtype = "auto"
+    device: str = field(default_factory=default_device)
+    threads: int | None = option(THREADS)
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.backend == "none":
+            raise UsageError("--backend none sums nothing, so scores would be meaningless; it is for bench")
+
+    @property
+    def budget(self) -> int:
+        return self.token_budget or BUDGETS["cuda" if self.device.startswith("cuda") else "cpu"]
 
 
 @dataclass
 class Worker:
-    """One rank of an opened model. backend: how its ranks communicate. positions: of the longest text."""
+    """One rank of an opened model. backend: how its ranks communicate."""
 
     group: Ranks
     spec: ModelSpec
@@ -30,60 +56,12 @@ class Worker:
     reader: TextReader
     backend: str
 
-    @property
-    def positions(self) -> int:
-        return longest_text(self.spec, self.options)
-
-    def answer(self, job: "Job", advance: Callable[[int], None]) -> Any:
-        """Run a job; all ranks run the same one."""
-        with torch.inference_mode():
-            return job.run(self, advance)
-
     def tokenizer(self) -> Any:
         assert self.spec.folder is not None
         found = load_tokenizer(self.spec.folder, trust_remote_code=self.options.trust_remote_code)
         if found is None:
             raise UserError(f"{self.spec.name} has no tokenizer, and stop strings need one")
         return found
-
-
-class Job(Protocol):
-    """What a worker is asked for. It is pickled, and every rank runs it."""
-
-    def run(self, worker: Worker, advance: Callable[[int], None]) -> Any:
-        """The answer, equal on all ranks. advance: told how much more of the job is done."""
-
-
-@dataclass(frozen=True)
-class ScoreJob:
-    """Log-likelihoods of endings."""
-
-    endings: list[Ending]
-
-    def run(self, worker: Worker, advance: Callable[[int], None]) -> EndingScores:
-        return score_endings(worker.reader, self.endings, advance)
-
-
-@dataclass(frozen=True)
-class ContinueJob:
-    """New tokens of prompts."""
-
-    prompts: list[Prompt]
-
-    def run(self, worker: Worker, advance: Callable[[int], None]) -> list[list[int]]:
-        tokenizer = worker.tokenizer() if any(prompt.stops for prompt in self.prompts) else None
-        return continue_prompts(
-            worker.reader,
-            self.prompts,
-            rows=worker.options.rows,
-            eos=eos_ids(worker.spec),
-            tokenizer=tokenizer,
-            advance=advance,
-        )
-
-
-def longest_text(spec: ModelSpec, options: RequestOptions) -> int:
-    return options.max_length or spec.positions
 
 
 @contextmanager
@@ -97,6 +75,6 @@ def opened(
     collectives, backend = choose(options.backend, group, max_bytes=max(4 * max(largest), MESSAGE_BYTES))
     shape, weights = WeightCache(group.device, pack=True).get(spec, group.size, group.rank, advance)
     model = TPLlama(shape, spec.layout, weights, collectives)
-    rope = rope_table(spec.config, longest_text(spec, options), group.device)
+    rope = rope_table(spec.config, options.max_length or spec.positions, group.device)
     yield Worker(group, spec, options, TextReader(model, rope, options.budget, spec.torch_dtype), backend)
     collectives.close()

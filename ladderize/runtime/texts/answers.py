@@ -1,45 +1,150 @@
 """``ladderize generate --prompt-file``: a model's own answers to instructions, as training data.
 
 Rows that end make room for prompts that wait (runtime/requests/continuous.py), within a group of prompts at a time. A
-group is always computed in the same way, so a run that was killed, and begins with the group that it was at, makes the
-same bytes in the end. An answer depends on its number, the seed and the sampling options.
+group is always computed in the same way, and a run that was killed begins with the group that it was at.
 """
 
 import contextlib
-import time
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from ladderize.chat_template import DATE_OF_DATA
 from ladderize.console import SILENT, Console, human_bytes
 from ladderize.data import file_sha256
 from ladderize.errors import UsageError, UserError
-from ladderize.files.documents import check_writable
-from ladderize.files.records import Record
-from ladderize.files.regular import resolved
+from ladderize.files.regular import check_regular, read_lines, resolved
 from ladderize.modeling import tokenizer_hash
-from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.launch import run
+from ladderize.rows import Formats, JsonlRows, ParquetRows, Row, check_row, read_messages
 from ladderize.runtime.requests.continuous import ContinuousBatch, Prompt, StopStrings
-from ladderize.runtime.requests.options import RequestOptions
-from ladderize.runtime.requests.worker import Worker, opened
+from ladderize.runtime.requests.worker import RequestOptions, opened
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import ModelSpec, eos_ids
 from ladderize.runtime.texts.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
-from ladderize.runtime.texts.prompt_file import FilePrompt, check_prompt_file, encode_prompts, read_prompts
-from ladderize.runtime.texts.prompts import open_spec, tokenizer_of
-from ladderize.runtime.texts.sample_file import (
-    SampleFile,
-    SamplesIdentity,
-    check_sample_options,
-    check_sample_target,
-    common_identity,
+from ladderize.runtime.texts.prompts import PromptEncoder, open_spec
+from ladderize.runtime.texts.samples import Samples, SamplesDocument, checked_target, write_samples
+
+# Answers are written a group of so many full batches at a time. At its end rows stand empty until the last answer is
+# whole: the larger it is, the less time that takes, and the more work a killed run does again.
+BATCHES_OF_A_GROUP = 8
+SUFFIXES_OF_PROMPTS = (".jsonl", ".parquet", ".txt")
+PROMPT_FORMATS = Formats(
+    {
+        "messages": ("messages",),
+        "conversations": ("conversations",),
+        "prompt": ("prompt",),
+        "text": ("text",),
+    },
+    "messages, conversations, prompt or text",
 )
+
+
+@dataclass(frozen=True)
+class FilePrompt:
+    """One row. origin: its place, for people. asked: the messages of a conversation, none of them the last answer, or
+    a text to continue. was_answered: whether the row had an answer, which was left out."""
+
+    origin: str
+    asked: list[dict[str, Any]] | str
+    was_answered: bool = False
+
+    def answered(self, text: str, finish_reason: str) -> dict[str, Any]:
+        """The row with an answer, as ``adapt --data`` reads it."""
+        if isinstance(self.asked, str):
+            row: dict[str, Any] = {"prompt": self.asked, "completion": text}
+        else:
+            row = {"messages": [*self.asked, {"role": "assistant", "content": text}]}
+        return {**row, "finish_reason": finish_reason}
+
+
+def check_prompt_file(path: Path) -> None:
+    """Raise UsageError for a name that says nothing of the format, UserError where there is no such file."""
+    if path.suffix not in SUFFIXES_OF_PROMPTS:
+        raise UsageError(f"--prompt-file {path} must end in one of {', '.join(SUFFIXES_OF_PROMPTS)}")
+    if not path.exists():
+        raise UserError(f"--prompt-file {path} does not exist")
+    check_regular(path)
+
+
+def read_prompts(path: Path, *, chat: bool, samples: int | None) -> list[FilePrompt]:
+    """The first ``samples`` prompts of a file, or all. chat: a text is what a user says, not one to continue.
+
+    Raises UserError that names the line for a row that cannot be used, and for fewer prompts than are asked for.
+    """
+    prompts: list[FilePrompt] = []
+    for row in _rows(path):
+        if samples is not None and len(prompts) == samples:
+            break
+        prompts.append(_prompt(row, chat))
+    if not prompts:
+        raise UserError(f"--prompt-file {path} holds no prompts")
+    if samples is not None and len(prompts) < samples:
+        raise UserError(f"--num-samples {samples} asks for more than the {len(prompts)} prompts of {path}; lower it")
+    return prompts
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    if path.suffix == ".txt":
+        yield from _lines(path)
+        return
+    rows = JsonlRows(path, PROMPT_FORMATS) if path.suffix == ".jsonl" else ParquetRows(path, PROMPT_FORMATS)
+    for number in range(len(rows)):
+        yield rows.read(number)
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    for number, line in enumerate(read_lines(path), start=1):
+        origin = f"{path}, line {number}"
+        try:
+            text = line.decode().rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise UserError(f"{origin} is not UTF-8 text") from None
+        if text.strip():
+            yield Row({"text": text}, origin)
+
+
+def _prompt(row: Row, chat: bool) -> FilePrompt:
+    name = check_row(row, PROMPT_FORMATS)
+    if name in ("prompt", "text"):
+        text = str(row.values[name])
+        asked = [{"role": "user", "content": text}] if chat else text
+        return FilePrompt(row.origin, asked, was_answered=row.values.get("completion") is not None)
+    messages = read_messages(row, name)
+    before = len(messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise UserError(f"{row.origin}: its {name} are the assistant's alone, so there is nothing to answer")
+    # what parquet may hold and JSON may not (a date, say) is written as text
+    plain: list[dict[str, Any]] = json.loads(json.dumps(messages, default=str))
+    return FilePrompt(row.origin, plain, was_answered=len(messages) < before)
+
+
+def encode_prompts(
+    spec: ModelSpec,
+    prompts: Sequence[FilePrompt],
+    max_new_tokens: int,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[np.ndarray]:
+    """int32 [tokens] of each, which ``max_new_tokens`` more fit behind. A chat template sees the day that it sees when
+    the answers are trained on."""
+    encoder, found = PromptEncoder(spec, max_new_tokens, date=DATE_OF_DATA), []
+    for prompt in prompts:
+        if isinstance(prompt.asked, str):
+            ids = encoder.prompt(prompt.asked, prompt.origin)
+        else:
+            ids = encoder.conversation(prompt.asked, prompt.origin)
+        found.append(np.asarray(ids, dtype=np.int32))
+        advance(1)
+    return found
+
+
+# ---- answers ----
 
 
 class AnswerEnds:
@@ -71,85 +176,97 @@ def text_after(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str
     return both[len(first) :] if both.startswith(first) else str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-# Answers are written a group of so many full batches at a time. At its end rows stand empty until the last answer is
-# whole: the larger it is, the less time that takes, and the more work a killed run does again.
-BATCHES_OF_A_GROUP = 8
-
-
 @dataclass(frozen=True)
-class Questions:
-    """What is to be answered, and where to: each of ``prompts`` in ``out``, ``batch_size`` at a time, until one of
-    ``eos``, a stop string or max_new_tokens.
+class AnswersDocument(SamplesDocument):
+    """cut_off_samples: that ended for their length. output_tokens: of this run."""
 
-    ids: of each prompt, int32 [tokens]. prompt_file: its hash.
-    """
-
-    out: Path
     prompt_file: str
-    prompts: list[FilePrompt]
-    ids: list[np.ndarray]
-    batch_size: int
-    overwrite: bool
-    eos: tuple[int, ...]
-
-    @property
-    def longest_prompt(self) -> int:
-        """In tokens."""
-        return max(map(len, self.ids))
-
-    def groups(self, done: int) -> list[range]:
-        """The numbers of prompts that are computed together, from the group on whose beginning ``done`` may hold."""
-        size, total = BATCHES_OF_A_GROUP * self.batch_size, len(self.prompts)
-        return [range(first, min(first + size, total)) for first in range(done - done % size, total, size)]
-
-
-@dataclass(frozen=True)
-class AnswersIdentity(SamplesIdentity):
-    """tokenizer, prompt_file: hashes, the former with the chat template. chat: whether texts are formatted with it."""
-
-    tokenizer: str
-    prompt_file: str
-    chat: bool
-    stop: list[str]
-
-
-class AnswersFile(SampleFile):
-    """Prompts with their answers. ``cut_off`` counts those that ended for their length."""
-
-    def __init__(self, out: Path, identity: Mapping[str, Any], samples: int, *, overwrite: bool) -> None:
-        self.cut_off = 0
-        super().__init__(out, identity, samples, overwrite=overwrite)
-
-    def tally(self, record: Mapping[str, Any]) -> None:
-        self.cut_off += record["finish_reason"] == "length"
-
-
-@dataclass(frozen=True)
-class AnswersDocument(Record):
-    """``ladderize generate --prompt-file --json``. cut_off_samples: that ended for their length. Of this run:
-    resumed_samples, seconds, output_tokens and output_tokens_per_s; backend and the latter are None if nothing was left
-    to do."""
-
-    model: str
-    layout: str
-    tp_size: int
-    backend: str | None
-    dtype: str
-    prompt_file: str
-    out: str
-    samples: int
     cut_off_samples: int
-    resumed_samples: int
-    seconds: float
     output_tokens: int
-    output_tokens_per_s: float | None
 
     def summary(self, max_new_tokens: int) -> str:
-        rate = self.output_tokens_per_s
-        speed = f", {rate:.0f} tokens/s" if rate is not None else ""
         return (
-            f"{self.samples} answers{speed}, {self.cut_off_samples} cut off at --max-new-tokens {max_new_tokens}:"
+            f"{self.samples} answers{self.speed}, {self.cut_off_samples} cut off at --max-new-tokens {max_new_tokens}:"
             f" {self.out}"
+        )
+
+
+@dataclass(frozen=True)
+class Answers(Samples):
+    """Answers to ``prompts``. ids: of each prompt, int32 [tokens]. prompt_sha256: of the file. stops: strings that end
+    an answer, too."""
+
+    NOUN = "answers"
+
+    prompt_file: Path
+    prompt_sha256: str
+    prompts: list[FilePrompt]
+    ids: list[np.ndarray]
+    stops: tuple[str, ...]
+
+    def identity(self, spec: ModelSpec, options: GenerateOptions, tokenizer: Any) -> dict[str, Any]:
+        assert spec.folder is not None
+        return {
+            "tokenizer": tokenizer_hash(spec.folder),  # with the chat template
+            "prompt_file": self.prompt_sha256,
+            "chat": options.chat,
+            "stop": list(self.stops),
+        }
+
+    @contextlib.contextmanager
+    def opened(
+        self, group: Ranks, spec: ModelSpec, options: GenerateOptions, tokenizer: Any, done: int, console: Console
+    ) -> Iterator[tuple[str, Iterator[tuple[Sequence[int], list[list[int]]]]]]:
+        longest = max(map(len, self.ids))
+        request = RequestOptions(
+            tp_size=options.tp_size,
+            rows=self.batch_size,
+            max_length=longest + options.max_new_tokens,
+            backend=options.backend,
+            dtype=options.dtype,
+            device=options.device,
+            threads=options.threads,
+        )
+        with contextlib.ExitStack() as stack:
+            with console.progress("loading", spec.config["num_hidden_layers"]) as loaded:
+                worker = stack.enter_context(opened(group, spec, request, loaded))
+            batch = ContinuousBatch.allocate(
+                worker.reader,
+                rows=self.batch_size,
+                longest_prompt=longest,
+                longest_text=longest + options.max_new_tokens,
+                eos=self.eos,
+                tokenizer=tokenizer,
+            )
+            console.note(
+                f"{spec.layout}; {worker.backend}; {human_bytes(batch.cache.nbytes)} of KV cache for"
+                f" {self.batch_size} answers at a time"
+            )
+            size = BATCHES_OF_A_GROUP * self.batch_size
+            begin = done - done % size
+            with console.progress("answering", self.total, done=begin) as advance:
+                groups = (range(first, min(first + size, self.total)) for first in range(begin, self.total, size))
+                yield worker.backend, ((group, batch.run(self._asked(group, options), advance)) for group in groups)
+
+    def _asked(self, numbers: range, options: GenerateOptions) -> list[Prompt]:
+        return [
+            Prompt(number, self.ids[number].tolist(), options.max_new_tokens, options.sampling, self.stops)
+            for number in numbers
+        ]
+
+    def row(self, number: int, new: list[int], tokenizer: Any) -> dict[str, Any]:
+        ends = AnswerEnds(tokenizer, self.eos, self.stops)
+        return self.prompts[number].answered(*ends.text(self.ids[number].tolist(), new))
+
+    def counted(self, row: Mapping[str, Any]) -> dict[str, int]:
+        return {"cut_off": row["finish_reason"] == "length"}
+
+    def document(self, counts: Mapping[str, int], output_tokens: int, common: dict[str, Any]) -> AnswersDocument:
+        return AnswersDocument(
+            **common,
+            prompt_file=str(self.prompt_file),
+            cut_off_samples=counts["cut_off"],
+            output_tokens=output_tokens,
         )
 
 
@@ -172,14 +289,14 @@ def answer_prompts(
     ranks than 0. Raises UserError for what cannot be answered or written.
     """
     options = options or GenerateOptions(sampling=Sampling(temperature=1.0))
-    check_answer_options(Path(out), samples, batch_size, options)
-    prompt_file, out = resolved(Path(prompt_file), "--prompt-file "), resolved(Path(out), "--out ")
+    for name, given in (("compile", options.compile), ("replicate-vocab", options.replicate_vocab)):
+        if given:
+            raise UsageError(f"--{name} has no effect with --prompt-file; leave it out")
+    out = checked_target(Path(out), samples, batch_size, overwrite)
+    prompt_file = resolved(Path(prompt_file), "--prompt-file ")
     check_prompt_file(prompt_file)
     if out == prompt_file:
         raise UserError(f"--out {out} is the --prompt-file; choose another name")
-    if is_main_rank():
-        check_writable(out)
-        check_sample_target(out, overwrite)
     spec = open_spec(model, options)
     with console.stage(f"reading {prompt_file}"):
         digest = file_sha256(str(prompt_file))
@@ -188,135 +305,10 @@ def answer_prompts(
         ids = encode_prompts(spec, prompts, options.max_new_tokens, advance)
     if answered := sum(prompt.was_answered for prompt in prompts):
         console.note(f"{answered} of {len(prompts)} rows have an answer already, which is left out")
-    if not spec.layout.is_dense:
-        console.note(f"{spec.name} is converted ({spec.layout}): these are its answers, not those of the dense model")
-    eos = () if options.ignore_eos else eos_ids(spec)
     rows = min(batch_size or DEFAULT_SAMPLES_AT_A_TIME, len(prompts))
-    document: AnswersDocument | None = run(
-        _answer,
-        spec,
-        Questions(out, digest, prompts, ids, rows, overwrite, eos),
-        str(prompt_file),
-        options,
-        console,
-        tp_size=options.tp_size,
-        device=options.device,
-        threads=options.threads,
-    )
+    eos = () if options.ignore_eos else eos_ids(spec)
+    answers = Answers(out, len(prompts), rows, overwrite, eos, prompt_file, digest, prompts, ids, options.stop)
+    document: AnswersDocument | None = write_samples(spec, answers, options, console)
     if document is not None:
         console.result(document.summary(options.max_new_tokens))
     return document
-
-
-def check_answer_options(out: Path, samples: int | None, batch_size: int | None, options: GenerateOptions) -> None:
-    """Raise UsageError for options that make no answers, or that take no effect on them."""
-    check_sample_options(out, samples, batch_size)
-    for name, given in (("compile", options.compile), ("replicate-vocab", options.replicate_vocab)):
-        if given:
-            raise UsageError(f"--{name} has no effect with --prompt-file; leave it out")
-
-
-def _answer(
-    group: Ranks, spec: ModelSpec, questions: Questions, prompt_file: str, options: GenerateOptions, console: Console
-) -> AnswersDocument | None:
-    """One rank's part; rank 0 alone holds the file."""
-    assert spec.folder is not None
-    total, tokenizer = len(questions.prompts), tokenizer_of(spec)
-    with contextlib.ExitStack() as stack:
-        file = None
-        if group.is_main:
-            identity = AnswersIdentity(
-                **common_identity(spec, options),
-                tokenizer=tokenizer_hash(spec.folder),
-                prompt_file=questions.prompt_file,
-                chat=options.chat,
-                stop=list(options.stop),
-            )
-            file = stack.enter_context(
-                AnswersFile(questions.out, identity.to_dict(), total, overwrite=questions.overwrite)
-            )
-        before = group.broadcast(file.samples if file is not None else 0)
-        if before:
-            console.note(f"{before} answers are already there")
-        backend, seconds, made = None, 0.0, 0
-        if before < total:
-            ends = AnswerEnds(tokenizer, questions.eos, options.stop)
-            with _opened(group, spec, questions, options, console) as worker:
-                backend, begin = worker.backend, time.perf_counter()
-                for numbers, new in _computed(worker, questions, options, tokenizer, before, console):
-                    made += sum(map(len, new))
-                    if file is not None:
-                        file.append(
-                            [
-                                questions.prompts[number].answered(*ends.text(questions.ids[number].tolist(), ids))
-                                for number, ids in zip(numbers, new, strict=True)
-                                if number >= before
-                            ]
-                        )
-                seconds = time.perf_counter() - begin
-        if file is None:
-            return None
-        file.finish()
-        return AnswersDocument(
-            model=spec.name,
-            layout=str(spec.layout),
-            tp_size=group.size,
-            backend=backend,
-            dtype=spec.dtype,
-            prompt_file=prompt_file,
-            out=str(questions.out),
-            samples=file.samples,
-            cut_off_samples=file.cut_off,
-            resumed_samples=before,
-            seconds=seconds,
-            output_tokens=made,
-            output_tokens_per_s=made / seconds if made else None,
-        )
-
-
-@contextlib.contextmanager
-def _opened(
-    group: Ranks, spec: ModelSpec, questions: Questions, options: GenerateOptions, console: Console
-) -> Iterator[Worker]:
-    """The model on this rank."""
-    request = RequestOptions(
-        tp_size=options.tp_size,
-        rows=questions.batch_size,
-        max_length=questions.longest_prompt + options.max_new_tokens,
-        backend=options.backend,
-        dtype=options.dtype,
-        device=options.device,
-        threads=options.threads,
-    )
-    with contextlib.ExitStack() as stack:
-        with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
-            worker = stack.enter_context(opened(group, spec, request, advance))
-        yield worker
-
-
-def _computed(
-    worker: Worker, questions: Questions, options: GenerateOptions, tokenizer: Any, done: int, console: Console
-) -> Iterator[tuple[range, list[list[int]]]]:
-    """The numbers of prompts and their new ids, a group at a time. All ranks yield the same."""
-    batch = ContinuousBatch.allocate(
-        worker.reader,
-        rows=questions.batch_size,
-        longest_prompt=questions.longest_prompt,
-        longest_text=questions.longest_prompt + options.max_new_tokens,
-        eos=questions.eos,
-        tokenizer=tokenizer,
-    )
-    console.note(
-        f"{worker.spec.layout}; {worker.backend}; {human_bytes(batch.cache.nbytes)} of KV cache for"
-        f" {questions.batch_size} answers at a time"
-    )
-    groups = questions.groups(done)
-    with console.progress("answering", len(questions.prompts), done=groups[0].start) as advance:
-        for numbers in groups:
-            prompts = [
-                Prompt(number, questions.ids[number].tolist(), options.max_new_tokens, options.sampling, options.stop)
-                for number in numbers
-            ]
-            with torch.inference_mode():
-                new = batch.run(prompts, advance)
-            yield numbers, new

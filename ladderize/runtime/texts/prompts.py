@@ -166,7 +166,8 @@ def _generate(
     group: Ranks, spec: ModelSpec, prompts: list[str], ids: list[list[int]], options: GenerateOptions, console: Console
 ) -> GenerateDocument | None:
     """One rank's part."""
-    generator, backend = _open_for(group, spec, ids, options, console)
+    generator, backend = open_batch(group, spec, len(ids), max(map(len, ids)), options, console)
+    console.note(f"{spec.layout}; {backend}")
     eos = () if options.ignore_eos else eos_ids(spec)
     tokenizer = tokenizer_of(spec) if group.is_main else None
     streams = [TextStream(tokenizer) for _ in ids] if group.is_main else []
@@ -206,19 +207,18 @@ def _generate(
     )
 
 
-def _open_for(
-    group: Ranks, spec: ModelSpec, ids: list[list[int]], options: GenerateOptions, console: Console
+def open_batch(
+    group: Ranks, spec: ModelSpec, rows: int, longest: int, options: GenerateOptions, console: Console
 ) -> tuple[Generator, str]:
-    """A generator that these prompts and their continuations fit, and how its ranks communicate."""
-    longest = max(map(len, ids))
+    """A generator for so many prompts of at most ``longest`` tokens and their continuations, and how its ranks
+    communicate."""
     row = max(spec.config["hidden_size"] * longest, spec.config["vocab_size"])
-    collectives, backend = choose(options.backend, group, max_bytes=4 * row * len(ids))
-    console.note(f"{spec.layout}; {backend}")
+    collectives, backend = choose(options.backend, group, max_bytes=4 * row * rows)
     with console.progress("loading", spec.config["num_hidden_layers"]) as advance:
         weights = WeightCache(group.device, pack=not options.compile, replicate_vocab=options.replicate_vocab)
         columns = longest + options.max_new_tokens
         generator = open_generator(
-            spec, collectives, weights, group, len(ids), columns, compile=options.compile, advance=advance
+            spec, collectives, weights, group, rows, columns, compile=options.compile, advance=advance
         )
     return generator, backend
 

@@ -1,7 +1,7 @@
 """A model that vLLM computes, for ``ladderize eval --backend vllm``: the accuracy of what is served."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,23 +9,20 @@ import numpy as np
 
 from ladderize.checkpoint.dtypes import FLOAT_DTYPES
 from ladderize.checkpoint.llama import parameter_count
-from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.reading import Checkpoint, read_checkpoint
 from ladderize.errors import UserError
-from ladderize.eval.backends.base import EvalModel, WindowScores
-from ladderize.eval.backends.chat import render_chats
-from ladderize.eval.backends.hf import open_tokenizer
+from ladderize.eval.backends.base import AnsweringModel, open_tokenizer
 from ladderize.eval.options import EvalOptions
-from ladderize.eval.results import EvaluatedModel
 from ladderize.layout import Layout
+from ladderize.runtime.requests.continuous import Prompt
+from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores
 from ladderize.runtime.shards import check_runnable
-from ladderize.serving.vllm.endings import score_ends
 from ladderize.serving.vllm.engine import VLLMEngine, start_engine
 from ladderize.serving.vllm.versions import installed_version, version_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from ladderize.checkpoint.reading import Checkpoint
+    from vllm import RequestOutput
 
 
 def check_vllm() -> None:
@@ -35,79 +32,64 @@ def check_vllm() -> None:
         raise UserError(problem)
 
 
-def open_vllm(name: str, folder: Path, options: EvalOptions) -> "VLLMModel":
-    """Open a checked model, dense or converted, for ``ladderize.evaluate``. name: as the user gave it.
+def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VLLMModel":
+    """Open a checked model, dense or converted, for ``ladderize.evaluate``. name: as the user gave it. more: arguments
+    of vLLM's ``LLM``.
 
     Raises UserError or LayoutError: where vLLM is not there or cannot run it, or for another ``tp_size``.
     """
     check_vllm()
-    return VLLMModel.open(name, folder, options)
+    checkpoint = read_checkpoint(folder)
+    config = checkpoint.config
+    if config.get("model_type") in ("llama", "ladderized_llama") and not config.get("quantization_config"):
+        check_runnable(config, Layout.from_config(config), options.tp_size)
+    tokenizer = open_tokenizer(name, folder, options)
+    arguments = {
+        "model": str(folder),
+        "tensor_parallel_size": options.tp_size,
+        "dtype": _dtype(checkpoint, options),
+        "max_model_len": _positions(name, config, options) + 1,  # its last token is scored, and never read
+        "max_num_seqs": options.batch_size,
+        "seed": options.seed,
+        "trust_remote_code": options.trust_remote_code,
+        "skip_tokenizer_init": tokenizer is None,
+        "disable_log_stats": True,
+        **more,
+    }
+    return VLLMModel(name, checkpoint, options, tokenizer, start_engine(name, arguments))
 
 
-class VLLMModel(EvalModel):
+class VLLMModel(AnsweringModel):
     """A model in vLLM's processes."""
+
+    no_predictions = "vLLM tells the log-probabilities of single tokens, not of the whole vocabulary"
 
     def __init__(
         self,
         name: str,
-        checkpoint: "Checkpoint",
+        checkpoint: Checkpoint,
         options: EvalOptions,
         tokenizer: "PreTrainedTokenizerBase | None",
         engine: VLLMEngine,
     ) -> None:
-        self.name, self.checkpoint, self.options = name, checkpoint, options
-        self.tokenizer, self.engine = tokenizer, engine
-        config = engine.llm.llm_engine.model_config
-        self.vocab_size: int = config.get_vocab_size()
-        self.positions: int = config.max_model_len - 1
-        self.hidden_size: int = config.get_hidden_size()
-
-    @classmethod
-    def open(cls, name: str, folder: Path, options: EvalOptions, **more: Any) -> "VLLMModel":
-        """See ``open_vllm``. more: arguments of vLLM's ``LLM``."""
-        checkpoint = read_checkpoint(folder)
-        config = checkpoint.config
-        is_llama = config.get("model_type") in ("llama", "ladderized_llama") and not config.get("quantization_config")
-        if is_llama:
-            check_runnable(config, Layout.from_config(config), options.tp_size)
-        tokenizer = open_tokenizer(name, folder, options)
-        arguments = {
-            "model": str(folder),
-            "tensor_parallel_size": options.tp_size,
-            "dtype": _dtype(checkpoint, options),
-            "max_model_len": _positions(name, config, options) + 1,  # its last token is scored, and never read
-            "max_num_seqs": options.batch_size,
-            "seed": options.seed,
-            "trust_remote_code": options.trust_remote_code,
-            "skip_tokenizer_init": tokenizer is None,
-            "disable_log_stats": True,
-            **more,
-        }
-        return cls(name, checkpoint, options, tokenizer, start_engine(name, arguments))
-
-    @property
-    def no_predictions(self) -> str | None:
-        return "vLLM tells the log-probabilities of single tokens, not of the whole vocabulary"
-
-    def describe(self, add_bos: bool | None) -> EvaluatedModel:
-        import torch
-        import transformers
         from vllm.platforms import current_platform
 
-        config = self.checkpoint.config
-        layout = Layout.from_config(config)
-        return EvaluatedModel(
-            model=self.name,
-            layout=str(layout),
-            **layout.to_config(),
-            parameters=_parameters(self.checkpoint),
-            dtype=self.engine.dtype,
+        self.folder, self.batch_size, self.engine = checkpoint.folder, options.batch_size, engine
+        served, config = engine.llm.llm_engine.model_config, checkpoint.config
+        is_llama = config.get("model_type") in ("llama", "ladderized_llama")
+        stored = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+        super().__init__(
+            name,
+            config,
+            tokenizer,
+            vocab_size=served.get_vocab_size(),
+            positions=served.max_model_len - 1,
+            hidden_size=served.get_hidden_size(),
+            parameters=parameter_count(config) if is_llama else stored,
+            dtype=engine.dtype,
             device=current_platform.device_type,
-            torch_version=torch.__version__,
-            transformers_version=transformers.__version__,
-            add_bos_token=add_bos,
             backend="vllm",
-            tp_size=self.options.tp_size,
+            tp_size=options.tp_size,
             vllm_version=installed_version(),
         )
 
@@ -120,42 +102,75 @@ class VLLMModel(EvalModel):
         reference: Path | None = None,
         advance: Callable[[int], None] = lambda n: None,
     ) -> WindowScores:
-        """See ``EvalModel``; how many windows are read at a time is vLLM's to say."""
         assert keep is None
         assert reference is None  # see ``no_predictions``
-        scores = score_ends(
-            self.engine, [window.tolist() for window in windows], [len(window) - 1 for window in windows], advance
-        )
-        return WindowScores(np.array([-score.log_likelihood for score in scores], dtype=np.float64))
+        return WindowScores(-self.score_endings([Ending(window, len(window) - 1) for window in windows], advance).sums)
+
+    def score_endings(self, endings: list[Ending], advance: Callable[[int], Any]) -> EndingScores:
+        """The last token of a text is the one token that vLLM may generate, and its log-probability, taken before that
+        rule, is that of a free choice. The others are tokens of the prompt. All are of the softmax over the whole
+        vocabulary, in fp32."""
+        from vllm import SamplingParams
+
+        sampling = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=1,
+                allowed_token_ids=[int(ending.ids[-1])],
+                logprobs=1,
+                prompt_logprobs=1,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for ending in endings
+        ]
+        outputs = self.engine.generate([ending.ids[:-1].tolist() for ending in endings], sampling, advance)
+        scores = [_ending_score(output, ending) for output, ending in zip(outputs, endings, strict=True)]
+        return EndingScores(np.array([total for total, _ in scores]), np.array([greedy for _, greedy in scores]))
+
+    def continue_prompts(self, prompts: list[Prompt], advance: Callable[[int], Any]) -> list[list[int]]:
+        """The seed is another one for each prompt, so that a task that asks for the same several times gets several
+        answers, and the same ones in every run."""
+        from vllm import SamplingParams
+
+        sampling = [
+            SamplingParams(
+                temperature=prompt.sampling.temperature,
+                top_k=prompt.sampling.top_k,
+                top_p=prompt.sampling.top_p,
+                seed=prompt.sampling.seed + prompt.number if prompt.sampling.temperature > 0 else None,
+                max_tokens=prompt.max_new_tokens,
+                stop=list(prompt.stops),
+                skip_special_tokens=False,  # a stop string may be one
+            )
+            for prompt in prompts
+        ]
+        outputs = self.engine.generate([prompt.ids for prompt in prompts], sampling, advance)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
     def harness(self, options: EvalOptions, add_bos: bool | None) -> Any:
-        """lm-eval's vLLM class around the engine. BOS is told explicitly, the same for all models."""
-        from ladderize.serving.vllm.lm import EngineLM
+        from ladderize.eval.backends.lm import AnsweringLM
 
-        found = EngineLM(
-            self.engine,
-            self.name,
-            self.checkpoint.folder,
-            self.tokenizer,
-            max_length=self.positions,
-            add_bos_token=add_bos,
-            tp_size=options.tp_size,
-            info={
-                "model_dtype": self.engine.dtype,
-                "layout": str(Layout.from_config(self.checkpoint.config)),
-                "tp_size": options.tp_size,
-            },
-        )
-        if options.apply_chat_template:
-            assert self.tokenizer is not None
-            render_chats(found, self.name, self.tokenizer)
-        return found
+        return AnsweringLM(self, add_bos)
 
     def close(self) -> None:
         self.engine.close()
 
 
-def _dtype(checkpoint: "Checkpoint", options: EvalOptions) -> str:
+def _ending_score(output: "RequestOutput", ending: Ending) -> tuple[float, bool]:
+    assert output.prompt_logprobs is not None
+    assert output.outputs[0].logprobs is not None
+    # one entry for each token of the text: the most likely one, and its own
+    found: Sequence[Any] = [*output.prompt_logprobs, *output.outputs[0].logprobs][-ending.scored :]
+    total, greedy = 0.0, True
+    for token, known in zip(ending.ids[-ending.scored :].tolist(), found, strict=True):
+        own = known[token].logprob
+        total += own
+        greedy &= own >= max(entry.logprob for entry in known.values())
+    return total, greedy
+
+
+def _dtype(checkpoint: Checkpoint, options: EvalOptions) -> str:
     """The dtype to compute in. vLLM's own "auto" takes 16 bits for what is stored in 32; ours is: as stored."""
     if options.dtype != "auto":
         return options.dtype
@@ -169,9 +184,3 @@ def _positions(name: str, config: dict[str, Any], options: EvalOptions) -> int:
     if options.max_length is not None and options.max_length > positions:
         raise UserError(f"--max-length {options.max_length} is more than the {positions} positions of {name}")
     return options.max_length or positions
-
-
-def _parameters(checkpoint: "Checkpoint") -> int:
-    if checkpoint.config.get("model_type") in ("llama", "ladderized_llama"):
-        return parameter_count(checkpoint.config)
-    return sum(math.prod(info.shape) for info in checkpoint.tensors.values())
