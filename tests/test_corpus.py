@@ -9,10 +9,10 @@ import sys
 
 import pytest
 import torch
-from ladderize.files.locks import lock_folder
 
 from ladderize import load
 from ladderize.demo.inputs import MODEL
+from ladderize.files.temporaries import lock_folder
 from ladderize.modeling import load_tokenizer
 from ladderize.runtime.decode import Generator, Sampling
 from ladderize.runtime.spec import checkpoint_spec, eos_ids
