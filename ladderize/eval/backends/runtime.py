@@ -16,7 +16,7 @@ from ladderize.predictions import write_head
 from ladderize.ranks.device import default_device
 from ladderize.ranks.group import launched
 from ladderize.runtime.requests.continuous import Prompt, continue_prompts
-from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores, read_windows, score_endings
+from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores, score_endings, score_windows_of_ids
 from ladderize.runtime.requests.service import check_request, open_service
 from ladderize.runtime.requests.worker import RequestOptions
 from ladderize.runtime.spec import ModelSpec
@@ -68,7 +68,7 @@ class RuntimeModel(AnsweringModel):
         reference: Path | None = None,
         advance: Callable[[int], None] = lambda n: None,
     ) -> WindowScores:
-        found: WindowScores = self.service.ask(read_windows, windows, keep, reference, advance=advance)
+        found: WindowScores = self.service.ask(score_windows_of_ids, windows, keep, reference, advance=advance)
         if keep is not None and launched().rank == 0:
             checkpoint = read_checkpoint(self.folder)
             name = "model.embed_tokens.weight" if self.config.get("tie_word_embeddings") else "lm_head.weight"

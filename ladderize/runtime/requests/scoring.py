@@ -241,7 +241,7 @@ class WindowScorer:
         return WindowScores(nll, [kl for _, kl, _ in found], [same for _, _, same in found])
 
 
-def read_windows(
+def score_windows_of_ids(
     worker: Worker,
     windows: list[np.ndarray],
     keep: Path | None,

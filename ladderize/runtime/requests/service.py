@@ -23,7 +23,9 @@ from ladderize.runtime.launch import check_group_size, joined, start_context, st
 from ladderize.runtime.requests.worker import RequestOptions, Worker, opened
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec
 
-Answer = Callable[..., Any]  # of the module's level: (worker, *arguments, advance) -> the answer, equal on all ranks
+RankFunction = Callable[
+    ..., Any
+]  # of the module's level: (worker, *arguments, advance) -> the answer, equal on all ranks
 
 
 def check_request(model: str, options: RequestOptions) -> ModelSpec:
@@ -48,7 +50,7 @@ class Service(ABC):
     """An opened model. Use it as a context, or ``close`` it; if neither happens, it ends with the process."""
 
     @abstractmethod
-    def ask(self, answer: Answer, *arguments: Any, advance: Callable[[int], None] = lambda n: None) -> Any:
+    def ask(self, answer: RankFunction, *arguments: Any, advance: Callable[[int], None] = lambda n: None) -> Any:
         """Call a function with each rank's worker, these arguments, and what tells ``advance`` how much more is done;
         returns what it returns. Raises UserError where a rank fails: the service has ended then."""
 
@@ -78,7 +80,7 @@ class JoinedService(Service):
             self.worker: Worker | None = stack.enter_context(opened(self.group, spec, options))
             self.stack = stack.pop_all()
 
-    def ask(self, answer: Answer, *arguments: Any, advance: Callable[[int], None] = lambda n: None) -> Any:
+    def ask(self, answer: RankFunction, *arguments: Any, advance: Callable[[int], None] = lambda n: None) -> Any:
         if self.worker is None:
             raise UserError("the model was closed, so nothing can be asked of it")
         answer, arguments = self.group.broadcast((answer, arguments))
@@ -121,7 +123,7 @@ class StartedService(Service):
         # where it is not closed: before multiprocessing, at the exit, waits for the processes that it has started
         self.at_exit = multiprocessing.util.Finalize(self, self.stack.close, exitpriority=10)
 
-    def ask(self, answer: Answer, *arguments: Any, advance: Callable[[int], None] = lambda n: None) -> Any:
+    def ask(self, answer: RankFunction, *arguments: Any, advance: Callable[[int], None] = lambda n: None) -> Any:
         if not self.inboxes:
             raise UserError("the ranks have ended, so nothing can be asked of them")
         try:

@@ -27,7 +27,7 @@ from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import ModelSpec, eos_ids
 from ladderize.runtime.texts.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
 from ladderize.runtime.texts.prompts import PromptEncoder, open_spec
-from ladderize.runtime.texts.samples import Samples, SamplesDocument, checked_target, write_samples
+from ladderize.runtime.texts.samples import Samples, SamplesDocument, checked_target, make_samples
 
 # Answers are written a group of so many full batches at a time. At its end rows stand empty until the last answer is
 # whole: the larger it is, the less time that takes, and the more work a killed run does again.
@@ -192,7 +192,7 @@ class AnswersDocument(SamplesDocument):
 
 
 @dataclass(frozen=True)
-class Answers(Samples):
+class AnswerSamples(Samples):
     """Answers to ``prompts``. ids: of each prompt, int32 [tokens]. prompt_sha256: of the file. stops: strings that end
     an answer, too."""
 
@@ -307,8 +307,8 @@ def answer_prompts(
         console.note(f"{answered} of {len(prompts)} rows have an answer already, which is left out")
     rows = min(batch_size or DEFAULT_SAMPLES_AT_A_TIME, len(prompts))
     eos = () if options.ignore_eos else eos_ids(spec)
-    answers = Answers(out, len(prompts), rows, overwrite, eos, prompt_file, digest, prompts, ids, options.stop)
-    document: AnswersDocument | None = write_samples(spec, answers, options, console)
+    answers = AnswerSamples(out, len(prompts), rows, overwrite, eos, prompt_file, digest, prompts, ids, options.stop)
+    document: AnswersDocument | None = make_samples(spec, answers, options, console)
     if document is not None:
         console.result(document.summary(options.max_new_tokens))
     return document

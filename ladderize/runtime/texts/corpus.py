@@ -22,7 +22,7 @@ from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import ModelSpec, eos_ids
 from ladderize.runtime.texts.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
 from ladderize.runtime.texts.prompts import open_batch, open_spec
-from ladderize.runtime.texts.samples import Samples, SamplesDocument, checked_target, write_samples
+from ladderize.runtime.texts.samples import Samples, SamplesDocument, checked_target, make_samples
 
 SHORTEST_LINE = len('{"input_ids": [1, 2]}\n')
 
@@ -41,7 +41,7 @@ class CorpusDocument(SamplesDocument):
 
 
 @dataclass(frozen=True)
-class Corpus(Samples):
+class CorpusSamples(Samples):
     """Texts that begin with ``bos`` alone."""
 
     NOUN = "samples"
@@ -150,8 +150,8 @@ def sample_corpus(
         console.note(f"{spec.name} has no tokenizer: the lines get input_ids without text")
     rows = min(batch_size or DEFAULT_SAMPLES_AT_A_TIME, samples)
     eos = () if options.ignore_eos else eos_ids(spec)
-    corpus = Corpus(out, samples, rows, overwrite, eos, bos_id(spec, tokenizer))
-    document: CorpusDocument | None = write_samples(spec, corpus, options, console)
+    corpus = CorpusSamples(out, samples, rows, overwrite, eos, bos_id(spec, tokenizer))
+    document: CorpusDocument | None = make_samples(spec, corpus, options, console)
     if document is not None:
         console.result(document.summary())
     return document

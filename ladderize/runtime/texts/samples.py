@@ -116,7 +116,7 @@ def checked_target(out: Path, samples: int | None, batch_size: int | None, overw
     return out
 
 
-def write_samples(spec: ModelSpec, samples: Samples, options: GenerateOptions, console: Console) -> Any:
+def make_samples(spec: ModelSpec, samples: Samples, options: GenerateOptions, console: Console) -> Any:
     """Make the samples that are not there yet; the document on rank 0, None on others."""
     if not spec.layout.is_dense:
         console.note(
