@@ -6,8 +6,6 @@ from ladderize.adapt.blockwise.options import BlockwiseOptions as BlockwiseOptio
 from ladderize.adapt.blockwise.options import DistillOptions as DistillOptions
 from ladderize.adapt.data.sources import data_sources as data_sources
 from ladderize.adapt.lora.config import LoraOptions as LoraOptions
-from ladderize.adapt.merge.run import MergeReport as MergeReport
-from ladderize.adapt.merge.run import merge as merge
 from ladderize.adapt.retrain.adaptation import Adaptation as Adaptation
 from ladderize.adapt.retrain.losses import Objective as Objective
 from ladderize.adapt.retrain.options import RetrainOptions as RetrainOptions
@@ -70,10 +68,12 @@ from ladderize.tradeoff.report.options import ReportOptions as ReportOptions
 from ladderize.tradeoff.report.run import ReportSummary as ReportSummary
 from ladderize.tradeoff.report.run import report as report
 from ladderize.tradeoff.sweep.run import sweep as sweep
+from ladderize.workflows.merge import MergeReport as MergeReport
+from ladderize.workflows.merge import merge as merge
 from ladderize.workflows.sensitivity import measure_points as measure_points
 from ladderize.workflows.sensitivity import measure_sensitivity as measure_sensitivity
-from ladderize.workflows.sensitivity_run import write_points as write_points
-from ladderize.workflows.sensitivity_run import write_sensitivity as write_sensitivity
+from ladderize.workflows.sensitivity import write_points as write_points
+from ladderize.workflows.sensitivity import write_sensitivity as write_sensitivity
 from ladderize.workflows.spd import SpdOptions as SpdOptions
 from ladderize.workflows.spd import spd as spd
 from ladderize.workflows.spd_document import SpdDocument as SpdDocument

@@ -163,6 +163,11 @@ class Blocks:
         ]
         return torch.cat(losses).view(len(ids), -1).double().sum(1)
 
+    def logits(self, complete: Tensor) -> Tensor:
+        """Of the stream that leaves the last layer [batch, tokens, hidden]: float32 [batch, tokens, vocab]."""
+        parts = [logits for (logits,), _ in self._logits([complete], torch.empty(complete.shape[:2].numel()))]
+        return torch.cat(parts).unflatten(0, complete.shape[:2])
+
     def divergence(self, reference: Tensor, complete: Tensor) -> Tensor:
         """Summed KL(reference || model) of the predictions of each window but its last token's, in nats: float64
         [batch].

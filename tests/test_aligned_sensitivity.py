@@ -26,7 +26,7 @@ from ladderize.planning.planner.windows import AlignmentCounts
 from ladderize.tradeoff.sweep.settings import SENSITIVITY_KEYS, check_keys, sensitivity_settings
 from ladderize.workflows import aligned_layouts
 from ladderize.workflows.aligned_layouts import AlignedLayouts
-from ladderize.workflows.sensitivity_run import SensitivityFolder
+from ladderize.workflows.sensitivity import SensitivityFolder
 from tests.helpers import SHAPE, fresh_rng, invoke, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]

@@ -11,14 +11,14 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 
 import ladderize
+from ladderize.adapt.lora import merge_check
 from ladderize.adapt.lora.config import LORA_TARGETS, LoraOptions, lora_config
 from ladderize.adapt.lora.read import Adapter, read_adapter
 from ladderize.adapt.lora.write import check_adapter_target, write_adapter
-from ladderize.adapt.merge import check as merge_check
-from ladderize.adapt.merge import run as merge_run
-from ladderize.adapt.merge.run import merge
 from ladderize.blocks import open_checkpoint
 from ladderize.errors import UsageError, UserError
+from ladderize.workflows import merge as merge_run
+from ladderize.workflows.merge import merge
 from tests import warm
 from tests.helpers import LAYOUTS, SHAPE, edit_json, invoke, listing, make_model, one_sentence, random_ids
 
@@ -469,9 +469,7 @@ def test_an_interrupt_leaves_nothing(pair, tmp_path, monkeypatch, moment):
 
 
 def test_what_a_killed_merge_left_is_cleaned_by_the_next(pair, tmp_path):
-    script = (
-        "import os, sys; from ladderize.adapt.merge import run as merge; merge.check_merged = lambda *a: os._exit(9)\n"
-    )
+    script = "import os, sys; from ladderize.workflows import merge; merge.check_merged = lambda *a: os._exit(9)\n"
     script += "merge.merge(sys.argv[1], sys.argv[2], verify=False)"
     assert warm.run([sys.executable, "-c", script, pair[1], tmp_path / "out"]).returncode == 9
     assert len(listing(tmp_path)) == 4  # the output, unfinished, and what was merged

@@ -25,8 +25,7 @@ from ladderize.eval.sensitivity import (
 )
 from ladderize.eval.sensitivity_plot import draw_sensitivity, value_ticks
 from ladderize.eval.suffixes import Suffixes
-from ladderize.workflows.sensitivity import measure_sensitivity
-from ladderize.workflows.sensitivity_run import SensitivityFolder
+from ladderize.workflows.sensitivity import SensitivityFolder, measure_sensitivity
 from tests.helpers import BIASES, SHAPE, edit_json, fresh_rng, invoke, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]

@@ -34,7 +34,7 @@ def merge(given: GivenOptions) -> None:
         raise UsageError("ADAPTER is empty; name the folder of a PEFT adapter")
     console = Console(own.as_json)
     with console.stage(LOADING):
-        from ladderize.adapt.merge.run import merge as merge_adapter
+        from ladderize.workflows.merge import merge as merge_adapter
     report = merge_adapter(
         own.adapter,
         own.out,

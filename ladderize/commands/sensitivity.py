@@ -56,7 +56,7 @@ def sensitivity(given: GivenOptions) -> None:
     console = Console(own.as_json)
     with console.stage(LOADING):
         device = compute_options(given.params["device"], own.threads)
-        import ladderize.workflows.sensitivity_run  # noqa: F401  # which takes seconds
+        import ladderize.workflows.sensitivity  # noqa: F401  # which takes seconds
         from ladderize.ranks.threads import set_threads
 
     _check_effect(given, own.mode)
@@ -82,7 +82,7 @@ def _check_effect(given: GivenOptions, mode: str) -> None:
 
 def _blocks(own: SensitivityArguments, options: SensitivityOptions, console: Console) -> None:
     from ladderize.eval.sensitivity import sensitivity_rows
-    from ladderize.workflows.sensitivity_run import write_sensitivity
+    from ladderize.workflows.sensitivity import write_sensitivity
 
     document = write_sensitivity(own.model, own.out, options, overwrite=own.overwrite, console=console)
     console.document(document.to_dict())
@@ -107,7 +107,7 @@ def _blocks(own: SensitivityArguments, options: SensitivityOptions, console: Con
 
 def _points(own: SensitivityArguments, options: PointOptions, console: Console) -> None:
     from ladderize.eval.points_shown import dense_line, draw_points, pair_rows, point_rows
-    from ladderize.workflows.sensitivity_run import write_points
+    from ladderize.workflows.sensitivity import write_points
 
     if options.sync_tp_size is None:
         console.note("without --sync-tp-size N nothing is dropped: overlapped sync points are measured only")

@@ -4,7 +4,7 @@ put beside them, which every later conversion carries along. Imports no torch.""
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ladderize.files.documents import read_json
 from ladderize.files.records import Record
@@ -43,13 +43,6 @@ class Retraining(Record):
 
 
 @dataclass(frozen=True)
-class _Heldout(Record):
-    before: float
-    after: float
-    dense: float | None = None
-
-
-@dataclass(frozen=True)
 class _Score(Record):
     perplexity: float
 
@@ -60,42 +53,63 @@ class _Data(Record):
 
 
 @dataclass(frozen=True)
-class _Adaptation(Record):
+class _Entry(Record):
+    """What a document says of one layer, which it calls a block or a layer."""
+
+    layer: int | None = None
+    block: int | None = None
+    distillation: dict[str, Any] | None = None
+    alignment: dict[str, Any] | None = None
+
+    @property
+    def number(self) -> int:
+        return (self.layer if self.block is None else self.block) or 0
+
+
+@dataclass(frozen=True)
+class _Document(Record):
+    """What all of these documents have."""
+
+    model: str
+    layout: str
+
+
+@dataclass(frozen=True)
+class _Adaptation(_Document):
     """adaptation.json, as far as it is told."""
 
     method: str
-    model: str
-    layout: str
     layers: list[int]
     data: list[str]
     distill_from: str | None
-    heldout_perplexity: _Heldout | None
+    heldout_perplexity: dict[str, float | None] | None
 
     def retraining(self) -> Retraining:
-        heldout = self.heldout_perplexity
-        scores = {} if heldout is None else {"dense": heldout.dense, "before": heldout.before, "after": heldout.after}
-        known = {name: value for name, value in scores.items() if value is not None}
+        scores = self.heldout_perplexity or {}
+        known = {name: value for name in ("dense", "before", "after") if (value := scores.get(name)) is not None}
         return Retraining(self.method, self.model, self.distill_from, self.layout, self.layers, self.data, known)
 
 
 @dataclass(frozen=True)
-class _Rewritten(Record):
-    """What alignment.json and distillation.json have in common."""
+class _Rewritten(_Document):
+    """alignment.json and distillation.json, as far as they are told: the one has ``layers``, the other ``blocks``."""
 
-    model: str
+    FORMER: ClassVar = {"layers": "blocks"}
+
     teacher: str
-    layout: str
     data: _Data
     heldout_perplexity: dict[str, _Score]
-    heldout_divergence: dict[str, float] = field(default_factory=dict, kw_only=True)
+    layers: list[_Entry]
+    heldout_divergence: dict[str, float] = field(default_factory=dict)
 
-    def retraining_of(self, method: str, layers: list[int]) -> Retraining:
+    def retraining(self) -> Retraining:
+        method = "align" if all(entry.block is None for entry in self.layers) else "blocks"
         return Retraining(
             method,
             self.model,
             self.teacher,
             self.layout,
-            layers,
+            [entry.number for entry in self.layers],
             [self.data.file],
             {name: score.perplexity for name, score in self.heldout_perplexity.items()},
             self.heldout_divergence,
@@ -104,75 +118,36 @@ class _Rewritten(Record):
 
 
 @dataclass(frozen=True)
-class _Layer(Record):
-    layer: int
-
-
-@dataclass(frozen=True)
-class _Alignment(_Rewritten):
-    """alignment.json, as far as it is told."""
-
-    layers: list[_Layer]
-
-    def retraining(self) -> Retraining:
-        return self.retraining_of("align", [layer.layer for layer in self.layers])
-
-
-@dataclass(frozen=True)
-class _Block(Record):
-    block: int
-
-
-@dataclass(frozen=True)
-class _Distillation(_Rewritten):
-    """distillation.json, as far as it is told."""
-
-    blocks: list[_Block]
-
-    def retraining(self) -> Retraining:
-        return self.retraining_of("blocks", [block.block for block in self.blocks])
-
-
-@dataclass(frozen=True)
-class _SpdBlock(Record):
-    block: int
-    distillation: dict[str, Any] | None
-    alignment: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class _Spd(Record):
+class _Spd(_Document):
     """spd.json, as far as it is told."""
 
-    model: str
-    layout: str
     data: _Data
-    blocks: list[_SpdBlock]
+    blocks: list[_Entry]
     perplexity: dict[str, _Score]
     divergence: dict[str, float] = field(default_factory=dict)
 
     def retraining(self) -> Retraining | None:
-        layers = [block.block for block in self.blocks if (block.alignment or block.distillation) is not None]
-        if not layers:
+        changed = [entry.number for entry in self.blocks if (entry.alignment or entry.distillation) is not None]
+        if not changed:
             return None
         return Retraining(
             "spd",
             self.model,
             self.model,
             self.layout,
-            layers,
+            changed,
             [self.data.file],
             {name: score.perplexity for name, score in self.perplexity.items()},
             self.divergence,
-            aligned=all(block.distillation is None for block in self.blocks),
+            aligned=all(entry.distillation is None for entry in self.blocks),
         )
 
 
 # in the order in which they usually follow each other
-DOCUMENTS: Mapping[str, type[_Spd] | type[_Alignment] | type[_Distillation] | type[_Adaptation]] = {
+DOCUMENTS: Mapping[str, type[_Spd] | type[_Rewritten] | type[_Adaptation]] = {
     "spd.json": _Spd,
-    "alignment.json": _Alignment,
-    "distillation.json": _Distillation,
+    "alignment.json": _Rewritten,
+    "distillation.json": _Rewritten,
     "adaptation.json": _Adaptation,
 }
 

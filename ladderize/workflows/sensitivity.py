@@ -8,9 +8,9 @@ models, from which everything else follows, and from which a killed run goes on.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -34,12 +34,17 @@ from ladderize.errors import UserError
 from ladderize.eval.options import PointOptions, SensitivityOptions
 from ladderize.eval.sensitivity import block_sensitivities, column_layouts, default_tau1
 from ladderize.eval.window_table import fill_table, is_table
-from ladderize.files.work import differences
+from ladderize.files.documents import check_writable, read_json, write_json
+from ladderize.files.work import WorkFolder, differences, work_folder
 from ladderize.layout import Layout
 from ladderize.ranks.device import check_device
+from ladderize.ranks.group import already_started
 from ladderize.workflows.aligned_layouts import AlignedLayouts, describe_alignment, fill_aligned, windows_to_align_on
 
-Save = Callable[[Mapping[str, Any]], None]  # gets the content of the file, every few seconds
+Content = Mapping[str, Any]  # of the file
+Save = Callable[[Content], None]  # gets the content of the file, every few seconds
+Options = SensitivityOptions | PointOptions
+Measured = TypeVar("Measured", SensitivityDocument, PointSensitivity)
 
 
 def measure_sensitivity(
@@ -49,7 +54,7 @@ def measure_sensitivity(
     console: Console = SILENT,
     windows: np.ndarray | None = None,
     sha256: str | None = None,
-    previous: Mapping[str, Any] | None = None,
+    previous: Content | None = None,
     save: Save = lambda content: None,
 ) -> SensitivityDocument:
     """Fill the table and return the document of sensitivity.json.
@@ -59,12 +64,8 @@ def measure_sensitivity(
     from the data before; sha256: of those data, if they are no single file.
     """
     checkpoint = open_dense(str(model), options)
-    layers = int(checkpoint.config["num_hidden_layers"])
-    layouts = column_layouts(options.mode, layers, options.sync_tp_size)
-    layouts[0].check_model(checkpoint.config)
-    drawn = _drawn_windows(checkpoint, options, windows, console)
-    run = _run(checkpoint, str(model), options, drawn, sha256)
-    rows = _filled_rows(checkpoint, run, layouts, drawn, options, previous, save, console)
+    layouts = column_layouts(options.mode, int(checkpoint.config["num_hidden_layers"]), options.sync_tp_size)
+    run, rows = _measured(checkpoint, str(model), options, layouts, windows, sha256, previous, save, console)
     tau1 = options.tau1 if options.tau1 is not None else default_tau1(run.parameters)
     perplexities, entries = block_sensitivities(
         np.array(rows), run.data.seq_len - 1, options.mode, tau1=tau1, tau2=options.tau2
@@ -88,7 +89,7 @@ def measure_points(
     options: PointOptions,
     *,
     console: Console = SILENT,
-    previous: Mapping[str, Any] | None = None,
+    previous: Content | None = None,
     save: Save = lambda content: None,
 ) -> PointSensitivity:
     """What each change of single sync points costs, measured in one run; see ``measure_sensitivity``.
@@ -98,13 +99,8 @@ def measure_points(
     checkpoint = open_dense(str(model), options)
     layers = int(checkpoint.config["num_hidden_layers"])
     changes = point_changes(layers, dropped=options.sync_tp_size is not None, pairs=options.pairs)
-    layouts = [change.layout(layers, options.sync_tp_size) for change in changes]
-    for layout in layouts:
-        layout.check_model(checkpoint.config)
-    drawn = _drawn_windows(checkpoint, options, None, console)
-    run = _run(checkpoint, str(model), options, drawn, None)
-    every = [*layouts, Layout.dense(layers)]
-    rows = _filled_rows(checkpoint, run, every, drawn, options, previous, save, console)
+    layouts = [*(change.layout(layers, options.sync_tp_size) for change in changes), Layout.dense(layers)]
+    run, rows = _measured(checkpoint, str(model), options, layouts, None, None, previous, save, console)
     dense_nll, costs = point_costs(changes, np.array(rows), run.data.seq_len - 1)
     document = PointSensitivity(
         **vars(run),
@@ -120,7 +116,7 @@ def measure_points(
     return document
 
 
-def open_dense(model: str, options: SensitivityOptions | PointOptions) -> Checkpoint:
+def open_dense(model: str, options: Options) -> Checkpoint:
     """The checkpoint; raises UserError unless it is a dense model."""
     check_device(options.device)
     checkpoint = open_checkpoint(model, options.revision)
@@ -130,22 +126,72 @@ def open_dense(model: str, options: SensitivityOptions | PointOptions) -> Checkp
     return checkpoint
 
 
-@dataclass(frozen=True)
-class DrawnWindows:
-    """scored: ids [samples, seq_len]. aligned: others, to align models on; None: models are scored as they are."""
+def _measured(
+    checkpoint: Checkpoint,
+    model: str,
+    options: Options,
+    layouts: list[Layout],
+    windows: np.ndarray | None,
+    sha256: str | None,
+    previous: Content | None,
+    save: Save,
+    console: Console,
+) -> tuple[SensitivityRun, list[list[float]]]:
+    """What was measured on what, and the table: of each window its negative log-likelihood under each of ``layouts``,
+    of which what ``previous`` has is not computed again. The other arguments are those of ``measure_sensitivity``."""
+    for layout in layouts:
+        layout.check_model(checkpoint.config)
+    scored, to_align = _drawn_windows(checkpoint, options, windows, console)
+    run = SensitivityRun(
+        model=model,
+        fingerprint=fingerprint(checkpoint),
+        layout=str(Layout.from_config(checkpoint.config)),
+        parameters=parameter_count(checkpoint.config),
+        data=CalibrationData(
+            file=options.data,
+            sha256=sha256 or data.file_sha256(options.data),
+            samples=len(scored),
+            seq_len=scored.shape[1],
+            seed=options.seed,
+        ),
+        mode=options.mode,
+        sync_tp_size=options.sync_tp_size,
+        dtype=stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype,
+        aligned=describe_alignment(to_align) if to_align is not None else None,
+    )
+    about = {**run.to_dict(), **({"pairs": options.pairs} if isinstance(options, PointOptions) else {})}
+    rows = _rows_of(previous, about, len(layouts), len(scored)) if previous is not None else []
+    blocks = Blocks(checkpoint, getattr(torch, run.dtype), torch.device(options.device))
+    what = f"sensitivity ({run.mode})"
 
-    scored: np.ndarray
-    aligned: Windows | None
+    def keep(rows: Sequence[Sequence[float | None]]) -> None:
+        nll = [list(row) for row in rows]
+        save({**about, **UnfinishedSensitivity(**vars(run), complete=False, nll=nll).to_dict()})
+
+    if to_align is not None:
+        table = np.full((len(scored), len(layouts)), np.nan)
+        table[: len(rows)] = np.array(rows, float).reshape(-1, len(layouts))
+
+        def keep_table() -> None:
+            keep([[None if math.isnan(value) else value for value in row] for row in table.tolist()])
+
+        if np.isnan(table).any():
+            aligned = AlignedLayouts(blocks, to_align, options.batch_size)
+            fill_aligned(table, aligned, layouts, scored, what=what, save=keep_table, console=console)
+        return run, cast(list[list[float]], table.tolist())
+    whole = cast(list[list[float]], rows)
+    if len(whole) < len(scored):
+        how: dict[str, Any] = {"batch_size": options.batch_size, "what": what, "data": run.data.file}
+        fill_table(whole, blocks, layouts, scored, **how, save=keep, console=console)
+    return run, whole
 
 
 def _drawn_windows(
-    checkpoint: Checkpoint,
-    options: SensitivityOptions | PointOptions,
-    drawn: np.ndarray | None,
-    console: Console,
-) -> DrawnWindows:
-    """The first of all windows of the data, in an order drawn with the seed, and after them those to align on. drawn:
-    these windows, if they were read before."""
+    checkpoint: Checkpoint, options: Options, drawn: np.ndarray | None, console: Console
+) -> tuple[np.ndarray, Windows | None]:
+    """The first of all windows of the data, in an order drawn with the seed, to score: ids [samples, seq_len]; and of
+    those after them some to align models on, None where models are scored as they are. drawn: all windows, if they were
+    read before."""
     if drawn is None:
         drawn = read_windows(checkpoint, options.data, seq_len=options.seq_len, samples=None, seed=options.seed)
     scored = drawn[: options.samples]
@@ -155,7 +201,7 @@ def _drawn_windows(
                 f"{options.data} gives {len(scored)} windows of {scored.shape[1]} tokens, fewer than the"
                 f" {options.samples} of --samples: all are taken"
             )
-        return DrawnWindows(scored, None)
+        return scored, None
     aligned = windows_to_align_on(checkpoint, drawn[options.samples :], options.align_samples)
     if aligned is None:
         raise UserError(
@@ -163,87 +209,10 @@ def _drawn_windows(
             f" score, {options.align_samples or 1} others to align on and some that are held out; give more data, or"
             " lower --samples, --align-samples or --seq-len"
         )
-    return DrawnWindows(scored, aligned)
+    return scored, aligned
 
 
-def _run(
-    checkpoint: Checkpoint,
-    model: str,
-    options: SensitivityOptions | PointOptions,
-    drawn: DrawnWindows,
-    sha256: str | None,
-) -> SensitivityRun:
-    """What is measured, on what."""
-    return SensitivityRun(
-        model=model,
-        fingerprint=fingerprint(checkpoint),
-        layout=str(Layout.from_config(checkpoint.config)),
-        parameters=parameter_count(checkpoint.config),
-        data=CalibrationData(
-            file=options.data,
-            sha256=sha256 or data.file_sha256(options.data),
-            samples=len(drawn.scored),
-            seq_len=drawn.scored.shape[1],
-            seed=options.seed,
-        ),
-        mode=options.mode,
-        sync_tp_size=options.sync_tp_size,
-        dtype=stored_dtype(checkpoint) if options.dtype == "auto" else options.dtype,
-        aligned=describe_alignment(drawn.aligned) if drawn.aligned is not None else None,
-    )
-
-
-def _filled_rows(
-    checkpoint: Checkpoint,
-    run: SensitivityRun,
-    layouts: list[Layout],
-    drawn: DrawnWindows,
-    options: SensitivityOptions | PointOptions,
-    previous: Mapping[str, Any] | None,
-    save: Save,
-    console: Console,
-) -> list[list[float]]:
-    """The whole table, of which what ``previous`` has is not computed again."""
-    about = {**run.to_dict(), **({"pairs": options.pairs} if isinstance(options, PointOptions) else {})}
-    scored, what = drawn.scored, f"sensitivity ({run.mode})"
-    rows = _rows_of(previous, about, len(layouts), len(scored)) if previous is not None else []
-    blocks = Blocks(checkpoint, getattr(torch, run.dtype), torch.device(options.device))
-
-    def keep(rows: Sequence[Sequence[float | None]]) -> None:
-        nll = [list(row) for row in rows]
-        save({**about, **UnfinishedSensitivity(**vars(run), complete=False, nll=nll).to_dict()})
-
-    if drawn.aligned is not None:
-        table = np.full((len(scored), len(layouts)), np.nan)
-        table[: len(rows)] = np.array(rows, float).reshape(-1, len(layouts))
-        if np.isnan(table).any():
-            aligned = AlignedLayouts(blocks, drawn.aligned, options.batch_size)
-            fill_aligned(table, aligned, layouts, scored, what=what, save=lambda: keep(_shown(table)), console=console)
-        return cast(list[list[float]], table.tolist())
-    whole = cast(list[list[float]], rows)
-    if len(whole) < len(scored):
-        fill_table(
-            whole,
-            blocks,
-            layouts,
-            scored,
-            batch_size=options.batch_size,
-            what=what,
-            data=run.data.file,
-            save=keep,
-            console=console,
-        )
-    return whole
-
-
-def _shown(table: np.ndarray) -> list[list[float | None]]:
-    """As JSON holds it: null for what is not there."""
-    return [[None if math.isnan(value) else value for value in row] for row in table.tolist()]
-
-
-def _rows_of(
-    previous: Mapping[str, Any], run: Mapping[str, Any], columns: int, samples: int
-) -> list[list[float | None]]:
+def _rows_of(previous: Content, run: Content, columns: int, samples: int) -> list[list[float | None]]:
     """The table of a sensitivity.json as it lies there, which may be anybody's."""
     if different := differences(_decisive(previous), _decisive(run)):
         raise UserError(f"--out holds a measurement with another {different}; name another file, or pass --overwrite")
@@ -256,12 +225,78 @@ def _rows_of(
     return cast(list[list[float | None]], rows)
 
 
-def _decisive(run: Mapping[str, Any]) -> dict[str, Any]:
+def _decisive(run: Content) -> dict[str, Any]:
     """What rows have to agree in to stand in one table. Of the data not where they lie: the same bytes may by now lie
     elsewhere."""
     told = {key: run[key] for key in ("fingerprint", "mode", "pairs", "sync_tp_size", "dtype") if key in run}
     told["alignment"] = run.get("aligned")
     data = run.get("data")
-    return (
-        {**told, **{f"data {key}": data[key] for key in data if key != "file"}} if isinstance(data, Mapping) else told
-    )
+    return told | ({f"data {key}": data[key] for key in data if key != "file"} if isinstance(data, Mapping) else {})
+
+
+# ---- files ----
+
+
+class SensitivityFolder(WorkFolder):
+    """The table of a ``ladderize sensitivity`` while it grows, beside the file that it becomes."""
+
+    TABLE = "table.json"
+    CONTENT = (*WorkFolder.CONTENT, TABLE)
+    OPTION = "--out"
+
+    @property
+    def table(self) -> Path:
+        return self.folder / self.TABLE
+
+
+def write_sensitivity(
+    model: str | Path,
+    out: str | Path,
+    options: SensitivityOptions,
+    *,
+    overwrite: bool = False,
+    console: Console = SILENT,
+) -> SensitivityDocument:
+    """Measure the sensitivity of each block and write the JSON file ``out``, going on where a killed run was.
+
+    model: a dense checkpoint, folder or hub id. overwrite: measure again, whatever ``out`` holds. Raises UserError,
+    also for a file that measures something else.
+    """
+    measure = partial(measure_sensitivity, model, options, console=console)
+    return _written(measure, Path(out), overwrite, "; classes are those of --tau1 and --tau2", console)
+
+
+def write_points(
+    model: str | Path,
+    out: str | Path,
+    options: PointOptions,
+    *,
+    overwrite: bool = False,
+    console: Console = SILENT,
+) -> PointSensitivity:
+    """Measure what single sync points cost and write the JSON file ``out``; the rest as in ``write_sensitivity``."""
+    return _written(partial(measure_points, model, options, console=console), Path(out), overwrite, "", console)
+
+
+def _written(
+    measure: Callable[..., Measured],
+    out: Path,
+    overwrite: bool,
+    remark: str,
+    console: Console,
+) -> Measured:
+    """What ``measure`` makes of an earlier content of the file, or of the work beside it. remark: about a file that is
+    complete."""
+    if already_started():
+        raise UserError("sensitivity runs in one process; start it without torchrun or accelerate launch")
+    out = out.expanduser()
+    check_writable(out)
+    with SensitivityFolder(work_folder(str(out), None), {}) as work:
+        known = [path for path in (work.table, out) if path.is_file() and not overwrite]
+        previous = read_json(known[0], advice="name another file, or pass --overwrite") if known else None
+        if previous is not None and known[0] == out and previous.get("complete") is True:
+            console.note(f"{out} is complete, so nothing was measured (--overwrite measures again){remark}")
+        document = measure(previous=previous, save=lambda content: write_json(work.table, content))
+        write_json(out, document.to_dict())
+        work.remove()
+    return document

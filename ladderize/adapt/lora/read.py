@@ -27,27 +27,10 @@ KEY = re.compile(re.escape(PEFT_PREFIX) + r"(model\.layers\.\d+\.\w+\.\w+)\.lora
 # What a config may say of plain LoRA, whose product is W + scaling * B @ A. Any other key has to be off: PEFT grows new
 # variants.
 KNOWN = {
-    "peft_type",
-    "task_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "init_lora_weights",
-    "megatron_core",
-    "qalora_group_size",
-    "eva_config",
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
+    *("megatron_core", "qalora_group_size", "eva_config"),
 }
 OFF: tuple[Any, ...] = (None, False, "none", "", [], {})
 # The others, such as pissa, change the base's weights too when they are loaded.

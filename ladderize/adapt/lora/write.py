@@ -89,7 +89,6 @@ def write_adapter(
         ADAPTATION: to_json(content) + "\n",
         ADAPTER_CARD: adapter_card(out.name, model, None if local else model, plain, adapted_layers(stored), layout),
     }
-    _check_extra_files(extra_files or {})
     try:
         with output.atomic_folder(out, overwrite=overwrite) as folder:
             write_tensors(folder / ADAPTER_TENSORS, infos_of(stored), stored.__getitem__)
@@ -103,17 +102,6 @@ def adapter_tensor_name(name: str) -> str:
     """A tensor's name in an adapter's file, whether or not PEFT's prefix is there and the adapter's own name in it."""
     name = re.sub(r"\.(lora_[AB])\.default\.weight$", r".\1.weight", name)
     return name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name
-
-
-def _check_extra_files(files: Mapping[str, str]) -> None:
-    """Raise ValueError unless these are plain names of files that are neither ours nor weights."""
-    for name in files:
-        if (
-            not re.fullmatch(r"[\w-][\w.-]*", name)
-            or name in (ADAPTER_CONFIG, ADAPTER_TENSORS, ADAPTATION, ADAPTER_CARD, "config.json")
-            or "safetensors" in name
-        ):
-            raise ValueError(f"{name!r} is not the plain name of a file")
 
 
 def adapter_card(

@@ -92,7 +92,7 @@ def run_stage(kind: StageKind, job: Mapping[str, Any], folder: Path) -> None:
 
 
 def _sensitivity(job: Mapping[str, Any], folder: Path, console: Console) -> None:
-    from ladderize.workflows.sensitivity_run import write_sensitivity
+    from ladderize.workflows.sensitivity import write_sensitivity
 
     options = settings.sensitivity_settings(job["options"], job["mode"], job["sync_tp_size"], "sensitivity")
     write_sensitivity(job["model"], folder / SENSITIVITY_JSON, options, console=console)
@@ -133,7 +133,7 @@ def _adapt(job: Mapping[str, Any], folder: Path, console: Console) -> None:
     written = folder / ADAPTER_FOLDER if method == LORA else out
     adapt_checkpoint(model, written, options, verify=job["verify"], console=console)
     if method == LORA:
-        from ladderize.adapt.merge.run import merge
+        from ladderize.workflows.merge import merge
 
         merge(written, out, verify=job["verify"], console=console)
 

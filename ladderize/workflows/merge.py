@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
+from ladderize.adapt.lora.merge_check import ComparedLogits, add_product, check_merged
 from ladderize.adapt.lora.read import Adapter, check_adapter_fits, read_adapter
-from ladderize.adapt.merge.check import ComparedLogits, add_product, check_merged
 from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.blocks import open_checkpoint
@@ -29,23 +29,6 @@ from ladderize.files import output
 from ladderize.files.parsing import read_yaml
 from ladderize.files.regular import read_text, resolved
 from ladderize.layout import Layout, format_ranges
-
-
-def carried(adapter: Adapter) -> dict[str, str]:
-    """What the adapter says of its training; empty if it is not ours."""
-    if adapter.document is None:
-        return {}
-    return {
-        name: read_text(adapter.folder / name) for name in (ADAPTATION, METRICS) if (adapter.folder / name).is_file()
-    }
-
-
-def note_of(adapter: Adapter) -> str:
-    """How the adapter came about, for the model card; empty where its adaptation.json does not say."""
-    try:
-        return Adaptation.from_dict(adapter.document, ADAPTATION).card_note()
-    except UserError:  # there is none, or it is not one of a retraining
-        return ""
 
 
 @dataclass(frozen=True)
@@ -101,25 +84,51 @@ def merge(
         console.note(
             f"Note: {source.folder} has no {ADAPTATION}, so what it was trained on is unknown; its shapes fit {name}"
         )
-    if not overwrite and is_merged(out, name, merge_record(source, found)):
+    merged, record = sorted(f"{module}.weight" for module in source.modules), merge_record(source, found)
+
+    def check(folder: Path) -> dict[str, Any]:
+        return check_merged(source, checkpoint, folder, console).to_dict()
+
+    if not overwrite and is_merged(out, name, record):
         console.note(f"{out} is complete: this command wrote it in an earlier run")
         output.clean_up(out)
-        weights = weights_of(source, checkpoint, out, console)
+        tensors = read_checkpoint(out).tensors
+        files = sorted({info.file for info in tensors.values()})
+        weights = {
+            **check(out),
+            "weight_bytes": sum(info.nbytes for info in tensors.values()),
+            "weight_files": files,
+            "weight_files_rewritten": sorted({tensors[changed].file for changed in merged if changed in tensors}),
+            "weights": {THERE: len(files)},
+            "verified": None,
+        }
     else:
         for folder in (source.folder, checkpoint.folder):
             output.check_target(out, folder, overwrite=overwrite)
         check_merge_space(source, checkpoint, out)
-        weights = write_merged_checkpoint(
-            source,
-            checkpoint,
-            out,
-            name,
-            found,
-            revision=revision,
-            overwrite=overwrite,
-            verify=verify,
-            console=console,
-        )
+        with output.scratch_folder(out) as scratch:
+            file = scratch / "merged.safetensors"
+            total = sum(checkpoint.tensors[changed].nbytes for changed in merged)
+            with console.progress("merging", total, is_bytes=True) as advance:
+                write_merged(source, checkpoint, file, advance)
+            report = convert_checkpoint(
+                name,
+                out,
+                Recipe(),
+                revision=revision,
+                overwrite=overwrite,
+                verify=verify,
+                changes=Changes(
+                    replace=locate_tensors(file),
+                    record={"merged_adapter": record},
+                    extra_files=documents_of(source),
+                    note=note_of(source),
+                ),
+                console=console,
+                check=check,
+            )
+        told = ("weight_bytes", "weight_files", "weight_files_rewritten", "weights", "verified")
+        weights = {**(report.checked or {}), **{key: getattr(report, key) for key in told}}
     return MergeReport(
         adapter=str(source.folder),
         base=name,
@@ -128,14 +137,23 @@ def merge(
         **layout.to_config(),
         fingerprint=found,
         layers=source.layers,
-        merged_tensors=sorted(merged_names(source)),
+        merged_tensors=merged,
         **weights,
     )
 
 
-def merged_names(adapter: Adapter) -> set[str]:
-    """The base's tensors that the adapter changes."""
-    return {f"{module}.weight" for module in adapter.modules}
+def documents_of(adapter: Adapter) -> dict[str, str]:
+    """What the adapter says of its training; empty if it is not ours."""
+    files = [adapter.folder / name for name in (ADAPTATION, METRICS)] if adapter.document is not None else []
+    return {path.name: read_text(path) for path in files if path.is_file()}
+
+
+def note_of(adapter: Adapter) -> str:
+    """How the adapter came about, for the model card; empty where its adaptation.json does not say."""
+    try:
+        return Adaptation.from_dict(adapter.document, ADAPTATION).card_note()
+    except UserError:  # there is none, or it is not one of a retraining
+        return ""
 
 
 def is_merged(out: Path, base: str, record: Mapping[str, Any]) -> bool:
@@ -148,66 +166,6 @@ def is_merged(out: Path, base: str, record: Mapping[str, Any]) -> bool:
     if not isinstance(found, dict) or not isinstance(found.get("source"), dict):
         return False
     return found["source"].get("name") == base and found.get("merged_adapter") == record
-
-
-def weights_of(adapter: Adapter, base: Checkpoint, out: Path, console: Console) -> dict[str, Any]:
-    """What the report says of the weights of a merged checkpoint that is there; its logits are compared again."""
-    tensors, merged = read_checkpoint(out).tensors, merged_names(adapter)
-    files = sorted({info.file for info in tensors.values()})
-    return {
-        **check_merged(adapter, base, out, console).to_dict(),
-        "weight_bytes": sum(info.nbytes for info in tensors.values()),
-        "weight_files": files,
-        "weight_files_rewritten": sorted({tensors[name].file for name in merged if name in tensors}),
-        "weights": {THERE: len(files)},
-        "verified": None,
-    }
-
-
-def write_merged_checkpoint(
-    adapter: Adapter,
-    base: Checkpoint,
-    out: Path,
-    name: str,
-    found: str,
-    *,
-    revision: str | None,
-    overwrite: bool,
-    verify: bool,
-    console: Console,
-) -> dict[str, Any]:
-    """Merge and write; returns what the report says of the weights. name, found: the base's, and its fingerprint."""
-    with output.scratch_folder(out) as scratch:
-        file = scratch / "merged.safetensors"
-        with console.progress(
-            "merging", sum(base.tensors[name].nbytes for name in merged_names(adapter)), is_bytes=True
-        ) as advance:
-            write_merged(adapter, base, file, advance)
-        report = convert_checkpoint(
-            name,
-            out,
-            Recipe(),
-            revision=revision,
-            overwrite=overwrite,
-            verify=verify,
-            changes=Changes(
-                replace=locate_tensors(file),
-                record={"merged_adapter": merge_record(adapter, found)},
-                extra_files=carried(adapter),
-                note=note_of(adapter),
-            ),
-            console=console,
-            check=lambda folder: check_merged(adapter, base, folder, console).to_dict(),
-        )
-    assert report.weights is not None  # since it was written
-    return {
-        **(report.checked or {}),
-        "weight_bytes": report.weight_bytes,
-        "weight_files": report.weight_files,
-        "weight_files_rewritten": report.weight_files_rewritten,
-        "weights": report.weights,
-        "verified": report.verified,
-    }
 
 
 def base_of(adapter: Adapter, base: str | None, revision: str | None) -> tuple[str, str | None]:

@@ -55,45 +55,38 @@ def check_merged(adapter: Adapter, base: Checkpoint, folder: Path, console: Cons
     own, theirs = Blocks(base, torch.float32, device), Blocks(merged, torch.float32, device)
     if own.layout != theirs.layout or own.ends_differ(theirs):
         raise mismatch(adapter, "its layout, embedding, final norm or LM head is not the base's")
-    with torch.no_grad():
-        ids = random_ids(base.config)
-        peft_state: State = own.embed(ids)
-        exact_state: State = peft_state
-        merged_state: State = theirs.embed(ids)
-        with console.progress("comparing logits", own.num_layers) as advance:
-            for index in range(own.num_layers):
-                matrices = read_matrices(adapter, index)
-                weights = own.weights(index)
-                peft_state = own.run(
-                    with_peft(adapter, own.layer(index, own.layout, weights), index, matrices), peft_state
-                )
-                for name, (a, b) in matrices.items():
-                    weights[f"{name}.weight"] = add_product(
-                        weights[f"{name}.weight"], a, b, adapter.scaling(full_name(index, name))
-                    )
-                exact_state = own.run(own.layer(index, own.layout, weights), exact_state)
-                prefix = f"model.layers.{index}."
-                for name in weights:
-                    (stored,) = theirs.read([prefix + name])
-                    dtype = torch_dtype(merged.tensors[prefix + name].dtype)
-                    if not is_rounded(
-                        stored, weights[name], dtype if name.removesuffix(".weight") in matrices else None
-                    ):
-                        raise mismatch(adapter, f"{prefix}{name} is not what it should be")
-                    weights[name] = stored
-                merged_state = theirs.run(theirs.layer(index, theirs.layout, weights), merged_state)
-                advance(1)
-        peft, exact, stored = logits(own, peft_state), logits(own, exact_state), logits(theirs, merged_state)
-    largest = float(peft.abs().max())
-    apart = float((peft - exact).abs().max())
+    ids = random_ids(base.config)
+    with torch.no_grad(), console.progress("comparing logits", own.num_layers) as advance:
+        peft: State = own.embed(ids)
+        exact, stored = peft, peft
+        for index in range(own.num_layers):
+            matrices = read_matrices(adapter, index)
+            weights = own.weights(index)
+            peft = own.run(with_peft(adapter, own.layer(index, own.layout, weights), index, matrices), peft)
+            for name, (a, b) in matrices.items():
+                scaling = adapter.scaling(full_name(index, name))
+                weights[f"{name}.weight"] = add_product(weights[f"{name}.weight"], a, b, scaling)
+            exact = own.run(own.layer(index, own.layout, weights), exact)
+            found = theirs.weights(index)
+            for name, weight in weights.items():
+                whole = full_name(index, name)
+                changed = name.removesuffix(".weight") in matrices
+                dtype = torch_dtype(merged.tensors[whole].dtype) if changed else None
+                if not is_rounded(found[name], weight, dtype):
+                    raise mismatch(adapter, f"{whole} is not what it should be")
+            stored = theirs.run(theirs.layer(index, theirs.layout, found), stored)
+            advance(1)
+        logits, sums, rounded = (own.logits(complete(state)) for state in (peft, exact, stored))
+    largest = float(logits.abs().max())
+    apart = float((logits - sums).abs().max())
     if not apart <= LOGIT_TOLERANCE * largest:  # so that NaN does not pass
         raise mismatch(
             adapter, f"PEFT's logits differ by up to {apart:.3g} from its own, which are up to {largest:.3g}"
         )
     return ComparedLogits(
         max_abs_logit=largest,
-        max_abs_logit_difference=float((peft - stored).abs().max()),
-        max_abs_logit_difference_of_rounding=float((exact - stored).abs().max()),
+        max_abs_logit_difference=float((logits - rounded).abs().max()),
+        max_abs_logit_difference_of_rounding=float((sums - rounded).abs().max()),
         compared_tokens=ids.numel(),
     )
 
@@ -117,13 +110,12 @@ def full_name(layer: int, name: str) -> str:
 
 def read_matrices(adapter: Adapter, layer: int) -> dict[str, tuple[Tensor, Tensor]]:
     """A and B of one layer by the names of its projections, such as ``mlp.up_proj``; float32."""
-    pairs = {name: pair for name, pair in adapter.modules.items() if name.startswith(full_name(layer, ""))}
-    reader = TensorReader(adapter.folder)
-    read = {
-        name: (reader.read(a, dtype=torch.float32), reader.read(b, dtype=torch.float32))
-        for name, (a, b) in pairs.items()
+    prefix, reader = full_name(layer, ""), TensorReader(adapter.folder)
+    return {
+        name.removeprefix(prefix): (reader.read(a, dtype=torch.float32), reader.read(b, dtype=torch.float32))
+        for name, (a, b) in adapter.modules.items()
+        if name.startswith(prefix)
     }
-    return {name.removeprefix(full_name(layer, "")): pair for name, pair in read.items()}
 
 
 def with_peft(
@@ -169,14 +161,3 @@ def is_rounded(stored: Tensor, exact: Tensor, dtype: torch.dtype | None) -> bool
     # half a unit in the last place; more, since the sum itself, in float32, depends on its order
     allowed = exact.abs().mul_(about.eps).add_(float(exact.abs().max()) * 1e-6 + about.smallest_normal * about.eps)
     return bool(((stored - exact).abs() <= allowed).all())
-
-
-def logits(blocks: Blocks, state: State) -> Tensor:
-    """[windows, tokens, vocabulary] of what leaves the last layer."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    head = "model.embed_tokens.weight" if blocks.config.get("tie_word_embeddings") else "lm_head.weight"
-    scale, vocabulary = blocks.read(["model.norm.weight", head])
-    norm = LlamaRMSNorm(len(scale), eps=blocks.config.get("rms_norm_eps", 1e-6))
-    norm.weight = nn.Parameter(scale, requires_grad=False)
-    return nn.functional.linear(norm(complete(state)), vocabulary)
