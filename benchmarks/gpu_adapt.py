@@ -32,7 +32,7 @@ from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.shapes import read_shape
+from ladderize.runtime.shards import read_shape
 
 SMALL = {
     "hidden_size": 64,

@@ -34,7 +34,7 @@ from ladderize.memory import PeakMemory
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.alone_times import synchronize
 from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.shapes import known_shapes, read_shape
+from ladderize.runtime.shards import known_shapes, read_shape
 
 RANKS = 8
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ import torch
 
 from ladderize.console import Console
 from ladderize.runtime.bench.options import ModelChoice
-from ladderize.runtime.shapes import read_shape
+from ladderize.runtime.shards import read_shape
 from ladderize.serving.vllm.backends import BACKEND_VARIABLE
 from ladderize.serving.vllm.bench.document import VllmBenchDocument
 from ladderize.serving.vllm.bench.options import PLUGIN, VllmBenchOptions

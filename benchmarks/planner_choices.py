@@ -30,7 +30,7 @@ from ladderize.planning.planner.front import OptionCosts, chosen_options
 from ladderize.planning.planner.plan import estimate_costs
 from ladderize.planning.planner.verify import verified_choice
 from ladderize.runtime.collectives.links import read_interconnect
-from ladderize.runtime.shapes import read_shape
+from ladderize.runtime.shards import read_shape
 
 FOLDER = Path(__file__).parent / "results"
 LINKS = ("nvlink", "nccl_pcie", "50,1.2")  # the last: 10 Gbit/s Ethernet, about

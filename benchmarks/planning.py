@@ -22,7 +22,7 @@ from ladderize.planning.calibration.timings import read_timings
 from ladderize.planning.hardware import DeviceSpec, known_engines, read_device
 from ladderize.planning.passes import PassParts, pass_parts, predict_parallel, predict_pass
 from ladderize.planning.plans.rows import band_cases, relative_band
-from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, known_links, read_interconnect
+from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, read_interconnect
 
 REFERENCE = Path(__file__).parent / "reference"
 SPEEDS, PHASES = "llama_70b_speed.csv", "llama_70b_phases.csv"
@@ -284,12 +284,12 @@ def link_rows() -> dict[str, Any]:
     """Published all-reduces by themselves, over NVLink by NCCL, beside the link that whole models' speeds show."""
     table = {}
     link = read_interconnect("nvlink")
-    for ranks, published in known_links():
-        if published.name == "nccl_nvlink_h100":
-            sizes = _sizes(published.min_bytes, published.max_bytes or published.min_bytes)
-            ours = link.at(ranks)
-            errors = [ours.seconds(size) / published.seconds(size) - 1 for size in sizes]
-            table[f"{published.name}, {ranks} ranks"] = summary(errors)
+    published = read_interconnect("nccl_nvlink_h100")
+    for ranks in (row.ranks for row in published.rows):
+        alone, ours = published.at(ranks), link.at(ranks)
+        sizes = _sizes(alone.min_bytes, alone.max_bytes or alone.min_bytes)
+        errors = [ours.seconds(size) / alone.seconds(size) - 1 for size in sizes]
+        table[f"{published.name}, {ranks} ranks"] = summary(errors)
     _print("published all-reduces alone (not fitted)", table)
     return table
 

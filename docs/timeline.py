@@ -23,8 +23,7 @@ from ladderize.runtime.decode import rope_table
 from ladderize.runtime.kv_cache import NoCache
 from ladderize.runtime.layers import AttentionWeights, MlpWeights
 from ladderize.runtime.loader import RandomSource
-from ladderize.runtime.model import TPLlama
-from ladderize.runtime.parts import Step
+from ladderize.runtime.model import Step, TPLlama
 from ladderize.runtime.schedule import Schedule
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.weights import UsedWeights, build_weights

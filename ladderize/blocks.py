@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear
 
 from ladderize import data
-from ladderize.checkpoint.dtypes import FLOAT_DTYPES
 from ladderize.checkpoint.llama import check_config, check_tensors
-from ladderize.checkpoint.reading import Checkpoint, fetch_weights, read_checkpoint, resolve_json
+from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, fetch_weights, read_checkpoint, resolve_json
 from ladderize.checkpoint.tensors import TensorReader
 from ladderize.errors import UserError
 from ladderize.layout import Layout

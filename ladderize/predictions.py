@@ -17,8 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ladderize.checkpoint.dtypes import stored_dtype_name
-from ladderize.checkpoint.reading import TensorInfo, read_header
+from ladderize.checkpoint.reading import TensorInfo, read_header, stored_dtype_name
 from ladderize.checkpoint.tensors import TensorReader, encode_header, infos_of, write_tensors
 from ladderize.console import human_bytes, sentence
 from ladderize.errors import UserError

@@ -8,10 +8,10 @@ import torch
 
 from ladderize.ranks.threads import cores
 from ladderize.runtime.bench.trace import trace
-from ladderize.runtime.collectives.base import Collectives, Handle
+from ladderize.runtime.collectives.base import Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.gloo import MOST_SIZES, Gloo
-from ladderize.runtime.collectives.observed import Traced
+from ladderize.runtime.collectives.observed import Observed, Traced
 from ladderize.runtime.collectives.shm import MOST_VIEWS, SharedMemory
 from ladderize.runtime.decode import Generator, Sampling, generate_tokens
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
@@ -19,12 +19,12 @@ from ladderize.runtime.spec import WeightCache, checkpoint_spec, open_generator
 MAX_BYTES = 1 << 18
 
 
-class Counting(Collectives):
-    """Another backend that counts starts and waits."""
+class Counting(Observed):
+    """Counts starts and waits of another backend."""
 
     def __init__(self, inner):
-        super().__init__(inner.ranks)
-        self.inner, self.started, self.waited, self.most_in_flight = inner, 0, 0, 0
+        super().__init__(inner)
+        self.started, self.waited, self.most_in_flight = 0, 0, 0
 
     def all_reduce_async(self, x):
         handle = self.inner.all_reduce_async(x)
@@ -36,9 +36,6 @@ class Counting(Collectives):
             return handle.wait()
 
         return Handle(finish)
-
-    def all_gather(self, x):
-        return self.inner.all_gather(x)
 
 
 def make_generator(folder, group, collectives, batch, columns, *, pack=True, replicate_vocab=False, compile=False):

@@ -20,7 +20,7 @@ from ladderize.planning.hardware import DeviceSpec, read_device
 from ladderize.planning.passes import Workload
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.collectives.links import Interconnect, InterconnectRow, parse_link, read_interconnect
-from ladderize.runtime.shapes import read_shape
+from ladderize.runtime.shards import read_shape
 from tests.helpers import invoke, listing, one_sentence
 
 TINY = {

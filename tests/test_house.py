@@ -35,7 +35,7 @@ LEAVES = {
 ENGINE = {
     f"runtime.{name}"
     for name in (
-        *("collectives", "training", "model", "layers", "parts", "schedule", "shards", "loader", "kv_cache"),
+        *("collectives", "training", "model", "layers", "schedule", "shards", "loader", "kv_cache"),
         *("decode", "launch", "spec"),
     )
 }

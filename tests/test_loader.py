@@ -15,8 +15,7 @@ from ladderize.checkpoint.tensors import TensorReader
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.loader import CheckpointSource, RandomSource
-from ladderize.runtime.shapes import known_shapes
-from ladderize.runtime.shards import Shape, Slice
+from ladderize.runtime.shards import Shape, Slice, known_shapes
 from ladderize.runtime.spec import WeightCache, checkpoint_spec, shape_spec
 from tests.helpers import ROOT, SHAPE, invoke, make_model, save_llama
 from tests.warm import PATIENCE

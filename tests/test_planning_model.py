@@ -438,8 +438,8 @@ def test_a_device_without_a_figure_is_refused(tmp_path):
     [
         ({"rows": []}, "has no rows"),
         ({"contention": 1.5}, "contention is 1.5"),
-        ({"rows": [{"ranks": 4, "alpha_us": -1, "bus_gb_s": 3}]}, "alpha_us of 4 ranks is -1"),
-        ({"rows": [{"ranks": 4, "alpha_us": 1, "bus_gb_s": 0}]}, "bus_gb_s of 4 ranks is 0"),
+        ({"rows": [{"ranks": 4, "alpha_us": -1, "bus_gb_s": 3}]}, "4 ranks: alpha_us is -1"),
+        ({"rows": [{"ranks": 4, "alpha_us": 1, "bus_gb_s": 0}]}, "4 ranks: bus_gb_s is 0"),
         ({"rows": [{"ranks": 4, "alpha_us": 1, "bus_gb_s": 3}] * 2}, "must be ascending"),
         ({"rows": [{"ranks": 1, "alpha_us": 1, "bus_gb_s": 3}]}, "at least 2"),
         ({"rows": [{"ranks": 2, "bus_gb_s": 3}]}, "has no alpha_us"),

@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ladderize.checkpoint.dtypes import FLOAT_DTYPES
-from ladderize.checkpoint.reading import Checkpoint, fetch_weights, read_config, read_tensors, resolve_json
+from ladderize.checkpoint.reading import (
+    FLOAT_DTYPES,
+    Checkpoint,
+    fetch_weights,
+    read_config,
+    read_tensors,
+    resolve_json,
+)
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout

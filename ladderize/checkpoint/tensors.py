@@ -12,8 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ladderize.checkpoint.dtypes import DTYPE_BYTES, stored_dtype_name, torch_dtype
-from ladderize.checkpoint.reading import Checkpoint, TensorInfo, read_header
+from ladderize.checkpoint.reading import (
+    DTYPE_BYTES,
+    Checkpoint,
+    TensorInfo,
+    read_header,
+    stored_dtype_name,
+    torch_dtype,
+)
 from ladderize.console import sentence
 from ladderize.errors import UserError
 from ladderize.files.regular import open_regular

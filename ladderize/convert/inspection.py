@@ -4,9 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.checkpoint.dtypes import DTYPE_BYTES, FLOAT_DTYPES, STORED_NAMES
 from ladderize.checkpoint.llama import check_config, parameter_count
-from ladderize.checkpoint.reading import read_config, read_tensors, resolve_json
+from ladderize.checkpoint.reading import (
+    DTYPE_BYTES,
+    FLOAT_DTYPES,
+    STORED_NAMES,
+    read_config,
+    read_tensors,
+    resolve_json,
+)
 from ladderize.convert.retraining import Retraining, read_retrainings
 from ladderize.errors import UserError
 from ladderize.files.records import Record

@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ladderize.checkpoint.dtypes import DTYPE_BYTES, FLOAT_DTYPES, STORED_NAMES, torch_dtype
-from ladderize.checkpoint.reading import WEIGHTS, Checkpoint, TensorInfo
+from ladderize.checkpoint.reading import (
+    DTYPE_BYTES,
+    FLOAT_DTYPES,
+    STORED_NAMES,
+    WEIGHTS,
+    Checkpoint,
+    TensorInfo,
+    torch_dtype,
+)
 from ladderize.checkpoint.tensors import TensorReader, encode_header
 from ladderize.convert.heads import Move
 from ladderize.errors import UsageError, UserError

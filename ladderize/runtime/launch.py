@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ladderize.console import DEBUG, sentence
+from ladderize.console import DEBUG, is_out_of_memory, sentence
 from ladderize.errors import LadderizeError, UserError
 from ladderize.files.temporaries import temporary_folder
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched, rank_device
@@ -148,15 +148,15 @@ def joined(
     """This process as one of the ranks that ``place`` speaks of, until the end of the block. A group that it has joined
     before, for several models in turn, is used and stays."""
     set_threads(threads, place.local_size)
-    if place.size > 1 and dist.is_initialized():
+    stays = place.size > 1 and dist.is_initialized()
+    if stays:
         ranks = Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)
-        yield dataclasses.replace(ranks, report=report) if ranks.is_main else ranks
-        gc.collect()  # what the block has captured of the group
-        return
-    ranks = join_group(place, device, timeout=timeout, init_method=init_method)
+    else:
+        ranks = join_group(place, device, timeout=timeout, init_method=init_method)
     yield dataclasses.replace(ranks, report=report) if ranks.is_main else ranks
     if place.size > 1:
-        gc.collect()  # NCCL waits for every CUDA graph that has captured it
+        gc.collect()  # what the block has captured of the group: NCCL waits for every CUDA graph that has
+    if place.size > 1 and not stays:
         # not after an error: the others would fail of that, and say so before this rank says why
         dist.destroy_process_group()
 
@@ -241,9 +241,9 @@ class StartedRanks:
                 timeout=0.2,
             )
             for rank in sorted(self.running):
-                _receive(rank, self.pipes[rank], self.values, self.errors, self.report)
-                if self.processes[rank].exitcode is not None:
-                    _receive(rank, self.pipes[rank], self.values, self.errors, self.report)
+                has_ended = self.processes[rank].exitcode is not None  # seen first: then nothing more is sent
+                self._receive(rank)
+                if has_ended:
                     self.running.discard(rank)
             if deadline is None and (self.errors or any(p.exitcode not in (None, 0) for p in self.processes)):
                 deadline = time.monotonic() + CAUSE_SECONDS
@@ -253,26 +253,19 @@ class StartedRanks:
         if self.errors:
             raise min(self.errors.values(), key=lambda failure: failure[0])[1]
 
-
-def _receive(
-    rank: int,
-    pipe: Connection,
-    values: dict[int, Any],
-    errors: dict[int, tuple[float, Exception]],
-    report: Report,
-) -> None:
-    """Take all that a rank has sent so far: reports, and at the end its value or its error."""
-    while rank not in values and rank not in errors:
-        try:
-            if not pipe.poll():
+    def _receive(self, rank: int) -> None:
+        """Take all that a rank has sent so far: reports, and at the end its value or its error."""
+        while rank not in self.values and rank not in self.errors:
+            try:
+                if not self.pipes[rank].poll():
+                    return
+                kind, value = self.pipes[rank].recv()
+            except (EOFError, OSError):  # the rank is gone
                 return
-            kind, value = pipe.recv()
-        except (EOFError, OSError):  # the rank is gone
-            return
-        if kind == "report":
-            report(value)
-        else:
-            (values if kind == "value" else errors)[rank] = value
+            if kind == "report":
+                self.report(value)
+            else:
+                (self.values if kind == "value" else self.errors)[rank] = value
 
 
 def how_it_ended(exitcode: int) -> str:
@@ -358,13 +351,8 @@ def end_with_parent() -> None:
 
 
 def _out_of_memory(error: BaseException) -> UserError | None:
-    if (
-        isinstance(error, torch.OutOfMemoryError | MemoryError)
-        or "can't allocate memory" in str(error)
-        or "Storage size" in str(error)
-    ):
-        return UserError(
-            f"out of memory: {sentence(error)[:150]}; a smaller --batch-size, shorter texts or a larger --tp-size take"
-            " less"
-        )
-    return None
+    if not is_out_of_memory(error) and "Storage size" not in str(error):
+        return None
+    return UserError(
+        f"out of memory: {sentence(error)[:150]}; a smaller --batch-size, shorter texts or a larger --tp-size take less"
+    )

@@ -1,15 +1,18 @@
-"""Which part of a Llama's tensors is one rank's.
+"""The sizes of a Llama, and which part of its tensors is one rank's. Imports no torch.
 
 Heads and intermediate rows are split in contiguous blocks, rank by rank; KV heads are replicated where there are more
 ranks than KV heads (docs/design.md; Megatron-LM, arXiv 1909.08053).
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ladderize.checkpoint.llama import head_dim, kv_head_count
 from ladderize.errors import UserError
+from ladderize.files.documents import read_json
 from ladderize.layout import DROPPED, Layout, LayoutError, check_split, fitting_ranks
 
 ACTIVATIONS = ("silu", "swish")
@@ -143,3 +146,27 @@ def virtual_ranks(layout: Layout, layer: int, tp_size: int) -> int:
         return 1
     assert layout.sync_tp_size is not None
     return layout.sync_tp_size // tp_size
+
+
+# ---- sizes without weights ----
+
+SHAPES = Path(__file__).parent / "shapes.json"
+
+
+def known_shapes() -> dict[str, dict[str, Any]]:
+    """The bundled configs of Llama's sizes: facts from the published config.json files."""
+    shapes: dict[str, dict[str, Any]] = json.loads(SHAPES.read_text(encoding="utf-8"))
+    return shapes
+
+
+def read_shape(name: str, option: str = "--random-weights") -> dict[str, Any]:
+    """A config by a bundled size's name, a config.json, or a folder that holds one. option: that named it."""
+    shapes = known_shapes()
+    if name in shapes:
+        return shapes[name]
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise UserError(f"{option} {name} is neither one of {', '.join(shapes)} nor a config.json or its folder")
+    return read_json(path)

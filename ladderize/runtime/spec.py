@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ladderize.checkpoint.dtypes import FLOAT_DTYPES
 from ladderize.checkpoint.llama import check_config, check_tensors, expected_tensors, most_positions
-from ladderize.checkpoint.reading import fetch_weights, read_checkpoint, read_config, resolve_json
+from ladderize.checkpoint.reading import FLOAT_DTYPES, fetch_weights, read_checkpoint, read_config, resolve_json
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
@@ -19,7 +18,7 @@ from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import Generator, rope_table
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.layers import Weights
-from ladderize.runtime.loader import CheckpointSource, RandomSource, files_identity, load_weights
+from ladderize.runtime.loader import CheckpointSource, RandomSource, Source, files_identity, load_weights
 from ladderize.runtime.model import TPLlama
 from ladderize.runtime.shards import Shape, check_activation, check_runnable, virtual_ranks
 
@@ -114,15 +113,13 @@ class WeightCache:
         load = functools.partial(
             load_weights, shape=shape, layout=spec.layout, pack=self.pack, columns=self.columns, advance=advance
         )
-        if spec.folder is None:
-            key: Any = (shape, apart, spec.dtype)
-            if key not in self.loaded:
-                self.loaded[key] = load(RandomSource(expected_tensors(spec.config), spec.torch_dtype, self.device))
-            return shape, self.loaded[key]
-        checkpoint = read_checkpoint(spec.folder)
-        key = (files_identity(checkpoint), shape, apart, spec.dtype)
+        checkpoint = read_checkpoint(spec.folder) if spec.folder is not None else None
+        key = (files_identity(checkpoint) if checkpoint is not None else None, shape, apart, spec.dtype)
         if key not in self.loaded:
-            self.loaded[key] = load(CheckpointSource(checkpoint, spec.torch_dtype, self.device))
+            source: Source = RandomSource(expected_tensors(spec.config), spec.torch_dtype, self.device)
+            if checkpoint is not None:
+                source = CheckpointSource(checkpoint, spec.torch_dtype, self.device)
+            self.loaded[key] = load(source)
         return shape, self.loaded[key]
 
 

@@ -15,8 +15,7 @@ from ladderize.adapt.lora.read import Adapter, check_adapter_fits, read_adapter
 from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.blocks import open_checkpoint
-from ladderize.checkpoint.dtypes import torch_dtype
-from ladderize.checkpoint.reading import Checkpoint, read_checkpoint
+from ladderize.checkpoint.reading import Checkpoint, read_checkpoint, torch_dtype
 from ladderize.checkpoint.tensors import TensorReader, fingerprint, locate_tensors, write_tensors
 from ladderize.console import SILENT, Console, human_bytes
 from ladderize.convert.pipeline import RECORD, THERE, convert_checkpoint

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from ladderize.adapt.lora.config import ADAPTER_TENSORS
 from ladderize.adapt.lora.read import Adapter
 from ladderize.blocks import Blocks, State, complete, open_checkpoint
-from ladderize.checkpoint.dtypes import torch_dtype
-from ladderize.checkpoint.reading import Checkpoint
+from ladderize.checkpoint.reading import Checkpoint, torch_dtype
 from ladderize.checkpoint.tensors import TensorReader
 from ladderize.console import Console, sentence
 from ladderize.errors import UserError

@@ -16,9 +16,8 @@ from ladderize.adapt.lora.config import (
     AdapterBase,
     adapted_layers,
 )
-from ladderize.checkpoint.dtypes import FLOAT_DTYPES
 from ladderize.checkpoint.llama import expected_tensors
-from ladderize.checkpoint.reading import PICKLES, TensorInfo, check_entries
+from ladderize.checkpoint.reading import FLOAT_DTYPES, PICKLES, TensorInfo, check_entries
 from ladderize.checkpoint.tensors import locate_tensors
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document, read_json

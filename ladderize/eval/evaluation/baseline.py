@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ladderize.blocks import check_finite
-from ladderize.checkpoint.dtypes import DTYPE_BYTES, STORED_NAMES
-from ladderize.checkpoint.reading import read_checkpoint, read_header
+from ladderize.checkpoint.reading import DTYPE_BYTES, STORED_NAMES, read_checkpoint, read_header
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import Console
 from ladderize.errors import UserError

@@ -23,7 +23,7 @@ from ladderize.runtime.bench.rows import TimedGenerator, TimedModel
 from ladderize.runtime.bench.timing import TimedPass, time_passes
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.shapes import read_shape
+from ladderize.runtime.shards import read_shape
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator, shape_spec
 
 # hidden, intermediate, layers, query heads, KV heads: two widths, so that what a kernel costs and what its bytes cost

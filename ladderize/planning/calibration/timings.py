@@ -24,8 +24,7 @@ from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.bench.speed_row import NO_COMM, PARALLEL
 from ladderize.runtime.collectives.links import LONGEST_US
-from ladderize.runtime.shapes import read_shape
-from ladderize.runtime.shards import Shape
+from ladderize.runtime.shards import Shape, read_shape
 
 MODEL_COLUMNS = ("shape", "model")
 COUNT_COLUMNS = {"tp_size": 1, "batch_size": 1, "prompt_len": 1, "output_len": 2}  # and the least of each

@@ -7,7 +7,7 @@ from ladderize.console import Console, human_count
 from ladderize.files.records import Record
 from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_devices, known_engines
 from ladderize.runtime.collectives.links import Interconnect, known_interconnects
-from ladderize.runtime.shapes import known_shapes
+from ladderize.runtime.shards import known_shapes
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.checkpoint.dtypes import CAST_DTYPES, FLOAT_DTYPES
 from ladderize.checkpoint.llama import check_config, check_tensors, most_positions
-from ladderize.checkpoint.reading import read_checkpoint, read_config, resolve_json
+from ladderize.checkpoint.reading import CAST_DTYPES, FLOAT_DTYPES, read_checkpoint, read_config, resolve_json
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import CONFIG_KEYS, Layout
 from ladderize.planning.plans.options import BOUNDS, PlanModel, PlanOptions
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.bench.speed_row import NO_COMM, PARALLEL
-from ladderize.runtime.shapes import read_shape
-from ladderize.runtime.shards import check_activation, check_runnable
+from ladderize.runtime.shards import check_activation, check_runnable, read_shape
 
 CHOSEN_ROW = "chosen"
 BOUND_ROWS = dict(zip(BOUNDS, (PARALLEL, NO_COMM), strict=True))

@@ -16,7 +16,7 @@ from ladderize.runtime.bench.options import (
 )
 from ladderize.runtime.collectives.links import Link, parse_link
 from ladderize.runtime.launch import check_group_size
-from ladderize.runtime.shapes import read_shape
+from ladderize.runtime.shards import read_shape
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec, shape_spec
 
 

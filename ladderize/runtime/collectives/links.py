@@ -3,6 +3,7 @@ torch."""
 
 import csv
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,15 +102,9 @@ class Interconnect(Record):
                 f"{where}: rows have the ranks {counts}, which must be ascending, and at least 2; sort them"
             )
         for row in self.rows:
-            _check_range(f"{where}: alpha_us of {row.ranks} ranks", row.alpha_us, 0, LONGEST_US)
-            if row.bus_gb_s is not None:
-                _check_range(f"{where}: bus_gb_s of {row.ranks} ranks", row.bus_gb_s, SLOWEST_GB_S, 1e6)
-            _check_sizes(f"{where}: {row.ranks} ranks", row)
+            _check_message(f"{where}: {row.ranks} ranks", row, "bus_gb_s", 1e6)
         if self.any_ranks is not None:
-            _check_range(f"{where}: alpha_us", self.any_ranks.alpha_us, 0, LONGEST_US)
-            if self.any_ranks.beta_gb_s is not None:
-                _check_range(f"{where}: beta_gb_s", self.any_ranks.beta_gb_s, SLOWEST_GB_S, 1e9)
-            _check_sizes(where, self.any_ranks)
+            _check_message(where, self.any_ranks, "beta_gb_s", 1e9)
         _check_range(f"{where}: contention", self.contention, 0, 0.99)
         _check_range(f"{where}: relative_error", self.relative_error, 0, 1)
 
@@ -212,13 +207,18 @@ ASSUMED_CONTENTION, ASSUMED_ERROR = NVLINK_CONTENTION, 0.15
 def known_interconnects() -> dict[str, Interconnect]:
     """The links of links.csv by name, and ``nvlink``, whose latency and bandwidth in use were fitted to published
     speeds of whole models."""
-    found: dict[str, list[tuple[int, Link]]] = {}
-    for ranks, link in known_links():
-        found.setdefault(link.name, []).append((ranks, link))
-    interconnects = {name: _published(name, rows) for name, rows in found.items()}
-    low, high = NVLINK_BYTES
+    interconnects: dict[str, Interconnect] = {}
+    with LINK_TABLE.open(encoding="utf-8") as file:
+        published = sorted(csv.DictReader(line for line in file if not line.startswith("#")), key=_ranks_of)
+    for one in published:
+        bus = float(one["beta_gb_s"]) * ring_share(_ranks_of(one)) if one["beta_gb_s"] else None
+        row = InterconnectRow(_ranks_of(one), float(one["alpha_us"]), bus, int(one["min_bytes"]), int(one["max_bytes"]))
+        known = interconnects.setdefault(
+            one["path"], Interconnect(one["path"], [], ASSUMED_CONTENTION, ASSUMED_ERROR, False, one["source"])
+        )
+        known.rows.append(row)
     rows = [
-        InterconnectRow(n, NVLINK_ALPHA_US + NVLINK_ALPHA_PER_RANK_US * (n - 2), NVLINK_BUS_GB_S, low, high)
+        InterconnectRow(n, NVLINK_ALPHA_US + NVLINK_ALPHA_PER_RANK_US * (n - 2), NVLINK_BUS_GB_S, *NVLINK_BYTES)
         for n in (2, 4, 8)
     ]
     source = "fitted to the speeds of H100 with NVLink that the Ladder Residual authors published (a line in the ranks)"
@@ -228,41 +228,18 @@ def known_interconnects() -> dict[str, Interconnect]:
     return interconnects
 
 
-def _published(name: str, links: list[tuple[int, Link]]) -> Interconnect:
-    rows = [
-        InterconnectRow(
-            ranks,
-            link.alpha_us,
-            None if link.beta_gb_s is None else link.beta_gb_s * ring_share(ranks),
-            link.min_bytes,
-            link.max_bytes,
-        )
-        for ranks, link in sorted(links, key=lambda pair: pair[0])
-    ]
-    return Interconnect(name, rows, ASSUMED_CONTENTION, ASSUMED_ERROR, False, links[0][1].source)
+def _ranks_of(published: Mapping[str, str]) -> int:
+    return int(published["ranks"])
 
 
-def known_links() -> list[tuple[int, Link]]:
-    """(ranks, link) for each row of the table of published latencies."""
-    with LINK_TABLE.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    return [
-        (
-            int(row["ranks"]),
-            Link(
-                row["path"], float(row["alpha_us"]), float(row["beta_gb_s"]) if row["beta_gb_s"] else None,
-                int(row["min_bytes"]), int(row["max_bytes"]), row["source"],
-            ),
-        )
-        for row in rows
-    ]  # fmt: skip
-
-
-def _check_sizes(where: str, sizes: Link | InterconnectRow) -> None:
-    """Raise UserError unless the sizes of the messages that were timed are a range."""
-    if sizes.min_bytes < 0 or (sizes.max_bytes is not None and sizes.max_bytes < sizes.min_bytes):
+def _check_message(where: str, known: Link | InterconnectRow, bandwidth: str, fastest: float) -> None:
+    """Raise UserError unless the latency, the field ``bandwidth`` and the sizes that were timed make sense."""
+    _check_range(f"{where}: alpha_us", known.alpha_us, 0, LONGEST_US)
+    if (speed := getattr(known, bandwidth)) is not None:
+        _check_range(f"{where}: {bandwidth}", speed, SLOWEST_GB_S, fastest)
+    if known.min_bytes < 0 or (known.max_bytes is not None and known.max_bytes < known.min_bytes):
         raise UserError(
-            f"{where}: min_bytes is {sizes.min_bytes} and max_bytes {sizes.max_bytes}, which is no range of sizes;"
+            f"{where}: min_bytes is {known.min_bytes} and max_bytes {known.max_bytes}, which is no range of sizes;"
             " correct it"
         )
 

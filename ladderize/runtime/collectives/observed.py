@@ -21,12 +21,32 @@ class ObservedAllReduce:
     end: float = 0.0
 
 
-class Recording(Collectives):
-    """Another backend, with a note of every all-reduce; ``gathered``: bytes of the all-gathers, in their order."""
+class Observed(Collectives):
+    """Another backend, as it is: what notes or shows something of it begins here."""
+
+    def __init__(self, inner: Collectives) -> None:
+        super().__init__(inner.ranks)
+        self.inner, self.name, self.copies = inner, inner.name, inner.copies
+
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        return self.inner.all_reduce_async(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self.inner.all_gather(x)
+
+    def tidy(self) -> None:
+        self.inner.tidy()
+
+    def settle(self) -> None:
+        self.inner.settle()
+
+
+class Recording(Observed):
+    """Notes every all-reduce; ``gathered``: bytes of the all-gathers, in their order."""
 
     def __init__(self, inner: Collectives, clock: Callable[[], float]) -> None:
-        super().__init__(inner.ranks)
-        self.inner, self.clock, self.name, self.copies = inner, clock, inner.name, inner.copies
+        super().__init__(inner)
+        self.clock = clock
         self.all_reduces: list[ObservedAllReduce] = []
         self.gathered: list[int] = []
 
@@ -48,12 +68,6 @@ class Recording(Collectives):
         self.gathered.append(x.nbytes)
         return self.inner.all_gather(x)
 
-    def tidy(self) -> None:
-        self.inner.tidy()
-
-    def settle(self) -> None:
-        self.inner.settle()
-
     def close(self) -> None:
         self.inner.close()
 
@@ -61,13 +75,11 @@ class Recording(Collectives):
 TRACED_START, TRACED_WAIT = "all-reduce: start", "all-reduce: wait"
 
 
-class Traced(Collectives):
-    """Another backend, whose starts and waits appear in torch's profiler; ``sizes``: bytes of the all-reduces, in their
-    order."""
+class Traced(Observed):
+    """Shows starts and waits in torch's profiler; ``sizes``: bytes of the all-reduces, in their order."""
 
     def __init__(self, inner: Collectives) -> None:
-        super().__init__(inner.ranks)
-        self.inner, self.name, self.copies = inner, inner.name, inner.copies
+        super().__init__(inner)
         self.sizes: list[int] = []
 
     def all_reduce_async(self, x: Tensor) -> Handle:
@@ -84,9 +96,3 @@ class Traced(Collectives):
     def all_gather(self, x: Tensor) -> Tensor:
         with record_function("all-gather"):
             return self.inner.all_gather(x)
-
-    def tidy(self) -> None:
-        self.inner.tidy()
-
-    def settle(self) -> None:
-        self.inner.settle()

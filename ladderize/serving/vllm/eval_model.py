@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ladderize.checkpoint.dtypes import FLOAT_DTYPES
 from ladderize.checkpoint.llama import parameter_count
-from ladderize.checkpoint.reading import Checkpoint, read_checkpoint
+from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, read_checkpoint
 from ladderize.errors import UserError
 from ladderize.eval.backends.base import AnsweringModel, open_tokenizer
 from ladderize.eval.options import EvalOptions
