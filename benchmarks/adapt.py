@@ -26,9 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 import ladderize
 from ladderize.adapt.data.packing import IGNORED_TARGET, collate
 from ladderize.adapt.data.sources import parse_specs
-from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.run import Trackers, make_trainer, open_data
-from ladderize.adapt.retrain.schedule import Budget
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.adapt.retrain.task import open_task
 from ladderize.console import Console

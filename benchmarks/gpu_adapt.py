@@ -20,12 +20,9 @@ import torch
 from gpu_spd import random_checkpoint
 
 from ladderize.adapt.data.sources import parse_specs
-from ladderize.adapt.retrain.losses import Objective
-from ladderize.adapt.retrain.metrics import read_metrics
-from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions
 from ladderize.adapt.retrain.run import Trackers, adapt_checkpoint, make_trainer, open_data
-from ladderize.adapt.retrain.schedule import Budget
-from ladderize.adapt.retrain.state import TrainingFolder
+from ladderize.adapt.retrain.state import TrainingFolder, read_metrics
 from ladderize.adapt.retrain.task import open_task
 from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint

@@ -139,10 +139,8 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
     from ladderize.adapt.blockwise.distill import adapt_blocks
     from ladderize.adapt.blockwise.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions, DistillOptions
     from ladderize.adapt.data.sources import parse_specs
-    from ladderize.adapt.retrain.losses import Objective
-    from ladderize.adapt.retrain.options import FULL_LR, WIDTH, RetrainOptions
+    from ladderize.adapt.retrain.options import FULL_LR, WIDTH, Budget, Objective, RetrainOptions
     from ladderize.adapt.retrain.run import adapt_checkpoint
-    from ladderize.adapt.retrain.schedule import Budget
     from ladderize.blocks import open_checkpoint
 
     hidden = int(open_checkpoint(str(bench.model)).config["hidden_size"])

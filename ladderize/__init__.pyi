@@ -6,11 +6,11 @@ from ladderize.adapt.blockwise.options import BlockwiseOptions as BlockwiseOptio
 from ladderize.adapt.blockwise.options import DistillOptions as DistillOptions
 from ladderize.adapt.data.sources import data_sources as data_sources
 from ladderize.adapt.lora.config import LoraOptions as LoraOptions
-from ladderize.adapt.retrain.adaptation import Adaptation as Adaptation
-from ladderize.adapt.retrain.losses import Objective as Objective
+from ladderize.adapt.retrain.options import Budget as Budget
+from ladderize.adapt.retrain.options import Objective as Objective
 from ladderize.adapt.retrain.options import RetrainOptions as RetrainOptions
+from ladderize.adapt.retrain.outcome import Adaptation as Adaptation
 from ladderize.adapt.retrain.run import adapt_checkpoint as adapt_checkpoint
-from ladderize.adapt.retrain.schedule import Budget as Budget
 from ladderize.console import SILENT as SILENT
 from ladderize.console import Console as Console
 from ladderize.convert.inspection import InspectionReport as InspectionReport

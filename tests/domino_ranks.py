@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ladderize.adapt.data.packing import PADDING_TARGET
-from ladderize.adapt.retrain.losses import Objective
+from ladderize.adapt.retrain.options import Objective
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.layout import Layout
 from ladderize.runtime import kv_cache

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 
 from ladderize.adapt.data.sources import data_sources
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
-from ladderize.adapt.retrain.metrics import read_metrics
-from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.run import adapt_checkpoint
-from ladderize.adapt.retrain.schedule import Budget
+from ladderize.adapt.retrain.state import read_metrics
 from ladderize.adapt.retrain.task import open_task
 from ladderize.checkpoint.reading import read_config
 from ladderize.convert.pipeline import convert_checkpoint
@@ -152,7 +151,7 @@ def test_what_is_computed_does_not_depend_on_it(place):
     """A run goes on with another number of ranks, or another schedule."""
     plain, split = options(place), options(place, tp_size=2, schedule=Schedule("domino", chunks=3))
     config = read_config(place / "both")
-    assert plain.deciding(plain.resolve(config, 1)) == split.deciding(split.resolve(config, 1))
+    assert plain.resolve(config, 1).deciding() == split.resolve(config, 1).deciding()
 
 
 def launched_by_accelerate(monkeypatch, **sizes):

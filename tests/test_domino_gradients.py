@@ -7,8 +7,14 @@ import torch
 
 from ladderize.adapt.data.packing import IGNORED_TARGET, PADDING_TARGET
 from ladderize.adapt.lora.config import LORA_TARGETS, LoraOptions, lora_config
-from ladderize.adapt.retrain.losses import Objective
-from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters, trained_tensors
+from ladderize.adapt.retrain.hf_model import (
+    ModelSetup,
+    build_student,
+    build_teacher,
+    trained_parameters,
+    trained_tensors,
+)
+from ladderize.adapt.retrain.options import Objective
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.layout import DROPPED, OVERLAPPED, Layout
 from ladderize.runtime import launch as distributed

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ladderize.adapt.retrain.schedule import parse_count
+from ladderize.adapt.retrain.options import parse_count
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UsageError

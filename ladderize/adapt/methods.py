@@ -17,6 +17,9 @@ Attention = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"]  # t
 FLASH: Final = "flash_attention_2"
 FLEX: Final = "flex_attention"
 Write = Literal["best", "last"]  # which weights become the output
+ScheduleKind = Literal["cosine", "wsd", "constant"]  # of the learning rate
+
+METRICS = "metrics.jsonl"  # of retraining: a line for each step and each validation
 
 MAX_LR = 1e3
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from typer import BadParameter
 
-from ladderize.adapt.methods import ALIGN, BLOCKS, CONVERTED, FULL, LORA, Attention, Method, Write
-from ladderize.adapt.retrain.schedule import ScheduleKind
+from ladderize.adapt.methods import ALIGN, BLOCKS, CONVERTED, FULL, LORA, Attention, Method, ScheduleKind, Write
 from ladderize.choices import (
     AS_JSON,
     DEVICE,
@@ -429,9 +428,7 @@ def retrain_options(given: GivenOptions) -> "RetrainOptions":
     """The options of retraining, checked, with the preset's values where none were given."""
     from ladderize.adapt.data.sources import parse_specs
     from ladderize.adapt.lora.config import LoraOptions
-    from ladderize.adapt.retrain.losses import Objective
-    from ladderize.adapt.retrain.options import RetrainOptions
-    from ladderize.adapt.retrain.schedule import Budget, parse_count
+    from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions, parse_count
     from ladderize.runtime.schedule import Schedule
 
     for name, value in PRESETS.get(given.params["preset"], {}).items():

@@ -12,8 +12,8 @@ from torch import Tensor
 from ladderize.adapt.lora.config import ADAPTATION, ADAPTER_TENSORS
 from ladderize.adapt.lora.merge_check import ComparedLogits, add_product, check_merged
 from ladderize.adapt.lora.read import Adapter, check_adapter_fits, read_adapter
-from ladderize.adapt.retrain.adaptation import Adaptation
-from ladderize.adapt.retrain.metrics import METRICS
+from ladderize.adapt.methods import METRICS
+from ladderize.adapt.retrain.outcome import Adaptation
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint, read_checkpoint, torch_dtype
 from ladderize.checkpoint.tensors import TensorReader, fingerprint, locate_tensors, write_tensors

@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from ladderize.adapt.retrain.metrics import read_metrics
+from ladderize.adapt.retrain.state import read_metrics
 from ladderize.ranks.group import Ranks
 from tests.helpers import invoke
 

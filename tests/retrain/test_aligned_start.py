@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize.adapt.retrain import run
-from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.schedule import Budget
+from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.task import left_by_alignment
 from tests.helpers import invoke, listing, one_sentence
 from tests.retrain.commands import adapt, arguments, losses_of, succeed

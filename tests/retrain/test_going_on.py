@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain import trainer as training
-from ladderize.adapt.retrain.hf_engine import HFEngine
-from ladderize.adapt.retrain.metrics import read_metrics
-from ladderize.adapt.retrain.state import TrainingFolder
+from ladderize.adapt.retrain.hf_model import HFEngine
+from ladderize.adapt.retrain.state import TrainingFolder, read_metrics
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import ladderize
 from ladderize.adapt.retrain import trainer as training
-from ladderize.adapt.retrain.hf_engine import HFEngine
+from ladderize.adapt.retrain.hf_model import HFEngine
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.adapt.teacher import share_won_back, target_text
 from ladderize.errors import UserError

@@ -8,11 +8,10 @@ import torch
 from ladderize.adapt.data.examples import Example
 from ladderize.adapt.data.packing import collate, pack, segments
 from ladderize.adapt.lora.config import LORA_TARGETS, LoraOptions, lora_config
-from ladderize.adapt.retrain import losses
-from ladderize.adapt.retrain.hf_engine import HFEngine
-from ladderize.adapt.retrain.losses import Objective
-from ladderize.adapt.retrain.metrics import read_metrics
-from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters
+from ladderize.adapt.retrain import hf_model
+from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher, trained_parameters
+from ladderize.adapt.retrain.options import Objective
+from ladderize.adapt.retrain.state import read_metrics
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
 from ladderize.tradeoff.sweep.by_hand import adapt_by_hand
@@ -119,7 +118,9 @@ def test_value_and_gradient_are_the_oracles(tmp_path, rows, name, method):
     with torch.no_grad():  # what is collected changes nothing
         ids, positions, _ = collate(rows).values()
         logits = plain(ids, position_ids=positions, use_cache=False).logits
-        scored = engine.student.scored(ids, positions, torch.zeros_like(ids), engine.outputs(collate(rows)))
+        scored = engine.student.scored(
+            ids, positions, torch.zeros_like(ids), SubModuleOutputs(engine.compared, ids >= 0)
+        )
     assert torch.equal(scored, logits.flatten(0, 1))
 
 
@@ -130,7 +131,7 @@ def test_rows_that_are_computed_as_one(tmp_path, rows, monkeypatch):
     make_model("dense").save_pretrained(tmp_path / "dense")
     engine, batch = engine_of(tmp_path, layout), collate(rows)
     expected = engine.losses(batch)
-    monkeypatch.setattr(losses, "FLASH", "sdpa")
+    monkeypatch.setattr(hf_model, "FLASH", "sdpa")
     torch.testing.assert_close(engine.losses(batch), expected, rtol=1e-5, atol=1e-5)
 
 

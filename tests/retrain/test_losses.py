@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ladderize.adapt.retrain.losses import Objective, token_losses
-from ladderize.adapt.retrain.schedule import Budget, RateSchedule, parse_count
+from ladderize.adapt.retrain.hf_model import token_losses
+from ladderize.adapt.retrain.options import Budget, Objective, RateSchedule, parse_count
 from ladderize.errors import UserError
 
 
@@ -19,7 +19,7 @@ def test_losses_are_their_definitions(temperature, monkeypatch):
         divergence += (p * (p / q).log()).sum()
     expected = torch.autograd.grad(0.3 * entropy + 0.7 * temperature**2 * divergence, logits)[0]
     for at_once in (1 << 26, 3 * 7):  # whole, and three tokens at a time
-        monkeypatch.setattr("ladderize.adapt.retrain.losses.LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr("ladderize.adapt.retrain.hf_model.LOGITS_AT_ONCE", at_once)
         parts = token_losses(logits, targets, teacher.detach(), temperature)
         torch.testing.assert_close(parts[0].double(), entropy, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(parts[1].double(), divergence, rtol=1e-5, atol=1e-5)

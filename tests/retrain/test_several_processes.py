@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.retrain.hf_engine import HFEngine
+from ladderize.adapt.retrain.hf_model import HFEngine
 from tests import warm
 from tests.helpers import CLIPPED
 from tests.retrain.commands import adapt, arguments, losses_of, succeed

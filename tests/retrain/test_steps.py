@@ -13,8 +13,14 @@ from torch.nn.functional import cross_entropy
 import ladderize
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain.engine import BETAS, EPSILON
-from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher, trained_parameters, trained_tensors
-from ladderize.adapt.retrain.schedule import Budget
+from ladderize.adapt.retrain.hf_model import (
+    ModelSetup,
+    build_student,
+    build_teacher,
+    trained_parameters,
+    trained_tensors,
+)
+from ladderize.adapt.retrain.options import Budget
 from ladderize.blocks import open_checkpoint
 from ladderize.layout import Layout
 from tests.helpers import CLIPPED, invoke

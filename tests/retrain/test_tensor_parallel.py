@@ -9,12 +9,10 @@ from safetensors.torch import load_file
 
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.lora.config import LoraOptions
-from ladderize.adapt.retrain.hf_engine import HFEngine
-from ladderize.adapt.retrain.losses import Objective
-from ladderize.adapt.retrain.metrics import read_metrics
-from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.retrain.hf_model import HFEngine
+from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions
 from ladderize.adapt.retrain.run import adapt_checkpoint
-from ladderize.adapt.retrain.schedule import Budget
+from ladderize.adapt.retrain.state import read_metrics
 from ladderize.blocks import open_checkpoint
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ladderize.adapt.align.reports import GROUPS, LayerReport
-from ladderize.adapt.retrain.metrics import METRICS, loss_label
+from ladderize.adapt.methods import METRICS
+from ladderize.adapt.retrain.options import Objective
 from ladderize.errors import UserError
 from ladderize.figure import (
     PlotPanel,
@@ -120,9 +121,7 @@ def _label(folder: Path) -> str:
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
         if isinstance(value, dict) and "distill_weight" in value:
-            weights = [value.get(key, 0.0) for key in ("distill_weight", "hidden_weight")]
-            if all(isinstance(weight, int | float) for weight in weights):
-                return f"loss ({loss_label(*map(float, weights))})"
+            return f"loss ({Objective.from_dict(value, name).label})"
     return "loss"
 
 

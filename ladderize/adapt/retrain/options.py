@@ -1,20 +1,28 @@
-"""What a retraining is asked to do, and the defaults for a model."""
+"""What a retraining is asked to do, and the defaults for a model: the loss, how long to train, the learning rate."""
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.data.sources import SourceSpec
 from ladderize.adapt.lora.config import LoraOptions
-from ladderize.adapt.methods import BLOCKS, FULL, LORA, Attention, Method, Write, check_training
-from ladderize.adapt.retrain.adaptation import DecidingOptions, FixedOptions, Settings
-from ladderize.adapt.retrain.losses import Objective
-from ladderize.adapt.retrain.schedule import Budget, RateSchedule, ScheduleKind
-from ladderize.adapt.retrain.trainer import TrainOptions
-from ladderize.choices import Dtype, check_at_least, check_choices
+from ladderize.adapt.methods import (
+    BLOCKS,
+    CONVERTED,
+    FULL,
+    LORA,
+    Attention,
+    Method,
+    ScheduleKind,
+    Write,
+    check_training,
+)
+from ladderize.choices import Dtype, check_at_least, check_choices, flag
 from ladderize.errors import UsageError, UserError
+from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 
@@ -30,6 +38,163 @@ SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 200  # of the steps, and steps
 LEAST_PER_STEP, MOST_PER_STEP = 2048, 65536
 PER_STEP = 16384  # where the budget is of steps
 MICRO_BATCH_TOKENS = 8192
+DECAY = 0.2  # wsd: of the training, at its end
+MOST_TOKENS = 10**18  # more than any data have
+COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+MOST_TEMPERATURE = 100.0
+
+
+@dataclass(frozen=True)
+class Objective(Record):
+    """loss = (1 - w) * cross-entropy + w * temperature^2 * KL(teacher || student) + hidden_weight * hidden error, w
+    being distill_weight. Without a weight above 0 there is no teacher.
+
+    The hidden error is the mean squared error of what attention and MLP of each converted layer add to the residual
+    stream, relative to what the teacher's add (runtime/training/outputs.py).
+    """
+
+    distill_weight: float = 0.0
+    temperature: float = 1.0
+    hidden_weight: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """What the loss is, in words."""
+        w = self.distill_weight
+        label = "cross-entropy" if not w else "KL" if w == 1 else f"{w:g} KL + {1 - w:g} cross-entropy"
+        return f"{label} + {self.hidden_weight:g} hidden error" if self.hidden_weight else label
+
+    @property
+    def has_teacher(self) -> bool:
+        return bool(self.distill_weight or self.hidden_weight)
+
+    def check(self) -> None:
+        """Raise UsageError for impossible weights."""
+        if not (math.isfinite(self.hidden_weight) and self.hidden_weight >= 0):
+            raise UsageError(f"--hidden-weight must be a number of at least 0, not {self.hidden_weight:g}")
+        if not 0 < self.temperature <= MOST_TEMPERATURE:
+            raise UsageError(
+                f"--temperature must be above 0 and at most {MOST_TEMPERATURE:g}, not {self.temperature:g}"
+            )
+
+    def total(self, cross_entropy: Any, divergence: Any, hidden: Any) -> Any:
+        """Of three means, numbers or tensors, the one to minimise. The square keeps the gradient's scale at every
+        temperature."""
+        loss = cross_entropy
+        if self.distill_weight:
+            loss = (1 - self.distill_weight) * cross_entropy + self.distill_weight * self.temperature**2 * divergence
+        return loss + self.hidden_weight * hidden if self.hidden_weight else loss
+
+
+def parse_count(text: str, *, option: str) -> int:
+    """``3B``, ``20M``, ``500k`` or a plain number; raises UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)", text.strip())
+    value = float(match[1]) * COUNTS[match[2].upper()] if match else 0.0
+    if not 1 <= round(min(value, MOST_TOKENS)) < MOST_TOKENS:
+        shown = text if len(text) <= 40 else text[:40] + "..."
+        raise UsageError(f"{option}: {shown!r} is not a number of tokens below 10^18; write for example 20M or 3B")
+    return round(value)
+
+
+@dataclass(frozen=True)
+class Budget(Record):
+    """So many tokens (padding not counted) or so many steps; one of them is None."""
+
+    tokens: int | None = None
+    steps: int | None = None
+
+    def check(self) -> None:
+        """Raise UsageError unless one of them is given, and is positive."""
+        if self.steps is not None and self.tokens is not None:
+            raise UsageError("--max-tokens and --max-steps both say how long to train; give one of them")
+        if self.steps is None and self.tokens is None:
+            raise UsageError("say how long to train: --max-tokens, such as 20M, or --max-steps")
+        if (self.steps or self.tokens or 0) < 1:
+            raise UsageError(f"the budget must be at least 1, not {self.steps or self.tokens or 0}")
+
+    def share(self, step: int, tokens: int) -> float:
+        """How much of it is spent, 0 to 1, after ``step`` steps that read ``tokens`` tokens."""
+        spent = step / self.steps if self.steps is not None else tokens / (self.tokens or 1)
+        return min(1.0, spent)
+
+    def about_steps(self, tokens_per_step: float) -> int:
+        """How many steps it buys, exactly or about."""
+        return self.steps if self.steps is not None else max(1, math.ceil((self.tokens or 1) / tokens_per_step))
+
+
+@dataclass(frozen=True)
+class RateSchedule(Record):
+    """Linear warm-up over ``warmup_steps``, then ``kind`` down to ``floor`` times the peak.
+
+    cosine: half a wave over the whole budget. wsd (warm-up, stable, decay; Hu et al., arXiv 2404.06395): constant, and
+    linear over the last fifth. constant: no decay.
+    """
+
+    kind: str
+    peak: float
+    warmup_steps: int = 0
+    floor: float = 0.0
+
+    def rate(self, step: int, share: float) -> float:
+        """The learning rate of step number ``step`` (from 0), of which ``share`` of the budget was spent before."""
+        decayed = {
+            "cosine": 0.5 * (1 + math.cos(math.pi * share)),
+            "wsd": min(1.0, (1 - share) / DECAY),
+            "constant": 1.0,
+        }[self.kind]
+        decayed = self.floor + (1 - self.floor) * decayed
+        warm = min(1.0, (step + 1) / (self.warmup_steps + 1))
+        return self.peak * warm * decayed
+
+
+@dataclass(frozen=True)
+class DecidingOptions(Record):
+    """Everything that decides the result, with every default worked out, for the record."""
+
+    method: str
+    train: str
+    packing: bool
+    heldout: int | None
+    seq_len: int  # tokens of a row
+    batch_size: int  # rows of a step, over all ranks
+    weight_decay: float
+    seed: int
+    objective: Objective
+    lora: LoraOptions | None
+    budget: Budget
+    schedule: RateSchedule
+    max_gradient: float
+    skip_bad_rows: bool
+
+
+# Of them what may be changed when a run goes on: say, after the loss exploded, or for a longer training.
+CHANGEABLE = ("budget", "schedule", "max_gradient", "skip_bad_rows")
+
+
+@dataclass(frozen=True)
+class TrainOptions(DecidingOptions):
+    """The same, and what decides nothing."""
+
+    micro_batch_size: int  # rows of a step at once on one device
+    eval_every: int
+    save_every: int
+    keep: int  # states on disk
+
+    @property
+    def about_steps(self) -> int:
+        """How many steps the budget buys, exactly or about."""
+        return self.budget.about_steps(self.batch_size * self.seq_len)
+
+    def deciding(self) -> DecidingOptions:
+        return DecidingOptions(**{field.name: getattr(self, field.name) for field in fields(DecidingOptions)})
+
+    def fixed(self) -> dict[str, Any]:
+        """What must not change on the way."""
+        return {name: value for name, value in self.deciding().to_dict().items() if name not in CHANGEABLE}
+
+    def settings(self) -> dict[str, Any]:
+        """What may."""
+        return {name: value for name, value in self.deciding().to_dict().items() if name in CHANGEABLE}
 
 
 @dataclass(frozen=True)
@@ -43,7 +208,7 @@ class RetrainOptions:
 
     data: tuple[SourceSpec, ...]
     method: Method = FULL
-    train: str = "converted"
+    train: str = CONVERTED
     distill_from: str | None = None
     objective: Objective = field(default_factory=Objective)
     lora: LoraOptions = field(default_factory=LoraOptions)
@@ -93,8 +258,8 @@ class RetrainOptions:
         if self.method == BLOCKS:
             raise UsageError("--method blocks has options of its own: BlockwiseOptions, for adapt_blocks")
         check_at_least(self, 0, "heldout", "warmup_steps")
-        check_at_least(self, 1, "batch_size", "micro_batch_size", "eval_every", "save_every", "keep", "tp_size")
-        check_at_least(self, 1, "threads")
+        ones = ("batch_size", "micro_batch_size", "eval_every", "save_every", "keep", "tp_size", "threads")
+        check_at_least(self, 1, *ones)
         check_at_least(self, 2, "seq_len")
         check_training(self.dtype, self.lr)
         self.objective.check()
@@ -104,7 +269,7 @@ class RetrainOptions:
             raise UsageError("--data names nothing to train on")
         for name in ("distill_weight", "hidden_weight"):
             if getattr(self.objective, name) and self.distill_from is None:
-                raise UsageError(f"--{name.replace('_', '-')} has no effect without --distill-from")
+                raise UsageError(f"{flag(name)} has no effect without --distill-from")
         if self.distill_from is not None and not self.objective.has_teacher:
             raise UsageError("--distill-weight 0 makes --distill-from useless without --hidden-weight; leave both out")
         if self.align and self.distill_from is None:
@@ -162,8 +327,13 @@ class RetrainOptions:
             peak *= peak_after_alignment(left_by_alignment)
             warmup = max(warmup, min(ALIGNED_WARMUP, int(steps * ALIGNED_SHARE)))
         return TrainOptions(
-            budget=self.budget,
+            method=self.method,
+            train=self.train,
+            packing=self.packing,
+            heldout=self.heldout,
             objective=self.objective,
+            lora=self.lora if self.method == LORA else None,
+            budget=self.budget,
             seq_len=seq_len,
             batch_size=batch_size,
             micro_batch_size=micro,
@@ -175,34 +345,12 @@ class RetrainOptions:
             ),
             weight_decay=self.weight_decay,
             max_gradient=self.max_gradient,
+            skip_bad_rows=self.skip_bad_rows,
             seed=self.seed,
             eval_every=self.eval_every or often,
             save_every=self.save_every or often,
             keep=self.keep,
         )
-
-    def fixed(self, training: TrainOptions) -> FixedOptions:
-        """What must not change on the way; not on how many devices, or how often it is looked at."""
-        return FixedOptions(
-            method=self.method,
-            train=self.train,
-            packing=self.packing,
-            heldout=self.heldout,
-            seq_len=training.seq_len,
-            batch_size=training.batch_size,
-            weight_decay=training.weight_decay,
-            seed=training.seed,
-            objective=training.objective,
-            lora=self.lora if self.method == LORA else None,
-        )
-
-    def settings(self, training: TrainOptions) -> Settings:
-        """What may be changed on the way."""
-        return Settings(training.budget, training.schedule, training.max_gradient, self.skip_bad_rows)
-
-    def deciding(self, training: TrainOptions) -> DecidingOptions:
-        """Everything that decides the result."""
-        return DecidingOptions.of(self.fixed(training), self.settings(training))
 
 
 def peak_after_alignment(left: float) -> float:

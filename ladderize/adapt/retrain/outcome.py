@@ -1,52 +1,142 @@
-"""What a retraining leaves: a checkpoint or an adapter, with a record of how it came about."""
+"""What a retraining leaves: a checkpoint or an adapter, with adaptation.json, the record of how it came about."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.lora.config import ADAPTATION
+from ladderize.adapt.data.stream import DataCounts
+from ladderize.adapt.lora.config import ADAPTATION, AdapterBase
 from ladderize.adapt.lora.write import adapter_base, check_adapter_target, write_adapter
-from ladderize.adapt.methods import LORA, Method
-from ladderize.adapt.retrain.adaptation import (
-    Adaptation,
-    AdapterAdaptation,
-    HeldoutPerplexity,
-    LossRange,
-    ModelFingerprints,
-)
-from ladderize.adapt.retrain.metrics import METRICS, read_metrics
-from ladderize.adapt.retrain.state import load_trained
+from ladderize.adapt.methods import LORA, METRICS, Method
+from ladderize.adapt.retrain.options import DecidingOptions
+from ladderize.adapt.retrain.state import load_trained, read_metrics
 from ladderize.adapt.retrain.task import Task, result_digest
 from ladderize.adapt.retrain.trainer import Scores, Trainer, score
-from ladderize.adapt.teacher import check_improved
+from ladderize.adapt.teacher import check_improved, share_won_back, target_text
 from ladderize.blocks import open_checkpoint, stored_dtype
 from ladderize.checkpoint.llama import EMBEDDING, HEAD
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors
-from ladderize.console import Console, to_json
+from ladderize.console import Console, human_seconds, to_json
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.files import output
+from ladderize.files.records import Record
 from ladderize.files.work import FINISHED, RUN
+from ladderize.layout import format_ranges
 
 # what ladderize.yaml says of it
 RECORDED = (
-    "method",
-    "distill_from",
-    "data",
-    "steps",
-    "tokens",
-    "scored_tokens",
-    "loss",
-    "heldout_perplexity",
-    "options",
+    *("method", "distill_from", "data", "steps", "tokens", "scored_tokens", "loss"),
+    *("heldout_perplexity", "options"),
 )
+
+
+@dataclass(frozen=True)
+class LossRange(Record):
+    """Of the first and the last step, in nats."""
+
+    first: float
+    last: float
+
+
+@dataclass(frozen=True)
+class HeldoutPerplexity(Record):
+    """Of ``tokens`` scored tokens; after: with the weights as they are stored. dense: the teacher's, if there is one.
+
+    won_back: of the loss (the logarithm) that the conversion cost, the share that training won back.
+    """
+
+    before: float
+    after: float
+    tokens: int
+    dense: float | None = None
+    won_back: float | None = None
+
+    @property
+    def target(self) -> str:
+        """The dense model's perplexity and the share won back, in words; empty without a dense model."""
+        return target_text(self.before, self.after, self.dense) if self.dense is not None else ""
+
+
+@dataclass(frozen=True)
+class ModelFingerprints(Record):
+    """Of the model that was retrained and, if there was one, its teacher."""
+
+    model: str
+    teacher: str | None
+
+
+@dataclass(frozen=True)
+class Adaptation(Record):
+    """The document; docs/files.md says what the keys mean."""
+
+    model: str
+    out: str
+    method: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    layers: list[int]
+    distill_from: str | None
+    data: list[str]
+    steps: int
+    tokens: int
+    scored_tokens: int
+    written_step: int
+    training_seconds: float
+    loss: LossRange
+    heldout_perplexity: HeldoutPerplexity | None
+    data_counts: DataCounts
+    options: DecidingOptions
+    dtype: str
+    fingerprints: ModelFingerprints
+
+    def card_note(self) -> str:
+        """How the weights came about, for the model card."""
+        objective, heldout = self.options.objective, self.heldout_perplexity
+        weights = (("predictions", objective.distill_weight), ("sub-modules' outputs", objective.hidden_weight))
+        taught = " and the ".join(f"{what} (weight {weight:g})" for what, weight in weights if weight)
+        teacher = f" and the {taught} of `{self.distill_from}`" if taught else ""
+        reached = f", held-out perplexity {heldout.before:.4f} before and {heldout.after:.4f} after" if heldout else ""
+        if heldout and heldout.target:
+            reached += f"; {heldout.target}"
+        return (
+            f"**Retraining.** Layers {format_ranges(self.layers)} were retrained (`{self.method}`) on"
+            f" {' and '.join(f'`{name}`' for name in self.data)}{teacher}: {self.steps:,} steps,"
+            f" {self.tokens:,} tokens, loss ({self.options.objective.label}) {self.loss.first:.4f} to"
+            f" {self.loss.last:.4f}{reached}."
+            " `adaptation.json` and `metrics.jsonl` say more."
+        )
+
+    def summary(self) -> str:
+        """What was reached, for people."""
+        lines = [
+            f"{self.steps:,} steps, {self.tokens:,} tokens in {human_seconds(self.training_seconds)}; loss"
+            f" ({self.options.objective.label}) {self.loss.first:.4f} to {self.loss.last:.4f}"
+        ]
+        if heldout := self.heldout_perplexity:
+            lines.append(
+                f"held-out perplexity {heldout.before:.4f} before, {heldout.after:.4f} after (step"
+                f" {self.written_step}, as stored)"
+            )
+            if heldout.target:
+                lines.append(heldout.target)
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class AdapterAdaptation(Adaptation):
+    """The document of an adapter, which says what it belongs to."""
+
+    base: AdapterBase
 
 
 def check_out(out: str, sources: Iterable[Checkpoint], method: Method, *, overwrite: bool) -> None:
@@ -85,7 +175,9 @@ def write_outcome(
     losses = read_metrics(work.metrics, "loss")
     heldout = None
     if scores is not None and before is not None:
-        heldout = HeldoutPerplexity.of(before, scores.perplexity, scores.tokens, progress.dense_perplexity)
+        after, dense = scores.perplexity, progress.dense_perplexity
+        won_back = share_won_back(before, after, dense) if dense is not None else None
+        heldout = HeldoutPerplexity(before, after, scores.tokens, dense, won_back)
     adaptation = Adaptation(
         model=task.model,
         out=out,
@@ -103,7 +195,7 @@ def write_outcome(
         loss=LossRange(losses[0], losses[-1]),
         heldout_perplexity=heldout,
         data_counts=replace(trainer.stream.counts, trained_tokens=progress.tokens),
-        options=task.options.deciding(task.training),
+        options=task.training.deciding(),
         dtype=identity["dtype"],
         fingerprints=ModelFingerprints(identity["model"], identity["teacher"]),
     )

@@ -17,13 +17,10 @@ from ladderize.adapt.data.packing import PackedRow, batch_document, show_batch
 from ladderize.adapt.data.stream import Stream, StreamOptions, fixed_rows
 from ladderize.adapt.lora.config import ADAPTATION
 from ladderize.adapt.methods import LORA
-from ladderize.adapt.retrain.adaptation import Adaptation
 from ladderize.adapt.retrain.engine import Engine
-from ladderize.adapt.retrain.hf_engine import HFEngine
-from ladderize.adapt.retrain.models import ModelSetup, build_student, build_teacher
-from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.outcome import check_out, write_outcome
-from ladderize.adapt.retrain.schedule import Budget
+from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher
+from ladderize.adapt.retrain.options import Budget, RetrainOptions, TrainOptions
+from ladderize.adapt.retrain.outcome import Adaptation, check_out, write_outcome
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.adapt.retrain.task import (
     Task,
@@ -35,7 +32,7 @@ from ladderize.adapt.retrain.task import (
     run_identity,
 )
 from ladderize.adapt.retrain.tensor_parallel import build_tp_engine
-from ladderize.adapt.retrain.trainer import Trainer, TrainOptions, probe_seconds
+from ladderize.adapt.retrain.trainer import Trainer, probe_seconds
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console, human_count, human_seconds
@@ -258,7 +255,7 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
             trackers = Trackers(
                 options.log_with,
                 options.log_dir or Path(f"{resolved(out)}-logs"),
-                options.deciding(task.training).to_dict(),
+                task.training.deciding().to_dict(),
                 ranks,
             )
             try:
@@ -295,7 +292,7 @@ def written_before(task: Task, ranks: Ranks, earlier: EarlierRun, console: Conso
     options, document = task.options, None
     if ranks.is_main and earlier.may_have_finished() and (options.resume or not earlier.overwrite):
         written = Adaptation.from_dict(earlier.read(), earlier.out / ADAPTATION)
-        if written.options == options.deciding(task.training):  # else there is no need to read all data
+        if written.options == task.training.deciding():  # else there is no need to read all data
             stream, _ = open_data(task.checkpoint, options, task.training)
             with stream:
                 identity = run_identity(task, stream)
@@ -315,7 +312,7 @@ def make_trainer(
     trackers: Trackers,
 ) -> Trainer:
     """Build the models, and go on from a state if there is one."""
-    options, training = task.options, task.training
+    training = task.training
     engine = make_engine(task, ranks, console)
     trainer = Trainer(engine, stream, heldout, training, work, console, trackers.log)
     # the main process chooses: another machine may see the folder as it was
@@ -332,15 +329,13 @@ def make_trainer(
                 " can see"
             )
         trainer.resume(work.state_path(step))
-        before, settings = trainer.progress.settings, options.settings(training)
-        other = " and ".join(
-            key for key, value in vars(settings).items() if before is not None and getattr(before, key) != value
-        )
+        before = trainer.progress.settings or {}
+        other = " and ".join(key for key, value in training.settings().items() if before.get(key) != value)
         console.note(
             f"resuming after step {step}, saved in {work.folder}"
             + (f", with a new {other} from here on" if other else "")
         )
-    trainer.progress.settings = options.settings(training)
+    trainer.progress.settings = training.settings()
     return trainer
 
 

@@ -5,6 +5,7 @@ Everything is stored whole under its own name, so a run may go on with another n
 model.
 """
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,15 +16,16 @@ import torch
 from torch import Tensor
 
 from ladderize.adapt.data.stream import StreamPlace
-from ladderize.adapt.retrain.adaptation import Settings
+from ladderize.adapt.methods import METRICS
 from ladderize.adapt.retrain.engine import MOMENTS, WEIGHT, Engine
-from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.checkpoint.reading import TensorInfo, read_header
 from ladderize.checkpoint.tensors import TensorReader, write_tensors
 from ladderize.console import sentence, to_json
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
+from ladderize.files.parsing import parse_json
 from ladderize.files.records import Record
+from ladderize.files.regular import read_lines
 from ladderize.files.temporaries import fsync
 from ladderize.files.work import WorkFolder
 
@@ -47,7 +49,7 @@ class Progress(Record):
     best_perplexity: float | None = None
     before_perplexity: float | None = None
     dense_perplexity: float | None = None
-    settings: Settings | None = None
+    settings: dict[str, Any] | None = None
     stream: StreamPlace | None = None
     recent: list[float] = field(default_factory=list)
 
@@ -198,3 +200,29 @@ def _write(path: Path, engine: Engine, tensors: Mapping[str, tuple[str, str]]) -
     else:
         for name, kept in tensors.values():
             engine.gather(name, kept)
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop what was written after the state that training goes on from."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in read_lines(path):
+        try:
+            if parse_json(line, constants=True)["step"] <= step:
+                kept.append(line.rstrip(b"\n") + b"\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # cut off by a kill
+    temporary = path.with_name(f".{path.name}.json.part")
+    temporary.write_bytes(b"".join(kept))
+    os.replace(temporary, path)
+
+
+def read_metrics(path: Path, key: str) -> list[float]:
+    """The values of one metric, in order."""
+    found = []
+    for text in read_lines(path):
+        line = parse_json(text, constants=True)
+        if line.get(key) is not None:
+            found.append(line[key])
+    return found

@@ -12,12 +12,10 @@ from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.data.stream import Stream
 from ladderize.adapt.lora.config import LoraOptions, lora_config
 from ladderize.adapt.methods import LORA
-from ladderize.adapt.retrain.hf_engine import check_attention
+from ladderize.adapt.retrain.hf_model import check_attention, trained_tensors
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
-from ladderize.adapt.retrain.models import trained_tensors
-from ladderize.adapt.retrain.options import RetrainOptions
+from ladderize.adapt.retrain.options import RetrainOptions, TrainOptions
 from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
-from ladderize.adapt.retrain.trainer import TrainOptions
 from ladderize.adapt.teacher import check_pair
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
 from ladderize.checkpoint.llama import EMBEDDING, HEAD, expected_tensors
@@ -272,12 +270,11 @@ def run_identity(task: Task, stream: Stream) -> dict[str, Any]:
         "data": stream.identity(),
         "eval_data": [source_identity(spec) for spec in task.options.eval_data],
         "dtype": str(task.compute).removeprefix("torch."),
-        **task.options.fixed(task.training).to_dict(),
+        **task.training.fixed(),
     }
 
 
 def result_digest(task: Task, identity: Mapping[str, Any]) -> str:
     """Of everything that decides the result: with ``run_identity`` also what may change on the way."""
-    options, training = task.options, task.training
-    settings = options.settings(training).to_dict()
-    return run_digest({**identity, **settings, "write": options.write, "eval_every": training.eval_every})
+    asked = {"write": task.options.write, "eval_every": task.training.eval_every}
+    return run_digest({**identity, **task.training.settings(), **asked})

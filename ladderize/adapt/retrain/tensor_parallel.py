@@ -6,20 +6,19 @@ parts of layers, in whatever order its schedule says, and not through modules th
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 from ladderize.adapt.lora.config import PEFT_PREFIX
 from ladderize.adapt.methods import LORA
-from ladderize.adapt.retrain.engine import MOMENTS, WEIGHT, Engine, adamw
-from ladderize.adapt.retrain.models import initial_adapter
-from ladderize.adapt.retrain.sharding import assign, local_part, own_rows, shard, shard_rows, whole
+from ladderize.adapt.retrain.engine import Engine, distributed_like, shard
+from ladderize.adapt.retrain.hf_model import initial_adapter
 from ladderize.adapt.retrain.task import Task
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console
@@ -32,7 +31,7 @@ from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.lora import LoraPlan, TrainedLora
 from ladderize.runtime.training.model import TPTraining
 from ladderize.runtime.training.vocab_losses import vocab_parallel_losses
-from ladderize.runtime.training.weights import Piece, TrainedWeights, build_weights
+from ladderize.runtime.training.weights import TrainedWeights, build_weights
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class TPRanks:
 
 
 class TPEngine(Engine):
-    """Wraps one rank of a student and its optimizer.
+    """One rank of a student, which the runtime computes.
 
     mesh: FSDP2's, of the data ranks; None: each of them holds all of its slices. teacher: the dense model, shared out
     over the same ranks. compared: see ``Engine``.
@@ -68,68 +67,42 @@ class TPEngine(Engine):
         teacher: TPTraining | None = None,
         compared: Sequence[int] = (),
     ) -> None:
-        self.student: TPTraining = student
-        self.compared = compared
-        self.teacher, self.has_teacher = teacher, teacher is not None
-        self.ranks, self.data, self.tensor, self.collectives = places.all, places.data, places.tensor, collectives
-        self.sharded = mesh is not None
-        if self.sharded:
+        if mesh is not None:
             shard(student, mesh, compute=compute, reshard=None)
             if teacher is not None:
                 shard(teacher, mesh, compute=compute, reshard=None)
                 register_fsdp_forward_method(teacher, "scored_logits")  # what is called instead of forward
-        self.pieces: dict[str, Piece] = student.weights.pieces()
-        self.shapes = {name: tuple(piece.shape) for name, piece in self.pieces.items()}
-        parameters = [parameter for piece in self.pieces.values() for parameter in piece.parameters]
-        self.parameters = list(dict.fromkeys(parameters))  # q, k and v are pieces of one
-        self.shares = self._shares()
-        fused = places.all.device.type == "cuda" or not self.sharded
-        self.optimizer = adamw(self.parameters, weight_decay, fused=fused)
-        self.parallel = None
-        if self.data.size > 1 and not self.sharded:
-            own = [self.ranks.device] if self.ranks.device.type == "cuda" else None
-            self.parallel = DistributedDataParallel(
-                student,
-                device_ids=own,
-                process_group=self.data.group,
-                gradient_as_bucket_view=True,
-                broadcast_buffers=False,  # every rank reads the same files
-                init_sync=False,
-            )
-
-    def _shares(self) -> list[Tensor]:
-        """Of each parameter's rows, how much of their squares this rank counts, so that what several ranks of a group
-        hold counts once: [rows that it holds]."""
+        super().__init__(
+            student,
+            None if teacher is None else teacher.scored_logits,
+            student.weights.pieces(),
+            ranks=places.all,
+            tensor=places.tensor,
+            data=places.data,
+            sharded=mesh is not None,
+            weight_decay=weight_decay,
+            compared=compared,
+            collectives=collectives,
+        )
+        self.weights, self.shape = student.weights, student.shape
+        # Of each parameter's rows, how much of their squares this rank counts, so that what several ranks of a group
+        # hold counts once: [rows that it holds].
         shares = {parameter: torch.ones(len(parameter)) for parameter in self.parameters}
         for piece in self.pieces.values():
             for parameter, rows in piece.parts:
                 shares[parameter][rows] /= self.tensor.size if piece.dim is None else piece.copies
-        return [shard_rows(share.to(self.ranks.device), parameter) for parameter, share in shares.items()]
-
-    # ---- a step ----
-
-    def to_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(self.ranks.device, non_blocking=True) for name, tensor in batch.items()}
-
-    def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
-        scores, outputs = None, self.outputs(batch)
-        if self.teacher is not None:
-            with torch.no_grad():
-                scores = self.teacher.scored_logits(*_inputs(batch), outputs)
-        forward: nn.Module = self.student if self.parallel is None else self.parallel
-        sums: Tensor = forward(**batch, teacher_logits=scores, teacher_outputs=outputs)
-        return sums
+        device = self.ranks.device
+        self.shares = [local_part(distributed_like(own, share.to(device))) for own, share in shares.items()]
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
         """First sums the gradients that each rank of a group knows a part of."""
-        self.student.weights.sum_partial_gradients(self.tensor, own_rows)
+        self.weights.sum_partial_gradients(self.tensor, own_rows)
         squares = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for parameter, share in zip(self.parameters, self.shares, strict=True):
-            if parameter.grad is not None:
-                rows = (
-                    local_part(parameter.grad).flatten(1) if parameter.ndim > 1 else local_part(parameter.grad)[:, None]
-                )
+        gradients = [None if parameter.grad is None else local_part(parameter.grad) for parameter in self.parameters]
+        for gradient, share in zip(gradients, self.shares, strict=True):
+            if gradient is not None:
+                rows = gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None]
                 squares += (torch.linalg.vector_norm(rows, dim=1).square() * share).sum()
         self.ranks.sum(squares)
         if not self.sharded:
@@ -137,74 +110,28 @@ class TPEngine(Engine):
         norm = squares.sqrt()
         scale = float(max_norm / (norm + 1e-6))
         if scale < 1:
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    local_part(parameter.grad).mul_(scale)
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(scale)
         return norm
 
-    def sum(self, values: Tensor) -> Tensor:
-        return self.ranks.sum(values).div_(self.tensor.size)
-
-    # ---- scoring ----
-
-    @torch.no_grad()
-    def teacher_entropy(self, batch: Mapping[str, Tensor]) -> Tensor:
-        assert self.teacher is not None
-        shape, targets = self.teacher.shape, batch["targets"][batch["targets"] >= 0]
-        logits = self.teacher.scored_logits(*_inputs(batch))
-        return vocab_parallel_losses(logits, targets, None, 1.0, self.collectives, shape.vocab_start, shape.vocab)[0]
-
-    # ---- what is trained, whole and by name ----
-
-    def gather(self, name: str, kept: str) -> Tensor:
-        """All ranks get it."""
-        return self.pieces[name].whole(lambda parameter: whole(self._kept(parameter, kept)), self.tensor).detach()
-
-    def has_moments(self, name: str) -> bool:
-        return all(parameter in self.optimizer.state for parameter in self.pieces[name].parameters)
-
-    def assign(self, name: str, value: Tensor) -> None:
-        self._assign(self.pieces[name], lambda parameter: parameter, value)
-
-    def assign_moments(self, name: str, step: int, moments: Mapping[str, Tensor]) -> None:
-        piece = self.pieces[name]
-        for parameter in piece.parameters:
-            state = self.optimizer.state[parameter]
-            if not state:  # no other piece of this parameter came before
-                device = parameter.device if self.optimizer.defaults["fused"] else "cpu"
-                state["step"] = torch.tensor(float(step), device=device)
-                state.update({moment: torch.zeros_like(parameter) for moment in MOMENTS})
-        for moment in MOMENTS:
-            self._assign(piece, functools.partial(self._kept, kept=moment), moments[moment])
-
-    def _kept(self, parameter: Tensor, kept: str) -> Tensor:
-        tensor: Tensor = parameter if kept == WEIGHT else self.optimizer.state[parameter][kept]
-        return tensor
-
-    @torch.no_grad()
-    def _assign(self, piece: Piece, of: Callable[[Tensor], Tensor], value: Tensor) -> None:
-        """Put this rank's slice of a whole value into what ``of`` says of the piece's parameters."""
-        value = value.to(self.ranks.device, torch.float32)
-        if not self.sharded:
-            piece.assign(of, value)
-            return
-        own = {parameter: whole(of(parameter)).clone() for parameter in piece.parameters}
-        piece.assign(own.__getitem__, value)
-        for parameter, tensor in own.items():
-            assign(of(parameter), tensor)
-
-    @torch.no_grad()
-    def round_weights(self, dtype: torch.dtype) -> None:
-        for parameter in self.parameters:
-            parameter.copy_(parameter.to(dtype))
-
-    def close(self) -> None:
-        """Finish all communication; all ranks call it."""
-        self.collectives.close()
+    def entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        assert self.collectives is not None
+        start, vocab = self.shape.vocab_start, self.shape.vocab
+        return vocab_parallel_losses(logits, targets, None, 1.0, self.collectives, start, vocab)[0]
 
 
-def _inputs(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    return batch["input_ids"], batch["position_ids"], batch["targets"]
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor: Tensor, rows: slice) -> Tensor:
+    """Of ``rows`` of a tensor that may be sharded those that this rank holds: a view, outside of autograd."""
+    begin, end, _ = rows.indices(len(tensor))
+    held = local_part(distributed_like(tensor, torch.arange(len(tensor), device=tensor.device)))
+    first, last = (int((held < edge).sum()) for edge in (begin, end))
+    return local_part(tensor)[first:last]
 
 
 STATISTICS_BYTES = 28  # of a token, that vocabulary-parallel losses send

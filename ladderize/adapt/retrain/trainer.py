@@ -24,10 +24,8 @@ import torch
 from ladderize.adapt.data.packing import IGNORED_TARGET, PackedRow, collate
 from ladderize.adapt.data.stream import Stream, StreamPlace, rank_rows
 from ladderize.adapt.retrain.engine import Engine
-from ladderize.adapt.retrain.losses import Objective
-from ladderize.adapt.retrain.metrics import cut_metrics
-from ladderize.adapt.retrain.schedule import Budget, RateSchedule
-from ladderize.adapt.retrain.state import Progress, TrainingFolder
+from ladderize.adapt.retrain.options import TrainOptions
+from ladderize.adapt.retrain.state import Progress, TrainingFolder, cut_metrics
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UserError
 from ladderize.memory import peak_bytes
@@ -67,30 +65,6 @@ def stop_signals(*, announce: bool) -> Iterator[Callable[[], bool]]:
 
 
 RECENT, EXPLOSIONS = 50, 3  # steps that a loss is compared with; so many in a row far above them end the run
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """seq_len: tokens of a row. batch_size: rows of a step, over all ranks. micro_batch_size: of them at once on one
-    device. keep: states on disk."""
-
-    budget: Budget
-    schedule: RateSchedule
-    objective: Objective
-    seq_len: int
-    batch_size: int
-    micro_batch_size: int
-    eval_every: int
-    save_every: int
-    keep: int = 2
-    weight_decay: float = 0.0
-    max_gradient: float = 1.0
-    seed: int = 0
-
-    @property
-    def about_steps(self) -> int:
-        """How many steps the budget buys, exactly or about."""
-        return self.budget.about_steps(self.batch_size * self.seq_len)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from ladderize.adapt.methods import METRICS
 from ladderize.adapt.retrain.curves import Curves, read_curves
-from ladderize.adapt.retrain.metrics import METRICS
 from ladderize.convert.sensitivity_file import SensitivityDocument, kind_of, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions

@@ -11,9 +11,7 @@ from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
 from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.lora.config import LoraOptions
 from ladderize.adapt.methods import ALIGN, BLOCKS, CONVERTED, LORA, Method
-from ladderize.adapt.retrain.losses import Objective
-from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.adapt.retrain.schedule import Budget, parse_count
+from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions, parse_count
 from ladderize.convert.weights import parse_size
 from ladderize.errors import LadderizeError, UserError
 from ladderize.eval.options import EvalOptions, SensitivityOptions
