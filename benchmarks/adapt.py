@@ -34,7 +34,7 @@ from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.bench.document import environment
 
 LAYOUTS = {"ladder": Recipe(ladder="all"), "spd": Recipe(spd="all", sync_tp_size=4)}
 STEPS, LR = 4, 1e-4

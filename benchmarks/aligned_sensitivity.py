@@ -29,7 +29,7 @@ from ladderize.eval.sensitivity import column_layouts, perplexity_increases
 from ladderize.eval.suffixes import Suffixes
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.bench.document import environment
 from ladderize.workflows.aligned_layouts import AlignedLayouts
 
 RESULTS = Path(__file__).parent / "results" / "aligned_sensitivity.json"

@@ -29,14 +29,12 @@ from ladderize.console import Console
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice
-from ladderize.runtime.bench.run import bench
-from ladderize.runtime.bench.spread import speedup_interval
+from ladderize.runtime.bench.inference import bench
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice, TrainingBenchOptions
+from ladderize.runtime.bench.rows import speedup_interval
+from ladderize.runtime.bench.training.bench import bench_training
 from ladderize.runtime.bench.training.document import TrainingBenchDocument, TrainingBenchRow
-from ladderize.runtime.bench.training.measure import step_opener
-from ladderize.runtime.bench.training.options import TrainingBenchOptions
-from ladderize.runtime.bench.training.run import bench_training
-from ladderize.runtime.bench.training.steps import Batch
+from ladderize.runtime.bench.training.steps import Batch, step_opener
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.launch import run

@@ -13,8 +13,8 @@ from pathlib import Path
 from ladderize.console import Console
 from ladderize.files.documents import read_document
 from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.inference import bench
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
-from ladderize.runtime.bench.run import bench
 
 SHAPES = Path(__file__).parent / "shapes"
 

@@ -28,7 +28,7 @@ from ladderize.console import Console
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.bench.document import environment
 from ladderize.runtime.shards import read_shape
 
 SMALL = {

@@ -24,13 +24,11 @@ from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.options import ModelChoice
+from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions
+from ladderize.runtime.bench.training.bench import bench_training
 from ladderize.runtime.bench.training.check import Outcome, outcome_of
 from ladderize.runtime.bench.training.document import TrainingBenchDocument
-from ladderize.runtime.bench.training.measure import ModelStep
-from ladderize.runtime.bench.training.options import TrainingBenchOptions
-from ladderize.runtime.bench.training.run import bench_training
-from ladderize.runtime.bench.training.steps import Batch
+from ladderize.runtime.bench.training.steps import Batch, ModelStep
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.loader import RandomSource

@@ -19,8 +19,8 @@ import torch
 
 from ladderize.console import Console
 from ladderize.runtime.bench.document import BenchDocument
+from ladderize.runtime.bench.inference import bench as timed
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice
-from ladderize.runtime.bench.run import bench as timed
 
 # Seconds of 511 decode steps at tp_size 8: batch -> dense, ladder, no communication
 # (github.com/mayank31398/ladder-residual-inference, branch pp, logs/final)

@@ -32,8 +32,8 @@ from ladderize.eval.suffixes import LayoutTree, Suffixes
 from ladderize.layout import Layout
 from ladderize.memory import PeakMemory
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.alone_times import synchronize
-from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.bench.document import environment
+from ladderize.runtime.bench.messages import synchronize
 from ladderize.runtime.shards import known_shapes, read_shape
 
 RANKS = 8

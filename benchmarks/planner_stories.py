@@ -26,7 +26,7 @@ from ladderize.data import file_sha256
 from ladderize.eval.suffixes import Suffixes
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.bench.document import environment
 
 RESULTS = Path(__file__).parent / "results" / "planner_stories.json"
 

@@ -34,7 +34,7 @@ from ladderize.eval.evaluation.run import evaluate
 from ladderize.eval.options import EvalOptions, SensitivityOptions
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.environment import environment
+from ladderize.runtime.bench.document import environment
 from ladderize.workflows.sensitivity import measure_sensitivity
 from ladderize.workflows.spd import SpdOptions, permuted, spd
 

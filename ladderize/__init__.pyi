@@ -49,12 +49,12 @@ from ladderize.planning.plans.options import PlanModel as PlanModel
 from ladderize.planning.plans.options import PlanOptions as PlanOptions
 from ladderize.planning.plans.run import plan as plan
 from ladderize.runtime.bench.document import BenchDocument as BenchDocument
+from ladderize.runtime.bench.inference import bench as bench
 from ladderize.runtime.bench.options import BenchOptions as BenchOptions
 from ladderize.runtime.bench.options import ModelChoice as ModelChoice
-from ladderize.runtime.bench.run import bench as bench
+from ladderize.runtime.bench.options import TrainingBenchOptions as TrainingBenchOptions
+from ladderize.runtime.bench.training.bench import bench_training as bench_training
 from ladderize.runtime.bench.training.document import TrainingBenchDocument as TrainingBenchDocument
-from ladderize.runtime.bench.training.options import TrainingBenchOptions as TrainingBenchOptions
-from ladderize.runtime.bench.training.run import bench_training as bench_training
 from ladderize.runtime.sampling import Sampling as Sampling
 from ladderize.runtime.schedule import Schedule as Schedule
 from ladderize.runtime.texts.answers import AnswersDocument as AnswersDocument

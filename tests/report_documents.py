@@ -22,10 +22,9 @@ from ladderize.eval.paired.document import (
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.layout import Layout
 from ladderize.planning.plans.options import PlanModel, PlanOptions
-from ladderize.runtime.bench.document import BenchDocument, BenchRow
-from ladderize.runtime.bench.environment import Environment
+from ladderize.runtime.bench.document import BenchDocument, BenchRow, Environment
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.bench.speed_row import MODEL_ROW, PhaseCommunication
+from ladderize.runtime.bench.rows import MODEL_ROW, PhaseCommunication
 from ladderize.runtime.collectives.links import Link
 from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
 

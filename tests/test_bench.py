@@ -17,13 +17,13 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
 from ladderize.runtime import model as spd_model
 from ladderize.runtime import spec
-from ladderize.runtime.bench import measure as bench
-from ladderize.runtime.bench import memory_need, reference_check, report, spread, timing
+from ladderize.runtime.bench import harness, inference, reference_check, report, rows
+from ladderize.runtime.bench import plan as bench_plan
 from ladderize.runtime.bench.cost_model import Operation, predict
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, named_layout, parse_counts
 from ladderize.runtime.bench.plan import plan_bench
-from ladderize.runtime.bench.speed_row import PhaseCommunication
+from ladderize.runtime.bench.rows import PhaseCommunication
 from ladderize.runtime.bench.trace import Overlap, cpu_flights, gpu_flights
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.emulated import Emulated, sleep_until
@@ -203,7 +203,7 @@ def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatc
     events = json.loads((tmp_path / "traces" / "1-ladder-batch1-rank0.json").read_text())["traceEvents"]
     assert any(event.get("tid") == "communication" for event in events)
     for backend in (Early, Late):
-        monkeypatch.setattr(bench, "emulate", lambda ranks, link, device, backend=backend: backend(ranks, link))
+        monkeypatch.setattr(harness, "emulate", lambda ranks, link, device, backend=backend: backend(ranks, link))
         outcome = invoke(*arguments, "--profile", tmp_path / "traces")
         assert outcome.code == 1
         assert "nothing overlapped in the trace of ladder" in outcome.stderr.splitlines()[-1]
@@ -459,11 +459,11 @@ def test_lengths_of_the_checked_texts():
 
 def test_intervals_of_rounds_that_agree_and_that_do_not():
     slow, fast = [10.0, 11.0, 12.0, 13.0, 14.0], [5.0, 5.5, 6.0, 6.5, 7.0]
-    assert spread.speedup_interval(slow, fast) == pytest.approx([2, 2])  # in every round
-    low, high = spread.speedup_interval(slow, list(reversed(slow)))
+    assert rows.speedup_interval(slow, fast) == pytest.approx([2, 2])  # in every round
+    low, high = rows.speedup_interval(slow, list(reversed(slow)))
     assert low < 1 < high
-    assert spread.difference_interval(slow, [x - 3 for x in slow]) == pytest.approx([3, 3])
-    assert spread.quartiles(slow) == (11, 13)
+    assert rows.difference_interval(slow, [x - 3 for x in slow]) == pytest.approx([3, 3])
+    assert rows.quartiles(slow) == [11, 13]
 
 
 def communication(exposed, interval, alone=5.0):
@@ -495,11 +495,11 @@ def test_what_is_doubtful_is_said(shape, monkeypatch):
     arguments = ["--random-weights", shape, "--layout", "dense,ladder", "--emulate-tp", 2, "--link", "1,1"]
     given = iter(range(10**6))
 
-    def time_pass(group, generator, options, batch):
+    def time_pass(timed):
         noise = 1 + (next(given) * 7 % 10) / 2
         return (noise, noise)
 
-    monkeypatch.setattr(timing, "_time_once", time_pass)
+    monkeypatch.setattr(inference.TimedGenerator, "sample", time_pass)
     outcome = invoke("bench", *arguments, *QUICK, "--repeat", 9)
     assert outcome.code == 0, outcome.stderr
     assert "Warning: the rounds disagree by more than the models differ" in outcome.stderr
@@ -508,10 +508,10 @@ def test_what_is_doubtful_is_said(shape, monkeypatch):
     assert "95 % interval" in head
     assert "waited ms  hidden ms  comm. alone ms" in head
 
-    def backwards(group, generator, options, batch):
-        return (1.0, 1.0) if generator.model.collectives.name == "none" else (0.5, 0.5)
+    def backwards(timed):
+        return (1.0, 1.0) if timed.generator.model.collectives.name == "none" else (0.5, 0.5)
 
-    monkeypatch.setattr(timing, "_time_once", backwards)
+    monkeypatch.setattr(inference.TimedGenerator, "sample", backwards)
     outcome = invoke("bench", *arguments, *QUICK)
     assert "Warning: without communication these were slower than with it" in outcome.stderr
     assert "-500" not in outcome.stdout
@@ -534,7 +534,7 @@ def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch
         raise UserError("the disk is full")
 
     seen = []
-    monkeypatch.setattr(bench, "trace", broken)
+    monkeypatch.setattr(inference, "trace", broken)
     arguments = ["--random-weights", shape, "--layout", "dense,ladder", "--emulate-tp", 2, "--link", "1,1", *QUICK]
     outputs = ["--out", tmp_path / "bench.json", "--plot", tmp_path / "picture"]
     outcome = invoke("bench", *arguments, *outputs, "--profile", tmp_path / "traces", "--batch-size", "1,2")
@@ -693,16 +693,16 @@ def test_memory_is_checked_before_it_is_taken(monkeypatch):
     options = BenchOptions(batch_sizes=(1, 3), prompt_len=8, output_len=4)
     weights = spec.WeightCache(alone.device, pack=False)
     generator = spec.open_generator(model, Collectives(), weights, alone, 3, 12)
-    need = memory_need.memory_need([model, model], options, alone.device)
+    need = bench_plan.memory_need([model, model], options, alone.device)
     own = generator.model.weights.resident_bytes
     assert own <= need.weights <= 1.3 * own  # packed, the tied LM head is a copy
     assert need.kv_cache == generator.cache.nbytes
-    monkeypatch.setattr(memory_need, "available_bytes", lambda device: need.total)
-    memory_need.check_bench_memory([model], options, alone)
+    monkeypatch.setattr(bench_plan, "available_bytes", lambda device: need.total)
+    bench_plan.check_bench_memory([model], options, alone)
     with pytest.raises(UserError, match="on each of 2 ranks, and"):
-        memory_need.check_bench_memory([model], options, dataclasses.replace(alone, local_size=2))
-    monkeypatch.setattr(memory_need, "parameter_count", lambda config: 10**15)
+        bench_plan.check_bench_memory([model], options, dataclasses.replace(alone, local_size=2))
+    monkeypatch.setattr(bench_plan, "parameter_count", lambda config: 10**15)
     emulated = dataclasses.replace(options, emulate_tp=2)
     with pytest.raises(UserError, match="runs the whole model, which takes .*--no-check skips it"):
-        memory_need.check_bench_memory([model], emulated, alone)
-    memory_need.check_bench_memory([model], dataclasses.replace(emulated, check=False), alone)
+        bench_plan.check_bench_memory([model], emulated, alone)
+    bench_plan.check_bench_memory([model], dataclasses.replace(emulated, check=False), alone)

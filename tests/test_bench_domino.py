@@ -8,7 +8,7 @@ import torch
 from ladderize.errors import UsageError, UserError
 from ladderize.runtime.bench import trace
 from ladderize.runtime.bench.cost_model import covers
-from ladderize.runtime.bench.message_check import expected_messages
+from ladderize.runtime.bench.messages import expected_messages
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
 from ladderize.runtime.bench.trace import Flight, Overlap, cpu_flights
 from ladderize.runtime.collectives.observed import Recording
@@ -163,7 +163,7 @@ def test_a_message_that_is_left_out(shape, monkeypatch):
 
     forgotten = []
 
-    monkeypatch.setattr("ladderize.runtime.bench.message_check.Recording", Forgetful)
+    monkeypatch.setattr("ladderize.runtime.bench.inference.Recording", Forgetful)
     arguments = ["--emulate-tp", 2, "--link", "1,1", "--schedule", "domino", "--batch-size", 3, "--layout", "dense"]
     message = one_sentence(invoke("bench", "--random-weights", shape, *arguments, *QUICK))
     # 2 rows and 1 row: 9 messages each

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,16 +12,15 @@ from ladderize.checkpoint.llama import expected_tensors
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.instrument import PhaseOperations
-from ladderize.runtime.bench.message_check import read_sums, sent_sums
-from ladderize.runtime.bench.options import ModelChoice
+from ladderize.runtime.bench.harness import RuntimeBench
+from ladderize.runtime.bench.messages import PassOperations, read_sums, sent_sums
+from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions, check_training_usage, parse_schedules
 from ladderize.runtime.bench.trace import Overlap
-from ladderize.runtime.bench.training import check, measure
-from ladderize.runtime.bench.training.document import TimedStep, TimedVariant, TrainingBenchDocument, training_rows
-from ladderize.runtime.bench.training.measure import training_bytes, weights_key
-from ladderize.runtime.bench.training.options import TrainingBenchOptions, check_training_usage, parse_schedules
-from ladderize.runtime.bench.training.plan import plan_training_bench
-from ladderize.runtime.bench.training.steps import Batch
+from ladderize.runtime.bench.training import bench as training
+from ladderize.runtime.bench.training import check, steps
+from ladderize.runtime.bench.training.bench import StepVariant, plan_training_bench, training_rows
+from ladderize.runtime.bench.training.document import TrainingBenchDocument
+from ladderize.runtime.bench.training.steps import Batch, TimedStep, training_bytes, weights_key
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.shards import Shape
@@ -132,22 +132,21 @@ def test_sums_whose_gradient_comes_back():
 # ---- rows ----
 
 
-def timed(schedule, seconds, silent, layout=SPEC.layout):
+def timed(schedule, seconds, silent):
     ways = []
     for passes in (seconds, silent):
-        way = TimedStep(FakeStep())
-        for forward, backward in passes:
-            way.add((forward, backward))
-        ways.append(way)
-    operations = {name: PhaseOperations([], 0.0) for name in ("forward", "backward")}
-    return TimedVariant(dataclasses.replace(SPEC, layout=layout), schedule, *ways, operations=operations)
+        ways.append(TimedStep(FakeStep(), ALONE.device))
+        for name, found in zip(("forward", "backward"), zip(*passes, strict=True), strict=True):
+            ways[-1].seconds[name] += found
+    operations = {name: PassOperations([]) for name in ("forward", "backward")}
+    return StepVariant("m", SPEC, *ways, {"backward"}, schedule, None, operations=operations)
 
 
 def test_figures_of_a_row():
     options = TrainingBenchOptions(tp_size=2, seq_len=10, repeat=3)
     plain = timed(SEQUENTIAL, [(2, 4), (2, 5), (2, 6)], [(1, 2), (1, 2), (1, 3)])
     domino = timed(Schedule("domino"), [(1.5, 2.5)] * 3, [(1.25, 2.25)] * 3)
-    first, second = training_rows([plain, domino], options, 4, checked=True, shared_memory=False)
+    first, second = training_rows([plain, domino], options, 4)
     assert (first.step_ms, first.forward_ms, first.backward_ms) == (7000, 2000, 5000)
     assert (second.step_ms, second.speedup, second.speedup_forward) == (4000, 1.75, pytest.approx(4 / 3))
     assert second.speedup_interval == pytest.approx([1.5, 2.0])
@@ -159,24 +158,6 @@ def test_figures_of_a_row():
     assert first.communication["backward"].exposed_ms == 3000
     assert second.communication["backward"].exposed_ms == 250
     assert second.samples_ms == {"step": [4000.0] * 3, "forward": [1500.0] * 3, "backward": [2500.0] * 3}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "layout", "forward"),
-    [
-        (SEQUENTIAL, Layout.dense(4), None),
-        (SEQUENTIAL, Layout.from_layers(4, ladder=range(4)), False),
-        (Schedule("domino"), Layout.dense(4), False),
-    ],
-)
-def test_what_a_trace_must_show(schedule, layout, forward):
-    variant = timed(schedule, [(1, 1)], [(1, 1)], layout)
-    variant.overlap = {"forward": Overlap(10.0, 0.0, 0.0), "backward": Overlap(10.0, 5.0, 0.5)}
-    options = TrainingBenchOptions(tp_size=2)
-    (row,) = training_rows([variant], options, 2, checked=True, shared_memory=False)
-    assert {name: overlap.proven for name, overlap in row.overlap.items()} == {"forward": forward, "backward": True}
-    (row,) = training_rows([variant], options, 2, checked=True, shared_memory=True)
-    assert {overlap.proven for overlap in row.overlap.values()} == {None}
 
 
 # ---- whole runs ----
@@ -299,11 +280,11 @@ def test_a_message_that_is_left_out(shape, monkeypatch, kind):
         def all_gather(self, x):
             return self.inner.all_gather(x)
 
-    class Leaving(measure.TPTraining):
+    class Leaving(steps.TPTraining):
         def __init__(self, weights, config, layout, collectives, **more):
             super().__init__(weights, config, layout, LeavesOut(collectives), **more)
 
-    monkeypatch.setattr(measure, "TPTraining", Leaving)
+    monkeypatch.setattr(steps, "TPTraining", Leaving)
     message = one_sentence(invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, "--layout", "dense"))
     assert f"dense by the schedule sequential: a {kind} pass completed" in message
 
@@ -312,7 +293,7 @@ def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch
     def broken(*arguments):
         raise UserError("the disk is full")
 
-    monkeypatch.setattr(measure, "trace_passes", broken)
+    monkeypatch.setattr(training, "trace_passes", broken)
     out = tmp_path / "bench.json"
     more = ["--layout", "dense", "--profile", tmp_path / "t", "--out", out]
     outcome = invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, *more)
@@ -325,15 +306,25 @@ def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch
 
 
 def test_no_overlap_in_the_trace_is_an_error(shape, tmp_path, monkeypatch):
+    """Of a forward pass only where the layout or the schedule promises some; backward always."""
     flat = {name: Overlap(9.0, 0.0, 0.0) for name in ("forward", "backward")}
-    monkeypatch.setattr(measure, "trace_passes", lambda *arguments: flat)
-    more = ["--layout", "dense", "--profile", tmp_path / "t"]
+    monkeypatch.setattr(training, "trace_passes", lambda *arguments: flat)
+    more = ["--layout", "dense,ladder", "--profile", tmp_path / "t"]
     outcome = invoke("bench", "--random-weights", shape, *QUICK, *EMULATED, *more)
     assert outcome.code == 1
-    assert (
-        "nothing overlapped in the trace of dense sequential (backward) and dense domino (forward) and dense"
-        in (outcome.stderr.splitlines()[-1])
-    )
+    variants = ("dense domino", "ladder sequential", "ladder domino")
+    passes = ["dense sequential (backward)"]
+    passes += [f"{variant} ({name})" for variant in variants for name in ("forward", "backward")]
+    assert f"nothing overlapped in the trace of {' and '.join(passes)}," in outcome.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "promised", "proven"), [("gloo", True, False), ("gloo", False, None), ("shm", True, None)]
+)
+def test_what_a_trace_must_show(name, promised, proven):
+    """Ranks copy messages of shared memory themselves: there is nothing in flight to be covered."""
+    bench = SimpleNamespace(collectives=SimpleNamespace(name=name))
+    assert RuntimeBench.judged(bench, Overlap(10.0, 0.0, 0.0), promised=promised).proven is proven
 
 
 # ---- what is refused ----
@@ -403,7 +394,7 @@ def test_options_from_python():
 def test_memory_is_at_least_weights_and_gradients(shape):
     choice = ModelChoice(random_weights=str(shape), layout="dense,ladder,spd", sync_tp_size=4, dtype="float32")
     options = TrainingBenchOptions(emulate_tp=2, seq_len=6)
-    weights, work = training_bytes(plan_training_bench(choice, options, "1,1"))
+    weights, work = training_bytes(plan_training_bench(choice, options, "1,1").specs, options)
     whole = 4 * sum(torch.Size(size).numel() for size in expected_tensors(SHAPE).values())
     # dense and ladder share theirs; spd's virtual ranks are pieces of their own
     assert whole < weights < 1.2 * whole
@@ -432,7 +423,7 @@ def test_the_emulated_message_is_as_long_as_the_real_one(biases):
     layout = Layout.from_layers(4, spd=[1, 2], sync_tp_size=8)
     spec = ModelSpec("m", None, config, layout, "float32")
     batch = Batch.random(97, 2, 6, 0, ALONE.device)
-    opened = measure.step_opener(ALONE, 8)(spec, SEQUENTIAL, Collectives(8), batch)
+    opened = steps.step_opener(ALONE, 8)(spec, SEQUENTIAL, Collectives(8), batch)
     opened.backward(opened.forward())
     sent = []
 

@@ -13,16 +13,21 @@ from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_document, write_json
 from ladderize.layout import Layout
 from ladderize.ranks.launcher import Place
+from ladderize.runtime.bench.harness import Timed, TimedVariant
 from ladderize.runtime.bench.options import ModelChoice
-from ladderize.runtime.bench.speed_row import BASELINE_ROW, MODEL_ROW
+from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, PHASES
 from ladderize.runtime.spec import checkpoint_spec, shape_spec
-from ladderize.serving.vllm.bench import processes, run
-from ladderize.serving.vllm.bench.document import VllmBenchDocument
+from ladderize.serving.vllm.bench import bench, processes
+from ladderize.serving.vllm.bench.document import (
+    ServedVariant,
+    VllmBenchDocument,
+    plot_vllm_bench,
+    show_vllm_bench,
+    vllm_rows,
+)
 from ladderize.serving.vllm.bench.options import VllmBenchOptions, check_vllm_usage
 from ladderize.serving.vllm.bench.processes import rank_environment
-from ladderize.serving.vllm.bench.rows import Timed, vllm_rows
-from ladderize.serving.vllm.bench.run import show_vllm_bench
-from ladderize.serving.vllm.bench.served import PLUGIN_ROW, file_stem, served_models, vllm_config
+from ladderize.serving.vllm.bench.served import PLUGIN_ROW, served_models, vllm_config
 from ladderize.serving.vllm.environment import configuration_refusal, environment_with
 from tests.helpers import ROOT, SHAPE, invoke, one_sentence, save_llama
 
@@ -74,7 +79,7 @@ def test_options_from_python_are_checked():
 
 @pytest.mark.parametrize("version", [None, "0.31.1", "0.33.0"])
 def test_an_engine_that_is_not_there_or_not_known(version, monkeypatch, tmp_path):
-    monkeypatch.setattr(run, "installed_version", lambda: version)
+    monkeypatch.setattr(bench, "installed_version", lambda: version)
     done = invoke("bench", "--engine", "vllm", "--random-weights", "1b", "--out", tmp_path / "o.json")
     assert done.code == 1
     assert "vLLM" in one_sentence(done)
@@ -112,7 +117,7 @@ def test_each_layout_is_a_folder_that_vllm_opens(tmp_path):
     assert "attention_sync" not in configs[0]
     for row, config in zip(served[1:], configs[1:], strict=True):
         assert config["model_type"] == "ladderized_llama"
-        assert Layout.from_config(config) == row.layout
+        assert Layout.from_config(config) == row.spec.layout
     assert all("auto_map" not in config and config["vocab_size"] == SHAPE["vocab_size"] for config in configs)
 
 
@@ -122,7 +127,7 @@ def test_a_checkpoint_is_linked_to_and_not_copied(tmp_path):
     spec = checkpoint_spec(str(source), tp_size=1)
     first, plugin = served_models([spec], VllmBenchOptions(baselines=("plugin",)), tmp_path / "work")
     for row in (first, plugin):
-        assert row.weights == spec.folder
+        assert row.spec.folder == spec.folder
         weights = row.folder / "model.safetensors"
         assert weights.is_symlink()
         assert weights.resolve() == (source / "model.safetensors").resolve()
@@ -147,7 +152,7 @@ def test_a_config_says_whose_class_it_is():
         & vllm_config(config, layouts()["dense"], plugin=False).keys()
     )
     assert vllm_config(config, layouts()["ladder"], plugin=True)["sync_tp_size"] is None
-    assert file_stem("/a/b c/x+y@z") == "x+y_z"
+    assert TimedVariant("/a/b c/x+y@z", None, None).stem == "x+y_z"
 
 
 # ---- the ranks' processes ----
@@ -222,24 +227,37 @@ def test_of_vllms_report_on_all_options_the_wrong_one_is_told():
 # ---- rows ----
 
 
-def timed_rows(tmp_path, rounds=5, batch=3):
-    served = served_models(specs(), VllmBenchOptions(tp_size=2, baselines=("plugin",)), tmp_path)
+class TimedBefore(Timed):
+    parts = PHASES
+
+    def __init__(self, rounds):
+        super().__init__()
+        for seconds in self.seconds.values():
+            seconds += [random.uniform(0.01, 0.02) for _ in range(rounds)]
+
+    def sample(self):
+        raise NotImplementedError
+
+
+def timed_rows(rounds=5, batch=3):
+    kinds = {"dense": MODEL_ROW, PLUGIN_ROW: BASELINE_ROW, "ladder": MODEL_ROW, "spd": MODEL_ROW}
+    models = specs(("dense", "dense", "ladder", "spd"))
     timed = [
-        Timed(row, {phase: [random.uniform(0.01, 0.02) for _ in range(rounds)] for phase in ("prefill", "decode")})
-        for row in served
+        ServedVariant(name, spec, TimedBefore(rounds), "LlamaForCausalLM", kind=kind)
+        for (name, kind), spec in zip(kinds.items(), models, strict=True)
     ]
     options = VllmBenchOptions(tp_size=2, repeat=rounds, output_len=11, baselines=("plugin",))
     return timed, options, vllm_rows(timed, options, batch)
 
 
 def test_rows_compare_within_a_round(tmp_path):
-    timed, _, rows = timed_rows(tmp_path)
+    timed, _, rows = timed_rows()
     assert [row.kind for row in rows] == [MODEL_ROW, BASELINE_ROW, MODEL_ROW, MODEL_ROW]
     for row, of in zip(rows, timed, strict=True):
         for phase in ("prefill", "decode"):
-            pairs = zip(of.seconds[phase], timed[0].seconds[phase], strict=True)
+            pairs = zip(of.timed.seconds[phase], timed[0].timed.seconds[phase], strict=True)
             assert row.ratio(phase) == pytest.approx(statistics.median(a / b for a, b in pairs))
-            assert row.samples_ms[phase] == pytest.approx([1e3 * s for s in of.seconds[phase]])
+            assert row.samples_ms[phase] == pytest.approx([1e3 * s for s in of.timed.seconds[phase]])
             low, high = row.quartiles_ms[phase]
             assert low <= row.total_ms(phase) <= high
         assert row.output_tokens_per_s == pytest.approx(3e3 / row.decode_ms_per_token)
@@ -252,9 +270,9 @@ def test_the_document_comes_back_and_is_shown(tmp_path, capsys):
 
     from ladderize.console import Console
     from ladderize.ranks.group import Ranks
-    from ladderize.runtime.bench.environment import environment
+    from ladderize.runtime.bench.document import environment
 
-    _, options, rows = timed_rows(tmp_path)
+    _, options, rows = timed_rows()
     document = VllmBenchDocument(
         engine="vllm",
         complete=True,
@@ -282,19 +300,17 @@ def test_the_document_comes_back_and_is_shown(tmp_path, capsys):
 
 
 def test_the_picture_has_a_panel_for_each_batch_size_and_phase(tmp_path):
-    from ladderize.serving.vllm.bench.run import plot_vllm_bench
-
-    _, options, rows = timed_rows(tmp_path)
+    _, options, rows = timed_rows()
     document = VllmBenchDocument(
-        "vllm",
-        True,
-        False,
-        options,
-        "0.32.0",
-        "gloo",
-        None,
-        None,
-        [*rows, *(dataclasses.replace(r, batch_size=8) for r in rows)],
+        engine="vllm",
+        complete=True,
+        emulated=False,
+        options=options,
+        vllm="0.32.0",
+        backend="gloo",
+        messages=None,
+        environment=None,
+        rows=[*rows, *(dataclasses.replace(r, batch_size=8) for r in rows)],
     )
     for path in plot_vllm_bench(document, tmp_path / "picture"):
         assert path.stat().st_size > 1000

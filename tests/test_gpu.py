@@ -6,8 +6,7 @@ import torch
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.trace import trace
 from ladderize.runtime.bench.training.check import outcome_of
-from ladderize.runtime.bench.training.measure import step_opener
-from ladderize.runtime.bench.training.steps import Batch
+from ladderize.runtime.bench.training.steps import Batch, step_opener
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.emulated import emulate
 from ladderize.runtime.collectives.links import Link

@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 
+from ladderize.demo.inputs import MODEL
 from tests.helpers import ROOT, invoke
 
 PACKAGE = str(ROOT / "ladderize") + "/"
@@ -43,3 +44,13 @@ def test_the_way_through_convert(llama, tmp_path):
     rooms = {name for name in ran if name == "commands/convert.py" or name.startswith("convert/")}
     assert sorted(way) == sorted(name for name in rooms if "remote_code" not in name)
     assert len(way) <= 10
+
+
+def test_the_way_through_bench():
+    way = files_on_the_way("bench")
+    quick = ("--prompt-len", 4, "--output-len", 3, "--repeat", 1, "--warmup", 1)
+    ran = files_at_work("bench", MODEL, *quick)
+    assert sorted(way) == sorted(
+        name for name in ran if name == "commands/bench.py" or name.startswith("runtime/bench/")
+    )
+    assert len(way) <= 11

@@ -11,8 +11,14 @@ from ladderize.commands.builder import ADVANCED, MEASUREMENT, MEMORY, MODELS, OU
 from ladderize.commands.options import runtime_device
 from ladderize.console import Console
 from ladderize.errors import UsageError
-from ladderize.runtime.bench.options import BenchOptions, GroupOptions, ModelChoice, check_bench_usage
-from ladderize.runtime.bench.training.options import TrainingBenchOptions, check_training_usage
+from ladderize.runtime.bench.options import (
+    BenchOptions,
+    GroupOptions,
+    ModelChoice,
+    TrainingBenchOptions,
+    check_bench_usage,
+    check_training_usage,
+)
 from ladderize.serving.vllm.bench.options import VllmBenchOptions, check_vllm_usage
 
 
@@ -73,17 +79,17 @@ def bench(given: GivenOptions) -> None:
         in_vllm = given.fill(VllmBenchOptions)
         check_vllm_usage(choice, in_vllm)
         with console.stage("loading torch"):
-            from ladderize.serving.vllm.bench.run import bench_vllm
+            from ladderize.serving.vllm.bench.bench import bench_vllm
         bench_vllm(choice, in_vllm, console=console, out=own.out, plot=own.plot)
     elif own.train:
         steps = given.fill(TrainingBenchOptions, device="cpu")  # which GPUs there are, torch says later
         check_training_usage(choice, steps, own.link)
-        steps = given.fill(TrainingBenchOptions, device=start_bench("training.run", steps, given, console))
+        steps = given.fill(TrainingBenchOptions, device=start_bench("training.bench", steps, given, console))
         ladderize.bench_training(choice, steps, own.link, console=console, out=own.out)
     else:
         options = given.fill(BenchOptions, device="cpu")
         check_bench_usage(choice, options, own.link)  # before seconds of imports
-        options = given.fill(BenchOptions, device=start_bench("run", options, given, console))
+        options = given.fill(BenchOptions, device=start_bench("inference", options, given, console))
         ladderize.bench(choice, options, own.link, console=console, out=own.out, plot=own.plot)
 
 

@@ -7,7 +7,7 @@ from ladderize.files.records import Record
 from ladderize.planning.calibration.fit import FITTED, FitResult, FittedFigure, figure_kind, figure_of
 from ladderize.planning.calibration.observations import Observation
 from ladderize.planning.calibration.options import CalibrateOptions, TimingsOptions
-from ladderize.runtime.bench.environment import Environment
+from ladderize.runtime.bench.document import Environment
 
 
 @dataclass(frozen=True)

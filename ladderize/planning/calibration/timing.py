@@ -1,6 +1,7 @@
 """The least that tells a device's and a link's figures apart: which models a group of ranks times, at which batches."""
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,12 @@ from ladderize.planning.calibration.observations import RUNTIME_ENGINES, Observa
 from ladderize.planning.calibration.options import CalibrateOptions
 from ladderize.planning.passes import Workload
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.alone_times import AloneTimes
-from ladderize.runtime.bench.environment import environment
-from ladderize.runtime.bench.memory_need import check_bench_memory
+from ladderize.runtime.bench.document import environment
+from ladderize.runtime.bench.harness import time_rounds
+from ladderize.runtime.bench.inference import TimedGenerator
+from ladderize.runtime.bench.messages import AloneTimes
 from ladderize.runtime.bench.options import BenchOptions, named_layout
-from ladderize.runtime.bench.rows import TimedGenerator, TimedModel
-from ladderize.runtime.bench.timing import TimedPass, time_passes
+from ladderize.runtime.bench.plan import check_bench_memory
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.shards import read_shape
@@ -130,14 +131,9 @@ def measure_jobs(group: Ranks, jobs: list[CalibrationJob], console: Console) -> 
     alone = AloneTimes(group, collectives, None, jobs[0].specs[0].torch_dtype)
     with torch.inference_mode():
         with console.stage("making random weights"):
-            opened = [(job, _open(group, job, collectives, weights)) for job in jobs]
-        passes = [
-            TimedPass(model, way, job.options, job.batch)
-            for job, models in opened
-            for model in models
-            for way in _ways(group, model)
-        ]
-        time_passes(group, passes, console, f"timing {group.size} rank{'s' * (group.size > 1)}")
+            passes = [one for job in jobs for one in _open(group, job, collectives, weights)]
+        timed_passes = [one.timed for one in passes]
+        time_rounds(group, timed_passes, jobs[0].options, console, f"timing {group.size} rank{'s' * (group.size > 1)}")
         timed = [seen for one in passes for seen in _observations(group, one)]
         if group.size > 1:
             with console.stage("timing all-reduces alone"):
@@ -145,53 +141,56 @@ def measure_jobs(group: Ranks, jobs: list[CalibrationJob], console: Console) -> 
                 for size in _message_sizes(jobs):
                     seconds = alone.seconds("all_reduce", size)
                     timed.append((Observation("all_reduce", seconds, group.size, name, message_bytes=size), []))
-    smallest = min(model.communicating.generator.model.weights.resident_bytes for _, own in opened for model in own)
+    smallest = min(one.timed.generator.model.weights.resident_bytes for one in passes)
     collectives.close()
     observations, samples = map(list, zip(*timed, strict=True))
     return RankTimings(TimedGroup(group.size, backend, surroundings, smallest), observations, samples)
 
 
-def _open(group: Ranks, job: CalibrationJob, collectives: Collectives, weights: WeightCache) -> list[TimedModel]:
-    """The models of a job, each with and without communication; one cache serves all, since only one runs at a time."""
-    models, cache = [], None
+@dataclass(frozen=True)
+class TimedJob:
+    """A model of a job, with or without communication."""
+
+    job: CalibrationJob
+    spec: ModelSpec
+    timed: TimedGenerator
+    silent: bool
+
+
+def _open(group: Ranks, job: CalibrationJob, collectives: Collectives, weights: WeightCache) -> Iterator[TimedJob]:
+    """What is timed of a job; one cache serves all models, since only one runs at a time.
+
+    Without communication all layouts that drop nothing compute the same, so only dense is timed so; one rank has no
+    communication.
+    """
+    cache = None
     for spec in job.specs:
-        ways = []
-        for means in (collectives, NoCommunication(collectives.ranks)):
+        for silent in [True] if group.size == 1 else [False, True] if spec.layout.is_dense else [False]:
+            means = NoCommunication(collectives.ranks) if silent else collectives
             columns = job.options.prompt_len + job.options.output_len
             generator = open_generator(spec, means, weights, group, job.batch, columns, cache=cache)
             cache = generator.cache
-            ways.append(TimedGenerator(generator))
-        communicating, silent = ways
-        models.append(TimedModel(spec.name, spec, communicating, silent))
-    return models
+            yield TimedJob(job, spec, TimedGenerator(generator, job.options, job.batch), silent)
 
 
-def _ways(group: Ranks, model: TimedModel) -> list[TimedGenerator]:
-    """Without communication all layouts that drop nothing compute the same, so only dense is timed so; one rank has no
-    communication."""
-    if group.size == 1:
-        return [model.silent]
-    return [model.communicating, model.silent] if model.spec.layout.is_dense else [model.communicating]
-
-
-def _observations(group: Ranks, one: TimedPass) -> list[tuple[Observation, list[float]]]:
+def _observations(group: Ranks, one: TimedJob) -> list[tuple[Observation, list[float]]]:
     """Of both phases, each with its rounds in ms."""
-    spec, silent = one.model.spec, one.way is one.model.silent
+    spec, options = one.spec, one.job.options
     return [
         (
             layout_observation(
                 spec.layout,
                 quantity,
-                statistics.median(one.way.seconds[quantity]),
+                statistics.median(one.timed.seconds[quantity]),
                 group.size,
-                "no-comm" if silent and group.size > 1 else "layout",
-                Workload(one.batch, one.options.prompt_len, one.options.output_len),
+                "no-comm" if one.silent and group.size > 1 else "layout",
+                Workload(one.job.batch, options.prompt_len, options.output_len),
                 RUNTIME_ENGINES[group.device.type],
                 config=spec.config,
                 dtype=spec.dtype,
-                name=one.model.name,
+                name=spec.name,
             ),
-            one.way.samples_ms()[quantity],
+            one.timed.samples_ms()[quantity],
         )
         for quantity in ("prefill", "decode")
     ]

@@ -22,7 +22,7 @@ from ladderize.planning.calibration.observations import (
 from ladderize.planning.passes import WIDTHS, Workload
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.options import named_layout
-from ladderize.runtime.bench.speed_row import NO_COMM, PARALLEL
+from ladderize.runtime.bench.rows import NO_COMM, PARALLEL
 from ladderize.runtime.collectives.links import LONGEST_US
 from ladderize.runtime.shards import Shape, read_shape
 

@@ -7,7 +7,7 @@ from ladderize.files.records import Record
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
 from ladderize.planning.planner.document import PlanChoice
 from ladderize.planning.plans.options import PlanModel, PlanOptions
-from ladderize.runtime.bench.speed_row import PhaseCommunication, SpeedRow
+from ladderize.runtime.bench.rows import PhaseCommunication, SpeedRow
 from ladderize.runtime.collectives.links import Interconnect, Link
 
 # predicted: from figures of other machines; calibrated: device and link were timed by `ladderize calibrate`

@@ -10,7 +10,7 @@ from ladderize.errors import UsageError, UserError
 from ladderize.layout import CONFIG_KEYS, Layout
 from ladderize.planning.plans.options import BOUNDS, PlanModel, PlanOptions
 from ladderize.runtime.bench.options import named_layout
-from ladderize.runtime.bench.speed_row import NO_COMM, PARALLEL
+from ladderize.runtime.bench.rows import NO_COMM, PARALLEL
 from ladderize.runtime.shards import check_activation, check_runnable, read_shape
 
 CHOSEN_ROW = "chosen"

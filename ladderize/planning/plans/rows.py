@@ -24,9 +24,8 @@ from ladderize.planning.passes import (
 )
 from ladderize.planning.plans.document import NO_WEIGHTS, Basis, GroupLink, PlannedRow
 from ladderize.planning.plans.models import ModelToPlan, RowVariant
-from ladderize.runtime.bench.cost_model import Prediction
-from ladderize.runtime.bench.rank_bytes import MemoryNeed, cache_bytes, prefill_bytes, weight_bytes
-from ladderize.runtime.bench.speed_row import BASELINE_ROW, MODEL_ROW, PHASES, PhaseCommunication
+from ladderize.runtime.bench.cost_model import MemoryNeed, Prediction, cache_bytes, prefill_bytes, weight_bytes
+from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, PHASES, PhaseCommunication
 from ladderize.runtime.collectives.links import Interconnect, Link
 from ladderize.runtime.shards import Shape
 

@@ -1,8 +1,9 @@
-"""What a layout's communication must cost, given how long its compute and its all-reduces take apart.
+"""What one rank's part of a model must cost, by formula: seconds of communication, and bytes of memory. No torch here.
 
-An overlapped all-reduce hides as much as its own time or the compute until it is waited for, whichever is less; a
-blocking one hides nothing. One rule, sub-module by sub-module; layouts and schedules differ only in which operations
-have compute to hide under. Where several messages are in flight, one is on the link at a time.
+Communication is predicted from how long compute and all-reduces take apart. An overlapped all-reduce hides as much as
+its own time or the compute until it is waited for, whichever is less; a blocking one hides nothing. One rule,
+sub-module by sub-module; layouts and schedules differ only in which operations have compute to hide under. Where
+several messages are in flight, one is on the link at a time.
 
 A message in flight takes some of the device for itself (NCCL's kernels hold multiprocessors and memory bandwidth): the
 compute beside it runs at the rate 1 - contention. A message of ``a`` seconds and compute of ``c`` then take
@@ -12,6 +13,8 @@ max(a, c + contention * a) together.
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ladderize.runtime.shards import Shape
 
 
 @dataclass(frozen=True)
@@ -77,3 +80,40 @@ def predict(compute: float, operations: Sequence[Operation], unhideable: float =
     vocabulary's)."""
     communication = sum(operation.alone for operation in operations) + unhideable
     return Prediction(compute, communication, sum(operation.hideable for operation in operations))
+
+
+# A token id in a Python list: its place there, and most often an object of its own.
+TOKEN_ID_BYTES = 36
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes of one rank at its fullest. ``prefill``: token ids, activations of one layer, logits."""
+
+    weights: int
+    kv_cache: int
+    prefill: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.prefill
+
+
+def weight_bytes(shape: Shape, width: int, *, packed: bool) -> int:
+    """One rank's weights at ``width`` bytes each. packed: the LM head is a copy even of a tied embedding."""
+    attention = (2 * shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim * shape.hidden
+    layer = attention + 3 * shape.own_inner * shape.hidden + 2 * shape.hidden
+    tables = 1 if shape.tied and not packed else 2
+    return width * (shape.layers * layer + tables * shape.own_vocab * shape.hidden)
+
+
+def cache_bytes(shape: Shape, batch: int, columns: int, width: int) -> int:
+    """One rank's keys and values of ``batch`` texts of ``columns`` tokens, at ``width`` bytes each."""
+    return 2 * shape.layers * batch * shape.own_kv_heads * columns * shape.head_dim * width
+
+
+def prefill_bytes(shape: Shape, batch: int, prompt_len: int, width: int) -> int:
+    """At the least, beside the weights and the cache: token ids, the activations of one layer, logits."""
+    heads = shape.own_heads + 2 * shape.own_kv_heads
+    token = width * (3 * shape.hidden + 3 * shape.own_inner) + 4 * heads * shape.head_dim
+    return batch * (prompt_len * (token + TOKEN_ID_BYTES) + width * shape.vocab)

@@ -1,16 +1,118 @@
 """bench.json: described in docs/files.md. What runs writes it, and reports and pictures read it, by attribute."""
 
+import os
+import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
+import torch
+
 from ladderize.files.records import Record
-from ladderize.runtime.bench.environment import Environment
-from ladderize.runtime.bench.options import BenchOptions
+from ladderize.ranks.group import Ranks
+from ladderize.ranks.threads import cores
+from ladderize.runtime.bench.options import BenchOptions, GroupOptions, RoundsOptions
 from ladderize.runtime.bench.reference_check import ReferenceAgreement
-from ladderize.runtime.bench.speed_row import PhaseCommunication, SpeedRow
+from ladderize.runtime.bench.rows import PhaseCommunication, SpeedRow, VariantRow
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.runtime.collectives.links import Link
 from ladderize.runtime.schedule import ScheduleName
+
+
+@dataclass(frozen=True)
+class Environment(Record):
+    """Machine, versions and settings. ``LEFT_OUT``: what only GPUs have."""
+
+    LEFT_OUT: ClassVar = ("gpus", "gpu_memory_bytes", "cuda", "nccl", "link")
+
+    device: str
+    processor: str
+    cores: int
+    threads_per_rank: int
+    python: str
+    torch: str
+    transformers: str
+    system: str
+    hosts: int
+    settings: dict[str, str]
+    gpus: list[str] | None = None
+    gpu_memory_bytes: int | None = None
+    cuda: str | None = None
+    nccl: str | None = None
+    link: str | None = None
+
+
+def environment(group: Ranks, *, settings: tuple[str, ...] = ()) -> Environment:
+    """All ranks call it. settings: beginnings of more variables' names that are noted."""
+    import transformers
+
+    on_gpu = group.device.type == "cuda"
+    properties = torch.cuda.get_device_properties(group.device) if on_gpu else None
+    return Environment(
+        device=group.device.type,
+        processor=_processor(),
+        cores=len(cores()),
+        threads_per_rank=torch.get_num_threads(),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        transformers=transformers.__version__,
+        system=f"{platform.system()} {platform.release()}",
+        hosts=len(set(group.gather(platform.node()))),
+        settings={
+            key: value
+            for key, value in sorted(os.environ.items())
+            if key.startswith(("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings))
+        },
+        gpus=group.gather(properties.name) if properties is not None else None,
+        gpu_memory_bytes=properties.total_memory if properties is not None else None,
+        cuda=torch.version.cuda if on_gpu else None,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        link=_link(group) if on_gpu else None,
+    )
+
+
+def _link(group: Ranks) -> str:
+    if group.size == 1:
+        return "none"
+    if torch.cuda.device_count() < group.size:
+        return "not known here"
+    return "peer to peer" if torch.cuda.can_device_access_peer(0, 1) else "through the host"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class TimedDocument(Record):
+    """What the files of all benchmarks have, but the schema in front.
+
+    complete: False in what is written before all is done; it stays so where the rest failed. backend: what carries
+    all-reduces. emulated: they are delays.
+    """
+
+    complete: bool
+    emulated: bool
+    options: RoundsOptions
+    backend: str
+    environment: Environment
+    rows: Sequence[VariantRow]
+
+
+@dataclass(frozen=True)
+class RuntimeDocument(TimedDocument):
+    """The same of ladderize's runtime. link: of an emulated group. alone_ms: of collectives, by name and size."""
+
+    options: GroupOptions
+    link: Link | None
+    message_bytes_outside_link_range: list[int]
+    alone_ms: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -35,21 +137,11 @@ class BenchRow(SpeedRow):
 
 
 @dataclass(frozen=True)
-class BenchDocument(Record):
-    """All of bench.json but the schema in front. checks: by checkpoint.
+class BenchDocument(RuntimeDocument):
+    """Of inference. checks: by checkpoint."""
 
-    complete: False in what is written before all is done; it stays so where the rest failed.
-    """
-
-    complete: bool
-    emulated: bool
     options: BenchOptions
-    link: Link | None
-    message_bytes_outside_link_range: list[int]
-    backend: str
-    environment: Environment
     checks: dict[str, ReferenceAgreement]
-    alone_ms: dict[str, float]
     rows: list[BenchRow]
 
     @property

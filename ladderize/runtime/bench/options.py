@@ -6,6 +6,7 @@ No torch here: the command line takes its defaults from these classes, and ``--h
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from ladderize.checkpoint.llama import MOST_LAYERS
 from ladderize.choices import (
@@ -59,13 +60,6 @@ PROMPT_LEN = Option("Tokens per prompt.", min=1)
 OUTPUT_LEN = Option("Tokens to generate. The prefill makes the first one.", min=2)
 UNCOUNTED_ROUNDS = Option("Rounds that are not counted.", min=1)
 COUNTED_ROUNDS = Option("Rounds that are counted. Medians are reported.", min=1)
-ALSO_TIMED = Option(
-    "Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none), sequential (with"
-    " --schedule domino); with --engine vllm: plugin (in the class that runs layouts).",
-    "A,B",
-    parse=split_names,
-)
-TRACE_FOLDER = Option("Write Chrome traces here. Fails if a layout that should overlap shows no overlap.", "DIR")
 
 
 @dataclass(frozen=True)
@@ -93,14 +87,28 @@ class ModelChoice:
 
 
 @dataclass(frozen=True)
-class GroupOptions(Record):
-    """What both ways of ``ladderize bench`` share: over which ranks, and how often. None was not given."""
+class RoundsOptions(Record):
+    """What every benchmark is asked: over how many ranks, and how often. None was not given."""
 
     tp_size: int = option(TP_SIZE, 1)
     batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (1,))
-    backend: BackendName = option(BACKEND, "auto")
     warmup: int = option(UNCOUNTED_ROUNDS, 2)
     repeat: int = option(COUNTED_ROUNDS, 7)
+    profile: Path | None = option(
+        "Write Chrome traces here. Fails if a layout that should overlap shows no overlap.", metavar="DIR"
+    )
+    threads: int | None = option(THREADS)
+    seed: int = option(SEED_OF_ROUNDS, 0)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+
+
+@dataclass(frozen=True)
+class GroupOptions(RoundsOptions):
+    """What is asked of the runtime, for inference and for training."""
+
+    backend: BackendName = option(BACKEND, "auto")
     emulate_tp: int | None = option(
         "Emulate TP size N in one process: it computes rank 0's part, and --link gives the delays.", min=2
     )
@@ -110,19 +118,13 @@ class GroupOptions(Record):
         True,
         flags="--no-check",
     )
-    profile: Path | None = option(TRACE_FOLDER)
     device: str = option(DEVICE, default_device)
-    threads: int | None = option(THREADS)
-    seed: int = option(SEED_OF_ROUNDS, 0)
     domino_chunks: int | None = option(
         "Domino: parts that the batch is cut into. One row is cut along its tokens.", min=2, shown=str(Schedule.chunks)
     )
     domino_columns: int | None = option(
         "Domino: parts in which a sub-module's sum is computed and sent.", min=1, shown=str(Schedule.columns)
     )
-
-    def __post_init__(self) -> None:
-        check_choices(self)
 
     @property
     def ranks(self) -> int:
@@ -143,12 +145,29 @@ class GroupOptions(Record):
 
 
 @dataclass(frozen=True)
-class BenchOptions(GroupOptions):
-    """How to time inference: ``options`` of bench.json."""
+class InferenceLengths:
+    """What is asked of inference, on the runtime and in vLLM."""
 
     prompt_len: int = option(PROMPT_LEN, 128)
     output_len: int = option(OUTPUT_LEN, 33)
-    baselines: tuple[str, ...] = option(ALSO_TIMED, ())
+    baselines: tuple[str, ...] = option(
+        "Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none), sequential (with"
+        " --schedule domino); with --engine vllm: plugin (in the class that runs layouts).",
+        (),
+        metavar="A,B",
+        parse=split_names,
+    )
+
+    @property
+    def decode_steps(self) -> int:
+        """Tokens after the first, which belongs to the prefill."""
+        return self.output_len - 1
+
+
+@dataclass(frozen=True)
+class BenchOptions(InferenceLengths, GroupOptions):
+    """How to time inference: ``options`` of bench.json."""
+
     replicate_vocab: bool = option(REPLICATE_VOCAB, False)
     compile: bool = option(COMPILE, False)
     schedule: ScheduleName = option(
@@ -158,22 +177,60 @@ class BenchOptions(GroupOptions):
     )
 
     @property
-    def decode_steps(self) -> int:
-        """Tokens after the first, which belongs to the prefill."""
-        return self.output_len - 1
-
-    @property
     def prefill_schedule(self) -> Schedule:
         """When the parts of a prefill run; a decode step is always one part."""
         return self.scheduled(self.schedule)
 
 
+def parse_schedules(text: str) -> tuple[str, ...]:
+    """``sequential,domino``, in this order however they are named."""
+    known = get_args(ScheduleName)
+    names = [name.strip() for name in text.split(",")]
+    if not set(names) <= set(known):
+        raise UsageError(f"--schedules {text!r} is not a comma-separated list of {', '.join(known)}")
+    return tuple(name for name in known if name in names)
+
+
+@dataclass(frozen=True)
+class TrainingBenchOptions(GroupOptions):
+    """How to time training steps: ``options`` of its document. Each schedule is timed with each model; the first with
+    the first model is the reference."""
+
+    batch_sizes: tuple[int, ...] = option(BATCH_SIZES, (2,))  # rows of a step
+    seq_len: int = option("With --train: tokens per row.", 128, min=2)
+    schedules: tuple[str, ...] = option(
+        "With --train: schedules to time, of sequential and domino.",
+        ("sequential", "domino"),
+        metavar="A,B",
+        shown="both",
+        parse=parse_schedules,
+    )
+
+    @property
+    def timed_schedules(self) -> list[Schedule]:
+        return [self.scheduled(name) for name in self.schedules]
+
+
+def check_rounds_usage(choice: ModelChoice, options: RoundsOptions) -> None:
+    """Raise UsageError for models that do not go together, and numbers that are none. The command line checks most of
+    them by itself; from Python anything can come."""
+    if bool(choice.models) == (choice.random_weights is not None):
+        raise UsageError("name checkpoints, or a shape with --random-weights, and not both")
+    for name in ("layout", "num_layers", "sync_tp_size"):
+        if choice.models and getattr(choice, name) is not None:
+            raise UsageError(f"{flag(name)} goes with --random-weights; a checkpoint has its own layout and layers")
+    if choice.num_layers is not None and not 1 <= choice.num_layers <= MOST_LAYERS:
+        raise UsageError(f"--num-layers {choice.num_layers} is not from 1 to {MOST_LAYERS:,}")
+    if len(set(choice.models)) < len(choice.models):
+        raise UsageError("a model is named twice; every variant is timed once")
+    check_options(options)
+    if not options.batch_sizes or min(options.batch_sizes) < 1:
+        raise UsageError(f"--batch-size {options.batch_sizes} must name positive integers")
+
+
 def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | None) -> None:
     """Raise UsageError for arguments that do not go together or take no effect. link: of ``--link``."""
-    check_model_choice(choice)
-    check_numbers(options)
-    check_group_usage(options, link)
-    check_domino_usage(options, (options.schedule,), "--schedule")
+    _check_group_usage(choice, options, link, (options.schedule,), "--schedule")
     if unknown := [name for name in options.baselines if name not in BASELINES]:
         raise UsageError(f"--baselines {unknown[0]} is not one of {', '.join(BASELINES)}")
     if "parallel" in options.baselines and options.schedule != "sequential":
@@ -188,24 +245,33 @@ def check_bench_usage(choice: ModelChoice, options: BenchOptions, link: str | No
         raise UsageError("--no-check has no effect with --backend none, which sums nothing and is never checked")
 
 
-def check_group_usage(options: GroupOptions, link: str | None) -> None:
-    """The same of what both ways of benchmarking share."""
+def check_training_usage(choice: ModelChoice, options: TrainingBenchOptions, link: str | None) -> None:
+    """The same of ``--train``."""
+    if choice.dtype == "float16":
+        raise UsageError("--dtype float16 has too small a range for training; use bfloat16 or float32")
+    if not options.schedules or set(options.schedules) - set(get_args(ScheduleName)):
+        raise UsageError(f"--schedules {options.schedules} must name {' or '.join(get_args(ScheduleName))}")
+    if len(set(options.schedules)) < len(options.schedules):
+        raise UsageError("--schedules names one twice; every variant is timed once")
+    _check_group_usage(choice, options, link, options.schedules, "--schedules")
+
+
+def _check_group_usage(
+    choice: ModelChoice, options: GroupOptions, link: str | None, schedules: tuple[str, ...], asked_by: str
+) -> None:
+    """The same of what both have. asked_by: the option that names the schedules."""
+    check_rounds_usage(choice, options)
+    if options.backend != "auto" and options.ranks == 1:
+        raise UsageError(f"--backend {options.backend} has no effect with one rank; leave it out or raise --tp-size")
     if (options.emulate_tp is None) != (link is None):
         raise UsageError("--emulate-tp and --link must be given together")
     if options.emulate_tp is not None and options.tp_size != 1:
         raise UsageError("--emulate-tp runs one process in place of a group; leave --tp-size out")
     if options.emulate_tp is not None and options.backend != "auto":
         raise UsageError("--backend has no effect with --emulate-tp")
-    if options.profile is not None and options.backend == "none":
-        raise UsageError(
-            "--profile measures overlap of communication with compute; --backend none has no communication"
-        )
-    if options.profile is not None and options.ranks == 1:
-        raise UsageError("--profile measures overlap of communication with compute; one rank has no communication")
-
-
-def check_domino_usage(options: GroupOptions, schedules: tuple[str, ...], asked_by: str) -> None:
-    """The same of domino. asked_by: the option that named the schedules."""
+    if options.profile is not None and (options.backend == "none" or options.ranks == 1):
+        silent = "--backend none" if options.backend == "none" else "one rank"
+        raise UsageError(f"--profile measures overlap of communication with compute; {silent} has no communication")
     if "domino" in schedules:
         if options.ranks == 1:
             raise UsageError(f"{asked_by} domino hides communication, and one rank has none; raise --tp-size")
@@ -214,28 +280,6 @@ def check_domino_usage(options: GroupOptions, schedules: tuple[str, ...], asked_
     for name in ("domino_chunks", "domino_columns"):
         if getattr(options, name) is not None:
             raise UsageError(f"{flag(name)} has no effect without {asked_by} domino")
-
-
-def check_numbers(options: GroupOptions) -> None:
-    """The command line checks most of them by itself; from Python anything can come."""
-    check_options(options)
-    if not options.batch_sizes or min(options.batch_sizes) < 1:
-        raise UsageError(f"--batch-size {options.batch_sizes} must name positive integers")
-    if options.backend != "auto" and options.ranks == 1:
-        raise UsageError(f"--backend {options.backend} has no effect with one rank; leave it out or raise --tp-size")
-
-
-def check_model_choice(choice: ModelChoice) -> None:
-    """Raise UsageError for models that do not go together."""
-    if bool(choice.models) == (choice.random_weights is not None):
-        raise UsageError("name checkpoints, or a shape with --random-weights, and not both")
-    for name in ("layout", "num_layers", "sync_tp_size"):
-        if choice.models and getattr(choice, name) is not None:
-            raise UsageError(f"{flag(name)} goes with --random-weights; a checkpoint has its own layout and layers")
-    if choice.num_layers is not None and not 1 <= choice.num_layers <= MOST_LAYERS:
-        raise UsageError(f"--num-layers {choice.num_layers} is not from 1 to {MOST_LAYERS:,}")
-    if len(set(choice.models)) < len(choice.models):
-        raise UsageError("a model is named twice; every variant is timed once")
 
 
 def layout_names(text: str | None) -> list[str]:

@@ -87,9 +87,16 @@ def text_lengths(positions: int, prompt_len: int) -> tuple[int, int, int]:
     return longer, max(1, longer - max(1, longer // 3)), steps
 
 
-def longest_message(specs: list[ModelSpec], options: BenchOptions) -> int:
+def checked_specs(specs: list[ModelSpec], options: BenchOptions) -> list[ModelSpec]:
+    """The models that are compared with a reference: checkpoints whose sums are sums, or emulated."""
+    if not options.check or options.backend == "none":
+        return []
+    return [spec for spec in specs if spec.folder is not None]
+
+
+def longest_checked(specs: list[ModelSpec], prompt_len: int) -> int:
     """Elements of the largest message that the check sends: hidden states of the texts, or logits of them."""
-    longer, _, steps = text_lengths(max(spec.positions for spec in specs), options.prompt_len)
+    longer, _, steps = text_lengths(max(spec.positions for spec in specs), prompt_len)
     hidden, vocab = (max(int(spec.config[key]) for spec in specs) for key in ("hidden_size", "vocab_size"))
     return TEXTS * max(hidden * (longer + steps), vocab * PIECE)
 
@@ -98,21 +105,17 @@ def references(specs: list[ModelSpec], options: BenchOptions) -> dict[str, Refer
     """The reference of each checkpoint, computed in a process of its own, so that this one's memory stays what the
     runtime needs."""
     for spec in specs:
-        _check_memory(spec, options.device)
+        need, free = 4 * parameter_count(spec.config), available_bytes(torch.device(options.device))
+        if free is not None and need > free:
+            raise UserError(
+                f"{spec.name}: the fp32 reference of the correctness check takes {human_bytes(need)}, and"
+                f" {human_bytes(free)} are free; --no-check skips it and labels the results unchecked"
+            )
     with ProcessPoolExecutor(1, mp_context=start_context(), initializer=end_with_parent) as pool:
         return {
             spec.name: pool.submit(compute_reference, spec, options.device, options.prompt_len).result()
             for spec in specs
         }
-
-
-def _check_memory(spec: ModelSpec, device: str) -> None:
-    need, free = 4 * parameter_count(spec.config), available_bytes(torch.device(device))
-    if free is not None and need > free:
-        raise UserError(
-            f"{spec.name}: the fp32 reference of the correctness check takes {human_bytes(need)}, and"
-            f" {human_bytes(free)} are free; --no-check skips it and labels the results unchecked"
-        )
 
 
 def compute_reference(spec: ModelSpec, device: str, prompt_len: int) -> Reference:

@@ -1,159 +1,182 @@
-"""From what was timed to the rows of bench.json."""
+"""A row of a benchmark: the figures that all result files share, and how far the rounds of a measurement disagree.
 
-import dataclasses
+Intervals are 95 % intervals of a paired bootstrap: rounds are drawn with replacement, and a round's times of both
+variants stay together, since a slow moment of the machine hits both. No torch here, and numpy only where it is needed:
+predictions have such rows, too.
+"""
+
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from ladderize.files.records import Record
 from ladderize.layout import OVERLAPPED
-from ladderize.runtime.bench.cost_model import predict
-from ladderize.runtime.bench.document import BenchRow
-from ladderize.runtime.bench.instrument import PhaseOperations
-from ladderize.runtime.bench.options import BenchOptions
-from ladderize.runtime.bench.speed_row import BASELINE_ROW, MODEL_ROW, NO_COMM, PHASES, PhaseCommunication
-from ladderize.runtime.bench.spread import difference_interval, speedup_interval
-from ladderize.runtime.bench.trace import Overlap
-from ladderize.runtime.decode import Generator
-from ladderize.runtime.spec import ModelSpec
 
-# Of the time in flight: less under compute than this is none at all.
-MIN_OVERLAP = 0.01
+PHASES = ("prefill", "decode")
+END_TO_END = "end_to_end"  # the prefill and all decode steps
+MODEL_ROW, BASELINE_ROW = "model", "baseline, for timing only"
+PARALLEL, NO_COMM, UNSCHEDULED = "parallel baseline", "no-comm baseline", "sequential baseline"  # their rows
+
+LEAST_ROUNDS = 3  # below, an interval says nothing
+DRAWN_ROUNDS = 2000
 
 
-@dataclass
-class TimedGenerator:
-    """A generator, and the seconds that it took in each counted round, by phase (decode: of one token of each row)."""
+@dataclass(frozen=True)
+class PassCommunication(Record):
+    """In one pass: the layers' all-reduces, and all collectives' times.
 
-    generator: Generator
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
-
-    def samples_ms(self) -> dict[str, list[float]]:
-        return {phase: [1e3 * s for s in self.seconds[phase]] for phase in PHASES}
-
-    def end_to_end_seconds(self, decode_steps: int) -> list[float]:
-        """Of each round: the prefill and ``decode_steps`` steps."""
-        prefill, decode = (self.seconds[phase] for phase in PHASES)
-        return [a + decode_steps * b for a, b in zip(prefill, decode, strict=True)]
-
-    def median_ms(self, phase: str) -> float:
-        return statistics.median(self.seconds[phase]) * 1e3
-
-
-@dataclass
-class TimedModel:
-    """A model, or a baseline, at one batch size: with and without communication, and what was measured of it."""
-
-    name: str
-    spec: ModelSpec
-    communicating: TimedGenerator
-    silent: TimedGenerator
-    is_baseline: bool = False
-    operations: dict[str, PhaseOperations] = field(default_factory=dict)  # by phase
-    peak_memory_bytes: int | None = None
-    overlap: Overlap | None = None
-
-    def overlaps(self, phase: str) -> bool:
-        """Whether the layout says so, or the schedule of prefill; a baseline has none."""
-        domino = phase == "prefill" and self.communicating.generator.schedule.is_domino
-        return not self.is_baseline and (domino or bool(self.spec.layout.count(OVERLAPPED)))
-
-
-def rows_of(
-    timed: TimedModel, first: TimedModel, options: BenchOptions, batch: int, *, checked: bool
-) -> Iterator[BenchRow]:
-    """The row of a model, and that of the first without communication where it is asked for.
-
-    first: what speed-ups are over. checked: against the reference.
+    exposed_interval_ms: 95 % interval of exposed_ms, which is a difference of two medians and may come out below 0.
+    hideable_ms: what the layout and the schedule let run under compute; predicted_ms: of the pass, by the cost model.
     """
-    row = _row(timed, timed.communicating, first, options, batch, checked)
-    yield dataclasses.replace(
-        row,
-        communication={phase: _communication(timed, phase) for phase in PHASES},
-        no_communication_samples_ms=timed.silent.samples_ms(),
-        overlap=_judged(timed),
-    )
-    if timed is first and "no-comm" in options.baselines:
-        row = _row(timed, timed.silent, first, options, batch, checked)
-        yield dataclasses.replace(row, model=NO_COMM, kind=BASELINE_ROW)
+
+    all_reduces: int
+    bytes: int
+    no_communication_ms: float
+    alone_ms: float
+    exposed_ms: float
+    exposed_interval_ms: list[float]
+    hidden_ms: float
+    hideable_ms: float | None
+    predicted_ms: float | None
 
 
-def _row(
-    timed: TimedModel, way: TimedGenerator, first: TimedModel, options: BenchOptions, batch: int, checked: bool
-) -> BenchRow:
-    """way: with or without communication."""
-    spec, layout = timed.spec, timed.spec.layout
-    prefill, decode = (way.median_ms(phase) for phase in PHASES)
-    total = prefill + options.decode_steps * decode
-    first_prefill, first_decode = (first.communicating.median_ms(phase) for phase in PHASES)
-    generator = timed.communicating.generator
-    reference = first.communicating
-    whole = speedup_interval(
-        reference.end_to_end_seconds(options.decode_steps), way.end_to_end_seconds(options.decode_steps)
-    )
-    intervals = [speedup_interval(reference.seconds[phase], way.seconds[phase]) for phase in PHASES]
-    return BenchRow(
-        model=timed.name,
-        kind=BASELINE_ROW if timed.is_baseline else MODEL_ROW,
-        layout=str(layout),
-        attention_sync=list(layout.attention_sync),
-        mlp_sync=list(layout.mlp_sync),
-        sync_tp_size=layout.sync_tp_size,
-        weights="random" if spec.folder is None else str(spec.folder),
-        dtype=spec.dtype,
-        checked=checked,
-        emulated=options.emulate_tp is not None,
-        tp_size=options.ranks,
-        batch_size=batch,
-        prefill_ms=prefill,
-        decode_ms_per_token=decode,
-        output_tokens_per_s=batch * 1e3 / decode,
-        tokens_per_s_per_user=1e3 / decode,
-        end_to_end_ms=total,
-        speedup_prefill=first_prefill / prefill,
-        speedup_decode=first_decode / decode,
-        speedup_end_to_end=(first_prefill + options.decode_steps * first_decode) / total,
-        speedup_prefill_interval=intervals[0],
-        speedup_decode_interval=intervals[1],
-        speedup_end_to_end_interval=whole,
-        weight_bytes=generator.model.weights.nbytes,
-        kv_cache_bytes=generator.cache.nbytes,
-        peak_memory_bytes=timed.peak_memory_bytes,
-        samples_ms=way.samples_ms(),
-        schedule=way.generator.schedule.name,
-    )
+@dataclass(frozen=True)
+class PhaseCommunication(PassCommunication):
+    """The same in a prefill, or in a decode pass, which makes one token of each row.
+
+    hideable_ms, predicted_ms: None where the compute that covers was timed another way (CUDA graphs). hidden_share:
+    None where nothing is overlapped.
+    """
+
+    vocabulary_alone_ms: float
+    hidden_share: float | None
 
 
-def _judged(timed: TimedModel) -> Overlap | None:
-    """The overlap that a trace showed, and whether it is any where the layout or the schedule promises some."""
-    overlap = timed.overlap
-    # ranks copy messages of shared memory themselves: there is nothing in flight to be covered
-    shared = timed.communicating.generator.model.collectives.name == "shm"
-    if overlap is None or shared or not any(map(timed.overlaps, PHASES)):
-        return overlap
-    return dataclasses.replace(overlap, proven=overlap.under_compute_ms > MIN_OVERLAP * overlap.in_flight_ms)
+@dataclass(frozen=True)
+class VariantRow(Record):
+    """What is timed: a model at one batch size. tp_size: ranks, real or emulated."""
+
+    model: str
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    weights: str
+    dtype: str
+    tp_size: int
+    batch_size: int
+
+    @property
+    def is_random(self) -> bool:
+        """No checkpoint: only its times mean something."""
+        return self.weights == "random"
 
 
-def _communication(timed: TimedModel, phase: str) -> PhaseCommunication:
-    operations = timed.operations[phase]
-    without = timed.silent.median_ms(phase)
-    prediction = predict(without / 1e3, operations.all_reduces, operations.vocabulary)
-    exposed = timed.communicating.median_ms(phase) - without
-    alone, hideable = prediction.communication * 1e3, prediction.hideable * 1e3
-    # the compute that covers was seen without CUDA graphs, so far longer
-    graphed = phase == "decode" and timed.silent.generator.graphs
-    return PhaseCommunication(
-        all_reduces=len(operations.all_reduces),
-        bytes=sum(operation.bytes for operation in operations.all_reduces),
-        no_communication_ms=without,
-        alone_ms=alone,
-        vocabulary_alone_ms=operations.vocabulary * 1e3,
-        exposed_ms=exposed,
-        exposed_interval_ms=[
-            1e3 * bound
-            for bound in difference_interval(timed.communicating.seconds[phase], timed.silent.seconds[phase])
-        ],
-        hidden_ms=alone - exposed,
-        hideable_ms=None if graphed else hideable,
-        hidden_share=(alone - exposed) / hideable if timed.overlaps(phase) and hideable and not graphed else None,
-        predicted_ms=None if graphed else prediction.total * 1e3,
-    )
+@dataclass(frozen=True)
+class InferenceRow(VariantRow):
+    """How fast a model, or a baseline, answers. A speed-up is over the first model; its interval is a 95 % interval."""
+
+    kind: str
+    prefill_ms: float
+    decode_ms_per_token: float
+    output_tokens_per_s: float
+    tokens_per_s_per_user: float
+    end_to_end_ms: float
+    speedup_prefill: float
+    speedup_decode: float
+    speedup_end_to_end: float
+    speedup_prefill_interval: list[float]
+    speedup_decode_interval: list[float]
+    speedup_end_to_end_interval: list[float]
+
+    @property
+    def is_model(self) -> bool:
+        """False: a baseline."""
+        return self.kind == MODEL_ROW
+
+    def total_ms(self, phase: str) -> float:
+        """Of one pass: the prefill, or a decode step."""
+        return self.prefill_ms if phase == "prefill" else self.decode_ms_per_token
+
+    def speedup(self, phase: str) -> float:
+        """Over the first model."""
+        return self.speedup_prefill if phase == "prefill" else self.speedup_decode
+
+    def speedup_interval(self, phase: str) -> list[float]:
+        return self.speedup_prefill_interval if phase == "prefill" else self.speedup_decode_interval
+
+
+@dataclass(frozen=True)
+class SpeedRow(InferenceRow):
+    """The same on ladderize's runtime, measured or predicted."""
+
+    checked: bool
+    emulated: bool
+    weight_bytes: int
+    kv_cache_bytes: int
+    peak_memory_bytes: int | None
+
+    @property
+    def has_overlap(self) -> bool:
+        """Whether its layout lets a sum run under compute."""
+        return self.is_model and OVERLAPPED in (*self.attention_sync, *self.mlp_sync)
+
+
+Seconds = Mapping[str, Sequence[float]]  # of each counted round, by part
+
+
+def inference_figures(seconds: Seconds, first: Seconds, decode_steps: int, batch: int) -> dict[str, Any]:
+    """The times, rates and speed-ups of an ``InferenceRow``. first: of what speed-ups are over."""
+
+    def medians(seconds: Seconds) -> dict[str, float]:
+        prefill, decode = (statistics.median(seconds[phase]) for phase in PHASES)
+        return {"prefill": prefill, "decode": decode, END_TO_END: prefill + decode_steps * decode}
+
+    def rounds(seconds: Seconds) -> dict[str, Sequence[float]]:
+        whole = [a + decode_steps * b for a, b in zip(*(seconds[phase] for phase in PHASES), strict=True)]
+        return {**seconds, END_TO_END: whole}
+
+    own, reference, own_rounds, reference_rounds = medians(seconds), medians(first), rounds(seconds), rounds(first)
+    return {
+        "prefill_ms": 1e3 * own["prefill"],
+        "decode_ms_per_token": 1e3 * own["decode"],
+        "output_tokens_per_s": batch / own["decode"],
+        "tokens_per_s_per_user": 1 / own["decode"],
+        "end_to_end_ms": 1e3 * own[END_TO_END],
+        **{f"speedup_{name}": reference[name] / own[name] for name in own},
+        **{f"speedup_{name}_interval": speedup_interval(reference_rounds[name], own_rounds[name]) for name in own},
+    }
+
+
+def speedup_interval(reference: Sequence[float], times: Sequence[float]) -> list[float]:
+    """Interval [low, high] of median(reference) / median(times); both have one time for each round."""
+    before, after = _drawn_medians(reference, times)
+    return percentiles(before / after, 2.5, 97.5)
+
+
+def difference_interval(times: Sequence[float], less: Sequence[float]) -> list[float]:
+    """Interval [low, high] of median(times) - median(less), in their unit."""
+    more, fewer = _drawn_medians(times, less)
+    return percentiles(more - fewer, 2.5, 97.5)
+
+
+def quartiles(times: Sequence[float]) -> list[float]:
+    """The first and the third."""
+    return percentiles(times, 25, 75)
+
+
+def percentiles(values: Any, *points: float) -> list[float]:
+    import numpy as np
+
+    return [float(value) for value in np.percentile(values, points)]
+
+
+def _drawn_medians(*series: Sequence[float]) -> Any:
+    """[series, resamples]: the median of each series in each resample of the rounds."""
+    import numpy as np
+
+    values = np.asarray(series, dtype=float)
+    # always the same draws, so that the same samples give the same interval
+    rounds = np.random.default_rng(0).integers(0, values.shape[1], (DRAWN_ROUNDS, values.shape[1]))
+    return np.median(values[:, rounds], axis=-1)

@@ -12,8 +12,7 @@ from ladderize.eval.evaluation.table import short_names
 from ladderize.eval.results import EvalResults, EvaluatedModel
 from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow, PlanResult
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
-from ladderize.runtime.bench.speed_row import PhaseCommunication, SpeedRow
-from ladderize.runtime.bench.spread import LEAST_ROUNDS
+from ladderize.runtime.bench.rows import LEAST_ROUNDS, PhaseCommunication, SpeedRow
 from ladderize.tradeoff.report.documents import FoundDocument, FoundDocuments
 from ladderize.tradeoff.report.options import DEFAULT_MARGIN, ReportOptions
 from ladderize.tradeoff.report.scores import add_scores, check_same_questions

@@ -6,7 +6,7 @@ from typing import Literal
 from ladderize.adapt.methods import ALIGN
 from ladderize.eval.paired.document import ComparisonDocument, Verdict
 from ladderize.layout import DROPPED, OVERLAPPED
-from ladderize.runtime.bench.speed_row import SpeedRow
+from ladderize.runtime.bench.rows import SpeedRow
 from ladderize.workflows.sweep_document import AS_CONVERTED
 
 # measured: real ranks; emulated: one real rank of a group that is not there; predicted: nothing ran

@@ -6,7 +6,7 @@ from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults, ModelResult
 from ladderize.files.documents import read_document
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.runtime.bench.spread import LEAST_ROUNDS
+from ladderize.runtime.bench.rows import LEAST_ROUNDS
 from ladderize.workflows.sweep_document import SweepDocument
 
 TEXT_COLUMNS = ("point", "not promoted", "failed")  # columns that are no numbers

@@ -156,7 +156,7 @@ def _evaluate(job: Mapping[str, Any], folder: Path, console: Console) -> None:
 
 
 def _bench(job: Mapping[str, Any], folder: Path, console: Console) -> None:
-    from ladderize.runtime.bench.run import bench
+    from ladderize.runtime.bench.inference import bench
 
     given = job["options"]
     choice = settings.bench_choice(given, job["models"], None, "bench")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ladderize.errors import UserError
+from ladderize.files.records import Record
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.message_check import compare_messages
-from ladderize.runtime.bench.training.document import GradientAgreement
-from ladderize.runtime.bench.training.steps import Batch, OpenStep, TrainingStep
+from ladderize.runtime.bench.messages import compare_messages
+from ladderize.runtime.bench.training.steps import Batch, ModelStep, OpenStep
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.observed import Recording
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
@@ -24,6 +24,24 @@ from ladderize.runtime.spec import ModelSpec
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 # A tensor whose gradient is tiny beside all others' is compared with this share of their norm instead of its own.
 SMALL_TENSOR = 1e-3
+
+
+@dataclass(frozen=True)
+class GradientAgreement(Record):
+    """How far a schedule's loss and gradients are off those of the sequential schedule of the same model, whose sums
+    block: relative differences, of the tensor that is worst.
+
+    gradient_norm: of all gradients of all ranks together, of this schedule.
+    """
+
+    model: str
+    schedule: Schedule
+    batch_size: int
+    loss: float
+    gradient_norm: float
+    loss_difference: float
+    gradient_difference: float
+    tolerance: float
 
 
 class Blocking(Collectives):
@@ -50,7 +68,7 @@ class Outcome:
     norm: float
 
 
-def outcome_of(step: TrainingStep, group: Ranks) -> Outcome:
+def outcome_of(step: ModelStep, group: Ranks) -> Outcome:
     """Run ``step`` once; all ranks call it."""
     loss = step.forward()
     step.backward(loss)
@@ -73,23 +91,22 @@ def reference_outcome(
     return found
 
 
-def check_sent(step: TrainingStep, recording: Recording, what: str) -> None:
+def check_sent(step: ModelStep, recording: Recording, what: str) -> None:
     """Raise UserError, which begins with ``what``, unless the step sends what it should, and waits for all of it.
 
     recording: the collectives of ``step``. Emulated sums are delays, so that the gradients do not show that one was
     not begun.
     """
-    loss = step.forward()
-    seen, recording.all_reduces = recording.all_reduces, []
     expected = step.messages()
-    compare_messages(f"{what}: a forward pass", seen, expected["forward"])
+    loss = step.forward()
+    compare_messages(f"{what}: a forward pass", recording, expected["forward"])
     step.backward(loss)
     step.clear()
-    compare_messages(f"{what}: a backward pass", recording.all_reduces, expected["backward"])
+    compare_messages(f"{what}: a backward pass", recording, expected["backward"])
 
 
 def check_step(
-    step: TrainingStep, reference: Outcome, spec: ModelSpec, schedule: Schedule, rows: int, group: Ranks
+    step: ModelStep, reference: Outcome, spec: ModelSpec, schedule: Schedule, rows: int, group: Ranks
 ) -> GradientAgreement:
     """Raise UserError unless the step's loss and gradients are the reference's; returns the differences seen.
 

@@ -1,65 +1,32 @@
-"""The document of ``ladderize bench --train``: described in docs/files.md."""
+"""The document of ``ladderize bench --train``, described in docs/files.md, and what a person sees of it."""
 
-import dataclasses
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
-from ladderize.files.records import Record
-from ladderize.layout import OVERLAPPED
-from ladderize.runtime.bench.cost_model import predict
-from ladderize.runtime.bench.environment import Environment
-from ladderize.runtime.bench.instrument import PhaseOperations
-from ladderize.runtime.bench.rows import MIN_OVERLAP
-from ladderize.runtime.bench.spread import difference_interval, speedup_interval
+from ladderize.console import Console, human_bytes
+from ladderize.runtime.bench.document import RuntimeDocument
+from ladderize.runtime.bench.options import TrainingBenchOptions
+from ladderize.runtime.bench.report import (
+    bounds_text,
+    group_text,
+    labelled,
+    rounds_text,
+    runtime_warnings,
+    schedule_text,
+    short_ms,
+    show_document,
+    waited_text,
+)
+from ladderize.runtime.bench.rows import LEAST_ROUNDS, PassCommunication, VariantRow
 from ladderize.runtime.bench.trace import Overlap
-from ladderize.runtime.bench.training.options import TrainingBenchOptions
-from ladderize.runtime.bench.training.steps import STEP_PASSES, TrainingStep
-from ladderize.runtime.collectives.links import Link
+from ladderize.runtime.bench.training.check import GradientAgreement
+from ladderize.runtime.bench.training.steps import STEP_PASSES
 from ladderize.runtime.schedule import Schedule
-from ladderize.runtime.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class GradientAgreement(Record):
-    """How far a schedule's loss and gradients are off those of the sequential schedule of the same model, whose sums
-    block: relative differences, of the tensor that is worst.
-
-    gradient_norm: of all gradients of all ranks together, of this schedule.
-    """
-
-    model: str
-    schedule: Schedule
-    batch_size: int
-    loss: float
-    gradient_norm: float
-    loss_difference: float
-    gradient_difference: float
-    tolerance: float
-
-
-@dataclass(frozen=True)
-class PassCommunication(Record):
-    """In one forward or backward pass: its all-reduces, and all collectives' times.
-
-    exposed_interval_ms: 95 % interval of exposed_ms, which is a difference of two medians and may come out below 0.
-    hideable_ms: what the layout and the schedule let run under compute; predicted_ms: of the pass, by the cost model.
-    """
-
-    all_reduces: int
-    bytes: int
-    no_communication_ms: float
-    alone_ms: float
-    exposed_ms: float
-    exposed_interval_ms: list[float]
-    hidden_ms: float
-    hideable_ms: float
-    predicted_ms: float
-
-
-@dataclass(frozen=True)
-class TrainingBenchRow(Record):
+class TrainingBenchRow(VariantRow):
     """One model by one schedule at one batch size. A step is a forward and a backward pass over the whole batch,
     without the optimizer; samples are of every counted round.
 
@@ -69,18 +36,9 @@ class TrainingBenchRow(Record):
 
     LEFT_OUT: ClassVar = ("overlap",)
 
-    model: str
-    layout: str
-    attention_sync: list[str]
-    mlp_sync: list[str]
-    sync_tp_size: int | None
-    weights: str
-    dtype: str
     schedule: Schedule
     checked: bool
     emulated: bool
-    tp_size: int
-    batch_size: int
     seq_len: int
     step_ms: float
     forward_ms: float
@@ -100,30 +58,15 @@ class TrainingBenchRow(Record):
     no_communication_samples_ms: dict[str, list[float]]
     overlap: dict[str, Overlap] | None = None
 
-    @property
-    def is_random(self) -> bool:
-        """No checkpoint: only its times mean something."""
-        return self.weights == "random"
-
 
 @dataclass(frozen=True)
-class TrainingBenchDocument(Record):
-    """All of the file but the schema in front.
+class TrainingBenchDocument(RuntimeDocument):
+    """Of training steps. checked: whether every schedule gave the loss and the gradients of the sequential one before
+    it was timed; checks: what was found."""
 
-    checked: whether every schedule gave the loss and the gradients of the sequential one before it was timed; checks:
-    what was found. complete: False in what is written before all is done; it stays so where the rest failed.
-    """
-
-    complete: bool
-    emulated: bool
     checked: bool
     options: TrainingBenchOptions
-    link: Link | None
-    message_bytes_outside_link_range: list[int]
-    backend: str
-    environment: Environment
     checks: list[GradientAgreement]
-    alone_ms: dict[str, float]
     rows: list[TrainingBenchRow]
 
     @property
@@ -137,133 +80,93 @@ class TrainingBenchDocument(Record):
         ]
 
 
-WHOLE_STEP = "step"  # both passes, in samples
-
-
-@dataclass
-class TimedStep:
-    """A step, and the seconds that it took in each counted round, by pass."""
-
-    step: TrainingStep
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in (WHOLE_STEP, *STEP_PASSES)})
-
-    def add(self, passes: Sequence[float]) -> None:
-        for name, seconds in zip((WHOLE_STEP, *STEP_PASSES), (sum(passes), *passes), strict=True):
-            self.seconds[name].append(seconds)
-
-    def median_ms(self, name: str) -> float:
-        return statistics.median(self.seconds[name]) * 1e3
-
-    def samples_ms(self) -> dict[str, list[float]]:
-        return {name: [1e3 * one for one in seconds] for name, seconds in self.seconds.items()}
-
-
-@dataclass
-class TimedVariant:
-    """A model by a schedule at one batch size: with and without communication, and what was measured of it."""
-
-    spec: ModelSpec
-    schedule: Schedule
-    communicating: TimedStep
-    silent: TimedStep
-    operations: dict[str, PhaseOperations] = field(default_factory=dict)  # by pass
-    peak_memory_bytes: int | None = None
-    overlap: dict[str, Overlap] | None = None
-
-    @property
-    def label(self) -> str:
-        return f"{self.spec.name}, {self.schedule.name}"
-
-    def promises_overlap(self, name: str) -> bool:
-        """Forward: by the layout or the schedule. Backward: always, under the products of weights' gradients."""
-        return name == "backward" or self.schedule.is_domino or bool(self.spec.layout.count(OVERLAPPED))
-
-
-def training_rows(
-    variants: Sequence[TimedVariant], options: TrainingBenchOptions, rows: int, *, checked: bool, shared_memory: bool
-) -> list[TrainingBenchRow]:
-    """The first variant is what speed-ups are over. checked: against the sequential schedule. shared_memory: whether
-    ranks copy messages themselves, so that none is in flight to be covered."""
-    bounds = {
-        timed.spec.name: min(v.silent.median_ms(WHOLE_STEP) for v in variants if v.spec.name == timed.spec.name)
-        for timed in variants
-    }
-    return [
-        _row(timed, variants[0], bounds[timed.spec.name], options, rows, checked, shared_memory) for timed in variants
-    ]
-
-
-def _row(
-    timed: TimedVariant,
-    first: TimedVariant,
-    bound: float,
-    options: TrainingBenchOptions,
-    rows: int,
-    checked: bool,
-    shared_memory: bool,
-) -> TrainingBenchRow:
-    spec, layout, way, reference = timed.spec, timed.spec.layout, timed.communicating, first.communicating
-    step, forward, backward = (way.median_ms(name) for name in (WHOLE_STEP, *STEP_PASSES))
-    return TrainingBenchRow(
-        model=spec.name,
-        layout=str(layout),
-        attention_sync=list(layout.attention_sync),
-        mlp_sync=list(layout.mlp_sync),
-        sync_tp_size=layout.sync_tp_size,
-        weights="random" if spec.folder is None else str(spec.folder),
-        dtype=spec.dtype,
-        schedule=timed.schedule,
-        checked=checked,
-        emulated=options.emulate_tp is not None,
-        tp_size=options.ranks,
-        batch_size=rows,
-        seq_len=options.seq_len,
-        step_ms=step,
-        forward_ms=forward,
-        backward_ms=backward,
-        tokens_per_s=rows * options.seq_len * 1e3 / step,
-        no_communication_ms=timed.silent.median_ms(WHOLE_STEP),
-        bound_ms=bound,
-        bound_share=bound / step,
-        speedup=reference.median_ms(WHOLE_STEP) / step,
-        speedup_interval=speedup_interval(reference.seconds[WHOLE_STEP], way.seconds[WHOLE_STEP]),
-        speedup_forward=reference.median_ms("forward") / forward,
-        speedup_forward_interval=speedup_interval(reference.seconds["forward"], way.seconds["forward"]),
-        weight_bytes=way.step.own_bytes,
-        peak_memory_bytes=timed.peak_memory_bytes,
-        communication={name: _communication(timed, name) for name in STEP_PASSES},
-        samples_ms=way.samples_ms(),
-        no_communication_samples_ms=timed.silent.samples_ms(),
-        overlap=_judged(timed, shared_memory),
+def show_training_bench(document: TrainingBenchDocument, console: Console) -> None:
+    """Print the result of ``ladderize bench --train``."""
+    if not document.rows:
+        return
+    options, rows = document.options, labelled(document.rows)
+    schedules = [f"{schedule_text(schedule)}; " for schedule in options.timed_schedules if schedule.is_domino]
+    names = [(row, f"{label}, {row.schedule.name}") for row, label in rows]
+    show_document(
+        document,
+        console,
+        heading=f"{group_text(document)}; {document.rows[0].seq_len} tokens in each row; {''.join(schedules)}"
+        f"{rounds_text(options, complete=document.complete)}",
+        tables={
+            "Training step": [_step_line(row, label, document) for row, label in rows],
+            "Its two passes": [_passes_line(row, label, document) for row, label in rows],
+        },
+        explanations=_explanations(document),
+        warnings=runtime_warnings(
+            document,
+            "variants",
+            [
+                (f"{name} ({row.batch_size} rows)", row.speedup_interval)
+                for row, name in names
+                if _has_interval(row, document)
+            ],
+            [(f"{name} ({part})", row.communication[part]) for row, name in names for part in STEP_PASSES],
+        ),
     )
 
 
-def _communication(timed: TimedVariant, name: str) -> PassCommunication:
-    operations = timed.operations[name]
-    with_it, without = timed.communicating, timed.silent
-    prediction = predict(without.median_ms(name) / 1e3, operations.all_reduces, operations.vocabulary)
-    exposed, alone = with_it.median_ms(name) - without.median_ms(name), prediction.communication * 1e3
-    interval = difference_interval(with_it.seconds[name], without.seconds[name])
-    return PassCommunication(
-        all_reduces=len(operations.all_reduces),
-        bytes=sum(operation.bytes for operation in operations.all_reduces),
-        no_communication_ms=without.median_ms(name),
-        alone_ms=alone,
-        exposed_ms=exposed,
-        exposed_interval_ms=[1e3 * bound for bound in interval],
-        hidden_ms=alone - exposed,
-        hideable_ms=prediction.hideable * 1e3,
-        predicted_ms=prediction.total * 1e3,
-    )
-
-
-def _judged(timed: TimedVariant, shared_memory: bool) -> dict[str, Overlap] | None:
-    """The overlap that a trace showed in each pass, and whether it is any where some is promised."""
-    if timed.overlap is None or shared_memory:
-        return timed.overlap
+def _step_line(row: TrainingBenchRow, label: str, document: TrainingBenchDocument) -> dict[str, str]:
     return {
-        name: dataclasses.replace(overlap, proven=overlap.under_compute_ms > MIN_OVERLAP * overlap.in_flight_ms)
-        if timed.promises_overlap(name)
-        else overlap
-        for name, overlap in timed.overlap.items()
+        **_variant_columns(row, label),
+        "ms": short_ms(row.step_ms),
+        "tokens/s": f"{row.tokens_per_s:.0f}",
+        "speed-up": f"{row.speedup:.2f}x",
+        "95 % interval": bounds_text(row.speedup_interval) if _has_interval(row, document) else "",
+        "of no-comm": f"{row.bound_share:.2f}",
+        "peak memory": "" if row.peak_memory_bytes is None else human_bytes(row.peak_memory_bytes),
     }
+
+
+def _passes_line(row: TrainingBenchRow, label: str, document: TrainingBenchDocument) -> dict[str, str]:
+    line = _variant_columns(row, label)
+    for name, milliseconds in zip(STEP_PASSES, (row.forward_ms, row.backward_ms), strict=True):
+        communication = row.communication[name]
+        line[f"{name} ms"] = short_ms(milliseconds)
+        line[f"{name} waited"] = waited_text(communication) if communication.alone_ms else ""
+        line[f"{name} alone"] = short_ms(communication.alone_ms) if communication.alone_ms else ""
+        if any(one.overlap is not None for one in document.rows):
+            line[f"{name} hidden"] = "" if row.overlap is None else f"{row.overlap[name].share:.0%}"
+    return line
+
+
+def _variant_columns(row: TrainingBenchRow, label: str) -> dict[str, str]:
+    return {"model": label, "schedule": row.schedule.name, "rows": str(row.batch_size)}
+
+
+def _has_interval(row: TrainingBenchRow, document: TrainingBenchDocument) -> bool:
+    first = next(one for one in document.rows if one.batch_size == row.batch_size)
+    return document.options.repeat >= LEAST_ROUNDS and row is not first
+
+
+def _explanations(document: TrainingBenchDocument) -> Iterator[str]:
+    yield (
+        "A step is a forward and a backward pass, without the optimizer. speed-up: over the first row of this size; its"
+        " 95 % interval says how far the rounds disagree."
+    )
+    yield "of no-comm: the share that the fastest step of this model without communication has of the step."
+    yield "waited: ms longer than the same without communication. alone: ms of all its communication by itself."
+    messages = {
+        label: " + ".join(str(row.communication[name].all_reduces) for name in STEP_PASSES)
+        for row, label in labelled(document.rows)
+        if not row.schedule.is_domino
+    }
+    if messages:
+        counted = ", ".join(f"{label} {count}" for label, count in messages.items())
+        yield f"All-reduces of a sequential step, forward + backward: {counted}."
+    if any(row.overlap is not None for row in document.rows):
+        yield "hidden: the share of the communication that ran under compute in the trace."
+    if document.checks:
+        worst = max(check.gradient_difference / check.tolerance for check in document.checks)
+        yield (
+            "Checked before timing: every schedule gives the loss and the gradients of the sequential one whose sums"
+            f" block; the largest difference is {worst:.0%} of the tolerance."
+        )
+    if not document.checked:
+        yield "Not checked: whether the schedules give the same gradients."
+    if any(row.is_random for row in document.rows):
+        yield "Weights are random: only the times are meaningful."

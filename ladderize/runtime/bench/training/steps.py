@@ -1,44 +1,34 @@
-"""One training step of one variant on one rank: what is timed, checked, counted and traced."""
+"""One training step of one variant on one rank: what is timed, checked, counted and traced.
 
+A step is a forward and a backward pass over a batch of random tokens: cross-entropy on random targets, gradients of
+all parameters in float32. The optimizer is no part of it: it does not communicate.
+"""
+
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.bench.cost_model import weight_bytes
+from ladderize.runtime.bench.harness import Timed
+from ladderize.runtime.bench.messages import expected_messages, read_sums, sent_sums, synchronize
+from ladderize.runtime.bench.options import TrainingBenchOptions
 from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.loader import CheckpointSource, RandomSource, Source, files_identity
 from ladderize.runtime.schedule import Schedule
+from ladderize.runtime.shards import Shape, virtual_ranks
 from ladderize.runtime.spec import ModelSpec
+from ladderize.runtime.training.model import TPTraining
+from ladderize.runtime.training.weights import TrainedWeights, build_weights
 
 STEP_PASSES = ("forward", "backward")
-
-
-class TrainingStep(Protocol):
-    """A model with a batch: ``forward()`` gives the mean loss [] (float32), ``backward(loss)`` fills the gradients,
-    those that several ranks hold in part among them. It begins with no gradients."""
-
-    def forward(self) -> Tensor: ...
-
-    def backward(self, loss: Tensor) -> None: ...
-
-    def gradients(self) -> Mapping[str, Tensor]:
-        """Of this rank's part of each trained tensor, by name."""
-        ...
-
-    def clear(self) -> None:
-        """Drop the gradients."""
-        ...
-
-    def messages(self) -> dict[str, Counter[int]]:
-        """By pass: bytes -> how many messages of this size its collectives send."""
-        ...
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of this rank's weights."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -55,4 +45,155 @@ class Batch:
         return cls(ids, targets)
 
 
-OpenStep = Callable[[ModelSpec, Schedule, Collectives, Batch], TrainingStep]
+class ModelStep:
+    """A model with a batch. group: the ranks of ``collectives``, or this one alone where they are emulated."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: TrainedWeights,
+        schedule: Schedule,
+        collectives: Collectives,
+        batch: Batch,
+        group: Ranks,
+    ) -> None:
+        self.spec, self.weights, self.schedule, self.batch, self.group = spec, weights, schedule, batch, group
+        self.collectives = collectives
+        self.model = TPTraining(weights, spec.config, spec.layout, collectives, schedule=schedule)
+        self.positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
+        # numbers of the one message in which the ranks sum what they know parts of (weights.sum_partial_gradients)
+        self.partial = sum(parameter.numel() for parameter in weights.partial_parameters())
+        for parameter, rows, copies in weights.copied_rows():
+            self.partial += parameter[rows].numel() * weights.shape.tp_size // copies
+
+    @property
+    def is_real(self) -> bool:
+        """Whether there are other ranks, and sums are sums."""
+        return self.group.size > 1 and self.collectives.name != "none"
+
+    def forward(self) -> Tensor:
+        """The mean loss [], float32."""
+        sums: Tensor = self.model(self.batch.ids, self.positions, self.batch.targets)
+        return sums[0] / self.batch.targets.numel()
+
+    def backward(self, loss: Tensor) -> None:
+        """Fill the gradients, those that several ranks hold in part among them. There are none before."""
+        loss.backward()
+        if self.is_real:
+            self.weights.sum_partial_gradients(self.group)
+        elif self.collectives.ranks > 1:  # the same message, which others are said to wait for
+            self.collectives.all_reduce(loss.new_zeros(self.partial))
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Of this rank's part of each trained tensor, by name."""
+        return {
+            name: parameter.grad for name, parameter in self.weights.named_parameters() if parameter.grad is not None
+        }
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self.weights.zero_grad(set_to_none=True)
+
+    def messages(self) -> dict[str, Counter[int]]:
+        """By pass: bytes -> how many messages of this size its collectives send. The gradient of what a sub-module
+        reads is as large as the sum that it reads."""
+
+        def messages(sums: Callable[[Layout], int]) -> Counter[int]:
+            rows, tokens = self.batch.ids.shape
+            itemsize, layout = self.spec.torch_dtype.itemsize, self.spec.layout
+            return expected_messages(self.weights.shape, sums(layout), itemsize, self.schedule, rows, tokens)
+
+        emulated = self.collectives.ranks > 1 and not self.is_real
+        once = Counter([4 * self.partial] if emulated else [])
+        return {"forward": messages(sent_sums), "backward": messages(read_sums) + once}
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return sum(parameter.nbytes for parameter in self.weights.parameters())
+
+
+class TimedStep(Timed):
+    """Of which ``samples_ms`` has both passes together, too, as ``step``."""
+
+    parts = STEP_PASSES
+
+    def __init__(self, step: ModelStep, device: torch.device) -> None:
+        super().__init__()
+        self.step, self.device, self.own_bytes = step, device, step.own_bytes
+
+    def sample(self) -> tuple[float, float]:
+        synchronize(self.device)
+        begin = time.perf_counter()
+        loss = self.step.forward()
+        synchronize(self.device)
+        middle = time.perf_counter()
+        self.step.backward(loss)
+        synchronize(self.device)
+        end = time.perf_counter()
+        self.step.clear()
+        return middle - begin, end - middle
+
+    def step_seconds(self) -> list[float]:
+        """Of both passes, in each counted round."""
+        return [sum(passes) for passes in zip(*self.seconds.values(), strict=True)]
+
+    def samples_ms(self) -> dict[str, list[float]]:
+        return {"step": [1e3 * one for one in self.step_seconds()], **super().samples_ms()}
+
+
+OpenStep = Callable[[ModelSpec, Schedule, Collectives, Batch], ModelStep]
+
+
+def step_opener(group: Ranks, ranks: int) -> OpenStep:
+    """Opens steps of ``ranks`` ranks, real or emulated; weights are read once for all models that share them."""
+    loaded: dict[object, TrainedWeights] = {}
+
+    def open_step(spec: ModelSpec, schedule: Schedule, collectives: Collectives, batch: Batch) -> ModelStep:
+        shape = Shape.from_config(spec.config, tp_size=ranks, rank=group.rank)
+        key = weights_key(spec, shape)
+        if key not in loaded:
+            loaded[key] = _load(spec, shape, group.device)
+        return ModelStep(spec, loaded[key], schedule, collectives, batch, group)
+
+    return open_step
+
+
+def weights_key(spec: ModelSpec, shape: Shape) -> tuple[object, ...]:
+    """Equal for models that share their weights: the same tensors, cut into the same pieces."""
+    apart = tuple(virtual_ranks(spec.layout, layer, shape.tp_size) for layer in range(shape.layers))
+    # where a sum is dropped, ranks know only parts of the gradient of its bias
+    dropped = spec.layout.attention_sync if shape.attention_bias else ()
+    files = None if spec.folder is None else files_identity(read_checkpoint(spec.folder))
+    return files, shape, apart, dropped, spec.dtype
+
+
+def _load(spec: ModelSpec, shape: Shape, device: torch.device) -> TrainedWeights:
+    checkpoint = None if spec.folder is None else read_checkpoint(spec.folder)
+    tensors = expected_tensors(spec.config)
+
+    def source(dtype: torch.dtype) -> Source:
+        if checkpoint is None:
+            return RandomSource(tensors, dtype, device)
+        return CheckpointSource(checkpoint, dtype, device)
+
+    return build_weights(source, spec.config, shape, spec.layout, trained=frozenset(tensors), compute=spec.torch_dtype)
+
+
+def training_bytes(specs: Iterable[ModelSpec], options: TrainingBenchOptions) -> tuple[int, int]:
+    """One rank's weights, those that layouts share counted once, and at the end of a forward pass of the largest batch
+    what is kept for the backward pass and its gradients; what is not known is left out."""
+    tokens = max(options.batch_sizes) * options.seq_len
+    weights: dict[object, int] = {}
+    work = 0
+    for spec in specs:
+        shape = Shape.from_config(spec.config, tp_size=options.ranks, rank=0)
+        weights[weights_key(spec, shape)] = weight_bytes(shape, 4, packed=False)
+        width = spec.torch_dtype.itemsize
+        converted = weight_bytes(shape, width, packed=False) if width < 4 else 0
+        heads = (shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim
+        # of a layer: both streams and what their norms give; q, k and v in fp32; what the MLP's products read and give
+        token = shape.layers * (width * (4 * shape.hidden + 4 * shape.own_inner) + 4 * heads)
+        token += (4 + width) * shape.own_vocab
+        work = max(work, weight_bytes(shape, 4, packed=False) + converted + tokens * token)
+    return sum(weights.values()), work

@@ -1,32 +1,55 @@
-"""One of vLLM's engines in this process, which is one rank of it."""
+"""One rank's part of the benchmark: vLLM's engines of all rows in one process, timed in turn."""
 
 import hashlib
 import os
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
+from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks, host_id
+from ladderize.runtime.bench.cost_model import cache_bytes
+from ladderize.runtime.bench.harness import Bench, Timed
+from ladderize.runtime.bench.inference import TRACED_STEPS, random_prompts
+from ladderize.runtime.bench.messages import AloneTimes, sending_over, synchronize
+from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, PHASES
+from ladderize.runtime.bench.trace import Overlap, trace_passes
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.shards import Shape
+from ladderize.runtime.spec import ModelSpec
+from ladderize.serving.vllm.backends import MessageBackend
+from ladderize.serving.vllm.bench.document import (
+    ENGINE,
+    ServedVariant,
+    VllmBenchDocument,
+    VllmBenchRow,
+    vllm_rows,
+)
 from ladderize.serving.vllm.bench.options import VllmBenchOptions
-from ladderize.serving.vllm.bench.served import Served
+from ladderize.serving.vllm.bench.served import Served, VllmPlan
 from ladderize.serving.vllm.bench.worker import IDENTITY
 from ladderize.serving.vllm.messages import Messages
+from ladderize.serving.vllm.plugin import register_plugin
+from ladderize.serving.vllm.versions import installed_version
 
 KV_BLOCK = 128  # tokens: vLLM's blocks on a CPU; those of GPUs are smaller
 NETWORK = "/proc/self/ns/net"  # a link, whose target names the network namespace
 
 
-class TimedEngine:
+class ServingEngine:
     """vLLM serving one row of the benchmark. All ranks make it, and call the same methods in the same order."""
 
-    def __init__(self, served: Served, options: VllmBenchOptions, ranks: Ranks, sharing: int, config: Any) -> None:
-        """sharing: engines in this process, which share a GPU's memory. config: of the model, as ``Shape`` takes it."""
-        self.name = served.name
+    def __init__(self, served: Served, options: VllmBenchOptions, ranks: Ranks, sharing: int) -> None:
+        """sharing: engines in this process, which share a GPU's memory."""
+        self.served = served
         length, batch = options.prompt_len + options.output_len, max(options.batch_sizes)
         placement: dict[str, Any] = {"distributed_executor_backend": "uni"}
         if ranks.size > 1:
@@ -36,8 +59,8 @@ class TimedEngine:
         self.llm = LLM(
             model=str(served.folder),
             tensor_parallel_size=ranks.size,
-            dtype=served.dtype,
-            load_format="dummy" if served.weights is None else "auto",
+            dtype=served.spec.dtype,
+            load_format="dummy" if served.spec.folder is None else "auto",
             skip_tokenizer_init=True,
             seed=options.seed,
             max_model_len=length,
@@ -46,7 +69,7 @@ class TimedEngine:
             max_num_batched_tokens=max(batch * options.prompt_len, length),
             enable_prefix_caching=False,
             disable_log_stats=True,
-            kv_cache_memory_bytes=_kv_bytes(served, options, config),
+            kv_cache_memory_bytes=_kv_bytes(served.spec, options),
             gpu_memory_utilization=0.9 / (sharing + 1),
             **placement,
         )
@@ -75,19 +98,11 @@ class TimedEngine:
         found: torch.dtype = self.llm.llm_engine.vllm_config.model_config.dtype
         return found
 
-    def time_pass(self, prompts: list[list[int]], output_len: int) -> tuple[float, float]:
-        """Seconds until every request has its first token, and from then on per token of each.
+    def prefill(self, prompts: list[list[int]], output_len: int) -> None:
+        """Ask for ``output_len`` greedy tokens after each prompt, and go on until each has its first.
 
         Raises UserError where vLLM did not prefill all prompts in one step: what it took would not be a prefill.
         """
-        begin = time.perf_counter()
-        self.prefill(prompts, output_len)
-        middle = time.perf_counter()
-        self.decode()
-        return middle - begin, (time.perf_counter() - middle) / max(1, output_len - 1)
-
-    def prefill(self, prompts: list[list[int]], output_len: int) -> None:
-        """Ask for ``output_len`` greedy tokens after each prompt, and go on until each has its first."""
         sampling = self.sampling.clone()
         sampling.max_tokens = output_len
         self.made = {}
@@ -100,8 +115,8 @@ class TimedEngine:
             self._step()
         if max(map(len, self.made.values())) > 1:
             raise UserError(
-                f"{self.name}: vLLM prefilled {len(prompts)} prompts in several steps; raise the KV cache's memory"
-                " (VLLM_CPU_KVCACHE_SPACE), or lower --batch-size"
+                f"{self.served.name}: vLLM prefilled {len(prompts)} prompts in several steps; raise the KV cache's"
+                " memory (VLLM_CPU_KVCACHE_SPACE), or lower --batch-size"
             )
 
     def decode(self) -> None:
@@ -145,9 +160,93 @@ def _class_name(model: Any) -> str:
     return type(model).__name__
 
 
-def _kv_bytes(served: Served, options: VllmBenchOptions, config: Any) -> int:
+def _kv_bytes(spec: ModelSpec, options: VllmBenchOptions) -> int:
     """Of one rank: every request of the largest batch to its end, and blocks to spare."""
-    shape = Shape.from_config(config, tp_size=options.tp_size, rank=0, replicate_vocab=False)
+    shape = Shape.from_config(spec.config, tp_size=options.tp_size, rank=0, replicate_vocab=False)
     tokens = KV_BLOCK * (-(-(options.prompt_len + options.output_len) // KV_BLOCK) + 1)
-    width = getattr(torch, served.dtype).itemsize
-    return (max(options.batch_sizes) + 2) * tokens * 2 * shape.layers * shape.own_kv_heads * shape.head_dim * width
+    return cache_bytes(shape, max(options.batch_sizes) + 2, tokens, spec.torch_dtype.itemsize)
+
+
+class TimedEngine(Timed):
+    """A sample: the seconds until every request has its first token, and from then on per token of each."""
+
+    parts = PHASES
+
+    def __init__(self, engine: ServingEngine, options: VllmBenchOptions, batch: int) -> None:
+        super().__init__()
+        self.engine, self.output_len = engine, options.output_len
+        vocab = int(engine.served.spec.config["vocab_size"])
+        self.prompts = random_prompts(vocab, batch, options.prompt_len, options.seed)
+
+    def sample(self) -> tuple[float, float]:
+        begin = time.perf_counter()
+        self.engine.prefill(self.prompts, self.output_len)
+        middle = time.perf_counter()
+        self.engine.decode()
+        return middle - begin, (time.perf_counter() - middle) / max(1, self.output_len - 1)
+
+
+@dataclass
+class EngineVariant(ServedVariant):
+    timed: TimedEngine
+
+
+class VllmBench(Bench[EngineVariant, VllmBenchRow, VllmBenchDocument]):
+    """Starts the engines. Where one goes, vLLM ends the group that all share: they live as long as the process."""
+
+    def __init__(self, ranks: Ranks, plan: VllmPlan, console: Console) -> None:
+        super().__init__(ranks, plan.options, console, settings=("VLLM_", "LADDERIZE_"))
+        self.options = plan.options
+        identify(ranks)
+        register_plugin()  # also where ladderize runs from a source tree, whose entry points are not installed
+        self.engines = []
+        for number, served in enumerate(plan.served, start=1):
+            with console.stage(f"starting vLLM, {number} of {len(plan.served)}: {served.name}"):
+                self.engines.append(ServingEngine(served, plan.options, ranks, len(plan.served)))
+        self.backend = communicator()
+        self.link = MessageBackend.from_environment(os.environ).link
+        carriers = {engine.messages.collectives.name for engine in self.engines if engine.messages is not None}
+        self.messages = ", ".join(sorted(carriers)) or None
+
+    def open(self, batch: int) -> list[EngineVariant]:
+        variants = []
+        for engine in self.engines:
+            served, timed = engine.served, TimedEngine(engine, self.options, batch)
+            kind = BASELINE_ROW if served.baseline else MODEL_ROW
+            variants.append(EngineVariant(served.name, served.spec, timed, served.architecture, kind=kind))
+        return variants
+
+    def rows(self, variants: list[EngineVariant], batch: int) -> list[VllmBenchRow]:
+        return vllm_rows(variants, self.options, batch)
+
+    def trace(self, variant: EngineVariant, path: Path) -> dict[str, Overlap] | None:
+        """None for vLLM's own class, which has no messages in flight."""
+        engine, device = variant.timed.engine, self.group.device
+
+        def run() -> None:
+            with record_function(PHASES[0]):
+                engine.prefill(variant.timed.prompts, TRACED_STEPS + 1)
+                synchronize(device)
+            with record_function(PHASES[1]):
+                engine.decode()
+                synchronize(device)
+
+        if engine.messages is None:
+            trace_passes(run, PHASES, path, device, Traced(Collectives()), lambda size: 0.0)
+            return None
+        alone = AloneTimes(self.group, engine.messages.collectives, self.link, engine.dtype)
+        with sending_over(engine.messages, Traced(engine.messages.collectives)) as traced:
+            return trace_passes(run, PHASES, path, device, traced, lambda size: alone.seconds("all_reduce", size))
+
+    def document(self, rows: list[VllmBenchRow], *, complete: bool) -> VllmBenchDocument:
+        return VllmBenchDocument(
+            engine=ENGINE,
+            complete=complete,
+            emulated=self.link is not None,
+            options=self.options,
+            vllm=installed_version() or "unknown",
+            backend=self.backend,
+            messages=self.messages,
+            environment=self.environment,
+            rows=rows,
+        )

@@ -1,7 +1,6 @@
 """What vLLM is given to serve: a folder for each row of the benchmark."""
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,27 +17,26 @@ PLUGIN_ROW = "plugin's dense"
 
 @dataclass(frozen=True)
 class Served:
-    """One row: a folder that vLLM opens, and what is in it.
+    """One row: a folder that vLLM opens, and the model in it; random weights where the model has no folder.
 
-    architecture: vLLM's model class, its own or the plugin's. weights: the checkpoint, or None: vLLM makes random ones.
-    A row that is a baseline runs the first model's weights.
+    architecture: vLLM's model class, its own or the plugin's. A row that is a baseline runs the first model's weights.
     """
 
-    name: str
+    spec: ModelSpec
     folder: Path
     architecture: str
-    layout: Layout
-    dtype: str
-    weights: Path | None
     baseline: bool = False
+
+    @property
+    def name(self) -> str:
+        return PLUGIN_ROW if self.baseline else self.spec.name
 
 
 @dataclass(frozen=True)
 class VllmPlan:
-    """What is served, the config that gives all rows their shape, and how to time it."""
+    """What is served, and how to time it."""
 
     served: list[Served]
-    config: dict[str, Any]
     options: VllmBenchOptions
 
 
@@ -65,15 +63,7 @@ def _served(spec: ModelSpec, folder: Path, *, plugin: bool, baseline: bool = Fal
                 (folder / path.name).symlink_to(path)
     config = vllm_config(spec.config, spec.layout, plugin=plugin)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    return Served(
-        name=PLUGIN_ROW if baseline else spec.name,
-        folder=folder,
-        architecture=ARCHITECTURE if plugin else STOCK,
-        layout=spec.layout,
-        dtype=spec.dtype,
-        weights=spec.folder,
-        baseline=baseline,
-    )
+    return Served(spec, folder, ARCHITECTURE if plugin else STOCK, baseline)
 
 
 def vllm_config(config: dict[str, Any], layout: Layout, *, plugin: bool) -> dict[str, Any]:
@@ -81,8 +71,3 @@ def vllm_config(config: dict[str, Any], layout: Layout, *, plugin: bool) -> dict
     kept = {key: value for key, value in config.items() if key not in {*CONFIG_KEYS, "auto_map"}}
     kept["model_type"], kept["architectures"] = (MODEL_TYPE, [ARCHITECTURE]) if plugin else ("llama", [STOCK])
     return kept | (layout.to_config() if plugin else {})
-
-
-def file_stem(name: str) -> str:
-    """A row's name as the stem of a file's."""
-    return re.sub(r"[^\w.+-]+", "_", Path(name).name)
