@@ -25,7 +25,7 @@ from ladderize.eval.evaluation.table import comparison_rows, prediction_rows
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
-from ladderize.eval.paired.entry import read_entry
+from ladderize.eval.paired.samples import read_entry
 from ladderize.eval.perplexity import perplexity_from_nlls
 from ladderize.eval.results import EvalResults
 from ladderize.ranks.group import Ranks

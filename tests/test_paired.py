@@ -277,7 +277,7 @@ def test_a_ratio_of_perplexities_has_the_ends_of_its_logarithm():
         ({"margin": math.nan}, "--margin must be above 0"),
         ({"margin": 101.0}, "at most 100 points"),
         ({"resamples": 10}, "--resamples must be an integer of at least 100"),
-        ({"resamples": 10**7}, "--resamples must be at most 1,000,000"),
+        ({"resamples": 10**7}, "--resamples must be at most 1000000"),
         ({"seed": -1}, "--seed must be an integer of at least 0"),
     ],
 )

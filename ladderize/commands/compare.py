@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.choices import AS_JSON, argument, distinct_names, option
+from ladderize.choices import AS_JSON, argument, option
 from ladderize.commands.builder import DATA, MEASUREMENT, OUTPUT, GivenOptions, command
 from ladderize.console import Console
 from ladderize.eval.paired.document import CompareOptions
@@ -16,22 +16,13 @@ class CompareArguments:
         "RESULTS...", "results.json of eval, or what lm_eval --log_samples wrote. The first model is the reference."
     )
     model: tuple[str, ...] = option("Of files with several models take this one. Repeatable.", (), metavar="NAME")
-    metric: tuple[str, ...] = option("Metrics to compare.", (), metavar="A,B", shown="all", parse=distinct_names)
-    common: bool = option("Compare the tasks that both have, where one has more.", False)
-    margin: float = option("Points that may be lost: 1 is 0.01 of acc.", CompareOptions.margin)
-    cluster_by: str | None = option(
-        "Resample samples together that share this field of their document; none: each alone.",
-        metavar="FIELD",
-        shown="passage, context, article, story or paragraph",
-    )
-    resamples: int = option("Bootstrap resamples.", CompareOptions.resamples)
-    seed: int = option("Seed of the bootstrap.", CompareOptions.seed)
     out: Path | None = option("Write the comparison as JSON.", metavar="FILE")
     as_json: bool = option(AS_JSON, False)
 
 
 @command(
     CompareArguments,
+    CompareOptions,
     panels={DATA: "model metric common", MEASUREMENT: "margin cluster_by resamples seed", OUTPUT: "out json"},
     configurable=False,
 )
@@ -40,8 +31,7 @@ def compare(given: GivenOptions) -> None:
 
     Works on stored files alone. Models that were not asked the same are refused.
     """
-    own = given.fill(CompareArguments)
-    options = given.fill(CompareOptions, metrics=own.metric or None)
+    own, options = given.fill(CompareArguments), given.fill(CompareOptions)
     if own.out is not None:
         check_writable(own.out)
     from ladderize.eval.paired.compare import compare as compare_files

@@ -1,7 +1,7 @@
 """The mean accuracy of a model: of the metrics that stand for its tasks. Imports no torch."""
 
 from ladderize.eval.evaluation.table import Measurement, measurements
-from ladderize.eval.paired.entry import leaf_tasks
+from ladderize.eval.paired.samples import leaf_tasks
 from ladderize.eval.paired.tasks import MAIN_METRICS
 from ladderize.eval.results import ModelResult
 

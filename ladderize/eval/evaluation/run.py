@@ -25,7 +25,7 @@ from ladderize.eval.evaluation.tasks import load_tasks, run_task
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
-from ladderize.eval.paired.entry import ComparedModel, make_entry
+from ladderize.eval.paired.samples import ComparedModel, make_entry
 from ladderize.eval.perplexity import perplexity_from_nlls
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.ranks.device import check_device, default_device
@@ -112,7 +112,7 @@ def _compare(reference: ComparedModel, other: ComparedModel, console: Console) -
         return compare_results(reference, other, options)
     except UserError as error:
         console.warn(f"{other.name} was not compared with {reference.name}: {error}")
-    if not (reference.answers and other.answers):
+    if not (reference.samples and other.samples):
         return None
     try:  # the text alone may be it: another tokenizer has other windows
         return compare_results(_without_text(reference), _without_text(other), options)

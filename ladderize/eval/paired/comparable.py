@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ladderize.errors import UserError
-from ladderize.eval.paired.answers import HASHES, Answers
-from ladderize.eval.paired.entry import ComparedModel
+from ladderize.eval.paired.samples import HASHES, ComparedModel
 
 ADVICE = "evaluate both models alike, best in one `ladderize eval`"
 PERPLEXITY = "perplexity"  # named where tasks are
@@ -23,7 +22,10 @@ CONFIGURED = {"output_type": "type of request", "generation_kwargs": "generation
 def common_tasks(reference: ComparedModel, other: ComparedModel, *, common: bool) -> tuple[list[str], list[str]]:
     """The tasks (and ``perplexity``) of both, and of one only. Raises UserError unless they are the same ones, or
     ``common``, or where there is nothing that both have."""
-    ours, theirs = _measured(reference), _measured(other)
+    ours, theirs = (
+        [*entry.samples, *([PERPLEXITY] if entry.model is not None and entry.model.perplexity is not None else [])]
+        for entry in (reference, other)
+    )
     both = [task for task in ours if task in theirs]
     only = {reference.where: [t for t in ours if t not in both], other.where: [t for t in theirs if t not in both]}
     alone = [f"only {where} has {_list(tasks)}" for where, tasks in only.items() if tasks]
@@ -33,7 +35,7 @@ def common_tasks(reference: ComparedModel, other: ComparedModel, *, common: bool
         raise UserError(f"nothing was measured of both models: {', '.join(alone)}; {ADVICE}")
     if alone and not common:
         raise UserError(f"not the same tasks: {', '.join(alone)}; {ADVICE}, or pass --common to compare what both have")
-    return [task for task in both if task != PERPLEXITY], [task for tasks in only.values() for task in tasks]
+    return both, [task for tasks in only.values() for task in tasks]
 
 
 def check_same(what: str, reference: ComparedModel, other: ComparedModel, ours: Any, theirs: Any) -> None:
@@ -46,90 +48,66 @@ def check_same(what: str, reference: ComparedModel, other: ComparedModel, ours: 
 
 def check_settings(reference: ComparedModel, other: ComparedModel, tasks: list[str]) -> None:
     """Raise UserError where the models were asked under other settings."""
+    both = (reference, other)
     if not tasks:
         return
     for key, what in SETTINGS.items():
         if key in reference.harness and key in other.harness:  # else one is ours; other prompts are found out below
-            check_same(what, reference, other, reference.harness[key], other.harness[key])
+            check_same(what, *both, *(entry.harness[key] for entry in both))
     if reference.model is not None and other.model is not None:
-        ours, theirs = reference.model.add_bos_token, other.model.add_bos_token
-        check_same("BOS token in front of texts", reference, other, ours, theirs)
+        check_same("BOS token in front of texts", *both, reference.model.add_bos_token, other.model.add_bos_token)
     if reference.options is not None and other.options is not None:
         asked = (reference.options.apply_chat_template, other.options.apply_chat_template)
-        check_same("chat template (--apply-chat-template)", reference, other, *asked)
+        check_same("chat template (--apply-chat-template)", *both, *asked)
     for task in tasks:
         for part, what in PER_TASK_SETTINGS.items():
-            check_same(f"{what} of {task}", reference, other, reference.of_task(part, task), other.of_task(part, task))
-        configs = [entry.object_of_task("configs", task) for entry in (reference, other)]
+            check_same(f"{what} of {task}", *both, *(entry.of_task(part, task) for entry in both))
         for key, what in CONFIGURED.items():
-            check_same(f"{what} of {task}", reference, other, *(config.get(key) for config in configs))
+            check_same(f"{what} of {task}", *both, *(e.object_of_task("configs", task).get(key) for e in both))
 
 
 def check_same_samples(reference: ComparedModel, other: ComparedModel, task: str) -> None:
     """Raise UserError unless both answered the same documents of a task, with the same prompts."""
-    ours, theirs = reference.answers[task], other.answers[task]
-    check_same(f"filters of {task}", reference, other, sorted(ours), sorted(theirs))
-    for name, answers in ours.items():
-        _check_answers(reference, other, task, answers, theirs[name])
-
-
-def _check_answers(reference: ComparedModel, other: ComparedModel, task: str, ours: Answers, theirs: Answers) -> None:
+    check_same(f"filters of {task}", reference, other, *(sorted(entry.samples[task]) for entry in (reference, other)))
     between = f"{reference.where} and {other.where}"
-    if len(ours.doc_ids) != len(theirs.doc_ids):
-        raise UserError(
-            f"not the same samples of {task}: {len(ours.doc_ids):,} in {reference.where}, {len(theirs.doc_ids):,} in"
-            f" {other.where}, as another --limit makes; {ADVICE}"
-        )
-    if ours.doc_ids != theirs.doc_ids:
-        odd = min(set(ours.doc_ids) ^ set(theirs.doc_ids))
-        raise UserError(f"not the same samples of {task}: only one of {between} has doc_id {odd}; {ADVICE}")
-    for key, what in HASHES.items():
-        places = [
-            place
-            for place, pair in enumerate(zip(ours.hashes[key], theirs.hashes[key], strict=True))
-            if pair[0] != pair[1]
-        ]
-        if places:
+    for name, ours in reference.samples[task].items():
+        theirs = other.samples[task][name]
+        if len(ours) != len(theirs):
             raise UserError(
-                f"not the same {what} of {task}: {len(places):,} of {len(ours.doc_ids):,} differ between {between}"
-                f" (the first has doc_id {ours.doc_ids[places[0]]}){_reason(what)}; {ADVICE}"
+                f"not the same samples of {task}: {len(ours):,} in {reference.where}, {len(theirs):,} in {other.where},"
+                f" as another --limit makes; {ADVICE}"
             )
-
-
-def _reason(what: str) -> str:
-    return ", as other few-shot examples, another chat template or BOS token make" if what == "prompts" else ""
+        if len(odd := ours.index.symmetric_difference(theirs.index)):
+            raise UserError(f"not the same samples of {task}: only one of {between} has doc_id {odd[0]}; {ADVICE}")
+        for key, what in HASHES.items():
+            if len(differ := ours.index[ours[key] != theirs[key]]):
+                reason = ", as other few-shot examples, another chat template or BOS token make"
+                raise UserError(
+                    f"not the same {what} of {task}: {len(differ):,} of {len(ours):,} differ between {between} (the"
+                    f" first has doc_id {differ[0]}){reason if what == 'prompts' else ''}; {ADVICE}"
+                )
 
 
 def evaluation_remarks(reference: ComparedModel, other: ComparedModel) -> list[str]:
     """What a difference between the models may come from as well: how they were computed."""
+    both = (reference, other)
     if reference.model is None or other.model is None:
+        configs = [entry.harness.get("config") for entry in both]
         ours, theirs = (
-            {key: _config(entry).get(key) for key in ("model_dtype", "batch_size")} for entry in (reference, other)
+            {key: config.get(key) for key in ("model_dtype", "batch_size") if isinstance(config, Mapping)}
+            for config in configs
         )
     else:
         ours, theirs = (
-            {"dtype": model.dtype, "device": model.device.partition(":")[0], **_backend(model)}
+            {key: getattr(model, key, None) for key in ("dtype", "device", "backend", "tp_size")}
+            | {"device": model.device.partition(":")[0]}
             for model in (reference.model, other.model)
         )
     return [
         f"the reference was evaluated with {key} {ours[key]}, the other model with {key} {theirs[key]}"
         for key in ours
-        if ours[key] is not None and theirs[key] is not None and ours[key] != theirs[key]
+        if ours[key] is not None and theirs.get(key) not in (None, ours[key])
     ]
-
-
-def _backend(model: Any) -> Mapping[str, Any]:
-    return {key: getattr(model, key, None) for key in ("backend", "tp_size")}
-
-
-def _config(entry: ComparedModel) -> Mapping[str, Any]:
-    config = entry.harness.get("config")
-    return config if isinstance(config, Mapping) else {}
-
-
-def _measured(entry: ComparedModel) -> list[str]:
-    has_perplexity = entry.model is not None and entry.model.perplexity is not None
-    return [*entry.answers, *([PERPLEXITY] if has_perplexity else [])]
 
 
 def _short(value: Any) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.paired.answers import as_value, check_cluster_field
 from ladderize.eval.paired.comparable import (
     ADVICE,
     PERPLEXITY,
@@ -31,7 +30,7 @@ from ladderize.eval.paired.document import (
     PredictionComparison,
     Weighting,
 )
-from ladderize.eval.paired.entry import ComparedModel, StoredResults, open_results
+from ladderize.eval.paired.samples import ComparedModel, StoredResults, open_results
 from ladderize.eval.paired.statistics import (
     Stratum,
     estimate_mean,
@@ -40,18 +39,20 @@ from ladderize.eval.paired.statistics import (
     scaled_difference,
     verdict_of,
 )
-from ladderize.eval.paired.tasks import CLOSE, Compared, compare_task
+from ladderize.eval.paired.tasks import CLOSE, Compared, check_cluster_field, compare_task, is_close
 from ladderize.eval.results import Perplexity
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """What counts as one task in the mean over tasks: a task, or a group of lm-eval with a value of its own. weights:
-    of each of its tasks, 1 in all."""
+    """What is pooled: a task, a group of lm-eval with a value of its own, or all. weights: of each task, 1 in all."""
 
     name: str
     weights: Mapping[str, float]
     weighting: Weighting = "tasks"
+
+    def mean(self, compared: Mapping[str, Compared], field: str) -> float:
+        return sum(weight * getattr(compared[task].comparison, field) for task, weight in self.weights.items())
 
 
 def pool(reference: ComparedModel, compared: Mapping[str, Compared], options: CompareOptions) -> list[PooledComparison]:
@@ -60,49 +61,36 @@ def pool(reference: ComparedModel, compared: Mapping[str, Compared], options: Co
     compared: task -> its main metric; at least one.
     """
     units = list(_units(reference, compared))
-    pooled = [
-        _pooled(unit.name, unit.weighting, unit.weights, compared, options) for unit in units if len(unit.weights) > 1
-    ]
     by_task = {task: weight / len(units) for unit in units for task, weight in unit.weights.items()}
-    pooled.append(_pooled(ALL, "tasks", by_task, compared, options))
+    pooled = [unit for unit in units if len(unit.weights) > 1] + [_Unit(ALL, by_task)]
     by_samples = _by_samples(compared, list(compared))
     if any(abs(by_samples[task] - weight) > CLOSE for task, weight in by_task.items()):
-        pooled.append(_pooled(ALL, "samples", by_samples, compared, options))
-    return pooled
+        pooled.append(_Unit(ALL, by_samples, "samples"))
+    return [_pooled(unit, compared, options) for unit in pooled]
 
 
-def _pooled(
-    name: str,
-    weighting: Weighting,
-    weights: Mapping[str, float],
-    compared: Mapping[str, Compared],
-    options: CompareOptions,
-) -> PooledComparison:
-    parts = [compared[task] for task in weights]
+def _pooled(unit: _Unit, compared: Mapping[str, Compared], options: CompareOptions) -> PooledComparison:
+    parts = [compared[task] for task in unit.weights]
     strata = [part.stratum for part in parts if part.stratum is not None]
     draws = [part.draws for part in parts if part.draws is not None]
-    rng = generator(options.seed, f"{name} {weighting}")
-    found = estimate_mean(strata, list(weights.values()), draws, rng)
+    rng = generator(options.seed, f"{unit.name} {unit.weighting}")
+    found = estimate_mean(strata, list(unit.weights.values()), draws, rng)
     samples = sum(part.comparison.samples for part in parts)
     verdict, needed = verdict_of(found, samples, options.margin * POINT)
     return PooledComparison(
-        name=name,
-        weights=weighting,
-        tasks=list(weights),
+        name=unit.name,
+        weights=unit.weighting,
+        tasks=list(unit.weights),
         samples=samples,
         clusters=sum(part.comparison.clusters for part in parts),
-        reference_value=_mean(weights, {task: compared[task].comparison.reference_value for task in weights}),
-        value=_mean(weights, {task: compared[task].comparison.value for task in weights}),
+        reference_value=unit.mean(compared, "reference_value"),
+        value=unit.mean(compared, "value"),
         difference=found.mean,
         low=found.low,
         high=found.high,
         verdict=verdict,
         samples_needed=needed,
     )
-
-
-def _mean(weights: Mapping[str, float], values: Mapping[str, float]) -> float:
-    return sum(weight * values[task] for task, weight in weights.items())
 
 
 def _by_samples(compared: Mapping[str, Compared], tasks: Sequence[str]) -> dict[str, float]:
@@ -116,11 +104,10 @@ def _units(reference: ComparedModel, compared: Mapping[str, Compared]) -> Iterat
     inside = {child for children in groups.values() for child in children}
     seen: set[str] = set()
     for name in [*groups, *compared]:
-        if name not in inside:
-            for unit in _unfolded(reference, name, groups, compared):
-                if not seen & unit.weights.keys():
-                    seen |= unit.weights.keys()
-                    yield unit
+        for unit in _unfolded(reference, name, groups, compared) if name not in inside else ():
+            if not seen & unit.weights.keys():
+                seen |= unit.weights.keys()
+                yield unit
     for task in compared:  # of groups that form no unit, and overlap
         if task not in seen:
             yield _Unit(task, {task: 1.0})
@@ -134,21 +121,15 @@ def _unfolded(
         if name in compared:
             yield _Unit(name, {name: 1.0})
         return
-    leaves = [leaf for leaf in _leaves(name, groups) if leaf in compared]
-    if len(leaves) == len(_leaves(name, groups)) and leaves:
-        metric = compared[leaves[0]].comparison
-        shown = as_value(reference.object_of_task("results", name).get(f"{metric.metric},{metric.filter}"))
-        same = {(compared[leaf].comparison.metric, compared[leaf].comparison.filter) for leaf in leaves}
+    leaves = _leaves(name, groups)
+    metrics = {(found.comparison.metric, found.comparison.filter) for leaf in leaves if (found := compared.get(leaf))}
+    if len(metrics) == 1 and all(leaf in compared for leaf in leaves):
+        shown = reference.object_of_task("results", name).get(",".join(*metrics))
         # whether lm-eval's group weighs by size is not in its results, but its value is
-        by_task = dict.fromkeys(leaves, 1 / len(leaves))
-        choices: tuple[tuple[Weighting, dict[str, float]], ...] = (
-            ("samples", _by_samples(compared, leaves)),
-            ("tasks", by_task),
-        )
-        for weighting, weights in choices:
-            mean = _mean(weights, {leaf: compared[leaf].comparison.reference_value for leaf in leaves})
-            if len(same) == 1 and isinstance(shown, float) and abs(shown - mean) <= CLOSE:
-                yield _Unit(name, weights, weighting)
+        by_samples = _Unit(name, _by_samples(compared, leaves), "samples")
+        for unit in (by_samples, _Unit(name, dict.fromkeys(leaves, 1 / len(leaves)))):
+            if is_close(shown, unit.mean(compared, "reference_value")):
+                yield unit
                 return
     for child in groups[name]:
         yield from _unfolded(reference, child, groups, compared)
@@ -169,12 +150,10 @@ def _groups(harness: Mapping[str, Any]) -> dict[str, list[str]]:
         for name, children in (known.items() if isinstance(known, Mapping) else ())
         if isinstance(children, list) and children
     }
-    sound: dict[str, list[str]] = {}
-    while ready := [
-        name for name in groups if name not in sound and all(c in sound or c not in groups for c in groups[name])
-    ]:
-        sound.update({name: groups[name] for name in ready})
-    return {name: groups[name] for name in groups if name in sound}
+    left = dict(groups)  # without what leads to nothing but tasks, again and again
+    while ready := [name for name, children in left.items() if not left.keys() & set(children)]:
+        left = {name: children for name, children in left.items() if name not in ready}
+    return {name: children for name, children in groups.items() if name not in left}
 
 
 MAX_TOKENS = 2**40  # of a window
@@ -269,9 +248,10 @@ def _windows(entry: ComparedModel) -> tuple["np.ndarray", "np.ndarray"]:
 def compare_results(reference: ComparedModel, other: ComparedModel, options: CompareOptions) -> ComparisonDocument:
     """The difference of ``other`` to ``reference`` in all that both were asked. Raises UserError, which says what
     differs, unless they were asked the same under the same settings."""
-    tasks, only_one = common_tasks(reference, other, common=options.common)
+    both, only_one = common_tasks(reference, other, common=options.common)
+    tasks = [task for task in both if task != PERPLEXITY]
     check_settings(reference, other, tasks)
-    check_cluster_field(options.cluster_by, {task: reference.answers[task] for task in tasks})
+    check_cluster_field(options.cluster_by, reference)
     left_out = [f"{task}: only one of the models has it" for task in only_one]
     compared: list[Compared] = []
     for task in tasks:
@@ -289,8 +269,6 @@ def compare_results(reference: ComparedModel, other: ComparedModel, options: Com
             for task in tasks
             if task not in main
         ]
-    both = [entry.model is not None and entry.model.perplexity is not None for entry in (reference, other)]
-    has_perplexity = all(both) and PERPLEXITY not in only_one
     return ComparisonDocument(
         reference=reference.name,
         other=other.name,
@@ -301,8 +279,8 @@ def compare_results(reference: ComparedModel, other: ComparedModel, options: Com
         cluster_by=options.cluster_by,
         tasks=[one.comparison for one in compared],
         pooled=pool(reference, main, options) if main else [],
-        perplexity=compare_perplexity(reference, other, options) if has_perplexity else None,
-        predictions=compare_predictions(reference, other, options) if has_perplexity else None,
+        perplexity=compare_perplexity(reference, other, options) if PERPLEXITY in both else None,
+        predictions=compare_predictions(reference, other, options) if PERPLEXITY in both else None,
         left_out=left_out,
         remarks=evaluation_remarks(reference, other),
     )

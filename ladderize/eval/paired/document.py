@@ -8,13 +8,12 @@ pairs: other minus reference.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ladderize.choices import check_at_least
+from ladderize.choices import check_options, distinct_names, option
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 
 CONFIDENCE = 0.95  # of every interval
 POINT = 0.01  # of a metric between 0 and 1
-MAX_RESAMPLES = 1_000_000
 ALL = "all"  # the name of what pools all tasks
 
 # Is the other model at most the margin worse? "worse": it is more than the margin worse, and the interval shows that.
@@ -28,22 +27,28 @@ Weighting = Literal["tasks", "samples"]  # of a mean over several tasks
 class CompareOptions(Record):
     """How to compare."""
 
-    margin: float = 1.0  # what may be lost, in points: hundredths of a metric between 0 and 1
-    resamples: int = 10_000
-    seed: int = 0
-    # the field of a task's documents that samples of one passage share; "none": every sample stands alone; None: a
-    # field that names a passage, such as ``passage`` or ``article``, where a task has one
-    cluster_by: str | None = None
-    metrics: tuple[str, ...] | None = None  # None: all
-    common: bool = False  # compare what both models have, where one has more
+    margin: float = option("Points that may be lost: 1 is 0.01 of acc.", 1.0)
+    resamples: int = option("Bootstrap resamples.", 10_000, min=100, max=1_000_000)
+    seed: int = option("Seed of the bootstrap.", 0, min=0)
+    cluster_by: str | None = option(
+        "Resample samples together that share this field of their document; none: each alone.",
+        metavar="FIELD",
+        shown="passage, context, article, story or paragraph",
+    )
+    metrics: tuple[str, ...] | None = option(
+        "Metrics to compare.", metavar="A,B", shown="all", parse=distinct_names, flags="--metric"
+    )
+    common: bool = option("Compare the tasks that both have, where one has more.", False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.margin <= 100:
-            raise UsageError(f"--margin must be above 0 and at most 100 points, not {self.margin:g}")
-        check_at_least(self, 100, "resamples")
-        check_at_least(self, 0, "seed")
-        if self.resamples > MAX_RESAMPLES:
-            raise UsageError(f"--resamples must be at most {MAX_RESAMPLES:,}, not {self.resamples:,}")
+        check_margin(self.margin)
+        check_options(self)
+
+
+def check_margin(margin: float) -> None:
+    """Raise UsageError for a margin in points that none can be."""
+    if not 0 < margin <= 100:
+        raise UsageError(f"--margin must be above 0 and at most 100 points, not {margin:g}")
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ worse, for the upper end one that changed for the better, with a random weight a
 the mean of bounded variables (Mathematical Methods of Statistics 14, 2005; Learned-Miller and Thomas,
 arXiv:1905.06208). For 0/1 changes in one direction it is the exact bound of Clopper and Pearson: where none of n
 samples changed, the interval reaches 3.7/n to both sides (1 - 0.025**(1/n)), so that it never claims more than n
-samples can show. scipy and statsmodels have neither; of what they do have McNemar's test alone is needed, and importing
-them takes longer than a whole comparison.
+samples can show. scipy and statsmodels have neither.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
@@ -74,13 +74,24 @@ def cluster_sums(values: "Floats", clusters: "NDArray[np.int64]") -> "Floats":
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of differences."""
+    """A mean of differences. variance: of it, with what clusters add. worst, best: [resamples] of it where the cluster
+    that joins changed for the worse, and for the better; None where there is no interval. moved: by how much that
+    cluster moves the mean at most."""
 
     mean: float
-    low: float | None  # the ends of its interval; None where there is none
-    high: float | None
-    variance: float  # of ``mean``, with what clusters add
-    moved: float  # as in ``Ends``
+    variance: float
+    worst: "Floats | None" = None
+    best: "Floats | None" = None
+    moved: float = 0.0
+
+    @cached_property
+    def low(self) -> float | None:
+        """The lower end of the interval."""
+        return None if self.worst is None else float(np.quantile(self.worst, TAILS[0]))
+
+    @cached_property
+    def high(self) -> float | None:
+        return None if self.best is None else float(np.quantile(self.best, TAILS[1]))
 
 
 def resampled_totals(columns: "Floats", resamples: int, rng: np.random.Generator) -> "Floats":
@@ -103,15 +114,6 @@ def resampled_means(stratum: Stratum, resamples: int, rng: np.random.Generator) 
     return means
 
 
-@dataclass(frozen=True)
-class Ends:
-    """The resamples of which an interval takes the ends."""
-
-    worst: "Floats"  # [resamples] of the mean, where the cluster that joins changed for the worse
-    best: "Floats"  # the same, where it changed for the better
-    moved: float  # by how much it moves the mean at most
-
-
 def estimate_mean(
     strata: Sequence[Stratum], weights: Sequence[float], draws: Sequence["Floats"], rng: np.random.Generator
 ) -> Estimate:
@@ -120,38 +122,21 @@ def estimate_mean(
     weights: of each stratum, their sum is 1. draws: [resamples] of each stratum. There is no interval where a stratum
     has a single cluster, and where all differences are equal but their possible size is unknown.
     """
-    shares = _shares(strata, weights)
-    centred = [stratum.sums / stratum.sizes - stratum.mean for stratum in strata]
+    # the part of each cluster in the weighted mean: [C] of each stratum, 1 in all
+    shares = [weight * stratum.sizes / stratum.samples for weight, stratum in zip(weights, strata, strict=True)]
     mean = sum(weight * stratum.mean for weight, stratum in zip(weights, strata, strict=True))
+    centred = [stratum.sums / stratum.sizes - stratum.mean for stratum in strata]
     spread = sum(float((share * part) @ (share * part)) for share, part in zip(shares, centred, strict=True))
     clusters = sum(map(len, shares))
     variance = spread * clusters / max(1, clusters - len(strata))
-    found = ends(strata, weights, draws, rng)
-    if found is None:
-        return Estimate(mean, None, None, variance, 0.0)
-    low, high = float(np.quantile(found.worst, TAILS[0])), float(np.quantile(found.best, TAILS[1]))
-    return Estimate(mean, low, high, variance, found.moved)
-
-
-def ends(
-    strata: Sequence[Stratum], weights: Sequence[float], draws: Sequence["Floats"], rng: np.random.Generator
-) -> Ends | None:
-    """The resamples of the weighted mean with the cluster that joins; None where there is no interval."""
-    shares = _shares(strata, weights)
-    mean = sum(weight * stratum.mean for weight, stratum in zip(weights, strata, strict=True))
     extremes = _extremes(strata, shares, mean) if min(map(len, shares)) > 1 else None
     if extremes is None:
-        return None
+        return Estimate(mean, variance)
     resampled = np.sum([weight * drawn for weight, drawn in zip(weights, draws, strict=True)], axis=0)
     effective = 1 / sum(float(share @ share) for share in shares)  # as many clusters of equal weight vary as much
     joining = rng.beta(1, effective, len(resampled))
     worst, best = ((1 - joining) * resampled + joining * extreme for extreme in extremes)
-    return Ends(worst, best, (extremes[1] - extremes[0]) / 2 / effective)
-
-
-def _shares(strata: Sequence[Stratum], weights: Sequence[float]) -> "list[Floats]":
-    """The part of each cluster in the weighted mean: [C] of each stratum, 1 in all."""
-    return [weight * stratum.sizes / stratum.samples for weight, stratum in zip(weights, strata, strict=True)]
+    return Estimate(mean, variance, worst, best, (extremes[1] - extremes[0]) / 2 / effective)
 
 
 def _extremes(strata: Sequence[Stratum], shares: Sequence["Floats"], mean: float) -> tuple[float, float] | None:
@@ -207,15 +192,15 @@ def scaled_difference(
     """Compare sums of log-likelihoods of each cluster on a scale. reference, other, sizes: [C], the clusters' sums and
     what these are divided by.
 
-    A resample gives both models' means; the mean of the differences within the pairs is that of ``ends``.
+    A resample gives both models' means; the mean of the differences within the pairs is that of ``estimate_mean``.
     """
     total = float(sizes.sum())
     ours, theirs = (float(on_scale(scale, sums.sum() / total)) for sums in (reference, other))
     totals = resampled_totals(np.stack([reference, other - reference, sizes], axis=1), resamples, rng)
     base, moved = totals[:, 0] / totals[:, 2], totals[:, 1] / totals[:, 2]
     difference, ratio = theirs - ours, theirs / ours if ours else math.inf
-    found = ends([Stratum(other - reference, sizes)], [1.0], [moved], rng)
-    if found is None:
+    found = estimate_mean([Stratum(other - reference, sizes)], [1.0], [moved], rng)
+    if found.worst is None or found.best is None:
         return ScaledDifference(difference, None, None, ratio, None, None)
     before, worst, best = (on_scale(scale, base + change) for change in (0.0, found.worst, found.best))
     low, high = (worst, best) if scale == "mean" else (best, worst)  # the others fall as the mean rises
@@ -233,17 +218,12 @@ def scaled_difference(
 def mcnemar_exact(lost: int, gained: int) -> float:
     """Two-sided p of McNemar's exact test: how likely so uneven flips are, were both directions equally likely.
 
-    p = min(1, 2 P(X <= min(lost, gained))) for X of a binomial distribution with lost + gained trials of 1/2, summed in
-    log space, since 0.5**n underflows from n = 1075 on. The test takes samples to be independent.
+    p = min(1, 2 P(X <= min(lost, gained))) for X of a binomial distribution with lost + gained trials of 1/2. The test
+    takes samples to be independent.
     """
-    trials = lost + gained
-    if trials == 0:
-        return 1.0
-    counts = range(min(lost, gained) + 1)
-    logs = [math.lgamma(trials + 1) - math.lgamma(count + 1) - math.lgamma(trials - count + 1) for count in counts]
-    top = max(logs)
-    log_tail = top + math.log(math.fsum(math.exp(value - top) for value in logs)) - trials * math.log(2)
-    return min(1.0, math.exp(math.log(2) + log_tail))
+    from scipy.special import bdtr  # its distribution function: scipy.stats, which has the test, takes a second to load
+
+    return min(1.0, 2 * float(bdtr(min(lost, gained), lost + gained, 0.5)))
 
 
 # ---- non-inferiority: is the other model at most a margin worse than the reference? ----

@@ -1,14 +1,14 @@
 """One task's metrics, question by question. Imports no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.eval.paired.answers import Value, as_value, cluster_codes
-from ladderize.eval.paired.document import POINT, CompareOptions, TaskComparison, Verdict
-from ladderize.eval.paired.entry import ComparedModel
+from ladderize.eval.paired.document import POINT, CompareOptions, TaskComparison
+from ladderize.eval.paired.samples import ComparedModel, finite_number
 from ladderize.eval.paired.statistics import (
     AGGREGATIONS,
     ScaleName,
@@ -25,12 +25,16 @@ from ladderize.eval.paired.statistics import (
 from ladderize.eval.paired.words import metric_name
 
 if TYPE_CHECKING:
+    import pandas
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
 
 MAIN_METRICS = ("acc_norm", "acc", "exact_match", "em", "f1")  # of several the first stands for its task
 CLOSE = 1e-6  # relative: how exactly samples give the value in the results
+# fields of documents that hold a passage in lm-eval's tasks, the first one there is counts
+PASSAGES = ("passage", "context", "article", "story", "paragraph")
+EACH_ALONE = "none"  # of --cluster-by: every sample stands alone
 
 
 @dataclass(frozen=True)
@@ -46,23 +50,6 @@ class _NotComparable(Exception):
     """Why a metric is left out."""
 
 
-@dataclass(frozen=True)
-class _Pairs:
-    """A metric's values on the documents that have it, each [n]."""
-
-    task: str
-    metric: str
-    filter: str
-    reference: "Floats"
-    other: "Floats"
-    weights: "Floats"  # of each value in the mean
-    places: "NDArray[np.int64]"  # of the samples among all of the task
-
-    @property
-    def means(self) -> list[float]:
-        return [float(values.sum() / self.weights.sum()) for values in (self.reference, self.other)]
-
-
 def compare_task(
     reference: ComparedModel, other: ComparedModel, task: str, options: CompareOptions
 ) -> tuple[list[Compared], list[str]]:
@@ -70,21 +57,21 @@ def compare_task(
     those that cannot be compared. Raises UserError where the samples are not those of the results."""
     found, left_out = [], []
     seen = set()
-    for name, answers in reference.answers[task].items():
-        clusters = cluster_codes(answers, options.cluster_by)
-        for metric in answers.values:
+    for name, ours in reference.samples[task].items():
+        clusters = cluster_codes(ours, options.cluster_by)
+        weights = ours.filter(regex="^weight ").dropna(axis="columns", how="all")
+        for metric in weights.columns.str.removeprefix("weight "):
             seen.add((metric, name))
             if options.metrics is not None and metric not in options.metrics:
                 continue
             try:
-                pairs = _pairs(reference, other, task, metric, name)
-                scale = _scale(reference, other, pairs)
+                pairs = _pairs(ours, other.samples[task][name], metric)
+                scale = _scale((reference, other), (task, metric, name), pairs)
             except _NotComparable as reason:
                 left_out.append(f"{task}: {metric_name(metric, name)} was not compared, since {reason}")
                 continue
-            doc_ids = np.asarray(answers.doc_ids)[pairs.places]
-            codes = np.unique(clusters[pairs.places], return_inverse=True)[1].ravel()
-            found.append(_compare(reference, pairs, scale, codes, doc_ids, options))
+            codes = np.unique(clusters[weights[f"weight {metric}"].notna()], return_inverse=True)[1].ravel()
+            found.append(_compare(reference, (task, metric, name), pairs, scale, codes, options))
     for key in reference.object_of_task("results", task):
         metric, _, name = key.partition(",")
         wanted = options.metrics is None or metric in options.metrics
@@ -93,132 +80,151 @@ def compare_task(
     return _with_main(found), left_out
 
 
-def _pairs(reference: ComparedModel, other: ComparedModel, task: str, metric: str, name: str) -> _Pairs:
-    """The values of both models; raises _NotComparable."""
-    ours, theirs = (entry.answers[task][name].values.get(metric, {}) for entry in (reference, other))
-    if ours.keys() != theirs.keys():
-        raise _NotComparable("the models do not have it on the same samples")
-    doc_ids = sorted(ours)
-    values = [[_weighted(known[doc_id]) for doc_id in doc_ids] for known in (ours, theirs)]
-    if any(value is None for known in values for value in known):
-        raise _NotComparable("its values in the samples are no finite numbers")
-    first, second = (np.array(known, dtype=float) for known in values)
-    if not np.array_equal(first[:, 1], second[:, 1]):
-        raise _NotComparable("the models' samples count with other weights")
-    places = np.searchsorted(reference.answers[task][name].doc_ids, doc_ids)
-    return _Pairs(task, metric, name, first[:, 0], second[:, 0], first[:, 1], places)
-
-
-def _weighted(value: Value) -> tuple[float, float] | None:
-    return (value, 1.0) if isinstance(value, float) else value
-
-
-def _scale(reference: ComparedModel, other: ComparedModel, pairs: _Pairs) -> ScaleName:
-    """The scale on which the samples give the values that lm-eval has; raises _NotComparable."""
-    key = f"{pairs.metric},{pairs.filter}"
-    models = [
-        (entry, entry.object_of_task("results", pairs.task).get(key), mean)
-        for entry, mean in zip((reference, other), pairs.means, strict=True)
-    ]
-    for scale in dict.fromkeys(AGGREGATIONS.values()):
-        if all(_is_close(value, float(on_scale(scale, mean))) for _, value, mean in models):
-            return scale
-    for entry, value, mean in models:
-        if _aggregation(entry, pairs.task, pairs.metric) == "mean" and not _is_close(value, mean):
-            raise UserError(
-                f"the samples of {pairs.task} are not those of {entry.where}: {pairs.metric} is {value} there, but"
-                f" {mean:.6g} by the samples; evaluate the model again"
-            )
-    raise _NotComparable("lm-eval does not take a mean of it")
-
-
-def _is_close(value: Any, computed: float) -> bool:
-    number = as_value(value)
-    return isinstance(number, float) and abs(number - computed) <= CLOSE * max(1.0, abs(computed))
-
-
-def _aggregation(entry: ComparedModel, task: str, metric: str) -> ScaleName | None:
-    """What the task's configuration says; None for a metric that it does not name."""
-    rows = entry.object_of_task("configs", task).get("metric_list")
-    for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, dict) and row.get("metric") == metric:
-            chosen = row.get("aggregation")
-            return AGGREGATIONS.get(chosen) if isinstance(chosen, str) else None
-    return None
-
-
-def _compare(
-    reference: ComparedModel,
-    pairs: _Pairs,
-    scale: ScaleName,
-    clusters: "NDArray[np.int64]",
-    doc_ids: "NDArray[np.int64]",
-    options: CompareOptions,
-) -> Compared:
-    rng = generator(options.seed, f"{pairs.task} {pairs.metric} {pairs.filter}")
-    better = reference.object_of_task("higher_is_better", pairs.task).get(pairs.metric)
-    better = better if isinstance(better, bool) else None
-    values = np.concatenate([pairs.reference, pairs.other])
-    weighs_alike = bool((pairs.weights == 1).all()) and scale == "mean"
-    bounded = weighs_alike and bool(((values >= 0) & (values <= 1)).all()) and better is not None
-    stratum, draws, flips = None, None, _Flips()
-    verdict: Verdict | None = None
-    needed: int | None = None
-    if weighs_alike:
-        stratum = Stratum.of(pairs.other - pairs.reference, clusters, 1.0 if bounded else None)
-        draws = resampled_means(stratum, options.resamples, rng)
-        found = estimate_mean([stratum], [1.0], [draws], rng)
-        difference, low, high = found.mean, found.low, found.high
-        if bounded:
-            verdict, needed = verdict_of(
-                found, len(pairs.places), options.margin * POINT, higher_is_better=bool(better)
-            )
-            if np.isin(values, (0, 1)).all():
-                flips = _Flips.of(pairs.other - pairs.reference, doc_ids, bool(better))
-    else:
-        before, after, sizes = (cluster_sums(part, clusters) for part in (pairs.reference, pairs.other, pairs.weights))
-        shown = scaled_difference(scale, before, after, sizes, options.resamples, rng)
-        difference, low, high = shown.difference, shown.low, shown.high
-    comparison = TaskComparison(
-        task=pairs.task,
-        metric=pairs.metric,
-        filter=pairs.filter,
-        main=False,
-        higher_is_better=better,
-        samples=len(pairs.places),
-        clusters=int(clusters.max()) + 1,
-        reference_value=float(on_scale(scale, pairs.means[0])),
-        value=float(on_scale(scale, pairs.means[1])),
-        difference=difference,
-        low=low,
-        high=high,
-        **vars(flips),
-        verdict=verdict,
-        samples_needed=needed,
-    )
-    return Compared(comparison, stratum, draws) if bounded else Compared(comparison)
-
-
-@dataclass(frozen=True)
-class _Flips:
-    """Answers that changed, of a metric that is 0 or 1: an accuracy that stays equal can hide them."""
-
-    mcnemar_p: float | None = None
-    right_to_wrong: int | None = None
-    wrong_to_right: int | None = None
-    right_to_wrong_docs: list[int] | None = None
-    wrong_to_right_docs: list[int] | None = None
-
-    @classmethod
-    def of(cls, differences: "Floats", doc_ids: "NDArray[np.int64]", higher_is_better: bool) -> "_Flips":
-        gains = differences if higher_is_better else -differences
-        lost, gained = (doc_ids[changed].tolist() for changed in (gains < 0, gains > 0))
-        return cls(mcnemar_exact(len(lost), len(gained)), len(lost), len(gained), lost, gained)
-
-
 def _with_main(found: list[Compared]) -> list[Compared]:
     """With that metric marked that stands for the task: one in which more is better, so that tasks can be pooled."""
     fit = [one for one in found if one.stratum is not None and one.comparison.higher_is_better]
     ranks = {metric: rank for rank, metric in enumerate(MAIN_METRICS)}
     chosen = min(fit, key=lambda one: ranks.get(one.comparison.metric, len(ranks)), default=None)
     return [replace(one, comparison=replace(one.comparison, main=one is chosen)) for one in found]
+
+
+# ---- which samples belong together: questions about one passage are not independent ----
+
+
+def check_cluster_field(field: str | None, reference: ComparedModel) -> None:
+    """Raise UserError where the documents of no task have the field."""
+    tables = [table for filters in reference.samples.values() for table in filters.values()]
+    known = {name.removeprefix("doc ") for table in tables for name in table.filter(regex="^doc ")}
+    if field not in (None, EACH_ALONE) and field not in known:
+        raise UserError(
+            f"--cluster-by {field}: no document has this field with text; there are"
+            f" {', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def cluster_codes(samples: "pandas.DataFrame", field: str | None) -> "NDArray[np.int64]":
+    """The number of each sample's cluster: [n]. field: as ``CompareOptions.cluster_by``.
+
+    A sample without the field is a cluster of its own. A field that is chosen here for its name, but is the same in all
+    samples, is an instruction rather than a passage.
+    """
+    alone = np.arange(len(samples))
+    names = PASSAGES if field is None else (field,)
+    chosen = next((samples[f"doc {name}"] for name in names if f"doc {name}" in samples), None)
+    if chosen is None or field == EACH_ALONE or (field is None and chosen.nunique(dropna=False) == 1):
+        return alone
+    codes = chosen.factorize()[0]  # -1 where there is none
+    return np.where(codes < 0, len(samples) + alone, codes)
+
+
+# ---- one metric ----
+
+Metric = tuple[str, str, str]  # a task, its metric, and the filter
+
+
+def _pairs(ours: "pandas.DataFrame", theirs: "pandas.DataFrame", metric: str) -> "pandas.DataFrame":
+    """Both models' values (``reference``, ``other``) on the documents that have the metric, and the ``weight`` of each
+    in the mean; raises _NotComparable."""
+    columns = {"value": f"value {metric}", "weight": f"weight {metric}"}
+    if columns["weight"] not in theirs:
+        raise _NotComparable("the models do not have it on the same samples")
+    table = ours[[*columns.values()]].set_axis(["reference", "weight"], axis="columns")
+    table["other"], table["weight of other"] = theirs[columns["value"]], theirs[columns["weight"]]
+    if (table["weight"].notna() != table["weight of other"].notna()).any():
+        raise _NotComparable("the models do not have it on the same samples")
+    table = table[table["weight"].notna()]
+    if table.isna().to_numpy().any():
+        raise _NotComparable("its values in the samples are no finite numbers")
+    if (table["weight"] != table["weight of other"]).any():
+        raise _NotComparable("the models' samples count with other weights")
+    return table
+
+
+def _scale(both: tuple[ComparedModel, ComparedModel], key: Metric, pairs: "pandas.DataFrame") -> ScaleName:
+    """The scale on which the samples give the values that lm-eval has; raises _NotComparable."""
+    task, metric, name = key
+    models = [
+        (entry, entry.object_of_task("results", task).get(f"{metric},{name}"), mean)
+        for entry, mean in zip(both, _means(pairs), strict=True)
+    ]
+    for scale in dict.fromkeys(AGGREGATIONS.values()):
+        if all(is_close(value, float(on_scale(scale, mean))) for _, value, mean in models):
+            return scale
+    for entry, value, mean in models:
+        rows = entry.object_of_task("configs", task).get("metric_list")
+        named = [row for row in (rows if isinstance(rows, list) else []) if isinstance(row, Mapping)]
+        aggregation = next((row.get("aggregation") for row in named if row.get("metric") == metric), None)
+        if aggregation == "mean" and not is_close(value, mean):
+            raise UserError(
+                f"the samples of {task} are not those of {entry.where}: {metric} is {value} there, but {mean:.6g} by"
+                " the samples; evaluate the model again"
+            )
+    raise _NotComparable("lm-eval does not take a mean of it")
+
+
+def _means(pairs: "pandas.DataFrame") -> list[float]:
+    return [float(pairs[name].sum() / pairs["weight"].sum()) for name in ("reference", "other")]
+
+
+def is_close(value: Any, computed: float) -> bool:
+    """Whether a value in lm-eval's results is what the samples give."""
+    number = finite_number(value)
+    return number is not None and abs(number - computed) <= CLOSE * max(1.0, abs(computed))
+
+
+def _compare(
+    reference: ComparedModel,
+    key: Metric,
+    pairs: "pandas.DataFrame",
+    scale: ScaleName,
+    clusters: "NDArray[np.int64]",
+    options: CompareOptions,
+) -> Compared:
+    task, metric, name = key
+    rng = generator(options.seed, " ".join(key))
+    better = reference.object_of_task("higher_is_better", task).get(metric)
+    better = better if isinstance(better, bool) else None
+    before, after, weights = (pairs[column].to_numpy() for column in ("reference", "other", "weight"))
+    values, difference = np.concatenate([before, after]), after - before
+    weighs_alike = bool((weights == 1).all()) and scale == "mean"
+    is_bounded = weighs_alike and bool(((values >= 0) & (values <= 1)).all()) and better is not None
+    means = [float(on_scale(scale, mean)) for mean in _means(pairs)]
+    more: dict[str, Any] = {"verdict": None, "samples_needed": None, **dict.fromkeys(FLIPS)}
+    stratum, draws = None, None
+    if weighs_alike:
+        stratum = Stratum.of(difference, clusters, 1.0 if is_bounded else None)
+        draws = resampled_means(stratum, options.resamples, rng)
+        found = estimate_mean([stratum], [1.0], [draws], rng)
+        more |= {"difference": found.mean, "low": found.low, "high": found.high}
+        if is_bounded:
+            more["verdict"], more["samples_needed"] = verdict_of(
+                found, len(pairs), options.margin * POINT, higher_is_better=bool(better)
+            )
+            if np.isin(values, (0, 1)).all():
+                more |= _flips(pairs, difference if better else -difference)
+    else:
+        ours, theirs, sizes = (cluster_sums(part, clusters) for part in (before, after, weights))
+        shown = scaled_difference(scale, ours, theirs, sizes, options.resamples, rng)
+        more |= {"difference": shown.difference, "low": shown.low, "high": shown.high}
+    comparison = TaskComparison(
+        task=task,
+        metric=metric,
+        filter=name,
+        main=False,
+        higher_is_better=better,
+        samples=len(pairs),
+        clusters=int(clusters.max()) + 1,
+        reference_value=means[0],
+        value=means[1],
+        **more,
+    )
+    return Compared(comparison, stratum, draws) if is_bounded else Compared(comparison)
+
+
+FLIPS = ("mcnemar_p", "right_to_wrong", "wrong_to_right", "right_to_wrong_docs", "wrong_to_right_docs")
+
+
+def _flips(pairs: "pandas.DataFrame", gains: "Floats") -> dict[str, Any]:
+    """Answers that changed, of a metric that is 0 or 1: an accuracy that stays equal can hide them."""
+    lost, gained = (pairs.index[changed].tolist() for changed in (gains < 0, gains > 0))
+    return dict(zip(FLIPS, (mcnemar_exact(len(lost), len(gained)), len(lost), len(gained), lost, gained), strict=True))

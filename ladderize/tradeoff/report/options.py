@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ladderize.choices import option
 from ladderize.errors import UsageError
+from ladderize.eval.paired.document import check_margin
 from ladderize.files.records import Record
 
 DEFAULT_MARGIN = 1.0  # points
@@ -24,8 +25,8 @@ class ReportOptions(Record):
     )
 
     def __post_init__(self) -> None:
-        if self.margin is not None and not 0 < self.margin <= 100:
-            raise UsageError(f"--margin must be above 0 and at most 100 points, not {self.margin:g}")
+        if self.margin is not None:
+            check_margin(self.margin)
         if self.markdown is not None and self.markdown.suffix.lower() not in (".md", ".markdown"):
             raise UsageError(f"--markdown {self.markdown} must end in .md")
 

@@ -11,7 +11,7 @@ from ladderize.errors import UserError
 from ladderize.eval.evaluation.mean import by_task, is_share, main_metric, mean_accuracy
 from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument, Comparisons, TaskComparison, Verdict
-from ladderize.eval.paired.entry import ComparedModel, leaf_tasks, read_entry
+from ladderize.eval.paired.samples import ComparedModel, leaf_tasks, read_entry
 from ladderize.eval.paired.statistics import judge
 from ladderize.eval.paired.words import metric_name
 from ladderize.eval.results import ModelResult
