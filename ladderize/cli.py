@@ -14,7 +14,6 @@ from ladderize.commands import (
     calibrate,
     compare,
     convert,
-    demo,
     evaluate,
     generate,
     inspect,
@@ -24,14 +23,14 @@ from ladderize.commands import (
     report,
     sensitivity,
     spd,
-    sweep,
 )
-from ladderize.commands.builder import Commands, add
-from ladderize.console import DEBUG, check_arguments, error_boundary
+from ladderize.commands.builder import BadCommandLine, Commands, add, usage_message
+from ladderize.console import DEBUG, INTERRUPTED, check_arguments, error_boundary
+from ladderize.demo.command import demo
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.environment import launch_variables
+from ladderize.tradeoff.sweep.command import sweep_command
 
-INTERRUPTED = 130
 app = typer.Typer(
     name="ladderize",
     cls=Commands,
@@ -42,8 +41,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# what typer raises for a bad command line; its home has moved between versions
-BadCommandLine: Any = typer.BadParameter.__base__
 
 
 def main() -> None:
@@ -71,7 +68,7 @@ def main() -> None:
 def _command_line_error(error: Any) -> str:
     """What is wrong with the command line, or with the file of --config, and where help is."""
     context = error.ctx
-    message = error.format_message().replace("Value error, ", "").rstrip(".")
+    message = usage_message(error)
     parameter = getattr(error, "param", None)
     if parameter is not None and context is not None and parameter.name in (context.default_map or {}):
         message = f"--config {context.params['config']}: {message}"
@@ -111,5 +108,5 @@ add(app, MEASURE, bench.bench)
 add(app, MEASURE, calibrate.calibrate)
 add(app, MEASURE, report.report)
 add(app, MEASURE, generate.generate)
-add(app, MEASURE, sweep.sweep)
-add(app, MEASURE, demo.demo)
+add(app, MEASURE, sweep_command, "sweep")
+add(app, MEASURE, demo)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 SCHEMA_VERSION = 1
+INTERRUPTED = 130  # the exit code after Ctrl-C
 DEBUG = "LADDERIZE_DEBUG"  # in the environment of started ranks: --debug was given
 
 
@@ -338,7 +339,7 @@ def error_boundary(debug: bool) -> Iterator[None]:
         sys.exit(0)
     except KeyboardInterrupt:
         _say("Interrupted.")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except (LadderizeError, OSError) as error:
         if debug:
             raise

@@ -17,13 +17,14 @@ from ladderize.convert.point_sensitivity import read_point_sensitivity
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import read_sensitivity
 from ladderize.errors import UserError
+from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import EvalResults
 from ladderize.eval.sensitivity import column_layouts
 from ladderize.eval.sensitivity_plot import sensitivity_picture
 from ladderize.layout import Layout
 from ladderize.planning.planner.measure import LayoutMeasurer
 from ladderize.planning.planner.windows import AlignmentCounts
-from ladderize.tradeoff.sweep.settings import SENSITIVITY_KEYS, check_keys, sensitivity_settings
+from ladderize.tradeoff.sweep.stage_commands import asked_by, check_sensitivity, sensitivity_words
 from ladderize.workflows import aligned_layouts
 from ladderize.workflows.aligned_layouts import AlignedLayouts
 from ladderize.workflows.sensitivity import SensitivityFolder
@@ -204,11 +205,11 @@ def test_a_report_says_it(model, ids, tmp_path):
 
 
 def test_a_sweep_passes_it_on():
-    given = check_keys({"data": "a.txt", "align": True, "align_samples": 8}, SENSITIVITY_KEYS, "sensitivity")
-    options = sensitivity_settings(given, "ladder", None, "sensitivity")
+    words = sensitivity_words("dense", "out", {"data": "a.txt", "align": True, "align_samples": 8}, "ladder", None)
+    options = asked_by(words).fill(SensitivityOptions)
     assert (options.align, options.align_samples) == (True, 8)
     with pytest.raises(UserError, match="sensitivity: --align-samples has no effect without --align"):
-        sensitivity_settings({"data": "a.txt", "align_samples": 8}, "ladder", None, "sensitivity")
+        check_sensitivity({"data": "a.txt", "align_samples": 8}, "sensitivity")
 
 
 # ---- layouts that plan measures ----

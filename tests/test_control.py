@@ -9,8 +9,7 @@ from ladderize.layout import Layout
 from ladderize.tradeoff.sweep.builder import StageBuilder
 from ladderize.tradeoff.sweep.inputs import Inputs
 from ladderize.tradeoff.sweep.plan import Planner, control_stages
-from ladderize.tradeoff.sweep.reading import read_sweep
-from ladderize.tradeoff.sweep.spec import AdaptStage
+from ladderize.tradeoff.sweep.sweep_file import AdaptStage, read_sweep
 from tests.helpers import invoke
 from tests.sweeps import FAST, make_place, read, spec, write
 from tests.test_docs import parse

@@ -10,7 +10,7 @@ from ladderize.tradeoff.sweep.execute import Execution
 from ladderize.tradeoff.sweep.inputs import Inputs
 from ladderize.tradeoff.sweep.plan import Planner
 from ladderize.tradeoff.sweep.promotion import Entrant, promoted, ranking
-from ladderize.tradeoff.sweep.reading import read_sweep
+from ladderize.tradeoff.sweep.sweep_file import read_sweep
 from tests.helpers import fresh_rng, invoke
 from tests.sweeps import FAST, make_place, ran, read, spec, write
 

@@ -141,7 +141,7 @@ def test_a_model_that_changes_meanwhile_ends_the_sweep(place, tmp_path, monkeypa
 
 def test_a_full_disk_is_said_where_sweep_json_has_no_room_either(place, tmp_path, monkeypatch):
     from ladderize.tradeoff.sweep import execute, run
-    from ladderize.tradeoff.sweep.worker import Ended
+    from ladderize.tradeoff.sweep.execute import Ended
 
     result = execute._result
 

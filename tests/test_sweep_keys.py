@@ -7,7 +7,7 @@ from ladderize.demo.inputs import TASKS
 from ladderize.tradeoff.sweep.builder import StageBuilder
 from ladderize.tradeoff.sweep.inputs import Inputs
 from ladderize.tradeoff.sweep.plan import Planner
-from ladderize.tradeoff.sweep.reading import read_sweep
+from ladderize.tradeoff.sweep.sweep_file import read_sweep
 from tests.helpers import SHAPE, invoke, save_llama
 from tests.sweeps import FAST, make_place, read, rerun, spec, stages_of, write
 

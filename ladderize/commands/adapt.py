@@ -336,39 +336,50 @@ def check_effect(method: str, given: GivenOptions) -> None:
         raise UsageError("--no-verify has no effect with --method lora: an adapter cannot be loaded alone")
 
 
-def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
-    """Methods that work layer by layer, on windows of data."""
-    out = own.out
-    assert out is not None
+def adapt_options(given: GivenOptions) -> "RetrainOptions | WindowOptions":
+    """The options of the method, checked as far as they alone decide. Raises UsageError."""
+    own = given.fill(AdaptArguments)
+    check_effect(own.method, given)
+    return retrain_options(given) if own.method in RETRAINING else _window_options(given, own)
+
+
+def _window_options(given: GivenOptions, own: AdaptArguments) -> "WindowOptions":
+    """Of methods that work layer by layer, on windows of data."""
     if own.distill_from is None:
         raise UsageError(
             f"--method {own.method} needs --distill-from DENSE, the checkpoint that MODEL was converted from"
         )
     if len(own.data) > 1:
-        raise UsageError(f"--method {own.method} reads one --data file")
-    device = start_training_on(own.device, own.dtype, own.threads, own.lr)
+        raise UsageError(f"--method {own.method} reads one --data file, not {len(own.data)}")
     max_memory = memory_limit(own.max_memory)
-    windows: dict[str, Any] = {"data": own.data[0], "device": device}
+    if own.method == ALIGN:
+        from ladderize.adapt.align.options import AlignOptions
+
+        return given.fill(AlignOptions, data=own.data[0], layers=own.train, max_memory=max_memory)
+    from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
+
+    layers = own.train if own.train != CONVERTED else None
+    distill = given.fill(DistillOptions, max_memory=max_memory)
+    return given.fill(BlockwiseOptions, data=own.data[0], layers=layers, distill=distill)
+
+
+def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
+    out, dense = own.out, own.distill_from
+    options = adapt_options(given)
+    assert out is not None
+    assert dense is not None
+    start_training_on(own.device, own.threads)
     from ladderize.adapt.blockwise.rewrite import perplexity_rows
 
     run: Callable[..., RewrittenLayers | None]
-    options: WindowOptions
     if own.method == ALIGN:
         from ladderize.adapt.align.align import align_checkpoint as run
-        from ladderize.adapt.align.options import AlignOptions
-
-        options = given.fill(AlignOptions, layers=own.train, max_memory=max_memory, **windows)
     else:
         from ladderize.adapt.blockwise.distill import adapt_blocks as run
-        from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
-
-        layers = own.train if own.train != CONVERTED else None
-        distill = given.fill(DistillOptions, max_memory=max_memory)
-        options = given.fill(BlockwiseOptions, layers=layers, distill=distill, **windows)
     document = run(
         own.model,
         out,
-        own.distill_from,
+        dense,
         options,
         console=console,
         overwrite=own.overwrite,
@@ -388,13 +399,14 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None
     console.result(f"wrote {document.out}")
     _draw(document.out, own.plot, console)
     adapted = f"{out.rstrip('/')}-adapted"
-    retrain = retrain_command(out, adapted, own.distill_from, own.data[0], align=False)
+    retrain = retrain_command(out, adapted, dense, own.data[0], align=False)
     steps = [("retrain from there", retrain)] if own.method == ALIGN else []
     show_next(console, *steps, _measure(own, out))
 
 
 def _retrain(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
     options = retrain_options(given)
+    start_training_on(own.device, own.threads)
     from ladderize.adapt.retrain.run import adapt_checkpoint, show_data_of
 
     if own.show_data:
@@ -444,7 +456,6 @@ def retrain_options(given: GivenOptions) -> "RetrainOptions":
     trackers = split_names(own.log_with or "")
     if own.log_with is not None and not trackers:
         raise UsageError("--log-with names no tracker; write for example tensorboard")
-    device = start_training_on(own.device, own.dtype, own.threads, None)
     distill_weight = 1.0 if own.distill_weight is None else own.distill_weight
     targets = {"targets": split_names(own.lora_targets)} if own.lora_targets is not None else {}
     options = given.fill(
@@ -456,7 +467,6 @@ def retrain_options(given: GivenOptions) -> "RetrainOptions":
         packing=own.packing,
         budget=budget,
         resume=own.resume != "no",
-        device=device,
         log_with=trackers,
         schedule=given.fill(Schedule, prefix="domino_", name=own.schedule or "sequential"),
     )

@@ -1,8 +1,9 @@
 """A command is made of the dataclasses of its options: typer's signature, the help, and what the user gave."""
 
 import difflib
+import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ladderize.choices import OPTION, Option, described, flag, parameter_name
-from ladderize.errors import UserError
+from ladderize.errors import UsageError, UserError
 
 NOT_IN_FILES = {"config", "print_config", "help", "h"}
 
@@ -26,18 +27,8 @@ def config_values(ctx: typer.Context, path: Path | None) -> Path | None:
     document = read_yaml(path, what="--config ")
     if not isinstance(document, dict):
         raise UserError(f"--config {path} holds no options; write lines such as 'seed: 7'")
-    parameters = file_keys(ctx)
-    values = {}
-    for key, value in document.items():
-        name = str(key).replace("-", "_")
-        if name not in parameters:
-            near = difflib.get_close_matches(name, parameters, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"see ladderize {ctx.info_name} -h"
-            raise UserError(f"--config {path}: {ctx.info_name} has no option {key!r}; {hint}")
-        if value is not None:
-            parameter = parameters[name]
-            values[parameter.name] = _as_given(parameter, value, f"--config {path}: {key}")
-    ctx.default_map = values
+    given = given_parameters(ctx.command, ctx.info_name, document, f"--config {path}")
+    ctx.default_map = {parameter.name: value for parameter, value in given}
     return path
 
 
@@ -45,7 +36,7 @@ def config_text(ctx: typer.Context) -> str:
     """The YAML that makes the same run: what was given, and as comments the defaults of everything else."""
     given = given_names(ctx)
     lines = [f"# ladderize {ctx.info_name} --config FILE"]
-    for key, parameter in file_keys(ctx).items():
+    for key, parameter in file_keys(ctx.command).items():
         value = ctx.params.get(parameter.name)
         if isinstance(value, list | tuple):
             plain: Any = [str(item) for item in value]
@@ -63,15 +54,29 @@ def given_names(ctx: typer.Context) -> list[str]:
     return [name for name in names if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"]
 
 
-def file_keys(ctx: typer.Context) -> dict[str, Any]:
-    """What a file may say: the command's parameters by the names of their options, with underscores."""
+def file_keys(made: Any) -> dict[str, Any]:
+    """What a file may say: the parameters of typer's command by the names of their options, with underscores."""
     keys = {}
-    for parameter in ctx.command.params:
+    for parameter in made.params:
         longest = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.name
         key = str(longest).lstrip("-").replace("-", "_")
         if key not in NOT_IN_FILES:
             keys[key] = parameter
     return keys
+
+
+def given_parameters(made: Any, name: str | None, document: Mapping[Any, Any], where: str) -> Iterator[tuple[Any, Any]]:
+    """Each option of a file as typer's parameter, with its value as the command line would have it. name: of the
+    command. Raises UserError, which begins with ``where``, for an unknown key and for a value of another kind."""
+    parameters = file_keys(made)
+    for key, value in document.items():
+        wanted = str(key).replace("-", "_")
+        if wanted not in parameters:
+            near = difflib.get_close_matches(wanted, parameters, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"see ladderize {name} -h"
+            raise UserError(f"{where}: {name} has no option {key!r}; {hint}")
+        if value is not None:
+            yield parameters[wanted], _as_given(parameters[wanted], value, f"{where}: {key}")
 
 
 def _as_given(parameter: Any, value: Any, where: str) -> Any:
@@ -101,6 +106,8 @@ PRINT_CONFIG = Option("Print all options as a YAML file for --config, and stop."
 SHORT_HELP = Option("Show the options that most runs need, and exit.", flags="-h")
 ALL_HELP = "Show all options, and exit."
 
+# what typer raises for a bad command line; its home has moved between versions
+BadCommandLine: Any = typer.BadParameter.__base__
 Filled = TypeVar("Filled")
 
 
@@ -172,6 +179,39 @@ def command(
 def add(app: typer.Typer, panel: str, function: Any, name: str | None = None) -> None:
     """Give the command line what ``command`` made."""
     app.command(name, rich_help_panel=panel, cls=Command, context_settings=function.context_settings)(function)
+
+
+@functools.cache
+def _made_of(function: Any) -> Any:
+    """typer's command."""
+    app = typer.Typer()
+    add(app, "", function)
+    return typer.main.get_command(app)
+
+
+def option_words(function: Any, name: str, options: Mapping[str, Any], where: str) -> list[str]:
+    """Options as a file has them, as words of a command line. Raises UserError, which begins with ``where``."""
+    words = []
+    for parameter, value in given_parameters(_made_of(function), name, options, where):
+        option = max(parameter.opts, key=len)
+        if isinstance(value, bool):
+            words += [option] if value else []
+        else:
+            words += [word for item in (value if isinstance(value, list) else [value]) for word in (option, item)]
+    return words
+
+
+def parsed(function: Any, words: Sequence[str]) -> GivenOptions:
+    """What a command is given by the words that follow its name; nothing is run. Raises UsageError."""
+    try:
+        return GivenOptions(_made_of(function).make_context(None, list(words)))
+    except BadCommandLine as error:
+        raise UsageError(usage_message(error)) from None
+
+
+def usage_message(error: Any) -> str:
+    """What is wrong with a command line, as typer says it."""
+    return str(error.format_message()).replace("Value error, ", "").rstrip(".")
 
 
 class SwitchesWithoutType:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ladderize.choices import AS_JSON, argument, option
+from ladderize.choices import AS_JSON, argument, check_options, option
 from ladderize.commands.builder import ADVANCED, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command
 from ladderize.commands.options import LOADING
 from ladderize.console import Console
@@ -24,6 +24,11 @@ class EvalArguments:
     reference: Path | None = option(
         "Compare predictions with those that --keep-predictions kept.", metavar="DIR", shown="the first model's"
     )
+    resume: bool = option(
+        "Keep the tasks that --out has from a run with these options. Whether the models are the same is not checked.",
+        False,
+        needs="out",
+    )
     as_json: bool = option(AS_JSON, False)
 
 
@@ -31,12 +36,12 @@ class EvalArguments:
     EvalOptions,
     EvalArguments,
     panels={
-        MEASUREMENT: "tasks perplexity include_path limit num_fewshot apply_chat_template seq_len windows seed backend"
-        " reference",
+        MEASUREMENT: "tasks perplexity include_path no_default_tasks limit num_fewshot apply_chat_template"
+        " seq_len windows seed backend reference",
         MEMORY: "tp_size batch_size max_length dtype device",
         MODELS: "revision",
         ADVANCED: "trust_remote_code",
-        OUTPUT: "out keep_predictions json",
+        OUTPUT: "out keep_predictions resume json",
     },
     short="tasks perplexity limit seq_len backend tp_size batch_size dtype out json config",
 )
@@ -44,6 +49,7 @@ def evaluate(given: GivenOptions) -> None:
     """Evaluate models with lm-eval tasks and by perplexity, all in the same way, and compare them in one table."""
     own, options = given.fill(EvalArguments), given.fill(EvalOptions)
     options.check()  # before anything is imported
+    check_options(own)
     console = Console(own.as_json)
     with console.stage(LOADING):
         from ladderize.eval.evaluation.run import evaluate as evaluate_models
@@ -56,6 +62,7 @@ def evaluate(given: GivenOptions) -> None:
         out=own.out,
         keep_predictions=own.keep_predictions,
         reference=own.reference,
+        resume=own.resume,
         engine=engine,
         console=console,
     )

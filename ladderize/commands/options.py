@@ -1,7 +1,6 @@
 """What several commands share: options of those that train, where to compute, and checks of it."""
 
-from ladderize.adapt.methods import check_training
-from ladderize.choices import MAX_SEED, BackendName, DeviceName, Dtype, Option
+from ladderize.choices import MAX_SEED, BackendName, DeviceName, Option
 from ladderize.errors import UserError
 
 TRAINING_SEED = Option("Seed of which data are used, and their order.", min=0, max=MAX_SEED)
@@ -33,9 +32,8 @@ def runtime_device(device: DeviceName | None, backend: BackendName, threads: int
     return device
 
 
-def start_training_on(device: DeviceName | None, dtype: Dtype, threads: int | None, lr: float | None) -> DeviceName:
-    """Check where and how to train, and share the cores out; returns the device."""
-    check_training(dtype, lr)
+def start_training_on(device: DeviceName | None, threads: int | None) -> DeviceName:
+    """Check where to train, and share the cores out; returns the device."""
     device = compute_options(device, threads)
     from ladderize.ranks.group import launched
     from ladderize.ranks.threads import set_threads

@@ -121,7 +121,7 @@ def spd(given: GivenOptions) -> None:
         if own.repair == "align" and name in given.names:
             raise UsageError(f"{flag(name)} has no effect with --repair align, which trains nothing")
     with console.stage(LOADING):
-        device = start_training_on(own.device, own.dtype, own.threads, own.lr)
+        device = start_training_on(own.device, own.threads)
         from ladderize.adapt.blockwise.distill import BLOCK_ERROR
         from ladderize.adapt.blockwise.options import BlockwiseOptions, DistillOptions
         from ladderize.adapt.blockwise.rewrite import perplexity_rows

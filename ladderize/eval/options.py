@@ -49,7 +49,12 @@ class EvalOptions(Record):
         "Text (.txt, .jsonl) or token ids (.npy, .npz, file.npz:array) to score.", metavar="FILE"
     )
     seq_len: int | None = option("Tokens per window of --perplexity.", min=2, shown=SEQ_LEN.shown, needs="perplexity")
-    include_default_tasks: bool = True  # False: only include_path, which spares indexing lm-eval's thousands of tasks
+    include_default_tasks: bool = option(
+        "Know the tasks of --include-path only. This spares indexing lm-eval's thousands.",
+        True,
+        flags="--no-default-tasks",
+        needs="include_path",
+    )
     windows: int | None = option(
         "Score the first N windows of --perplexity only.", min=1, shown="all", needs="perplexity"
     )

@@ -13,9 +13,9 @@ from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student
 from ladderize.adapt.retrain.options import Objective
 from ladderize.adapt.retrain.state import read_metrics
 from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.commands.adapt import adapt_options
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
-from ladderize.tradeoff.sweep.by_hand import adapt_by_hand
-from ladderize.tradeoff.sweep.settings import retraining_settings
+from ladderize.tradeoff.sweep.stage_commands import adapt_words, asked_by
 from tests.helpers import LAYOUTS, fresh_rng, make_layout, make_model, one_sentence
 from tests.oracle import Oracle
 from tests.retrain.commands import CPU, adapt, losses_of, succeed
@@ -212,7 +212,6 @@ def test_the_words_of_the_loss():
 )
 def test_a_sweep_takes_it(given, teacher):
     given = {"data": "ids.npy", "max_steps": 1, **given}
-    options = retraining_settings(given, "full", "dense", "sweep.yaml")
+    (command,) = adapt_words("model", "out", "full", "dense", given, True)
+    options = adapt_options(asked_by(command))
     assert (options.distill_from, options.objective.hidden_weight) == (teacher, given.get("hidden_weight", 0))
-    command = adapt_by_hand("model", "out", "full", teacher, given, True)
-    assert ("--hidden-weight 2" in command) == (teacher is not None) == ("--distill-from dense" in command)

@@ -1,5 +1,6 @@
 """The documents that a report is made of: found in what the user named, read checked, each with its command."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from ladderize.adapt.methods import METRICS
 from ladderize.adapt.retrain.curves import Curves, read_curves
+from ladderize.choices import flag
 from ladderize.convert.sensitivity_file import SensitivityDocument, kind_of, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
@@ -17,7 +19,6 @@ from ladderize.planning.plans.document import PlanResult
 from ladderize.planning.plans.options import PlanModel
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.tradeoff.sweep.by_hand import NOT_ON_THE_COMMAND_LINE, line, options_by_hand
 from ladderize.workflows.sweep_document import SweepDocument
 
 SWEEP = "sweep.json"
@@ -223,20 +224,18 @@ def _sensitivity_command(document: SensitivityDocument, file: str) -> str:
 
 
 def _changed(values: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
-    return {
-        name: value
-        for name, value in values.items()
-        if name not in NOT_ON_THE_COMMAND_LINE and value != defaults.get(name) and value is not None
-    }
+    return {name: value for name, value in values.items() if value != defaults.get(name) and value is not None}
 
 
 def _line(command: str, models: list[str], changed: Mapping[str, object], out: str) -> str:
-    names = {"tp_sizes": "tp_size", "batch_sizes": "batch_size"}
-    given = {
-        f"no_{name}" if value is False else names.get(name, name): True if value is False else value
-        for name, value in changed.items()
-    }
-    return line(command, *models, *options_by_hand(given), "--out", out)
+    names = {"tp_sizes": "tp_size", "batch_sizes": "batch_size", "no_include_default_tasks": "no_default_tasks"}
+    words = ["ladderize", command, *models]
+    for option, value in changed.items():
+        name = f"no_{option}" if value is False else option
+        words.append(flag(names.get(name, name)))
+        if not isinstance(value, bool):
+            words.append(",".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
+    return shlex.join([*words, "--out", out])
 
 
 # kind -> what reads it, and its command

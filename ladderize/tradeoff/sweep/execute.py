@@ -1,23 +1,30 @@
-"""Runs the stages of a plan in processes of their own: several side by side where nothing is timed, and goes on where
-one fails."""
+"""Runs the stages of a plan, each in a process of its own: several side by side where nothing is timed. Where one
+fails, the others go on."""
 
 import contextlib
+import errno
 import os
+import runpy
+import shlex
 import shutil
 import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ladderize.errors import UserError
-from ladderize.ranks.threads import cores
-from ladderize.runtime.launch import how_it_ended, start_context
+from ladderize.console import INTERRUPTED, sentence
+from ladderize.errors import LadderizeError, UserError
+from ladderize.files.temporaries import lock_folder
+from ladderize.ranks.threads import cores, set_threads
+from ladderize.runtime.launch import end_with_parent, how_it_ended, start_context
 from ladderize.tradeoff.sweep.inputs import Inputs
+from ladderize.tradeoff.sweep.stage_commands import Words
 from ladderize.tradeoff.sweep.stages import LOG, TIMED, Stage, finished_stage, mark_finished, prepare
-from ladderize.tradeoff.sweep.worker import Ended, work
 from ladderize.workflows.sweep_document import StageState
 
 LOOK_SECONDS = 1.0  # between two looks at what runs
@@ -25,6 +32,117 @@ STOP_SECONDS = 120.0  # that a stage has, after Ctrl-C, to save what it can
 END_SECONDS = 10.0  # that a process has after its last word
 FULL_BYTES = 1 << 20  # a disk with less free is full
 MISSING = ("failed", "skipped")
+TAKE_ALL_CORES = ("sensitivity", "adapt")  # commands that do so, whatever OMP_NUM_THREADS says
+PATIENCE_SECONDS = 30.0  # a killed sweep's process notices within a moment, and then its folder is free
+
+
+# ---- in the stage's process ----
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a stage's process sends at its end. error: one sentence, or None. disk_full: the cause was that."""
+
+    seconds: float
+    error: str | None = None
+    disk_full: bool = False
+
+
+def work(
+    title: str,
+    commands: Iterable[Words],
+    root: Path,
+    output: str,
+    own_cores: Iterable[int],
+    environment: Mapping[str, str],
+    pipe: Connection,
+) -> None:
+    """The life of a stage's process. root: the sweep's folder, where it works. output: the stage's folder in it.
+    own_cores: of this machine; empty: all. environment: of the sweep's process, which may not be that of the server
+    that forks."""
+    os.setsid()  # Ctrl-C goes to the sweep, which decides what becomes of its stages
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_with_parent()
+    os.environ.clear()
+    os.environ.update(environment)
+    begin = time.monotonic()
+    log = Path(output) / LOG
+    try:
+        os.chdir(root)
+        lock = _lock(Path(output))
+        _write_to(log)
+        print(f"==== {title} ====", flush=True)
+        if own_cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, own_cores)
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        threads = min(int(given), len(cores())) if given.isdigit() and int(given) > 0 else None
+        set_threads(threads, 1)
+        for words in commands:
+            needs_telling = threads is not None and words[0] in TAKE_ALL_CORES and "--threads" not in words
+            run_command((*words, "--threads", str(threads)) if needs_telling else words)
+        if lock is not None:
+            os.close(lock)
+        ended = Ended(time.monotonic() - begin)
+    except BaseException as error:
+        traceback.print_exc()  # to the log
+        ended = Ended(time.monotonic() - begin, _words(error, log), _is_disk_full(error))
+    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        pipe.send(ended)
+
+
+def run_command(words: Words) -> None:
+    """``python -m ladderize WORDS`` in this process. Raises what the command does, and KeyboardInterrupt."""
+    print(f"$ {shlex.join(['ladderize', *words])}", flush=True)
+    sys.argv = ["ladderize", "--debug", *words]  # --debug: errors come as they are, not as a sentence
+    try:
+        runpy.run_module("ladderize", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            raise KeyboardInterrupt from None
+        if end.code:
+            raise UserError(f"it ended with exit code {end.code}") from None
+
+
+def _lock(folder: Path) -> int | None:
+    """Hold the stage's folder: the worker of a sweep that was killed a moment ago may still be in it."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return lock_folder(folder)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{folder} is in use by a process of an earlier sweep; end that, and run again"
+                ) from None
+            time.sleep(0.1)
+
+
+def _write_to(path: Path) -> None:
+    """Let everything that is printed, also by C++ and by child processes, end in a log."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.close(log)
+
+
+def _words(error: BaseException, log: Path) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, LadderizeError | OSError):
+        return sentence(error)
+    return f"unexpected error: {type(error).__name__}: {sentence(error)[:300]} (the traceback is in {log})"
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+# ---- in the sweep's ----
 
 
 @dataclass
@@ -105,16 +223,7 @@ class Execution:
         own = self._own_cores(stage)
         context = start_context()
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (
-            stage.kind,
-            stage.title,
-            dict(stage.job),
-            str(self.root),
-            stage.output,
-            sorted(own),
-            dict(os.environ),
-            theirs,
-        )
+        arguments = (stage.title, stage.commands, self.root, stage.output, sorted(own), dict(os.environ), theirs)
         process = context.Process(target=work, args=arguments, name=stage.title)
         process.start()
         theirs.close()

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,15 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.errors import LadderizeError, UserError
 from ladderize.layout import Layout, check_split, format_ranges
+from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.plan import plan_bench
 from ladderize.runtime.shards import check_runnable
 from ladderize.tradeoff.sweep.builder import StageBuilder, summed
 from ladderize.tradeoff.sweep.points import DENSE, Held, LayoutGroup, PlannedPoint, SweepPlan, named_apart, point_name
 from ladderize.tradeoff.sweep.promotion import WAITING, Judge
-from ladderize.tradeoff.sweep.settings import bench_choice
-from ladderize.tradeoff.sweep.spec import AdaptChoice, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
-from ladderize.tradeoff.sweep.stages import (
-    MODEL_FOLDER,
-    SENSITIVITY_JSON,
-    Stage,
-    finished_stage,
-)
-
-
-@contextmanager
-def names_the_entry(where: str) -> Iterator[None]:
-    """Around a check: its error gets the place in the file in front."""
-    try:
-        yield
-    except LadderizeError as error:
-        text = str(error)
-        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+from ladderize.tradeoff.sweep.stage_commands import MODEL_FOLDER, SENSITIVITY_JSON, errors_begin_with
+from ladderize.tradeoff.sweep.stages import Stage, finished_stage
+from ladderize.tradeoff.sweep.sweep_file import AdaptChoice, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
 
 
 def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any]) -> None:
@@ -49,16 +34,17 @@ def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any]) -> None:
         raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
     layouts = []
     for choice in spec.layouts:
-        with names_the_entry(choice.where):
+        with errors_begin_with(choice.where):
             layouts.append((choice, _layout(choice, config)))
-    if spec.eval_given is not None:
-        ranks = spec.eval_options().tp_size
+    if spec.evaluation is not None:
+        ranks = spec.evaluation.tp_size
         for choice, layout in layouts:
-            with names_the_entry(choice.where):
+            with errors_begin_with(choice.where):
                 check_runnable(config, layout, ranks, name="eval with --tp-size")
     for setting in spec.bench:
-        with names_the_entry(setting.where):
-            plan_bench(bench_choice(setting.given, [model], None, setting.where), setting.options, setting.link)
+        with errors_begin_with(setting.where):
+            timed = ModelChoice(models=(model,), dtype=setting.given.get("dtype", "auto"))
+            plan_bench(timed, setting.options, setting.link)
         for choice, layout in layouts:
             if is_timed(setting, choice.name):
                 _check_runs(setting, choice, layout, config)
@@ -72,7 +58,7 @@ def is_timed(setting: BenchChoice, *entries: str | None) -> bool:
 def _layout(choice: LayoutChoice, config: Mapping[str, Any]) -> Layout:
     if choice.sync_tp_size is not None:
         check_split(config, choice.sync_tp_size, name="sync_tp_size")
-    layout = choice.recipe(dict.fromkeys(choice.auto, "all")).layout(Layout.from_config(config))
+    layout = choice.recipe().layout(Layout.from_config(config))
     layout.check_model(config)
     return layout
 
@@ -232,7 +218,7 @@ class Planner:
             layout=group.layout,
             entries=group.names,
             asked=stages,
-            tokens=summed(map(self.builder.tokens, stages)),
+            tokens=summed(stage.tokens for stage in stages),
             converting=group.converting,
             problem=group.problem,
             awaits=group.needs,
@@ -259,7 +245,7 @@ class Planner:
         """The dense model, trained in the same way; where a layout trains its converted layers, those that any of
         ``groups`` converts. None: no layout can be made."""
         stages = control_stages(choice.stages, [group.layout for group in groups if group.layout is not None])
-        tokens = summed(map(self.builder.tokens, stages))
+        tokens = summed(stage.tokens for stage in stages)
         point = PlannedPoint(point_name(DENSE, stages), DENSE, self.dense, (), stages, tokens)
         open_ones = [group for group in groups if group.layout is None and group.problem is None]
         if not open_ones:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from ladderize.adapt.methods import ALIGN, BLOCKS, FULL, LORA
 from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.layout import Layout
-from ladderize.tradeoff.sweep.spec import AdaptStage, LayoutChoice
-from ladderize.tradeoff.sweep.stages import ADAPTER_FOLDER, MODEL_FOLDER, RESULTS, Stage
+from ladderize.tradeoff.sweep.stage_commands import ADAPTER_FOLDER, MODEL_FOLDER, RESULTS
+from ladderize.tradeoff.sweep.stages import Stage
+from ladderize.tradeoff.sweep.sweep_file import AdaptStage, LayoutChoice
 from ladderize.workflows.sweep_document import AS_CONVERTED, THEN, Status
 
 DENSE = "dense"

@@ -13,7 +13,8 @@ from ladderize.layout import BLOCKING, Layout
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.sweep.points import Held, PlannedPoint
-from ladderize.tradeoff.sweep.stages import BENCH_JSON, Stage, finished_stage
+from ladderize.tradeoff.sweep.stage_commands import BENCH_JSON
+from ladderize.tradeoff.sweep.stages import Stage, finished_stage
 
 WAITING = Held("waiting")
 

@@ -28,18 +28,9 @@ from ladderize.tradeoff.sweep.execute import Execution
 from ladderize.tradeoff.sweep.inputs import CACHE, Inputs
 from ladderize.tradeoff.sweep.plan import Planner
 from ladderize.tradeoff.sweep.points import PlannedPoint, SweepPlan
-from ladderize.tradeoff.sweep.reading import read_sweep
-from ladderize.tradeoff.sweep.spec import SweepSpec
-from ladderize.tradeoff.sweep.stages import (
-    ADAPTER_FOLDER,
-    BENCH_JSON,
-    MODEL_FOLDER,
-    SENSITIVITY_JSON,
-    TIMED,
-    Stage,
-    finished_stage,
-    other_outputs,
-)
+from ladderize.tradeoff.sweep.stage_commands import ADAPTER_FOLDER, BENCH_JSON, MODEL_FOLDER, SENSITIVITY_JSON
+from ladderize.tradeoff.sweep.stages import TIMED, Stage, finished_stage, other_outputs
+from ladderize.tradeoff.sweep.sweep_file import SweepSpec, read_sweep
 from ladderize.workflows.sweep_document import StageState, SweepDocument, SweepPoint
 
 StateOf = Callable[[Stage], StageState]
@@ -228,8 +219,8 @@ def check_tasks(plan: SweepPlan, planner: Planner, console: Console) -> None:
     stage = plan.points[0].evaluating
     if stage is None or finished_stage(stage, planner.root) is not None:
         return
-    options = planner.spec.eval_options()
-    if options.tasks:
+    options = planner.spec.evaluation
+    if options is not None and options.tasks:
         from ladderize.eval.evaluation.tasks import load_tasks
 
         with console.stage("reading the tasks of lm-eval"), console.contained():

@@ -1,7 +1,8 @@
 """One stage of a sweep: what it does, and the folder in which its output is kept under a hash of what it depends on."""
 
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.records import Record
 from ladderize.files.work import run_digest
+from ladderize.tradeoff.sweep.stage_commands import Words
 
 StageKind = Literal["sensitivity", "convert", "adapt", "eval", "bench"]
 # Of the code behind each stage. Raise a stage's number when its output changes for the same input (another result,
@@ -21,33 +23,45 @@ STAGES = "stages"  # folder of their outputs
 MARKER = "stage.json"  # written when all else in the folder is complete
 LOG = "log.txt"
 KEY_DIGITS = 16
-MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"  # folders in a stage's
-RESULTS, SENSITIVITY_JSON, BENCH_JSON, PREDICTIONS = "results.json", "sensitivity.json", "bench.json", "predictions"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """identity: everything that decides its output. job: what the worker is told, as JSON holds it; paths in it are
-    absolute, or relative to the sweep's folder. needs: keys of the stages whose output it reads. title: for people.
-    command: the same by hand, in the sweep's folder. amount: tokens that it trains on, where that is known."""
+    """identity: everything that decides its output; key: its hash. commands: what it runs, in the sweep's folder: words
+    without the program. needs: keys of the stages whose output it reads. title: for people. amount: tokens that it
+    trains on, where that is known."""
 
     kind: StageKind
     title: str
     identity: Mapping[str, Any]
-    job: Mapping[str, Any]
-    command: str
+    key: str
+    commands: tuple[Words, ...]
     needs: tuple[str, ...] = ()
     amount: int | None = None
 
-    @property
-    def key(self) -> str:
-        version = STAGE_VERSIONS[self.kind]
-        return run_digest({"stage": self.kind, "version": version, **self.identity})[:KEY_DIGITS]
+    @classmethod
+    def of(
+        cls,
+        kind: StageKind,
+        title: str,
+        identity: Mapping[str, Any],
+        commands: Callable[[str], tuple[Words, ...]],
+        needs: tuple[str, ...] = (),
+        amount: int | None = None,
+    ) -> "Stage":
+        """commands: of the folder for its output."""
+        key = run_digest({"stage": kind, "version": STAGE_VERSIONS[kind], **identity})[:KEY_DIGITS]
+        return cls(kind, title, identity, key, commands(f"{STAGES}/{kind}-{key}"), needs, amount)
 
     @property
     def output(self) -> str:
         """Its folder, relative to the sweep's."""
         return f"{STAGES}/{self.kind}-{self.key}"
+
+    @property
+    def command(self) -> str:
+        """The same as a user types it."""
+        return " && ".join(shlex.join(["ladderize", *words]) for words in self.commands)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""``sweep``."""
+"""The command ``sweep``."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from ladderize.commands.next_steps import command_line, show_next
 from ladderize.commands.options import LOADING
 from ladderize.console import Console
 from ladderize.errors import UsageError, UserError
-from ladderize.tradeoff.sweep.example import EXAMPLE
+
+EXAMPLE = Path(__file__).parent / "example.yaml"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class SweepArguments:
 @command(
     SweepArguments, panels={PLAIN_OPTIONS: "jobs", OUTPUT: "out dry_run prune write_example json"}, configurable=False
 )
-def sweep(given: GivenOptions) -> None:
+def sweep_command(given: GivenOptions) -> None:
     """Measure a grid of layouts from conversion to accuracy and speed. What is complete is kept and reused."""
     own = given.fill(SweepArguments)
     file, out, console = own.file, own.out, Console(own.as_json)
@@ -70,11 +72,11 @@ def sweep(given: GivenOptions) -> None:
 
 def _write_example(file: Path | None, console: Console) -> None:
     if file is None:
-        console.result(EXAMPLE.rstrip("\n"))
+        console.result(EXAMPLE.read_text(encoding="utf-8").rstrip("\n"))
         return
     if file.exists():
         raise UserError(f"{file} exists; name another file for the example")
-    file.write_text(EXAMPLE, encoding="utf-8")
+    shutil.copyfile(EXAMPLE, file)
     console.note(f"wrote {file}")
     show_next(
         console,

@@ -1,4 +1,4 @@
-"""``demo``."""
+"""The command ``demo``."""
 
 from dataclasses import dataclass
 from pathlib import Path
