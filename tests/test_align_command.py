@@ -340,7 +340,7 @@ def test_models_that_do_not_belong_together(pair, tmp_path, case):
         "dense student": "is dense",
         "converted teacher": "is not dense (4 layers: spd 1:4 (sync_tp_size 4)); name the model that",
         "other shape": "has other shapes than",
-        "other rope": "computes otherwise than",
+        "other rope": "(rope); name the model that it was converted from",
     }
     if case == "no teacher":
         outcome = invoke("adapt", model, tmp_path / "out", "--method", "align", "--data", tmp_path / "ids.npy")
@@ -354,6 +354,13 @@ def test_models_that_do_not_belong_together(pair, tmp_path, case):
         assert outcome.code == 1
     assert messages[case] in one_sentence(outcome)
     assert not {"out", WORK} & set(listing(tmp_path))
+
+
+def test_out_is_none_of_the_models_and_empty(pair, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    assert "is not empty" in one_sentence(align(pair, tmp_path / "full"))
+    assert "is the source" in one_sentence(align(pair, pair[1]))
 
 
 @pytest.mark.parametrize("same", [[], ["embed_tokens"], ["embed_tokens", "layers.0"]])

@@ -1,7 +1,6 @@
 """Block-to-block distillation: what the loss is, that it helps, that it resumes, and what is refused."""
 
 import json
-import os
 import sys
 
 import numpy as np
@@ -15,17 +14,14 @@ from ladderize.adapt.blockwise.block_trainer import BlockReport, BlockTrainer, _
 from ladderize.adapt.blockwise.hidden_states import StateStore, needs_pair, teacher_pass
 from ladderize.adapt.blockwise.layer_files import BlockFolder, LayerFiles, StudentBlocks
 from ladderize.adapt.blockwise.options import DistillOptions
-from ladderize.adapt.blockwise.rewrite import HeldoutMeasures
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError
-from ladderize.eval.results import Perplexity
 from ladderize.layout import Layout, parse_ranges
 from tests import warm
 from tests.helpers import BIASES, SHAPE, invoke, listing, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
-NEVER = {"dense": 8.0, "before": 9.0, "distilled": 9.5}
 DEVICE = torch.device("cpu")
 # name -> (ladder, spd)
 KINDS = {
@@ -145,37 +141,16 @@ def pair(tmp_path):
     return dense, tmp_path / "spd"
 
 
-def adapt(pair, out, *options, method="blocks", data="ids.npy"):
+def command(pair, out, *options, method="blocks", data="ids.npy"):
     dense, model = pair
-    arguments = [
-        "--method",
-        method,
-        "--distill-from",
-        dense,
-        "--data",
-        dense.parent / data,
-        "--no-verify",
-        "--threads",
-        1,
-    ]
-    return invoke(
-        "adapt",
-        model,
-        out,
-        *arguments,
-        "--epochs",
-        3,
-        "--batch-size",
-        4,
-        "--lr",
-        1e-3,
-        "--samples",
-        64,
-        "--heldout",
-        8,
-        *(() if "--write" in options else ("--write", "last")),  # random models need not get better on other data
-        *options,
-    )
+    sizes = ["--epochs", 3, "--batch-size", 4, "--lr", 1e-3, "--samples", 64, "--heldout", 8, "--threads", 1]
+    write = [] if "--write" in options else ["--write", "last"]  # random models need not get better on other data
+    what = ["--method", method, "--distill-from", dense, "--data", dense.parent / data, "--no-verify"]
+    return ["adapt", model, out, *what, *sizes, *write, *options]
+
+
+def adapt(pair, out, *options, **more):
+    return invoke(*command(pair, out, *options, **more))
 
 
 def test_every_block_gets_better(pair, tmp_path):
@@ -208,20 +183,6 @@ def test_every_block_gets_better(pair, tmp_path):
     assert "nothing here was retrained" not in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_the_held_out_perplexity_is_that_of_eval(pair, tmp_path):
-    """The number in the table is the number of the checkpoint: the same windows through `ladderize eval`."""
-    document = json.loads(adapt(pair, tmp_path / "out", "--json").stdout)
-    windows = blockwise.training_windows(
-        open_checkpoint(str(pair[0])),
-        blockwise.BlockwiseOptions(str(pair[0].parent / "ids.npy"), samples=64, heldout=8),
-    )
-    np.save(tmp_path / "heldout.npy", windows.heldout.numpy())
-    assert not set(map(tuple, windows.heldout.tolist())) & set(map(tuple, windows.train.tolist()))
-    scored = json.loads(invoke("eval", tmp_path / "out", "--perplexity", tmp_path / "heldout.npy", "--json").stdout)
-    value = scored["models"][0]["ladderize"]["perplexity"]["perplexity"]
-    assert value == pytest.approx(document["heldout_perplexity"]["distilled"]["perplexity"], rel=1e-5)
-
-
 def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
     assert adapt(pair, tmp_path / "whole").code == 0
     save, trained = LayerFiles.save, []
@@ -248,44 +209,12 @@ def test_a_killed_run_ends_with_the_same_weights(pair, tmp_path, monkeypatch):
 
 def test_two_processes_train_the_same_weights(pair, tmp_path):
     assert adapt(pair, tmp_path / "one").code == 0
-    dense, model = pair
-    command = [
-        "adapt",
-        model,
-        tmp_path / "two",
-        "--method",
-        "blocks",
-        "--distill-from",
-        dense,
-        "--data",
-        dense.parent / "ids.npy",
-        "--no-verify",
-        "--threads",
-        1,
-        "--epochs",
-        3,
-        "--batch-size",
-        4,
-        "--lr",
-        1e-3,
-        "--samples",
-        64,
-        "--heldout",
-        8,
-        "--device",
-        "cpu",
-        "--json",
-        "--max-memory",
-        "1B",
-        "--write",
-        "last",
-    ]
-    result = warm.run_group([sys.executable, "-m", "ladderize", *command])
+    more = command(pair, tmp_path / "two", "--device", "cpu", "--json", "--max-memory", "1B")
+    result = warm.run_group([sys.executable, "-m", "ladderize", *more])
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)["blocks"]) == 3
-    assert (tmp_path / "two" / "model.safetensors").read_bytes() == (
-        tmp_path / "one" / "model.safetensors"
-    ).read_bytes()
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
 
 
 def test_ladder_blocks_are_distilled_too(pair, tmp_path):
@@ -310,24 +239,6 @@ def test_training_that_does_not_help_changes_nothing(pair, tmp_path):
         assert all(torch.equal(before[name], after[name]) for name in before if f"layers.{layer}." in name)
 
 
-def test_training_that_never_helped_writes_nothing(pair, tmp_path):
-    def heldout_gets_worse(*arguments):
-        found = {name: Perplexity(value, None, 1.0, 8, 1, 8, 1.0) for name, value in NEVER.items()}
-        return HeldoutMeasures(found, {})
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewrite, "before_and_after", heldout_gets_worse)
-        outcome = adapt(pair, tmp_path / "out", "--write", "best", "--epochs", 1)
-    assert outcome.code == 1
-    assert "distillation never lowered the held-out perplexity (before 9.0000, after 9.5000)" in one_sentence(outcome)
-    assert "out" not in listing(tmp_path)
-    assert "block-00001.safetensors" in listing(tmp_path / "out.ladderize-work")
-    written = adapt(pair, tmp_path / "out", "--write", "last", "--epochs", 1)
-    assert written.code == 0, written.stderr
-    assert "are already done" in written.stderr
-    assert "out.ladderize-work" not in listing(tmp_path)
-
-
 def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatch):
     loss = BlockTrainer.loss
     monkeypatch.setattr(
@@ -349,11 +260,8 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
         (["--train", "0"], 1, "0 are the same as in the dense model; only 1:4 differ from it"),
         (["--train", "9"], 1, "--train: 9 is out of range"),
         (["--samples", "70"], 1, "gives 72 windows of 16 tokens, and 78 are asked for"),
-        (["--seq-len", "1"], 2, "--seq-len"),
         (["--lr", "0"], 2, "--lr must be above 0"),
         (["--lr", "nan"], 2, "--lr must be above 0"),
-        (["--max-memory", "much"], 2, "--max-memory: 'much' is not a size"),
-        (["--dtype", "float16"], 2, "too small a range for training"),
         (["--method", "magic"], 2, "'magic' is not one of"),
         (["--lr", "1e300"], 2, "at most 1000"),
         (["--data", "another.npy"], 2, "--method blocks reads one --data file"),
@@ -368,22 +276,6 @@ def test_what_is_refused(pair, tmp_path, options, code, message):
 
 def test_missing_data_is_refused(pair, tmp_path):
     assert "nothing.npy does not exist" in one_sentence(adapt(pair, tmp_path / "out", data="nothing.npy"))
-
-
-def test_which_pairs_are_refused(pair, tmp_path):
-    dense, model = pair
-    other = save_llama(tmp_path / "other", intermediate_size=96)
-    assert "is dense; there is nothing to distil" in one_sentence(adapt((dense, dense), tmp_path / "out"))
-    outcome = adapt((model, model), tmp_path / "out")
-    assert "is not dense" in one_sentence(outcome)
-    assert "has other shapes" in one_sentence(adapt((other, model), tmp_path / "out"))
-    rope = save_llama(tmp_path / "rope", seed=5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    assert "computes otherwise than" in (said := one_sentence(adapt((rope, model), tmp_path / "out")))
-    assert "(rope)" in said
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").write_text("")
-    assert "is not empty" in one_sentence(adapt(pair, tmp_path / "full"))
-    assert "is the source" in one_sentence(adapt(pair, model))
 
 
 def test_work_of_another_run_is_not_mixed_in(tmp_path):
@@ -449,15 +341,6 @@ def test_the_teacher_is_never_touched(pair, tmp_path):
     assert "is the source or lies inside it" in one_sentence(adapt(pair, dense, "--overwrite"))
     assert "is the source or lies inside it" in one_sentence(adapt(pair, dense / "inner"))
     assert {path.name: path.read_bytes() for path in dense.iterdir()} == before
-
-
-def test_a_full_disk_is_one_sentence(pair, tmp_path, monkeypatch):
-    def full(descriptor, offset, size):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    assert "no space left on device" in one_sentence(adapt(pair, tmp_path / "out", "--max-memory", "1B"))
-    assert listing(tmp_path) == ["dense", "ids.npy", "spd"]
 
 
 def test_the_dense_row_is_the_teachers(pair, tmp_path):

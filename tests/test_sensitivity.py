@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ladderize.blocks import Blocks, open_checkpoint, read_windows, window_nlls
+from ladderize.blocks import Blocks, open_checkpoint, read_windows
 from ladderize.console import Console
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.convert.sensitivity_file import MODES, SensitivityDocument
@@ -76,47 +76,6 @@ def test_columns_are_what_the_paper_says():
     assert [layout.spd_layers for layout in column_layouts("each", 3, 2)] == [[0], [1], [2], []]
     assert [layout.ladder_layers for layout in column_layouts("ladder", 3, None)] == [[0, 1, 2], [1, 2], [2], []]
     assert [layout.ladder_layers for layout in column_layouts("each-ladder", 3, None)] == [[0], [1], [2], []]
-
-
-@pytest.mark.parametrize("mode", ["spd", "ladder"])
-def test_the_cached_prefix_changes_nothing_and_is_cheap(llama, ids, mode, monkeypatch):
-    blocks = Blocks(open_checkpoint(str(llama)), torch.float32, torch.device("cpu"))
-    windows = torch.from_numpy(np.load(ids))
-    layouts = column_layouts(mode, LAYERS, RANKS[mode])
-    uncached = [
-        window_nlls(blocks, lambda i, layout=layout: blocks.layer(i, layout), windows, batch_size=12)
-        for layout in layouts
-    ]
-    suffixes, calls = Suffixes(blocks, layouts), []
-    run = blocks.run
-    monkeypatch.setattr(blocks, "run", lambda layer, state: calls.append(layer) or run(layer, state))
-    np.testing.assert_allclose(suffixes(windows), torch.stack(uncached, 1).numpy(), rtol=1e-6)
-    assert (
-        len(calls) == LAYERS + LAYERS * (LAYERS + 1) // 2
-    )  # one pass and half of L forwards, where L + 1 would take L (L + 1)
-
-
-def test_a_killed_run_goes_on(llama, ids, monkeypatch):
-    options = SensitivityOptions(str(ids), "spd", 2, samples=12, batch_size=4)
-    whole = measure_sensitivity(str(llama), options, console=Console())
-    saved = []
-
-    def save(document):
-        saved.append(json.loads(json.dumps(document)))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(window_table, "SAVE_SECONDS", 0.0)
-    with pytest.raises(KeyboardInterrupt):
-        measure_sensitivity(str(llama), options, console=Console(), save=save)
-    assert saved[0]["complete"] is False
-    assert len(saved[0]["nll"]) == 4
-    scored = []
-    forward = Suffixes.__call__
-    monkeypatch.setattr(
-        Suffixes, "__call__", lambda self, windows: scored.append(len(windows)) or forward(self, windows)
-    )
-    assert measure_sensitivity(str(llama), options, console=Console(), previous=saved[0]) == whole
-    assert scored == [4, 4]
 
 
 def test_intervals_come_from_windows():

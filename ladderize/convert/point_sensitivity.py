@@ -16,6 +16,7 @@ from ladderize.convert.sensitivity_file import (
     SensitivityDocument,
     SensitivityRun,
     kind_of,
+    read_complete,
     read_sensitivity,
 )
 from ladderize.errors import UserError
@@ -150,9 +151,7 @@ def read_point_sensitivity(path: Path) -> PointSensitivity:
             f"{path} has the mode {mode!r}, which does not tell what a single sync point costs; measure that with"
             f" `ladderize sensitivity --mode {POINTS}`"
         )
-    if content.get("complete") is not True:
-        raise UserError(f"{path} is not complete; run `ladderize sensitivity` again to resume it")
-    document = PointSensitivity.from_dict(content, path)
+    document = read_complete(PointSensitivity, content, path)
     for problem in _problems(document):
         raise UserError(f"{path}: {problem}; measure it again")
     return document
@@ -160,12 +159,8 @@ def read_point_sensitivity(path: Path) -> PointSensitivity:
 
 def _problems(document: PointSensitivity) -> Iterator[str]:
     """What is wrong with the content of a file, which may be anybody's."""
-    if not document.fingerprint:
-        yield "fingerprint is '', but must be the text that identifies a model"
     if document.num_layers < 1:
         yield f"num_layers is {document.num_layers}, but must be a positive integer"
-    if document.sync_tp_size is not None and document.sync_tp_size < 1:
-        yield f"sync_tp_size is {document.sync_tp_size}, but must be a positive integer"
     if not math.isfinite(document.dense_nll) or document.dense_nll < 0:
         yield f"dense_nll is {document.dense_nll}, which is no mean of negative log-likelihoods"
     expected = point_changes(document.num_layers, dropped=document.sync_tp_size is not None, pairs=document.pairs)

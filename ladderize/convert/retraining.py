@@ -1,7 +1,6 @@
 """Whether, how and from what a checkpoint's weights were retrained: read from the documents that ``adapt`` and ``spd``
 put beside them, which every later conversion carries along. Imports no torch."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,103 +52,63 @@ class _Data(Record):
 
 
 @dataclass(frozen=True)
-class _Entry(Record):
-    """What a document says of one layer, which it calls a block or a layer."""
+class _Layer(Record):
+    """What a document says of one layer. alignment, distillation: in spd.json, None where it got none."""
 
-    layer: int | None = None
-    block: int | None = None
-    distillation: dict[str, Any] | None = None
+    KEYS: ClassVar = {"number": "layer"}
+    FORMER: ClassVar = {"number": "block"}
+
+    number: int
     alignment: dict[str, Any] | None = None
-
-    @property
-    def number(self) -> int:
-        return (self.layer if self.block is None else self.block) or 0
+    distillation: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class _Document(Record):
-    """What all of these documents have."""
+    """Any of these documents, as far as it is told; ``FORMER`` has the keys by which others call the same."""
+
+    FORMER: ClassVar = {
+        "layers": "blocks",
+        "teacher": "distill_from",
+        "heldout_perplexity": "perplexity",
+        "heldout_divergence": "divergence",
+    }
 
     model: str
     layout: str
-
-
-@dataclass(frozen=True)
-class _Adaptation(_Document):
-    """adaptation.json, as far as it is told."""
-
-    method: str
-    layers: list[int]
-    data: list[str]
-    distill_from: str | None
-    heldout_perplexity: dict[str, float | None] | None
-
-    def retraining(self) -> Retraining:
-        scores = self.heldout_perplexity or {}
-        known = {name: value for name in ("dense", "before", "after") if (value := scores.get(name)) is not None}
-        return Retraining(self.method, self.model, self.distill_from, self.layout, self.layers, self.data, known)
-
-
-@dataclass(frozen=True)
-class _Rewritten(_Document):
-    """alignment.json and distillation.json, as far as they are told: the one has ``layers``, the other ``blocks``."""
-
-    FORMER: ClassVar = {"layers": "blocks"}
-
-    teacher: str
-    data: _Data
-    heldout_perplexity: dict[str, _Score]
-    layers: list[_Entry]
+    data: _Data | list[str]
+    layers: list[_Layer] | list[int]
+    heldout_perplexity: dict[str, _Score] | dict[str, float | None] | None
     heldout_divergence: dict[str, float] = field(default_factory=dict)
+    method: str = "spd"  # which its own document does not say, nor the teacher: the model itself
+    teacher: str | None = None
 
-    def retraining(self) -> Retraining:
-        method = "align" if all(entry.block is None for entry in self.layers) else "blocks"
-        return Retraining(
-            method,
-            self.model,
-            self.teacher,
-            self.layout,
-            [entry.number for entry in self.layers],
-            [self.data.file],
-            {name: score.perplexity for name, score in self.heldout_perplexity.items()},
-            self.heldout_divergence,
-            aligned=method == "align",
+    def retraining(self, name: str) -> Retraining | None:
+        """name: of its file."""
+        layers = [entry for entry in self.layers if isinstance(entry, _Layer)]
+        numbers = [entry for entry in self.layers if isinstance(entry, int)] or [entry.number for entry in layers]
+        method, teacher, aligned = self.method, self.teacher, False
+        if name == "spd.json":
+            numbers = [entry.number for entry in layers if (entry.alignment or entry.distillation) is not None]
+            teacher, aligned = self.model, all(entry.distillation is None for entry in layers)
+        elif name != "adaptation.json":
+            aligned = name == "alignment.json"
+            method = "align" if aligned else "blocks"
+        scores = {
+            step: value.perplexity if isinstance(value, _Score) else value
+            for step in (STEPS if name == "adaptation.json" else self.heldout_perplexity or ())
+            if (value := (self.heldout_perplexity or {}).get(step)) is not None
+        }
+        data = [self.data.file] if isinstance(self.data, _Data) else self.data
+        told = Retraining(
+            method, self.model, teacher, self.layout, numbers, data, scores, self.heldout_divergence, aligned
         )
+        return told if numbers or name != "spd.json" else None
 
 
-@dataclass(frozen=True)
-class _Spd(_Document):
-    """spd.json, as far as it is told."""
-
-    data: _Data
-    blocks: list[_Entry]
-    perplexity: dict[str, _Score]
-    divergence: dict[str, float] = field(default_factory=dict)
-
-    def retraining(self) -> Retraining | None:
-        changed = [entry.number for entry in self.blocks if (entry.alignment or entry.distillation) is not None]
-        if not changed:
-            return None
-        return Retraining(
-            "spd",
-            self.model,
-            self.model,
-            self.layout,
-            changed,
-            [self.data.file],
-            {name: score.perplexity for name, score in self.perplexity.items()},
-            self.divergence,
-            aligned=all(entry.distillation is None for entry in self.blocks),
-        )
-
-
+STEPS = ("dense", "before", "after")  # of the perplexities in adaptation.json, where other figures stand too
 # in the order in which they usually follow each other
-DOCUMENTS: Mapping[str, type[_Spd] | type[_Rewritten] | type[_Adaptation]] = {
-    "spd.json": _Spd,
-    "alignment.json": _Rewritten,
-    "distillation.json": _Rewritten,
-    "adaptation.json": _Adaptation,
-}
+DOCUMENTS = ("spd.json", "alignment.json", "distillation.json", "adaptation.json")
 
 
 def read_retrainings(folder: Path) -> list[Retraining]:
@@ -159,14 +118,14 @@ def read_retrainings(folder: Path) -> list[Retraining]:
     UserError for one of ours that is damaged.
     """
     found = []
-    for name, kind in DOCUMENTS.items():
+    for name in DOCUMENTS:
         path = folder / name
         if not path.is_file():
             continue
         content = read_json(path, advice="restore it, or remove it")
         if not {"ladderize_version", "model"} <= content.keys():
             continue  # somebody else's, or an adapter's that says only what it belongs to
-        if (retraining := kind.from_dict(content, path).retraining()) is not None:
+        if (retraining := _Document.from_dict(content, path).retraining(name)) is not None:
             found.append(retraining)
     return found
 

@@ -2,9 +2,10 @@
 torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
@@ -129,6 +130,21 @@ def kind_of(mode: str) -> str:
     return LADDER if changes_to_ladder(mode) else SPD
 
 
+Complete = TypeVar("Complete", bound=SensitivityRun)
+
+
+def read_complete(kind: type[Complete], content: Mapping[str, Any], path: Path) -> Complete:
+    """The document of a measurement that was finished; raises UserError for any other content."""
+    if content.get("complete") is not True:
+        raise UserError(f"{path} is not complete; run `ladderize sensitivity` again to resume it")
+    document = kind.from_dict(content, path)
+    if document.sync_tp_size is not None and document.sync_tp_size < 1:
+        raise UserError(f"{path}: sync_tp_size is {document.sync_tp_size}, but must be a positive integer")
+    if not document.fingerprint:
+        raise UserError(f"{path}: fingerprint is '', but must be the text that identifies a model")
+    return document
+
+
 def read_sensitivity(path: Path, kind: str = SPD) -> SensitivityDocument:
     """Read a sensitivity.json of blocks that become ``kind`` layers (``spd`` or ``ladder``).
 
@@ -148,13 +164,9 @@ def read_sensitivity(path: Path, kind: str = SPD) -> SensitivityDocument:
             f"{path} measures the sensitivity to --{kind_of(mode)} (mode {mode}), not to --{kind}; measure that with"
             f" `ladderize sensitivity --mode {kind}`, or select with --{kind_of(mode)} auto"
         )
-    if content.get("complete") is not True:
-        raise UserError(f"{path} is not complete; run `ladderize sensitivity` again to resume it")
-    document = SensitivityDocument.from_dict(content, path)
-    if kind == SPD and (document.sync_tp_size is None or document.sync_tp_size < 1):
-        raise UserError(f"{path}: sync_tp_size is {document.sync_tp_size}, but must be a positive integer")
-    if not document.fingerprint:
-        raise UserError(f"{path}: fingerprint is '', but must be the text that identifies a model")
+    document = read_complete(SensitivityDocument, content, path)
+    if kind == SPD and document.sync_tp_size is None:
+        raise UserError(f"{path}: sync_tp_size is None, but must be a positive integer")
     if not math.isfinite(document.tau1):
         raise UserError(f"{path}: tau1 is {document.tau1}, which is not a number")
     blocks = [
@@ -168,9 +180,7 @@ def read_sensitivity(path: Path, kind: str = SPD) -> SensitivityDocument:
             )
         if not math.isfinite(entry.sensitivity):
             raise UserError(f"{path}: the sensitivity of block {number} is {entry.sensitivity}, which is not a number")
-        if entry.sensitivity_class not in CLASSES:
-            raise UserError(
-                f"{path}: the class of block {number} is {entry.sensitivity_class!r}, but must be one of"
-                f" {', '.join(CLASSES)}"
-            )
+        if (name := entry.sensitivity_class) not in CLASSES:
+            known = ", ".join(CLASSES)
+            raise UserError(f"{path}: the class of block {number} is {name!r}, but must be one of {known}")
     return replace(document, blocks=blocks)

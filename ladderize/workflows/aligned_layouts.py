@@ -113,33 +113,27 @@ class AlignedLayouts:
     def announce(self, what: str, layouts: Sequence[Layout], scored: np.ndarray, console: Console) -> None:
         """Say what aligning and scoring ``layouts`` takes; raises UserError where it has no room. what: they are."""
         blocks, windows = self.blocks, self.windows
-        sizes = {layout.sync_tp_size for layout in layouts if layout.sync_tp_size is not None}
-        weights, products = layer_bytes(self.teacher, max(sizes, default=None))
+        most_ranks = max((layout.sync_tp_size for layout in layouts if layout.sync_tp_size is not None), default=None)
+        layer = sum(layer_bytes(self.teacher, most_ranks))
         pairs = 2 if any(OVERLAPPED in layout.mlp_sync for layout in layouts) else 1
         states = states_bytes(self.teacher, self.all_windows, self.ranks)
         states += pairs * scored.size * int(blocks.config["hidden_size"]) * blocks.dtype.itemsize
-        layer = weights + products
         on_host = blocks.device.type == HOST.type
         for device, needed in ((blocks.device, layer + on_host * states), (HOST, states)):
             check_room(needed, device, "aligning layouts", "lower --align-samples or --samples")
+        forward, solved = seconds_of_a_layer(self.teacher, most_ranks, self.all_windows, self.settings, self.ranks)
+        batch = torch.from_numpy(scored[: usual_batch(self.batch_size, scored)])
+        dense = self._layer(0, Layout.dense(blocks.num_layers))
+        scoring = layer_seconds(blocks, dense, batch) / len(batch) * len(scored)
+        aligned, every = layers_of(layouts), len(layouts) * blocks.num_layers
+        seconds = (FORWARDS * forward + solved) * aligned + forward * (every - aligned) + scoring * every
         console.note(
-            f"{what} on {len(scored)} windows of {scored.shape[1]} tokens: {layers_of(layouts):,} layers are aligned on"
+            f"{what} on {len(scored)} windows of {scored.shape[1]} tokens: {aligned:,} layers are aligned on"
             f" {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out), about"
-            f" {human_seconds(self._seconds(layouts, scored))} on {blocks.device}; {human_bytes(layer)} for a layer and"
-            f" its products, {human_bytes(states)} of states in memory"
+            f" {human_seconds(seconds)} on {blocks.device}; {human_bytes(layer)} for a layer and its products,"
+            f" {human_bytes(states)} of states in memory"
         )
         warn_of_few(windows.train.numel(), blocks.config, "--align-samples", console)
-
-    def _seconds(self, layouts: Sequence[Layout], scored: np.ndarray) -> float:
-        sizes = {layout.sync_tp_size for layout in layouts if layout.sync_tp_size is not None}
-        forward, solved = seconds_of_a_layer(
-            self.teacher, max(sizes, default=None), self.all_windows, self.settings, self.ranks
-        )
-        batch = torch.from_numpy(scored[: usual_batch(self.batch_size, scored)])
-        dense = self._layer(0, Layout.dense(self.blocks.num_layers))
-        scoring = layer_seconds(self.blocks, dense, batch) / len(batch) * len(scored)
-        aligned, every = layers_of(layouts), len(layouts) * self.blocks.num_layers
-        return (FORWARDS * forward + solved) * aligned + forward * (every - aligned) + scoring * every
 
 
 def layers_of(layouts: Sequence[Layout]) -> int:

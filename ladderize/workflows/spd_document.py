@@ -1,5 +1,6 @@
 """spd.json: what each block got and why, with the figures of each step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -50,32 +51,25 @@ class SpdDocument(Record):
 
 def spd_rows(document: SpdDocument) -> list[dict[str, str]]:
     """What each block got, for people; steps that no block got have no column."""
-    grouped = any(row.grouping for row in document.blocks)
-    aligned = any(row.alignment for row in document.blocks)
-    distilled = any(row.distillation for row in document.blocks)
-    rows = []
-    for row in document.blocks:
-        cells = {
-            "block": str(row.block),
-            "S": f"{row.sensitivity:+.4f}",
-            "class": row.sensitivity_class,
-            "attention sync": "dropped" if row.selected else "kept",
-        }
-        if grouped:
-            cells["head grouping: error"] = (
-                f"{row.grouping.error_before:.2e} to {row.grouping.error_after:.2e}" if row.grouping else ""
-            )
-        if aligned:
-            cells["alignment: error of the MLP's writes"] = (
-                "{error_before:.1%} to {error_after:.1%}".format(**vars(row.alignment.projections[-1]))
-                if row.alignment
-                else ""
-            )
-        if distilled:
-            cells["distillation: block error"] = (
-                f"{row.distillation.share_lost_before:.2%} to {row.distillation.share_lost_after:.2%}"
-                if row.distillation
-                else ""
-            )
-        rows.append(cells)
-    return rows
+    columns: dict[str, Callable[[SpdBlock], str]] = {
+        "block": lambda row: str(row.block),
+        "S": lambda row: f"{row.sensitivity:+.4f}",
+        "class": lambda row: row.sensitivity_class,
+        "attention sync": lambda row: "dropped" if row.selected else "kept",
+        "head grouping: error": lambda row: (
+            f"{row.grouping.error_before:.2e} to {row.grouping.error_after:.2e}" if row.grouping else ""
+        ),
+        "alignment: error of the MLP's writes": lambda row: (
+            "{error_before:.1%} to {error_after:.1%}".format(**vars(row.alignment.projections[-1]))
+            if row.alignment
+            else ""
+        ),
+        "distillation: block error": lambda row: (
+            f"{row.distillation.share_lost_before:.2%} to {row.distillation.share_lost_after:.2%}"
+            if row.distillation
+            else ""
+        ),
+    }
+    cells = {name: [text(row) for row in document.blocks] for name, text in columns.items()}
+    shown = {name: texts for name, texts in cells.items() if any(texts)}
+    return [{name: texts[number] for name, texts in shown.items()} for number in range(len(document.blocks))]

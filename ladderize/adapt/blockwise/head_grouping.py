@@ -248,7 +248,6 @@ def descend(probe: Probe, units: Units, start: Assignment, *, seed: int = 0) -> 
     return [sorted(members) for members in descent.held]
 
 
-CRITERIA = ("error", "paper")
 GROUPING_WINDOWS = 32  # of calibration, for the distances of attention maps
 GROUPING_TOKENS = 4096  # drawn from these windows, for everything that runs an MLP
 PASSES = 3  # of a descent, as a rule
