@@ -1,5 +1,6 @@
 import os
 import random
+import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,73 +19,16 @@ from tests.helpers import STORIES, save_llama
 torch.set_num_threads(1)
 
 SEED = "LADDERIZE_TEST_SEED"
-# Files by the time that they take, the longest first: two workers then end together (--dist loadfile with
-# --no-loadscope-reorder takes them in this order). Files that are not named here are short.
+# The longest files, the longest first: two workers then end together (--dist loadfile with --no-loadscope-reorder
+# takes them in this order).
 LONG_FILES = [
-    "test_demo.py",
-    "test_domino_gradients.py",
-    "test_tensor_parallel.py",
-    "test_report.py",
-    "test_report_browser.py",
-    "test_eval.py",
-    "test_align_command.py",
-    "test_eval_runtime.py",
-    "test_answers.py",
-    "test_adapt_tp.py",
-    "test_runtime_lm.py",
-    "test_eval_ranks.py",
-    "test_docs.py",
-    "test_chat_template.py",
-    "test_python_docs.py",
-    "test_promotion.py",
-    "test_generate.py",
-    "test_examples.py",
-    "test_api.py",
-    "test_aligned_sensitivity.py",
-    "test_control.py",
-    "test_spd.py",
-    "test_runtime.py",
-    "test_sweep_keys.py",
-    "test_sweep_killed.py",
-    "test_sweep.py",
-    "test_sweep_file.py",
-    "test_bench.py",
-    "test_bench_training.py",
-    "test_bench_domino.py",
-    "test_calibrate.py",
-    "test_planner_verify.py",
-    "test_plan.py",
-    "test_planner.py",
-    "test_planner_files.py",
-    "test_planning_model.py",
-    "test_requests.py",
-    "test_going_on.py",
-    "test_model.py",
-    "test_corpus.py",
-    "test_distill.py",
-    "test_several_processes.py",
-    "test_house.py",
-    "test_compare.py",
-    "test_paired.py",
-    "test_sensitivity.py",
-    "test_points.py",
-    "test_interrupted.py",
-    "test_layout_measurer.py",
-    "test_group_signals.py",
-    "test_distributed.py",
-    "test_convert.py",
-    "test_steps.py",
-    "test_going_wrong.py",
-    "test_merge.py",
-    "test_heads.py",
-    "test_loading.py",
-    "test_selection.py",
-    "test_peft.py",
-    "test_bad_input.py",
-    "test_browser.py",
-    "test_loader.py",
-    "test_atomic.py",
-]
+    "demo", "domino_gradients", "tensor_parallel", "report", "report_browser", "eval", "align_command",
+    "eval_runtime", "answers", "adapt_tp", "runtime_lm", "eval_ranks", "docs", "chat_template", "python_docs",
+    "promotion", "generate", "examples", "api", "aligned_sensitivity", "control", "spd", "runtime", "sweep_keys",
+    "sweep_killed", "sweep", "sweep_file", "bench", "bench_training", "bench_domino", "calibrate", "planner_verify",
+    "plan", "planner", "planner_files", "planning_model", "requests", "going_on", "model", "corpus", "distill",
+    "several_processes", "house", "compare", "paired",
+]  # fmt: skip
 
 
 # These have an environment of their own (`make test-vllm`), and are collected only where they are named.
@@ -99,7 +43,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONG_FILES)}
+    places = {f"test_{name}.py": place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))  # stable: a file's own order stays
 
 
@@ -167,10 +111,15 @@ def warm_python_ends() -> Iterator[None]:
         warm.warm_python().close()
 
 
+@pytest.fixture(scope="session")
+def made_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama") / "src")
+
+
 @pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    """A small random Llama on disk: 4 layers, GQA 8/4, one safetensors file, float32."""
-    return save_llama(tmp_path / "src")
+def llama(made_llama: Path, tmp_path: Path) -> Path:
+    """A small random Llama on disk, for this test alone: 4 layers, GQA 8/4, one safetensors file, float32."""
+    return Path(shutil.copytree(made_llama, tmp_path / "src"))
 
 
 @pytest.fixture(scope="session")
