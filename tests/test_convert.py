@@ -21,6 +21,10 @@ from tests.helpers import BIASES, STORIES, edit_json, invoke, listing, random_id
 from tests.oracle import Oracle
 
 LADDER = Recipe(ladder="2:")
+LLAMA_3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -64,11 +68,15 @@ def test_weights_are_linked_and_verified(tmp_path, shards):
     }
 
 
-def test_copy_shares_no_bytes_with_the_source(llama, tmp_path):
-    report = convert_checkpoint(llama, tmp_path / "out", LADDER, copy=True, verify=False)
-    assert report.weights == {"copied": 1}
-    assert not (tmp_path / "out" / "model.safetensors").samefile(llama / "model.safetensors")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
+@pytest.mark.parametrize(
+    ("recipe", "copy", "how"),
+    [(LADDER, True, "copied"), (Recipe(ladder="2:", dtype="float32"), False, "linked")],  # that dtype is there already
+)
+def test_unchanged_weights(llama, tmp_path, recipe, copy, how):
+    assert convert_checkpoint(llama, tmp_path / "out", recipe, copy=copy, verify=False).weights == {how: 1}
+    source, out = llama / "model.safetensors", tmp_path / "out" / "model.safetensors"
+    assert out.samefile(source) == (how == "linked")
+    assert out.read_bytes() == source.read_bytes()
 
 
 def test_another_file_system_gets_copies(llama):
@@ -83,24 +91,35 @@ def test_another_file_system_gets_copies(llama):
         shutil.rmtree(out, ignore_errors=True)
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_dtype(tmp_path, dtype, shards):
+@pytest.mark.parametrize(
+    ("shards", "size", "dtype"),
+    [
+        *((shards, None, dtype) for shards in (1, 3) for dtype in ("bfloat16", "float16")),
+        *((2, size, dtype) for size, dtype in (("20kB", None), ("30KB", "bfloat16"), ("1GB", None), ("1", None))),
+    ],
+)
+def test_weights_are_rewritten(tmp_path, shards, size, dtype):
+    """As another dtype, and into files of at most that size."""
     source = save_llama(tmp_path / "src", shards=shards)
-    report = convert_checkpoint(source, tmp_path / "out", Recipe(ladder="2:", dtype=dtype), verify=False)
-    assert report.weights == {"rewritten": shards}
-    wanted = getattr(torch, dtype)
-    found, expected = all_tensors(tmp_path / "out"), all_tensors(source)
-    assert list(found) == list(expected) or set(found) == set(expected)
+    recipe = Recipe(ladder="2:", dtype=dtype, max_shard_size=size)
+    report = convert_checkpoint(source, tmp_path / "out", recipe, verify=False)
+    assert report.weights == {"rewritten": len(report.weight_files)}
+    expected, found = all_tensors(source), all_tensors(tmp_path / "out")
+    assert set(found) == set(expected)
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor.to(wanted))
-    model = load(tmp_path / "out")
-    assert model.dtype == wanted
-
-
-def test_dtype_that_is_there_already_links(llama, tmp_path):
-    report = convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype="float32"), verify=False)
-    assert report.weights == {"linked": 1}
+        assert torch.equal(found[name], tensor.to(getattr(torch, dtype)) if dtype else tensor)
+    if size is not None:
+        limit = {"20kB": 20_000, "30KB": 30_000, "1GB": 10**9, "1": 1}[size]
+        for name in report.weight_files:
+            tensors = load_file(tmp_path / "out" / name)
+            assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= limit
+    if size == "1GB":
+        assert report.weight_files == ["model.safetensors"]
+    if len(report.weight_files) > 1:
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        assert size is None or index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+        assert set(index["weight_map"].values()) == set(report.weight_files)
+    assert load(tmp_path / "out").dtype == getattr(torch, dtype or "float32")
 
 
 def test_values_too_large_for_the_dtype(llama, tmp_path):
@@ -110,29 +129,6 @@ def test_values_too_large_for_the_dtype(llama, tmp_path):
     with pytest.raises(UserError, match="model.norm.weight has values too large for float16"):
         convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="2:", dtype="float16"), verify=False)
     assert listing(tmp_path) == ["src"]
-
-
-@pytest.mark.parametrize(("size", "dtype"), [("20kB", None), ("30KB", "bfloat16"), ("1GB", None), ("1", None)])
-def test_max_shard_size(tmp_path, size, dtype):
-    source = save_llama(tmp_path / "src", shards=2)
-    report = convert_checkpoint(
-        source, tmp_path / "out", Recipe(ladder="2:", dtype=dtype, max_shard_size=size), verify=False
-    )
-    expected, found = all_tensors(source), all_tensors(tmp_path / "out")
-    assert set(found) == set(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor.to(getattr(torch, dtype)) if dtype else tensor)
-    limit = {"20kB": 20_000, "30KB": 30_000, "1GB": 10**9, "1": 1}[size]
-    for name in report.weight_files:
-        tensors = load_file(tmp_path / "out" / name)
-        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= limit
-    if size == "1GB":
-        assert report.weight_files == ["model.safetensors"]
-    else:
-        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
-        assert set(index["weight_map"].values()) == set(report.weight_files)
-    load(tmp_path / "out")
 
 
 def test_mixed_dtypes_stay_aligned(llama, tmp_path):
@@ -156,16 +152,7 @@ def test_mixed_dtypes_stay_aligned(llama, tmp_path):
         {"tie_word_embeddings": True},
         {"head_dim": 16},
         {"num_key_value_heads": 8},
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
+        {"rope_parameters": {**LLAMA_3_ROPE, "rope_theta": 500000.0}},
     ],
 )
 def test_llama_configs(tmp_path, extra):
@@ -193,9 +180,7 @@ def test_a_config_in_the_style_of_transformers_4(llama, tmp_path):
     config = json.loads((llama / "config.json").read_text())
     config.pop("rope_parameters", None)
     dtype = config.pop("dtype")
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling["original_max_position_embeddings"] = 32
-    config |= {"rope_theta": 500000.0, "torch_dtype": dtype, "rope_scaling": scaling}
+    config |= {"rope_theta": 500000.0, "torch_dtype": dtype, "rope_scaling": LLAMA_3_ROPE}
     (llama / "config.json").write_text(json.dumps(config))
     convert_checkpoint(llama, tmp_path / "out", LADDER)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"] == config["rope_scaling"]
@@ -235,6 +220,7 @@ def test_another_layout_and_back_to_dense(llama, tmp_path):
     assert report.verified.model_class == "LlamaForCausalLM"
     assert json.loads((tmp_path / "c" / "config.json").read_text()) == json.loads((llama / "config.json").read_text())
     assert not list((tmp_path / "c").glob("*.py"))
+    assert "vllm" not in (tmp_path / "c" / "README.md").read_text()
 
 
 def test_what_is_carried_over(llama, tmp_path):
@@ -245,39 +231,25 @@ def test_what_is_carried_over(llama, tmp_path):
         "notes/data.txt": b"\x00\xff",
         "USE_POLICY.md": b"policy",
     }
-    left = {
-        "pytorch_model.bin": b"pickle",
-        "original/params.json": b"{}",
-        "model.gguf": b"x",
-        "custom.py": b"raise SystemExit",
-        "consolidated.safetensors": b"x",
-        ".cache/x": b"x",
-    }
-    for name, content in {**carried, **left}.items():
-        (llama / name).parent.mkdir(exist_ok=True)
-        (llama / name).write_bytes(content)
+    left = [
+        *("pytorch_model.bin", "x.BIN", "pytorch_model.bin.index.json", "model.gguf", "consolidated.safetensors"),
+        *("custom.py", "a.PY", "evil.so"),
+    ]
+    closed = ["original/params.json", ".cache/x", "notes/.git/config", "notes/__pycache__/x.pyc"]
+    for name in (*carried, *left, *closed):
+        (llama / name).parent.mkdir(parents=True, exist_ok=True)
+        (llama / name).write_bytes(carried.get(name, b"x"))
     report = convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
-    assert set(report.not_carried_over) == {
-        "pytorch_model.bin",
-        "original/",
-        "model.gguf",
-        "custom.py",
-        "consolidated.safetensors",
-        ".cache/",
-    }
+    assert set(report.not_carried_over) == {*left, *(f"{name.rpartition('/')[0]}/" for name in closed)}
     for name, content in carried.items():
         assert (tmp_path / "out" / name).read_bytes() == content
         assert not (tmp_path / "out" / name).samefile(llama / name)  # editing the output must not edit the source
     assert set(listing(tmp_path / "out")) == {
         *(name.split("/")[0] for name in carried),
-        "model.safetensors",
-        "config.json",
-        "generation_config.json",
-        "README.md",
-        "ladderize.yaml",
-        "configuration_ladderized_llama.py",
-        "modeling_ladderized_llama.py",
+        *("model.safetensors", "config.json", "generation_config.json", "README.md", "ladderize.yaml"),
+        *("configuration_ladderized_llama.py", "modeling_ladderized_llama.py"),
     }
+    assert listing(tmp_path / "out" / "notes") == ["data.txt"]
 
 
 def test_a_link_out_of_the_folder_is_not_followed(llama, tmp_path):
@@ -288,48 +260,48 @@ def test_a_link_out_of_the_folder_is_not_followed(llama, tmp_path):
     assert "out" not in listing(tmp_path)
 
 
-def test_the_card(llama, tmp_path):
-    (llama / "README.md").write_text(
-        "---\nlicense: llama3\nbase_model: meta/Base\ntags:\n- chat\n---\n# Original\n\nbody\n"
-    )
-    convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
-    front, body = split_front_matter((tmp_path / "out" / "README.md").read_text())
-    assert front == {
-        "license": "llama3",
-        "base_model": "meta/Base",
-        "tags": ["chat", "ladderize", "ladder-residual"],
-        "library_name": "transformers",
-    }
-    assert "4 layers: ladder 2:4" in body
-    assert "nothing is overlapped" in body
-    assert (tmp_path / "out" / "README.source.md").read_bytes() == (llama / "README.md").read_bytes()
+def card_of(folder):
+    return split_front_matter((folder / "README.md").read_text())
 
 
 @pytest.mark.parametrize(("recipe", "ranks"), [(LADDER, 8), (Recipe(spd="1", sync_tp_size=4), 4)])
-def test_the_card_says_how_to_serve_it(llama, tmp_path, recipe, ranks):
-    convert_checkpoint(llama, tmp_path / "out", recipe, verify=False)
-    body = (tmp_path / "out" / "README.md").read_text()
+def test_the_card(llama, tmp_path, recipe, ranks):
+    (llama / "README.md").write_text(
+        "---\nlicense: llama3\nbase_model: meta/Base\ntags:\n- chat\n---\n# Original\n\nbody\n"
+    )
+    layout = convert_checkpoint(llama, tmp_path / "out", recipe, verify=False).layout
+    front, body = card_of(tmp_path / "out")
+    assert front == {
+        "license": "llama3",
+        "base_model": "meta/Base",
+        "tags": ["chat", "ladderize", "sync-point-drop" if recipe.spd else "ladder-residual"],
+        "library_name": "transformers",
+    }
+    assert layout in body
     (command,) = [line for line in body.splitlines() if line.startswith("vllm serve")]
     assert command == f"vllm serve out --tensor-parallel-size {ranks}"
     refused = f"must divide {ranks}, for which\nits sync points were dropped. Engines without the plugin refuse"
-    assert (refused in body) == (recipe.sync_tp_size is not None)
+    assert (refused in body) == ("nothing is overlapped" not in body) == (recipe.spd is not None)
+    assert (tmp_path / "out" / "README.source.md").read_bytes() == (llama / "README.md").read_bytes()
 
 
-def test_a_dense_card_says_nothing_of_the_plugin(llama, tmp_path):
-    convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
-    convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense=True), verify=False)
-    assert "vllm" not in (tmp_path / "back" / "README.md").read_text()
+NORWEGIAN = b"\xef\xbb\xbf---\r\nlanguage:\r\n- no\r\ndate: 2001-13-45\r\nscore: 0.5\r\n---\r\nbody \xe9\r\n"
 
 
 @pytest.mark.parametrize(
-    "card",
-    ["", "no front matter", "---\n: : broken\n  - [\n---\nbody", "---\n- a list\n---\nbody", "---\nunclosed: 1\n"],
+    ("card", "kept"),
+    [
+        *((card, {}) for card in (b"", b"no front matter", b"---\nunclosed: 1\n", b"---\n- a list\n---\nbody")),
+        (b"---\n: : broken\n  - [\n---\nbody", {}),
+        (NORWEGIAN, {"language": ["no"], "date": "2001-13-45", "score": 0.5}),  # of Windows, and no UTF-8
+    ],
 )
-def test_a_broken_card_breaks_nothing(llama, tmp_path, card):
-    (llama / "README.md").write_text(card)
+def test_any_card_is_kept_and_breaks_nothing(llama, tmp_path, card, kept):
+    (llama / "README.md").write_bytes(card)
     convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
-    front, _ = split_front_matter((tmp_path / "out" / "README.md").read_text())
-    assert front["library_name"] == "transformers"
+    front, _ = card_of(tmp_path / "out")
+    assert {key: front.get(key) for key in ("library_name", *kept)} == {"library_name": "transformers", **kept}
+    assert (tmp_path / "out" / "README.source.md").read_bytes() == card
 
 
 def test_the_record_is_a_recipe(llama, tmp_path):
@@ -393,8 +365,7 @@ def test_a_hub_snapshot(llama, tmp_path, monkeypatch):
     report = convert_checkpoint("org/tiny", tmp_path / "out", LADDER, revision="main")
     assert report.weights == {"linked": 1}
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
-    front, _ = split_front_matter((tmp_path / "out" / "README.md").read_text())
-    assert front["base_model"] == "org/tiny"
+    assert card_of(tmp_path / "out")[0]["base_model"] == "org/tiny"
     record = yaml.safe_load((tmp_path / "out" / "ladderize.yaml").read_text())
     assert len(record["source"]["files"]["model.safetensors"]["sha256"]) == 64
     shutil.rmtree(tmp_path / "hub")
@@ -436,49 +407,13 @@ def test_stories_after_a_round_trip_to_dense(tmp_path):
     )
 
 
-def test_the_card_survives_norwegian_windows_and_nonsense(llama, tmp_path):
-    original = (
-        b"\xef\xbb\xbf---\r\nlanguage:\r\n- no\r\nlicense: mit\r\ndate: 2001-13-45\r\nscore: 0.5\r\n---\r\nbody"
-        b" \xe9\r\n"
-    )
-    (llama / "README.md").write_bytes(original)
-    convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
-    assert (tmp_path / "out" / "README.source.md").read_bytes() == original
-    front = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---")[1])
-    assert (front["language"], front["license"], front["date"], front["score"]) == (["no"], "mit", "2001-13-45", 0.5)
-
-
 def test_a_card_that_its_owner_rewrote_is_a_source_card(llama, tmp_path):
     (llama / "README.md").write_text("first")
     convert_checkpoint(llama, tmp_path / "a", LADDER, verify=False)
     (tmp_path / "a" / "README.md").write_text("---\nlicense: mit\n---\nretrained by me")
     convert_checkpoint(tmp_path / "a", tmp_path / "b", Recipe(ladder="all"), verify=False)
     assert (tmp_path / "b" / "README.source.md").read_text().endswith("retrained by me")
-    assert split_front_matter((tmp_path / "b" / "README.md").read_text())[0]["license"] == "mit"
-
-
-def test_nothing_foreign_hides_deeper_down(llama, tmp_path):
-    for name in (
-        "sub/.git/config",
-        "sub/__pycache__/x.pyc",
-        "evil.so",
-        "a.PY",
-        "x.BIN",
-        "pytorch_model.bin.index.json",
-        "sub/notes.txt",
-    ):
-        (llama / name).parent.mkdir(parents=True, exist_ok=True)
-        (llama / name).write_bytes(b"x")
-    report = convert_checkpoint(llama, tmp_path / "out", LADDER, verify=False)
-    assert report.not_carried_over == [
-        "a.PY",
-        "evil.so",
-        "pytorch_model.bin.index.json",
-        "sub/.git/",
-        "sub/__pycache__/",
-        "x.BIN",
-    ]
-    assert listing(tmp_path / "out" / "sub") == ["notes.txt"]
+    assert card_of(tmp_path / "b")[0]["license"] == "mit"
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(dtype="float16")])
