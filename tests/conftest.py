@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.recipe import Recipe
 from tests import warm
-from tests.helpers import STORIES, save_llama
+from tests.helpers import SHAPE, STORIES, save_llama
 
 torch.set_num_threads(1)
 
@@ -120,6 +122,16 @@ def made_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llama(made_llama: Path, tmp_path: Path) -> Path:
     """A small random Llama on disk, for this test alone: 4 layers, GQA 8/4, one safetensors file, float32."""
     return Path(shutil.copytree(made_llama, tmp_path / "src"))
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a dense model, one of layout spd 0,2, and ids to train on; only to be read."""
+    folder = tmp_path_factory.mktemp("place")
+    save_llama(folder / "dense")
+    convert_checkpoint(folder / "dense", folder / "spd", Recipe(spd="0,2", sync_tp_size=2), verify=False)
+    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (24, 16)))
+    return folder
 
 
 @pytest.fixture(scope="session")

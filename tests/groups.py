@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from itertools import chain
 
 import torch
 
@@ -45,6 +46,12 @@ def make_generator(folder, group, collectives, batch, columns, *, pack=True, rep
     return Generator(generator.model, generator.rope, generator.cache)  # eager, also on a GPU
 
 
+def generated(generator, prompts, steps, sampling):
+    """The new tokens of each prompt."""
+    chunks = generate_tokens(generator, prompts, max_new_tokens=steps, sampling=sampling)
+    return [list(chain.from_iterable(row)) for row in zip(*chunks, strict=True)]
+
+
 def run_models(group, items, backend, replicate_vocab=False):
     """items: name -> (folder, ids, prompts, steps). Logits of ids, logits of the last step of decoding them, greedy
     tokens, counts."""
@@ -59,10 +66,7 @@ def run_models(group, items, backend, replicate_vocab=False):
             generator.read(ids[:, :4])
             for token in ids[:, 4:].unbind(1):
                 last = generator.decode_one_token(token)
-            rows = [[] for _ in prompts]
-            for made in generate_tokens(generator, prompts, max_new_tokens=steps, sampling=Sampling()):
-                for row, more in zip(rows, made, strict=True):
-                    row += more
+            rows = generated(generator, prompts, steps, Sampling())
             results[name] = {
                 "logits": logits.float().numpy(),
                 "last": last.float().numpy(),
@@ -87,11 +91,7 @@ def run_all_models(group, jobs, backend):
 def sampled(group, folder, prompts, sampling, steps, backend="auto"):
     collectives, _ = choose(backend, group, max_bytes=MAX_BYTES)
     with torch.inference_mode():
-        generator = make_generator(folder, group, collectives, len(prompts), 96)
-        rows = [[] for _ in prompts]
-        for made in generate_tokens(generator, prompts, max_new_tokens=steps, sampling=sampling):
-            for row, more in zip(rows, made, strict=True):
-                row += more
+        rows = generated(make_generator(folder, group, collectives, len(prompts), 96), prompts, steps, sampling)
     collectives.close()
     return rows
 

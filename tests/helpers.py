@@ -118,6 +118,22 @@ def listing(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def training_command(name: str, place: Path, out: Path) -> list[object]:
+    """The arguments of a short command of each kind that trains on what is in the fixture ``place``."""
+    same = ["--data", place / "ids.npy", "--threads", 1, "--device", "cpu"]
+    adapt = ["adapt", place / "spd", out, *same, "--write", "last"]
+    retraining = [*adapt, "--max-steps", 3, "--batch-size", 2, "--seq-len", 16]
+    taught = [*adapt, "--no-verify", "--distill-from", place / "dense", "--method"]
+    spd = ["spd", place / "dense", out, *same, "--no-verify", "--sync-tp-size", 2, "--repair", "align+blocks"]
+    return {
+        "full": [*retraining, "--no-verify"],
+        "lora": [*retraining, "--method", "lora", "--lora-rank", 2],
+        "align": [*taught, "align"],
+        "blocks": [*taught, "blocks", "--epochs", 1],
+        "spd": [*spd, "--epochs", 1],
+    }[name]
+
+
 class Outcome(NamedTuple):
     code: int
     stdout: str

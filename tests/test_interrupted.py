@@ -5,13 +5,10 @@ import shutil
 import signal
 import sys
 
-import numpy as np
 import pytest
 
-from ladderize.convert.pipeline import convert_checkpoint
-from ladderize.convert.recipe import Recipe
 from tests import warm
-from tests.helpers import SHAPE, invoke, listing, one_sentence, save_llama
+from tests.helpers import invoke, listing, one_sentence, save_llama, training_command
 from tests.test_convert import fingerprint
 
 # Runs ladderize, and is killed when it calls the function that argv names.
@@ -34,46 +31,6 @@ COMPLETE = "is complete: this command wrote it in an earlier run"
 BEFORE_THE_END = "ladderize.console:Console.document"
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A dense model, a converted one, and data."""
-    folder = tmp_path_factory.mktemp("interrupted")
-    save_llama(folder / "dense")
-    recipe = Recipe(spd="0,2", sync_tp_size=2)
-    convert_checkpoint(str(folder / "dense"), folder / "spd", recipe, verify=False)
-    ids = np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (24, 16))
-    np.save(folder / "ids.npy", ids)
-    return folder
-
-
-def command(name, place, out):
-    same = ["--threads", 1, "--device", "cpu"]
-    data = ["--data", place / "ids.npy", *same]
-    retraining = ["adapt", place / "spd", out, *data, "--max-steps", 3, "--batch-size", 2, "--seq-len", 16]
-    retraining += ["--write", "last"]
-    blocks = ["adapt", place / "spd", out, "--method", "blocks", "--distill-from", place / "dense"]
-    align = ["adapt", place / "spd", out, "--method", "align", "--distill-from", place / "dense"]
-    return {
-        "full": [*retraining, "--no-verify"],
-        "lora": [*retraining, "--method", "lora", "--lora-rank", 2],
-        "align": [*align, *data, "--no-verify", "--write", "last"],
-        "blocks": [*blocks, "--epochs", 1, *data, "--no-verify", "--write", "last"],
-        "spd": [
-            "spd",
-            place / "dense",
-            out,
-            "--sync-tp-size",
-            2,
-            "--epochs",
-            1,
-            *data,
-            "--no-verify",
-            "--repair",
-            "align+blocks",
-        ],
-    }[name]
-
-
 def kill(moment, *arguments):
     process = warm.WarmProcess([sys.executable, "-c", KILLED_AT, moment, *map(str, arguments)])
     _, stderr = process.communicate()
@@ -88,7 +45,7 @@ def work_of(out):
 def test_killed_after_the_output_appeared(place, tmp_path, name):
     warm.warm_python().preload("accelerate", "datasets", "peft")
     out = tmp_path / "out"
-    arguments = command(name, place, out)
+    arguments = training_command(name, place, out)
     kill(BEFORE_TIDYING, *arguments)
     assert listing(tmp_path) == ["out", "out.ladderize-work"]
     before = fingerprint(out)
@@ -114,7 +71,7 @@ def test_killed_before_it_says_so(place, tmp_path, name):
     warm.warm_python().preload("accelerate", "datasets", "peft")
     adapter, out = tmp_path / "adapter", tmp_path / "out"
     if name == "merge":
-        assert invoke(*command("lora", place, adapter)).code == 0
+        assert invoke(*training_command("lora", place, adapter)).code == 0
     arguments = {
         "convert": ["convert", place / "dense", out, "--ladder", "1:"],
         "merge": ["merge", adapter, out],

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,7 +9,7 @@ from ladderize.errors import UserError
 from ladderize.ranks.group import already_started, join_ranks, launched
 from ladderize.ranks.launcher import ALONE, Place, started_rank_variables
 from ladderize.ranks.training import compute_dtype
-from tests.helpers import SHAPE, invoke, listing, one_sentence, save_llama
+from tests.helpers import invoke, listing, one_sentence, training_command
 
 REFUSED = {
     "DeepSpeed": {"ACCELERATE_USE_DEEPSPEED": "true"},
@@ -57,44 +56,13 @@ def test_one_policy_for_the_dtype(monkeypatch, asked, launcher, stored, dtype):
     assert compute_dtype(asked, stored) == dtype
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    save_llama(folder / "dense")
-    assert (
-        invoke("convert", folder / "dense", folder / "spd", "--spd", "0", "--sync-tp-size", 2, "--no-verify").code == 0
-    )
-    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (24, 16)))
-    return folder
-
-
-def commands(place, out):
-    same = ["--data", place / "ids.npy", "--threads", 1, "--no-verify", "--device", "cpu"]
-    blocks = [
-        "adapt",
-        place / "spd",
-        out,
-        "--method",
-        "blocks",
-        "--distill-from",
-        place / "dense",
-        "--epochs",
-        1,
-        "--write",
-        "last",
-        *same,
-    ]
-    spd = ["spd", place / "dense", out, "--sync-tp-size", 2, "--epochs", 1, "--repair", "align+blocks", *same]
-    return {"blocks": blocks, "spd": spd}
-
-
 @pytest.mark.parametrize("command", ["blocks", "spd"])
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_block_to_block_distillation_refuses(place, tmp_path, monkeypatch, command, what):
     """As the other methods do: none of it would take effect."""
     for name, value in REFUSED[what].items():
         monkeypatch.setenv(name, value)
-    outcome = invoke(*commands(place, tmp_path / "out")[command])
+    outcome = invoke(*training_command(command, place, tmp_path / "out"))
     assert what in one_sentence(outcome)
     assert outcome.code == 1
     assert listing(tmp_path) == []
@@ -102,6 +70,6 @@ def test_what_block_to_block_distillation_refuses(place, tmp_path, monkeypatch, 
 
 def test_blocks_train_in_the_launchers_precision(place, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    outcome = invoke(*commands(place, tmp_path / "out")["blocks"])
+    outcome = invoke(*training_command("blocks", place, tmp_path / "out"))
     assert outcome.code == 0, outcome.stderr
     assert json.loads((tmp_path / "out" / "distillation.json").read_text())["dtype"] == "bfloat16"

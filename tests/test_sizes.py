@@ -1,24 +1,12 @@
 """Sizes that nobody means, or that this machine does not hold: one sentence before any work, not a killed process."""
 
-import numpy as np
 import pytest
 
 from ladderize.adapt.retrain.options import parse_count
-from ladderize.convert.pipeline import convert_checkpoint
-from ladderize.convert.recipe import Recipe
 from ladderize.errors import UsageError
-from tests.helpers import SHAPE, invoke, listing, one_sentence, save_llama
+from tests.helpers import invoke, listing, one_sentence
 
 BILLION, TRILLION = 10**9, 10**12
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sizes")
-    save_llama(folder / "dense")
-    convert_checkpoint(str(folder / "dense"), folder / "spd", Recipe(spd="0,2", sync_tp_size=2), verify=False)
-    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (24, 16)))
-    return folder
 
 
 def command(name, place, out):
