@@ -466,6 +466,15 @@ def test_intervals_of_rounds_that_agree_and_that_do_not():
     assert rows.quartiles(slow) == [11, 13]
 
 
+def test_an_interval_holds_its_speed_up():
+    """A round is slow in one of its phases, each in another round: no round is as fast as the medians."""
+    slow_first, slow_last = [9.0, 9, 9, 1, 1, 1, 1], [1.0, 1, 1, 1, 9, 9, 9]
+    reference = {phase: [2.0] * 7 for phase in rows.PHASES}
+    found = rows.inference_figures({"prefill": slow_first, "decode": slow_last}, reference, 1, 1)
+    low, high = found["speedup_end_to_end_interval"]
+    assert low < found["speedup_end_to_end"] == 2 <= high
+
+
 def communication(exposed, interval, alone=5.0):
     figures = {"no_communication_ms": 20.0, "alone_ms": alone, "vocabulary_alone_ms": 0.0, "exposed_ms": exposed}
     missing = dict.fromkeys(("hideable_ms", "hidden_share", "predicted_ms"))

@@ -129,15 +129,16 @@ Seconds = Mapping[str, Sequence[float]]  # of each counted round, by part
 def inference_figures(seconds: Seconds, first: Seconds, decode_steps: int, batch: int) -> dict[str, Any]:
     """The times, rates and speed-ups of an ``InferenceRow``. first: of what speed-ups are over."""
 
-    def medians(seconds: Seconds) -> dict[str, float]:
-        prefill, decode = (statistics.median(seconds[phase]) for phase in PHASES)
+    def times(prefill: Any, decode: Any) -> dict[str, Any]:
         return {"prefill": prefill, "decode": decode, END_TO_END: prefill + decode_steps * decode}
 
-    def rounds(seconds: Seconds) -> dict[str, Sequence[float]]:
-        whole = [a + decode_steps * b for a, b in zip(*(seconds[phase] for phase in PHASES), strict=True)]
-        return {**seconds, END_TO_END: whole}
-
-    own, reference, own_rounds, reference_rounds = medians(seconds), medians(first), rounds(seconds), rounds(first)
+    series = [rounds[phase] for rounds in (first, seconds) for phase in PHASES]
+    medians, drawn = [statistics.median(one) for one in series], _drawn_medians(*series)
+    reference, own = times(*medians[:2]), times(*medians[2:])
+    before, after = (
+        times(*drawn[:2]),
+        times(*drawn[2:]),
+    )  # in each resample
     return {
         "prefill_ms": 1e3 * own["prefill"],
         "decode_ms_per_token": 1e3 * own["decode"],
@@ -145,7 +146,7 @@ def inference_figures(seconds: Seconds, first: Seconds, decode_steps: int, batch
         "tokens_per_s_per_user": 1 / own["decode"],
         "end_to_end_ms": 1e3 * own[END_TO_END],
         **{f"speedup_{name}": reference[name] / own[name] for name in own},
-        **{f"speedup_{name}_interval": speedup_interval(reference_rounds[name], own_rounds[name]) for name in own},
+        **{f"speedup_{name}_interval": percentiles(before[name] / after[name], 2.5, 97.5) for name in own},
     }
 
 
