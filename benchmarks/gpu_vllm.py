@@ -26,11 +26,11 @@ import torch
 from ladderize.console import Console
 from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.shards import read_shape
-from ladderize.serving.vllm.backends import BACKEND_VARIABLE
 from ladderize.serving.vllm.bench.bench import bench_vllm
 from ladderize.serving.vllm.bench.document import VllmBenchDocument
 from ladderize.serving.vllm.bench.options import PLUGIN, VllmBenchOptions
 from ladderize.serving.vllm.bench.served import PLUGIN_ROW
+from ladderize.serving.vllm.environment import BACKEND_VARIABLE
 
 LAYOUTS = "dense,ladder,spd,spd+ladder"
 

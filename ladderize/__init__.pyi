@@ -55,13 +55,13 @@ from ladderize.runtime.bench.options import ModelChoice as ModelChoice
 from ladderize.runtime.bench.options import TrainingBenchOptions as TrainingBenchOptions
 from ladderize.runtime.bench.training.bench import bench_training as bench_training
 from ladderize.runtime.bench.training.document import TrainingBenchDocument as TrainingBenchDocument
+from ladderize.runtime.requests.options import GenerateOptions as GenerateOptions
 from ladderize.runtime.sampling import Sampling as Sampling
 from ladderize.runtime.schedule import Schedule as Schedule
 from ladderize.runtime.texts.answers import AnswersDocument as AnswersDocument
 from ladderize.runtime.texts.answers import answer_prompts as answer_prompts
 from ladderize.runtime.texts.corpus import CorpusDocument as CorpusDocument
 from ladderize.runtime.texts.corpus import sample_corpus as sample_corpus
-from ladderize.runtime.texts.options import GenerateOptions as GenerateOptions
 from ladderize.runtime.texts.prompts import GenerateDocument as GenerateDocument
 from ladderize.runtime.texts.prompts import generate as generate
 from ladderize.tradeoff.report.options import ReportOptions as ReportOptions

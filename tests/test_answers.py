@@ -5,7 +5,6 @@ import itertools
 import json
 import random
 import shutil
-import sys
 
 import datasets
 import pyarrow
@@ -26,7 +25,6 @@ from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import checkpoint_spec
 from ladderize.runtime.texts.answers import AnswerEnds, AnswersDocument, encode_prompts, read_prompts, text_after
 from ladderize.runtime.texts.samples import SampleFile
-from tests import warm
 from tests.adapt_data.rows import MARKED, PLAIN, TURNS, scored_text, write_jsonl
 from tests.helpers import clearly_chosen, invoke, listing, make_model, one_sentence
 
@@ -420,25 +418,6 @@ def test_work_of_another_run_is_not_gone_on_with(model, lines, unfinished, tmp_p
     assert not out.exists()
 
 
-def test_kill_9_at_any_moment(model, lines, tmp_path):
-    out = tmp_path / "out.jsonl"
-    arguments = command(model, lines, out, batch=1, threads=1)  # three groups
-    process = warm.WarmProcess([sys.executable, "-m", "ladderize", *map(str, arguments)])
-    part = work_of(out) / "samples.jsonl"
-    most = random.randrange(17)
-    warm.wait_until(lambda: out.exists() or (part.exists() and part.read_bytes().count(b"\n") >= most), process)
-    process.kill()
-    process.communicate()
-    answer(model, lines, tmp_path / "whole.jsonl", batch=1, threads=1)
-    whole = (tmp_path / "whole.jsonl").read_bytes()
-    if out.exists():  # a fast run may have come to its end
-        assert out.read_bytes() == whole
-    if not out.exists() or work_of(out).exists():
-        answer(model, lines, out, batch=1, threads=1)
-    assert out.read_bytes() == whole
-    assert listing(tmp_path) == ["lines.jsonl", "out.jsonl", "whole.jsonl"]
-
-
 def test_prompts_that_vanish_meanwhile_are_not_missed(model, lines, tmp_path, monkeypatch):
     append = SampleFile.append
 
@@ -450,13 +429,7 @@ def test_prompts_that_vanish_meanwhile_are_not_missed(model, lines, tmp_path, mo
     assert len(answer(model, lines, tmp_path / "out.jsonl")) == 20
 
 
-def test_a_finished_file_is_replaced_only_if_asked_for(model, lines, tmp_path):
-    out = tmp_path / "out.jsonl"
-    out.write_text("precious")
-    assert "already exists; choose another name, or pass --overwrite" in failure(command(model, lines, out))
-    assert out.read_text() == "precious"
-    assert invoke(*command(model, lines, out), "--overwrite").code == 0
-    assert len(rows_of(out)) == 20
+def test_the_prompts_are_not_replaced_by_their_answers(model, lines):
     message = failure([*command(model, lines, lines), "--overwrite"])
     assert "is the --prompt-file; choose another name" in message
 

@@ -51,11 +51,6 @@ def failure(arguments):
     return one_sentence(invoke(*arguments))
 
 
-def test_draws_of_some_rows_of_many():
-    sampling = Sampling(seed=3)
-    assert torch.equal(sampling.draws(2, 5, first_row=3), sampling.draws(5, 7)[3:, :5])
-
-
 def test_a_line_is_ids_from_bos_to_eos(model, tmp_path):
     outcome = invoke(*command(model, tmp_path / "self.jsonl", 40), "--json")
     assert "no tokenizer: the lines get input_ids without text" in outcome.stderr

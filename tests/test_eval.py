@@ -26,8 +26,7 @@ from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
 from ladderize.eval.paired.samples import read_entry
-from ladderize.eval.perplexity import perplexity_from_nlls
-from ladderize.eval.results import EvalResults
+from ladderize.eval.results import EvalResults, perplexity_from_nlls
 from ladderize.ranks.group import Ranks
 from tests import warm
 from tests.helpers import STORIES, fresh_rng, invoke, listing, make_model, one_sentence, save_llama
@@ -119,31 +118,18 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
     return MODEL, folder / "ladder"
 
 
+def demo(tasks: str, *more: object) -> list[object]:
+    """Options for tasks of the demo."""
+    return ["--tasks", ",".join(f"demo_{name}" for name in tasks.split()), "--include-path", TASKS, *more]
+
+
 def test_eval_of_two_models(pair, tmp_path):
     (tmp_path / "text.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in documents(40, test=True, seed=2))
     )
-    outcome = invoke(
-        "eval",
-        *pair,
-        "--tasks",
-        "demo_agreement,demo_arithmetic",
-        "--include-path",
-        TASKS,
-        "--limit",
-        "20",
-        "--batch-size",
-        "16",
-        "--perplexity",
-        tmp_path / "text.jsonl",
-        "--seq-len",
-        "64",
-        "--dtype",
-        "float32",
-        "--out",
-        tmp_path / "r.json",
-        "--json",
-    )
+    text = ("--perplexity", tmp_path / "text.jsonl", "--seq-len", 64)
+    how = ("--limit", 20, "--batch-size", 16, "--dtype", "float32", "--out", tmp_path / "r.json", "--json")
+    outcome = invoke("eval", *pair, *demo("agreement arithmetic"), *text, *how)
     assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     assert json.loads((tmp_path / "r.json").read_text()) == document
@@ -260,21 +246,8 @@ def test_the_same_as_lm_eval_by_itself(pair, tmp_path):
     tracker.date_id = "now"
     for task, samples in expected["samples"].items():
         tracker.save_results_samples(task, samples)
-    outcome = invoke(
-        "eval",
-        pair[0],
-        "--tasks",
-        "demo_agreement,demo_copying",
-        "--include-path",
-        TASKS,
-        "--limit",
-        "24",
-        "--dtype",
-        "float32",
-        "--out",
-        tmp_path / "ours.json",
-        "--json",
-    )
+    how = ("--limit", 24, "--dtype", "float32", "--out", tmp_path / "ours.json", "--json")
+    outcome = invoke("eval", pair[0], *demo("agreement copying"), *how)
     entry = json.loads(outcome.stdout)["models"][0]
     found = entry["results"]
     for task, path in entry["samples"].items():
@@ -306,20 +279,8 @@ def test_results_are_saved_after_every_task(pair, tmp_path, monkeypatch):
         return original(lm, task, manager, options)
 
     monkeypatch.setattr(run, "run_task", second_fails)
-    failed = one_sentence(
-        invoke(
-            "eval",
-            pair[0],
-            "--tasks",
-            "demo_agreement,demo_copying",
-            "--include-path",
-            TASKS,
-            "--limit",
-            "8",
-            "--out",
-            tmp_path / "r.json",
-        )
-    )
+    out = ("--limit", 8, "--out", tmp_path / "r.json")
+    failed = one_sentence(invoke("eval", pair[0], *demo("agreement copying"), *out))
     assert "RuntimeError: out of memory, say (run again with --debug" in failed
     saved = json.loads((tmp_path / "r.json").read_text())
     assert list(saved["models"][0]["results"]) == ["demo_agreement"]
@@ -367,21 +328,8 @@ def test_a_run_goes_on_after_the_tasks_that_it_has(pair, tmp_path, monkeypatch):
 
 
 def test_stdout_is_only_json_and_stderr_names_stages(pair):
-    command = [
-        sys.executable,
-        "-m",
-        "ladderize",
-        "eval",
-        str(pair[1]),
-        "--tasks",
-        "demo_arithmetic",
-        "--include-path",
-        str(TASKS),
-        "--limit",
-        "4",
-        "--json",
-    ]
-    result = warm.run(command)
+    command = ["eval", pair[1], *demo("arithmetic"), "--limit", 4, "--json"]
+    result = warm.run([sys.executable, "-m", "ladderize", *map(str, command)])
     assert json.loads(result.stdout)["models"]
     assert result.stderr.splitlines() == [
         "loading torch and transformers",
@@ -404,7 +352,7 @@ def task_without_data(folder: Path) -> Path:
     [
         ([], 2, "nothing to evaluate"),
         (["--limit", "3", "--perplexity", "x.txt"], 2, "--limit has no effect without --tasks"),
-        (["--tasks", "demo_agrement", "--include-path", TASKS], 1, "similar names: demo_agreement"),
+        ([*demo("agrement")], 1, "similar names: demo_agreement"),
         (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
         (["--tasks", "a", "--seq-len", "9"], 2, "--seq-len has no effect"),
         (["--tasks", "a", "--windows", "9"], 2, "--windows has no effect"),
@@ -412,7 +360,7 @@ def task_without_data(folder: Path) -> Path:
         (["--perplexity", "/no/file.txt"], 1, "does not exist"),
         (["--tasks", "a", "--dtype", "int4"], 2, "'int4' is not one of"),
         (["--tasks", "a", "--revision", "x"], 1, "has no revisions"),
-        (["--tasks", "demo_copying", "--include-path", TASKS, "--apply-chat-template"], 1, "has no chat template"),
+        ([*demo("copying"), "--apply-chat-template"], 1, "has no chat template"),
     ],
 )
 def test_bad_options(options, code, message):
@@ -422,7 +370,7 @@ def test_bad_options(options, code, message):
 
 
 def test_found_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "open_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(HFModel, "open", lambda *_: pytest.fail("a model was loaded"))
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "lost.samples").touch()
     outcome = invoke("eval", MODEL, "--tasks", "lost", "--include-path", task_without_data(tmp_path))
@@ -435,21 +383,17 @@ def test_found_before_any_work(tmp_path, monkeypatch):
         (tmp_path / "lost.json", "which is a file; name another --out"),
         (Path("/proc/r.json"), "cannot be written"),
     ):
-        assert message in one_sentence(
-            invoke("eval", MODEL, "--tasks", "demo_copying", "--include-path", TASKS, "--out", out)
-        )
-    assert "does not exist" in one_sentence(
-        invoke("eval", MODEL, "/no/model", "--tasks", "demo_copying", "--include-path", TASKS)
-    )
+        assert message in one_sentence(invoke("eval", MODEL, *demo("copying"), "--out", out))
+    assert "does not exist" in one_sentence(invoke("eval", MODEL, "/no/model", *demo("copying")))
     (tmp_path / "fifo").unlink()
-    assert "config.json" in one_sentence(invoke("eval", tmp_path, "--tasks", "demo_copying", "--include-path", TASKS))
+    assert "config.json" in one_sentence(invoke("eval", tmp_path, *demo("copying")))
 
 
 def test_all_models_are_checked_before_the_first_is_scored(llama, tmp_path, monkeypatch):
     np.save(tmp_path / "ids.npy", np.arange(3, 60))
     scored = invoke("eval", llama, "--perplexity", tmp_path / "ids.npy", "--json")
     assert scored.code == 0, scored.stderr
-    monkeypatch.setattr(run, "open_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(HFModel, "open", lambda *_: pytest.fail("a model was loaded"))
     pickled, adapter, both = (tmp_path / name for name in ("pickled", "adapter", "both"))
     for folder in (pickled, both):
         shutil.copytree(llama, folder)
@@ -484,18 +428,18 @@ def test_the_first_windows(tmp_path):
 
 def test_samples_of_an_earlier_run_are_replaced(pair, tmp_path):
     """What the earlier results named goes; what somebody else put there stays."""
-    options = ("--include-path", TASKS, "--limit", "3", "--out", tmp_path / "r.json")
-    assert invoke("eval", *pair, "--tasks", "demo_agreement,demo_copying", *options).code == 0
+    options = ("--limit", "3", "--out", tmp_path / "r.json")
+    assert invoke("eval", *pair, *demo("agreement copying"), *options).code == 0
     (tmp_path / "r.samples" / "notes.txt").write_text("mine")
     assert len(list((tmp_path / "r.samples").glob("*/*.jsonl"))) == 4
-    assert invoke("eval", pair[1], "--tasks", "demo_copying", *options).code == 0
+    assert invoke("eval", pair[1], *demo("copying"), *options).code == 0
     left = sorted(path.name for path in (tmp_path / "r.samples").rglob("*") if path.is_file())
     assert left == ["demo_copying.jsonl", "notes.txt"]
     stranger = json.loads((tmp_path / "r.json").read_text())
     (tmp_path / "outside.jsonl").write_text("{}")
     stranger["models"][0]["samples"] = {"a": "outside.jsonl", "b": "r.samples/../outside.jsonl"}
     (tmp_path / "r.json").write_text(json.dumps(stranger))
-    assert invoke("eval", pair[1], "--tasks", "demo_copying", *options).code == 0
+    assert invoke("eval", pair[1], *demo("copying"), *options).code == 0
     assert (tmp_path / "outside.jsonl").exists()
 
 
@@ -510,8 +454,8 @@ def test_a_full_disk_names_no_samples_that_are_not_there(pair, tmp_path, monkeyp
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full_at_the_fourth)
-    options = ("--include-path", TASKS, "--limit", "3", "--out", tmp_path / "r.json")
-    message = one_sentence(invoke("eval", pair[0], "--tasks", "demo_agreement,demo_copying", *options))
+    options = ("--limit", "3", "--out", tmp_path / "r.json")
+    message = one_sentence(invoke("eval", pair[0], *demo("agreement copying"), *options))
     assert "demo_copying.jsonl" in message
     assert "no space left on device" in message.lower()
     (entry,) = json.loads((tmp_path / "r.json").read_text())["models"]

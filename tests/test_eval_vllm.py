@@ -12,7 +12,7 @@ from ladderize import UsageError, evaluate
 from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvaluatedModel
-from ladderize.serving.vllm import versions
+from ladderize.serving.vllm import environment
 from ladderize.serving.vllm.eval_model import check_vllm
 from tests.helpers import ROOT, fresh_rng, invoke, one_sentence
 
@@ -24,9 +24,9 @@ def there(monkeypatch):
     """A vLLM that is installed, as far as anybody asks for its version."""
 
     def version(name: str) -> str:
-        return f"{versions.TESTED}.{fresh_rng().integers(9)}"
+        return f"{environment.TESTED}.{fresh_rng().integers(9)}"
 
-    monkeypatch.setattr(versions, "version", version)
+    monkeypatch.setattr(environment, "version", version)
 
 
 @pytest.fixture
@@ -46,10 +46,10 @@ def ids(tmp_path) -> Path:
 def test_without_a_vllm_that_was_tested(monkeypatch, found, message):
     def version(name: str) -> str:
         if name not in found:
-            raise versions.PackageNotFoundError(name)
+            raise environment.PackageNotFoundError(name)
         return found[name]
 
-    monkeypatch.setattr(versions, "version", version)
+    monkeypatch.setattr(environment, "version", version)
     outcome = invoke("eval", MODEL, *TASK, "--backend", "vllm")
     assert message in one_sentence(outcome)
     assert outcome.code == 1

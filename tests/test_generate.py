@@ -79,6 +79,7 @@ def test_a_tiny_temperature_is_greedy():
 def test_draws_depend_on_seed_and_row_only():
     draws = Sampling(seed=3).draws(2, 5)
     assert torch.equal(draws, Sampling(seed=3).draws(4, 9)[:2, :5])
+    assert torch.equal(Sampling(seed=3).draws(2, 5, first_row=3), Sampling(seed=3).draws(5, 7)[3:, :5])
     assert not torch.equal(draws, Sampling(seed=4).draws(2, 5))
     assert not torch.equal(draws[0], draws[1])
 
@@ -187,31 +188,14 @@ def test_generate_streams_the_models_text(stories):
 
 
 def test_two_ranks_and_a_batch_and_json(stories):
-    outcome = invoke(
-        "generate",
-        stories,
-        "-p",
-        "Once upon",
-        "-p",
-        "",
-        "--tp-size",
-        2,
-        "--max-new-tokens",
-        12,
-        "--dtype",
-        "float32",
-        "--json",
-    )
+    command = ["generate", stories, "-p", "Once upon", "-p", "", "--max-new-tokens", 12, "--dtype", "float32", "--json"]
+    outcome = invoke(*command, "--tp-size", 2)
     assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     assert document["schema_version"] == 1
     assert document["tp_size"] == 2
     assert document["backend"].startswith("shm")
-    alone = json.loads(
-        invoke(
-            "generate", stories, "-p", "Once upon", "-p", "", "--max-new-tokens", 12, "--dtype", "float32", "--json"
-        ).stdout
-    )
+    alone = json.loads(invoke(*command).stdout)
     assert [t["new_ids"] for t in document["texts"]] == [t["new_ids"] for t in alone["texts"]]
     assert document["texts"][1]["text"].startswith(GREEDY[:20])
     assert {t["finish_reason"] for t in document["texts"]} == {"length"}
@@ -219,32 +203,17 @@ def test_two_ranks_and_a_batch_and_json(stories):
 
 
 def test_joins_a_group_that_torchrun_started(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-        "-m",
-        "ladderize",
-        "generate",
-        MODEL,
-        "-p",
-        "the cat",
-        "--tp-size",
-        "2",
-        "--max-new-tokens",
-        "6",
-        "--dtype",
-        "float32",
-        "--json",
-    ]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=warm.PATIENCE, cwd=ROOT)
-    assert outcome.returncode == 0, outcome.stderr
-    alone = json.loads(
-        invoke("generate", MODEL, "-p", "the cat", "--max-new-tokens", 6, "--dtype", "float32", "--json").stdout
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
+    command = ["generate", MODEL, "-p", "the cat", "--max-new-tokens", "6", "--dtype", "float32", "--json"]
+    outcome = subprocess.run(
+        [*launcher, "ladderize", *command, "--tp-size", "2"],
+        capture_output=True,
+        text=True,
+        timeout=warm.PATIENCE,
+        cwd=ROOT,
     )
+    assert outcome.returncode == 0, outcome.stderr
+    alone = json.loads(invoke(*command).stdout)
     assert json.loads(outcome.stdout)["texts"][0]["new_ids"] == alone["texts"][0]["new_ids"]  # one document: rank 0's
 
 

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "convert": LEAVES | {"convert"},
     "runtime": LEAVES | {"convert", "runtime"},
     "eval": LEAVES | {"convert", "runtime", "eval"},
-    "adapt": LEAVES | ENGINE | {"convert", "adapt", "eval.perplexity", "eval.results"},
+    "adapt": LEAVES | ENGINE | {"convert", "adapt", "eval.results"},
     "workflows": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows"},
     "planning": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "planning"},
     "tradeoff": LEAVES | {"convert", "runtime", "eval", "adapt", "workflows", "planning", "tradeoff"},

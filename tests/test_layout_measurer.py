@@ -13,7 +13,6 @@ from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import Console
 from ladderize.convert.point_sensitivity import read_point_sensitivity
 from ladderize.errors import LadderizeError, UserError
-from ladderize.eval import window_table
 from ladderize.eval.suffixes import Suffixes
 from ladderize.layout import Layout, LayoutError
 from ladderize.planning.planner import measure
@@ -143,7 +142,7 @@ def test_each_is_measured_once_and_a_killed_run_goes_on(measuring, tmp_path, mon
 
 def test_weights_that_are_in_memory_need_no_more_room(llama, measuring, monkeypatch):
     asked = []
-    monkeypatch.setattr(window_table, "check_room", lambda need, *_: asked.append(need))
+    monkeypatch.setattr("ladderize.eval.suffixes.check_room", lambda need, *_: asked.append(need))
     ladders = [Layout.from_layers(4, ladder=[layer]) for layer in (1, 2)]
     with measuring() as measurer:
         for _ in range(2):

@@ -18,7 +18,7 @@ from ladderize.convert.point_sensitivity import (
 )
 from ladderize.errors import UserError
 from ladderize.eval.options import PointOptions
-from ladderize.eval.points_shown import beyond_sum, draw_points
+from ladderize.eval.sensitivity_plot import beyond_sum, draw_points
 from ladderize.eval.suffixes import LayoutTree, Suffixes
 from ladderize.layout import Layout
 from ladderize.workflows.sensitivity import measure_points

@@ -17,9 +17,9 @@ from ladderize.errors import UserError
 from ladderize.layout import LayoutError
 from ladderize.runtime.requests import reading
 from ladderize.runtime.requests.continuous import Prompt, continue_prompts
+from ladderize.runtime.requests.options import RequestOptions
 from ladderize.runtime.requests.scoring import Ending, score_endings
 from ladderize.runtime.requests.service import check_request, open_service
-from ladderize.runtime.requests.worker import RequestOptions
 from ladderize.runtime.sampling import Sampling
 from tests.helpers import LAYOUTS, ROOT, SHAPE, all_gone, fresh_rng, make_model, save_llama
 from tests.oracle import Oracle, assert_likeliest
@@ -226,7 +226,7 @@ PARENT = """
 import sys, time
 sys.path.insert(0, {root!r})
 from ladderize.runtime.requests.service import check_request, open_service
-from ladderize.runtime.requests.worker import RequestOptions
+from ladderize.runtime.requests.options import RequestOptions
 if __name__ == "__main__":
     options = RequestOptions(tp_size=2, threads=1)
     service = open_service(check_request({model!r}, options), options)

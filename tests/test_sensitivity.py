@@ -14,7 +14,6 @@ from ladderize.console import Console
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.convert.sensitivity_file import MODES, SensitivityDocument
 from ladderize.errors import UserError
-from ladderize.eval import window_table
 from ladderize.eval.backends.hf import score_windows
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.sensitivity import (
@@ -236,7 +235,7 @@ def test_a_killed_command_goes_on_and_nobody_works_beside_it(llama, ids, tmp_pat
         return original(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(window_table, "SAVE_SECONDS", 0.0)
+        patch.setattr("ladderize.eval.suffixes.SAVE_SECONDS", 0.0)
         patch.setattr(Suffixes, "__call__", stopped)
         assert "stopped" in one_sentence(invoke(*command, "--out", out))
     assert not out.exists()

@@ -10,8 +10,8 @@ from ladderize.commands.options import LOADING, compute_options
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
+from ladderize.runtime.requests.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
 from ladderize.runtime.sampling import Sampling
-from ladderize.runtime.texts.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
 
 GOES_ON = "A killed run goes on when run again."
 

@@ -106,7 +106,7 @@ def _blocks(own: SensitivityArguments, options: SensitivityOptions, console: Con
 
 
 def _points(own: SensitivityArguments, options: PointOptions, console: Console) -> None:
-    from ladderize.eval.points_shown import dense_line, draw_points, pair_rows, point_rows
+    from ladderize.eval.sensitivity_plot import dense_line, draw_points, pair_rows, point_rows
     from ladderize.workflows.sensitivity import write_points
 
     if options.sync_tp_size is None:

@@ -1,10 +1,14 @@
 """results.json: what ``ladderize eval`` writes. Imports no torch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
+from ladderize.errors import UserError
 from ladderize.eval.options import EvalBackend, EvalOptions
 from ladderize.files.records import Record
 
@@ -35,6 +39,28 @@ class Perplexity(Record):
     ids_sha256: str | None = None
     window_nll: list[float] | None = None
     window_tokens: list[int] | None = None
+
+
+def perplexity_from_nlls(nlls: np.ndarray, windows: list[np.ndarray], seconds: float) -> Perplexity:
+    """Perplexity over windows, of which every token is scored but the first, and its standard error. Tokens of one
+    window are not independent, windows are taken to be."""
+    counts = np.array([len(window) - 1 for window in windows])
+    mean = nlls.sum() / counts.sum()
+    if not math.isfinite(mean):
+        raise UserError("the perplexity is NaN or infinite; check the model's weights, or compute in float32")
+    stderr = None
+    if len(windows) > 1:
+        spread = nlls - mean * counts
+        stderr = math.exp(mean) * math.sqrt(len(windows) / (len(windows) - 1) * (spread**2).sum()) / float(counts.sum())
+    return Perplexity(
+        perplexity=math.exp(mean),
+        stderr=stderr,
+        nll_per_token=float(mean),
+        tokens=int(counts.sum()),
+        windows=len(windows),
+        seq_len=max(map(len, windows)),
+        tokens_per_s=float(counts.sum() / seconds),
+    )
 
 
 @dataclass(frozen=True)

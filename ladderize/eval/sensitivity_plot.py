@@ -1,10 +1,13 @@
-"""The picture of a sensitivity: S of each block with its interval, coloured by class. Reports show the same panel."""
+"""Sensitivities for people: the picture of S of each block, which reports show too; and tables and a picture of what
+single sync points cost."""
 
 import math
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ladderize.convert.point_sensitivity import PointSensitivity
+from ladderize.convert.point_sensitivity import PointCost, PointSensitivity
 from ladderize.convert.sensitivity_file import CLASSES, SensitivityDocument
 from ladderize.figure import (
     PlotPanel,
@@ -18,6 +21,7 @@ from ladderize.figure import (
     quantitative,
     save_pictures,
 )
+from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, format_ranges
 
 CLASS_LOOKS = dict(zip(CLASSES, (("good", "circle"), ("spd", "square"), ("bad", "triangle-up")), strict=True))
 TITLES = {
@@ -94,3 +98,102 @@ def value_ticks(lowest: float, highest: float, threshold: float) -> list[float]:
         return [10.0**exponent for exponent in exponents[:: max(1, -(-len(exponents) // 6))]]
 
     return [*(-value for value in reversed(side(-lowest))), 0.0, *side(highest)]
+
+
+# ---- single sync points ----
+
+# name -> what changes in a layer: the mode of the MLP sync point that enters it, and of its attention's; and its look
+CHANGES_OF_A_LAYER = {
+    "attention overlapped": (BLOCKING, OVERLAPPED, ("ladder", "circle")),
+    "entering MLP overlapped": (OVERLAPPED, BLOCKING, ("both", "square")),
+    "ladder": (OVERLAPPED, OVERLAPPED, ("baseline", "triangle-up")),
+    "attention dropped": (BLOCKING, DROPPED, ("spd", "diamond")),
+    "both": (OVERLAPPED, DROPPED, ("bad", "triangle-down")),
+}
+
+
+def costs_by_kind(document: PointSensitivity) -> dict[str, dict[tuple[int, ...], PointCost]]:
+    """The kinds of change that a file has costs of -> layers -> the cost; of neighbours those that are changed
+    alike."""
+    found = {}
+    for name, (entering, attention, _) in CHANGES_OF_A_LAYER.items():
+        alike = [cost for cost in document.costs if (cost.entering, cost.attention) == (entering, attention)]
+        if alike:
+            found[name] = {cost.layers: cost for cost in alike if not cost.before}
+    return found
+
+
+def beyond_sum(document: PointSensitivity, pair: PointCost) -> float:
+    """How much more two neighbours cost together than both alone, in nats per token."""
+    alone = {(cost.layers[0], cost.steps[0]): cost.nats for cost in document.costs if len(cost.layers) == 1}
+    return pair.nats - sum(alone[layer, step] for layer, step in zip(pair.layers, pair.steps, strict=True))
+
+
+def point_rows(document: PointSensitivity) -> Iterator[dict[str, str]]:
+    """A row for each layer: what each change of it costs, in nats per token, and half of the interval."""
+    costs = costs_by_kind(document)
+    for layer in range(document.num_layers):
+        row = {"layer": str(layer)}
+        for kind, by_layers in costs.items():
+            cost = by_layers.get((layer,))
+            row[kind] = f"{cost.nats:+.4f} ±{(cost.high - cost.low) / 2:.4f}" if cost is not None else ""
+        yield row
+
+
+def pair_rows(document: PointSensitivity) -> Iterator[dict[str, str]]:
+    """A row for each two neighbours: what changing both alike costs, and how much of it is beyond the sum of each
+    alone."""
+    costs = costs_by_kind(document)
+    for layer in range(document.num_layers - 1 if document.pairs else 0):
+        row = {"layers": format_ranges((layer, layer + 1))}
+        for kind, by_layers in costs.items():
+            cost = by_layers.get((layer, layer + 1))
+            row[kind] = f"{cost.nats:+.4f} ({beyond_sum(document, cost):+.4f})" if cost is not None else ""
+        yield row
+
+
+def draw_points(document: PointSensitivity, stem: Path) -> list[Path]:
+    """Write ``stem``.png and ``stem``.svg: the costs by layer, and of neighbours what they cost beyond their sum;
+    returns their paths."""
+    single, pairs = [], []
+    for kind, by_layers in costs_by_kind(document).items():
+        for layers, cost in by_layers.items():
+            if len(layers) == 1:
+                single.append({"place": layers[0], "kind": kind, "y": cost.nats, "y1": cost.low, "y2": cost.high})
+            else:
+                pairs.append({"place": format_ranges(layers), "kind": kind, "y": beyond_sum(document, cost)})
+    panels = [_points_panel(document, single, "layer", "What the change of one layer costs")]
+    if document.pairs:
+        title = "What neighbours changed alike cost beyond the sum of each alone"
+        panels.append(_points_panel(document, pairs, "layers", title))
+    return save_pictures(
+        picture_spec(panels, title=measured_text(document), width=max(560, 28 * document.num_layers)), stem
+    )
+
+
+def _points_panel(document: PointSensitivity, rows: list[dict[str, Any]], place: str, title: str) -> PlotPanel:
+    """Values in nats per token; logarithmic where a few dwarf the others."""
+    values = [row["y"] for row in rows]
+    y = quantitative("y", "nats per token")
+    threshold = max(statistics.median(map(abs, values)), 1e-3) if values else 1.0
+    if max(values, default=0.0) > WIDE_RANGE * threshold:
+        y |= symlog(min(values), max(values), threshold)
+    kinds = list(costs_by_kind(document))
+    x: Spec = {"field": "place", "type": "ordinal", "title": place, "sort": None}
+    x["axis"] = {"labelAngle": 0, "labelOverlap": True}
+    look = looks("kind", {kind: CHANGES_OF_A_LAYER[kind][2] for kind in kinds})
+    encoding = {"x": x, "y": y, "xOffset": {"field": "kind", "type": "nominal", "sort": kinds}}
+    layers = [
+        level("y", 0),
+        intervals("y", {**encoding, "color": look["color"]}),
+        marks({**encoding, **look}, 35),
+    ]
+    return PlotPanel(make_spec(title, 260, rows, layers), picture_title=title)
+
+
+def dense_line(document: PointSensitivity) -> str:
+    """What the costs are added to."""
+    return (
+        f"dense perplexity {math.exp(document.dense_nll):.4f} ({document.dense_nll:.4f} nats per token); 0.01 nats more"
+        " are a perplexity 1 % higher"
+    )

@@ -3,23 +3,31 @@
 Layouts that agree in their first layers compute the same there: each layer is run once for each different beginning of
 a layout. One dense pass then serves all that differ from the dense model in later layers only, and of the 3,888 layouts
 of five layers each costs one layer and a little.
+
+A table of negative log-likelihoods, windows x layouts, is filled batch by batch: announced, within the memory that is
+there, and kept so often that a killed run goes on.
 """
 
+import math
+import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.blocks import Blocks, State, complete
+from ladderize.blocks import Blocks, State, check_finite, complete, layer_seconds, timed
 from ladderize.checkpoint.llama import parameter_count
+from ladderize.console import Console, human_bytes, human_seconds
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
+from ladderize.memory import check_room
 
-LayerStep = tuple[
-    str, str
-]  # what a layout does in a layer: the mode of the MLP sync point that enters it, its attention's
+TOKENS_PER_PASS = 4096
+SAVE_SECONDS = 2.0
+# what a layout does in a layer: the mode of the MLP sync point that enters it, its attention's
+LayerStep = tuple[str, str]
 
 
 class LayoutTree:
@@ -122,3 +130,94 @@ def suffix_memory(blocks: Blocks, tree: LayoutTree, tokens: int) -> tuple[int, i
     states = pair * tree.states * hidden
     layer = 4 * hidden * (tree.sync_tp_size or 1) + 3 * intermediate
     return parameter_count(blocks.config) * blocks.dtype.itemsize, tokens * (states + layer) * blocks.dtype.itemsize
+
+
+# ---- the table ----
+
+
+def usual_batch(batch_size: int | None, windows: np.ndarray) -> int:
+    """Windows per forward pass: as many as asked for, or as have 4096 tokens, and no more than there are."""
+    return min(batch_size or max(1, TOKENS_PER_PASS // windows.shape[1]), len(windows))
+
+
+def check_table_memory(
+    blocks: Blocks, tree: LayoutTree, batch_size: int, seq_len: int, what: str, *, loaded: bool = False
+) -> None:
+    """Raise UserError unless the weights and a pass over so many windows of ``seq_len`` tokens have room. loaded: the
+    weights have theirs already."""
+    weights, work = suffix_memory(blocks, tree, batch_size * seq_len)
+    check_room(
+        work if loaded else weights + work,
+        blocks.device,
+        f"{what} with {batch_size:,} windows of {seq_len:,} tokens at a time",
+        "lower --batch-size or --seq-len" if batch_size > 1 else "choose a machine with more",
+    )
+
+
+def fill_table(
+    rows: list[list[float]],
+    blocks: Blocks,
+    layouts: list[Layout],
+    windows: np.ndarray,
+    *,
+    batch_size: int | None,
+    what: str,
+    data: str,
+    save: Callable[[list[list[float]]], None],
+    console: Console,
+) -> None:
+    """Add the rows of the windows that have none yet: of each layout the summed negative log-likelihood, in nats.
+
+    windows: ids [samples, seq_len], of the file ``data``. save: gets the rows every few seconds. what: of the messages.
+    """
+    if rows:
+        console.note(f"resuming after {len(rows)} of {len(windows)} windows")
+    batch_size = usual_batch(batch_size, windows)
+    check_table_memory(blocks, LayoutTree(layouts), batch_size, windows.shape[1], what)
+    with console.stage("loading the weights"):
+        suffixes = Suffixes(blocks, layouts)
+    left = windows[len(rows) :]
+    console.note(announcement(suffixes, left, batch_size))
+    saved_at = time.monotonic()
+    with console.progress(what, len(left)) as advance:
+        for batch in np.split(left, range(batch_size, len(left), batch_size)):
+            rows += suffixes(torch.from_numpy(batch)).tolist()
+            check_finite(
+                sum(map(sum, rows[-len(batch) :])), f"the log-likelihood of {data} under {blocks.checkpoint.folder}"
+            )
+            if time.monotonic() - saved_at > SAVE_SECONDS:
+                save(rows)
+                saved_at = time.monotonic()
+            advance(len(batch))
+
+
+def is_table(rows: object, columns: int, windows: int, *, gaps: bool = False) -> bool:
+    """Whether these are at most ``windows`` rows of finite numbers, as a file holds them, which may be anybody's. gaps:
+    None may stand for a number."""
+    return (
+        isinstance(rows, list)
+        and len(rows) <= windows
+        and all(isinstance(row, list) and len(row) == columns for row in rows)
+        and all(
+            (type(value) is float and math.isfinite(value)) or (gaps and value is None) for row in rows for value in row
+        )
+    )
+
+
+def announcement(suffixes: Suffixes, windows: np.ndarray, batch_size: int) -> str:
+    """Time and memory of what is to come: a batch takes what a layer of each mode and the LM head take here and now."""
+    blocks, tree = suffixes.blocks, suffixes.tree
+    batch = torch.from_numpy(windows[:batch_size])
+    layers = sum(
+        layer_seconds(blocks, suffixes.layer(0, mode), batch) * runs for mode, runs in tree.runs_by_mode.items()
+    )
+    with torch.no_grad():
+        state = blocks.embed(batch)
+        head = min(timed(lambda: blocks.nll(state, batch), blocks.device) for _ in range(2)) * len(tree.layouts)
+    seconds = (layers + head) * math.ceil(len(windows) / batch_size)
+    weights, states = suffix_memory(blocks, tree, batch.numel())
+    return (
+        f"{len(windows)} windows of {windows.shape[1]} tokens, {len(tree.layouts):,} models: about"
+        f" {human_seconds(seconds)} on {blocks.device}, {human_bytes(weights)} of weights and {human_bytes(states)} of"
+        " states in memory"
+    )

@@ -30,7 +30,7 @@ from ladderize.blocks import Blocks, check_finite, layer_seconds, stored_dtype, 
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import Console, human_bytes, human_seconds
 from ladderize.convert.sensitivity_file import AlignmentWindows
-from ladderize.eval.window_table import usual_batch
+from ladderize.eval.suffixes import usual_batch
 from ladderize.layout import OVERLAPPED, Layout
 from ladderize.memory import check_room
 from ladderize.ranks.group import Ranks

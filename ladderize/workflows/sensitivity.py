@@ -33,7 +33,7 @@ from ladderize.convert.sensitivity_file import (
 from ladderize.errors import UserError
 from ladderize.eval.options import PointOptions, SensitivityOptions
 from ladderize.eval.sensitivity import block_sensitivities, column_layouts, default_tau1
-from ladderize.eval.window_table import fill_table, is_table
+from ladderize.eval.suffixes import fill_table, is_table
 from ladderize.files.documents import check_writable, read_json, write_json
 from ladderize.files.work import WorkFolder, differences, work_folder
 from ladderize.layout import Layout

@@ -23,7 +23,7 @@ from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from ladderize.eval.perplexity import Perplexity, perplexity_from_nlls
+from ladderize.eval.results import Perplexity, perplexity_from_nlls
 from ladderize.files import output
 from ladderize.files.records import OwnRecord, Record
 from ladderize.files.regular import resolved

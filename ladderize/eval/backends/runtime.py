@@ -16,9 +16,9 @@ from ladderize.predictions import write_head
 from ladderize.ranks.device import default_device
 from ladderize.ranks.group import launched
 from ladderize.runtime.requests.continuous import Prompt, continue_prompts
+from ladderize.runtime.requests.options import RequestOptions
 from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores, score_endings, score_windows_of_ids
 from ladderize.runtime.requests.service import check_request, open_service
-from ladderize.runtime.requests.worker import RequestOptions
 from ladderize.runtime.spec import ModelSpec
 
 if TYPE_CHECKING:

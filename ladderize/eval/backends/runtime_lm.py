@@ -9,8 +9,8 @@ from ladderize.eval.backends.lm import AnsweringLM
 from ladderize.eval.backends.runtime import RuntimeModel
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.device import default_device
+from ladderize.runtime.requests.options import RequestOptions
 from ladderize.runtime.requests.service import check_request
-from ladderize.runtime.requests.worker import RequestOptions
 
 
 @register_model("ladderize")

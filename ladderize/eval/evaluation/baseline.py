@@ -1,19 +1,24 @@
-"""The reference's predictions, which those of the other models are compared with."""
+"""The perplexity of a text, and how far predictions on it are from the reference's."""
 
 import contextlib
+import hashlib
+import json
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from ladderize import data
 from ladderize.blocks import check_finite
 from ladderize.checkpoint.reading import DTYPE_BYTES, STORED_NAMES, read_checkpoint, read_header
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.eval.backends.base import EvalModel
-from ladderize.eval.results import Perplexity, Predictions
+from ladderize.eval.options import EvalOptions
+from ladderize.eval.results import Perplexity, Predictions, perplexity_from_nlls
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import temporary_folder
 from ladderize.predictions import (
@@ -31,9 +36,9 @@ from ladderize.runtime.requests.scoring import WindowScores
 
 @dataclass
 class Baseline:
-    """Where the reference's predictions lie. keep: the folder for those of the first model; None: they
-    are not asked for. about: what is kept by now. strict: whether a model that cannot be compared, or a reference that
-    cannot be kept, is an error: the user has named a folder; else a warning tells what is left out."""
+    """The reference's predictions. keep: the folder for those of the first model; None: they are not asked for. folder:
+    where they lie; about: what is kept there by now. strict: whether a model that cannot be compared, or a reference
+    that cannot be kept, is an error: the user has named a folder; else a warning tells what is left out."""
 
     keep: Path | None
     about: KeptPredictions | None
@@ -42,13 +47,60 @@ class Baseline:
     ranks: Ranks
     console: Console
 
-    def folder_to_fill(self, model: EvalModel, dtype: str, windows: list[np.ndarray]) -> Path | None:
+    def score_text(
+        self, model: EvalModel, checkpoint: Path, options: EvalOptions
+    ) -> tuple[Perplexity, Predictions | None]:
+        """The perplexity of ``options.perplexity``, and predictions where there is a reference. checkpoint: the model's
+        folder."""
+        assert options.perplexity is not None
+        windows = text_windows(model, options)
+        data_sha, ids_sha = data.file_sha256(options.perplexity), ids_sha256(windows)
+        tokens = [len(window) - 1 for window in windows]
+        reference = self._folder_to_compare(model, data_sha, ids_sha)
+        keep = self._folder_to_fill(model, sum(tokens))
+        start = time.perf_counter()
+        with self.console.progress("perplexity", len(windows)) as advance:
+            scores = model.score(
+                windows, batch_size=options.batch_size, keep=keep, reference=reference, advance=advance
+            )
+        measured = replace(
+            perplexity_from_nlls(scores.nll, windows, time.perf_counter() - start),
+            data_sha256=data_sha,
+            ids_sha256=ids_sha,
+            window_nll=scores.nll.tolist(),
+            window_tokens=tokens,
+        )
+        predictions = None
+        if reference is not None and self.about is not None:
+            predictions = predictions_of(scores, self.about.model)
+        if keep is not None:
+            about = None
+            if self.ranks.is_main:
+                weight = read_header(keep, KEPT_HEAD)["weight"]
+                found = read_checkpoint(checkpoint)
+                is_llama = found.config.get("model_type") in ("llama", "ladderized_llama")
+                about = KeptPredictions(
+                    model=model.name,
+                    fingerprint=fingerprint(found) if is_llama else None,
+                    data_sha256=data_sha,
+                    ids_sha256=ids_sha,
+                    seq_len=measured.seq_len,
+                    window_tokens=tokens,
+                    dtype=weight.dtype,
+                    hidden_size=weight.shape[1],
+                    vocab_size=weight.shape[0],
+                )
+                write_about(keep, about)
+            self.about, self.folder = self.ranks.broadcast(about), keep  # also says that it was written
+        return measured, predictions
+
+    def _folder_to_fill(self, model: EvalModel, tokens: int) -> Path | None:
         """The folder for this model's predictions, if it is the one whose predictions are kept, and can be."""
         folder, self.keep = self.keep, None
         if folder is None:
             return None
-        tokens = sum(len(window) - 1 for window in windows)
-        needed = kept_bytes(tokens, model.vocab_size, model.hidden_size, DTYPE_BYTES[STORED_NAMES[dtype]])
+        itemsize = DTYPE_BYTES[STORED_NAMES[model.described.dtype]]
+        needed = kept_bytes(tokens, model.vocab_size, model.hidden_size, itemsize)
         # one answer for all ranks, whatever the disk has free a moment later
         reason = self.ranks.broadcast(model.no_predictions or disk_shortage(folder, needed))
         if reason is not None:
@@ -56,30 +108,7 @@ class Baseline:
             return None
         return folder
 
-    def filled(self, folder: Path, model: EvalModel, checkpoint: Path, measured: Perplexity) -> None:
-        """Say in the folder what it holds, after the model was scored."""
-        about = None
-        if self.ranks.is_main:
-            weight = read_header(folder, KEPT_HEAD)["weight"]
-            assert measured.data_sha256 is not None
-            assert measured.ids_sha256 is not None
-            assert measured.window_tokens is not None
-            about = KeptPredictions(
-                model=model.name,
-                fingerprint=_fingerprint(checkpoint),
-                data_sha256=measured.data_sha256,
-                ids_sha256=measured.ids_sha256,
-                seq_len=measured.seq_len,
-                window_tokens=measured.window_tokens,
-                dtype=weight.dtype,
-                hidden_size=weight.shape[1],
-                vocab_size=weight.shape[0],
-            )
-            write_about(folder, about)
-        self.about = self.ranks.broadcast(about)  # also says that it was written
-        self.folder = folder
-
-    def folder_to_compare(self, model: EvalModel, data_sha256: str, ids_sha256: str) -> Path | None:
+    def _folder_to_compare(self, model: EvalModel, data_sha256: str, ids_sha256: str) -> Path | None:
         """The folder of the reference's predictions, if this model's can be compared with them."""
         about = self.about
         if about is None:
@@ -121,22 +150,35 @@ def open_baseline(
                     prepare_folder(folder)
             yield Baseline(folder, None, None, True, ranks, console)
         else:
-            yield Baseline(_temporary(models, ranks, stack, console), None, None, False, ranks, console)
+            temporary = None
+            if models > 1 and ranks.local_size < ranks.size:
+                console.warn(
+                    "predictions are not compared on several machines; name a folder that all share with"
+                    " --keep-predictions"
+                )
+            elif models > 1:
+                own = stack.enter_context(temporary_folder("predictions")) if ranks.is_main else None
+                temporary = ranks.broadcast(own)
+            yield Baseline(temporary, None, None, False, ranks, console)
             ranks.barrier()  # no rank reads in the folder any more
 
 
-def _temporary(models: int, ranks: Ranks, stack: contextlib.ExitStack, console: Console) -> Path | None:
-    """A folder for the first model's predictions, which ends with the stack; None for a single model."""
-    if models < 2:
-        return None
-    if ranks.local_size < ranks.size:
-        console.warn(
-            "predictions are not compared on several machines; name a folder that all share with --keep-predictions"
-        )
-        return None
-    own = stack.enter_context(temporary_folder("predictions")) if ranks.is_main else None
-    shared: Path = ranks.broadcast(own)
-    return shared
+def text_windows(model: EvalModel, options: EvalOptions) -> list[np.ndarray]:
+    """The windows of ``options.perplexity`` in this model's ids, ``options.seq_len`` long."""
+    assert options.perplexity is not None
+    documents = data.read_documents(options.perplexity, model.tokenizer, vocab_size=model.vocab_size)
+    seq_len = options.seq_len or data.default_seq_len(documents, options.perplexity, model.positions)
+    if not 2 <= seq_len <= model.positions:
+        raise UserError(f"--seq-len {seq_len} must be between 2 and the {model.positions} positions of {model.name}")
+    return data.windows(documents, seq_len)[: options.windows]
+
+
+def ids_sha256(windows: list[np.ndarray]) -> str:
+    """A hash of the ids of windows and of where each ends."""
+    digest = hashlib.sha256(json.dumps([len(window) for window in windows]).encode())
+    for window in windows:
+        digest.update(np.ascontiguousarray(window, dtype="<i8").tobytes())
+    return digest.hexdigest()
 
 
 def predictions_of(scores: WindowScores, reference: str) -> Predictions | None:
@@ -153,10 +195,3 @@ def predictions_of(scores: WindowScores, reference: str) -> Predictions | None:
         tokens=len(tokens),
         window_kl=[float(window.sum(dtype=np.float64)) for window in scores.kl],
     )
-
-
-def _fingerprint(folder: Path) -> str | None:
-    """Of Llamas, dense or converted; None for another architecture."""
-    checkpoint = read_checkpoint(folder)
-    known = checkpoint.config.get("model_type") in ("llama", "ladderized_llama")
-    return fingerprint(checkpoint) if known else None

@@ -1,6 +1,13 @@
-"""Where a run's results go: results.json after every task, and the samples beside it."""
+"""Where a run's results go: results.json after every task, and beside it what a model answered to each question.
+
+A sample is one line of JSON in the layout of lm-eval's ``--log_samples``, so that lm-eval's tools and ``datasets`` read
+the files too.
+"""
 
 import contextlib
+import json
+import math
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.errors import UserError
-from ladderize.eval.evaluation.samples import former_samples, remove_samples, samples_folder, write_samples
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.files.documents import check_writable, read_own, write_json
-from ladderize.files.regular import inside, resolved
-from ladderize.files.temporaries import temporary_folder
+from ladderize.files.parsing import parse_json
+from ladderize.files.regular import inside, read_lines, resolved
+from ladderize.files.temporaries import replacement, temporary_folder
+
+MOST_NAME = 80  # characters of a model's or a task's name in a file's name
 
 
 @dataclass
@@ -76,11 +85,19 @@ class Output:
 
 @contextlib.contextmanager
 def open_output(options: EvalOptions, out: Path | None, *, writes: bool) -> Iterator[Output]:
-    """Check that ``out`` can be written; without it samples live in a folder that is removed at the end."""
+    """Check that ``out`` can be written, with its samples; without it these are removed at the end. Raises
+    UserError."""
     with contextlib.ExitStack() as stack:
         if out is not None:
             out = resolved(out, "--out ")
-            check_output(out)
+            check_writable(out)
+            folder = samples_folder(out)
+            if out == folder:
+                raise UserError(
+                    f"--out {out} has the name of the folder of its samples; name a file that ends in .json"
+                )
+            if folder.exists() and not folder.is_dir():
+                raise UserError(f"--out {out}: its samples belong into {folder}, which is a file; name another --out")
             parent = out.parent
         elif writes:
             parent = stack.enter_context(temporary_folder("eval"))
@@ -89,11 +106,87 @@ def open_output(options: EvalOptions, out: Path | None, *, writes: bool) -> Iter
         yield Output(options, out, parent, writes)
 
 
-def check_output(out: Path) -> None:
-    """Raise UserError unless results and samples can be written."""
-    check_writable(out)
-    folder = samples_folder(out)
-    if out == folder:
-        raise UserError(f"--out {out} has the name of the folder of its samples; name a file that ends in .json")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {out}: its samples belong into {folder}, which is a file; name another --out")
+# ---- samples ----
+
+
+def samples_folder(out: Path) -> Path:
+    """Beside results.json: ``results.samples``."""
+    return out.with_name(f"{out.stem}.samples")
+
+
+def write_samples(folder: Path, number: int, model: str, samples: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict:
+    """Write each task's samples of the ``number``-th model under ``folder``; returns task -> path, relative to the
+    folder's parent. Each file appears whole or not at all. Raises OSError, where the disk is full, say."""
+    own = folder / f"{number}-{_as_name(Path(model).name)}"
+    own.mkdir(parents=True, exist_ok=True)
+    written: dict[str, str] = {}
+    for task, logged in samples.items():
+        path = own / f"{_as_name(task)}.jsonl"
+        if path.relative_to(folder.parent).as_posix() in written.values():  # names that differ in such characters only
+            path = own / f"{_as_name(task)}-{len(written)}.jsonl"
+        with replacement(path) as file:
+            for sample in logged:
+                file.write(json.dumps(as_logged(sample), ensure_ascii=False, allow_nan=False) + "\n")
+        written[task] = path.relative_to(folder.parent).as_posix()
+    return written
+
+
+def read_samples(parent: Path, result: ModelResult) -> dict[str, Iterator[dict[str, Any]]]:
+    """Task -> its samples, read line by line from the files that this run wrote under ``parent``."""
+    return {task: map(parse_json, read_lines(parent / path)) for task, path in result.samples.items()}
+
+
+def as_logged(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample of lm-eval as its ``--log_samples`` writes it: what the model was given by name, answers and target as
+    text. NaN and infinity, which JSON does not have, become null."""
+    arguments = {
+        f"gen_args_{number}": {f"arg_{place}": part for place, part in enumerate(given)}
+        for number, given in enumerate(sample["arguments"])
+    }
+    answers = {key: _as_text(sample[key]) for key in ("resps", "filtered_resps")}
+    logged: dict[str, Any] = _plain({**sample, "arguments": arguments, **answers, "target": str(sample["target"])})
+    return logged
+
+
+def former_samples(out: Path) -> list[Path]:
+    """The samples that an earlier results.json at ``out`` names: files in our folder beside it, nothing else."""
+    folder, models, found = samples_folder(out), read_own(out).get("models") if out.is_file() else None, []
+    for entry in models if isinstance(models, list) else []:
+        named = entry.get("samples") if isinstance(entry, dict) else None
+        for relative in named.values() if isinstance(named, dict) else []:
+            named_path = out.parent / str(relative)
+            path = inside(folder, str(named_path))
+            if path is not None and path.suffix == ".jsonl" and path.is_file() and not named_path.is_symlink():
+                found.append(path)
+    return found
+
+
+def remove_samples(paths: Iterable[Path]) -> None:
+    """Remove files of samples, and their folders where these are empty then."""
+    for path in paths:
+        path.unlink(missing_ok=True)
+        for folder in (path.parent, path.parent.parent):
+            with contextlib.suppress(OSError):  # which still holds something
+                folder.rmdir()
+
+
+def _as_name(text: str) -> str:
+    """A part of a file's name."""
+    return re.sub(r"[^\w.-]", "_", text)[:MOST_NAME].lstrip(".") or "_"
+
+
+def _as_text(value: Any) -> Any:
+    return [_as_text(item) for item in value] if isinstance(value, list | tuple) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """As strict JSON holds it; arrays' scalars become numbers, sets lists, what JSON does not know its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(item) for item in value]
+    if callable(getattr(value, "item", None)) and getattr(value, "size", 1) == 1:
+        return _plain(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int | bool) else str(value)

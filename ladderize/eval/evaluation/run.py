@@ -1,14 +1,12 @@
 """Evaluate several models alike: lm-eval's tasks and perplexity, in one invocation."""
 
-import hashlib
+import contextlib
 import json
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ladderize import data
@@ -18,15 +16,13 @@ from ladderize.errors import UsageError, UserError
 from ladderize.eval.backends.base import EvalModel, OpenModel
 from ladderize.eval.backends.hf import HFModel
 from ladderize.eval.backends.runtime import RuntimeModel
-from ladderize.eval.evaluation.baseline import Baseline, open_baseline, predictions_of
-from ladderize.eval.evaluation.output import Output, open_output
-from ladderize.eval.evaluation.samples import read_samples
+from ladderize.eval.evaluation.baseline import open_baseline
+from ladderize.eval.evaluation.output import Output, open_output, read_samples
 from ladderize.eval.evaluation.tasks import load_tasks, run_task
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
 from ladderize.eval.paired.samples import ComparedModel, make_entry
-from ladderize.eval.perplexity import perplexity_from_nlls
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.group import Ranks, already_started, join_ranks
@@ -36,68 +32,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def score_text(
-    model: EvalModel,
-    described: EvaluatedModel,
-    checkpoint: Path,
-    options: EvalOptions,
-    baseline: Baseline,
-    console: Console,
-) -> EvaluatedModel:
-    """``described`` with the perplexity of ``options.perplexity``, and with predictions where there is a reference.
-
-    checkpoint: the model's folder.
-    """
-    assert options.perplexity is not None
-    windows = text_windows(model, options)
-    data_sha, ids_sha = data.file_sha256(options.perplexity), ids_sha256(windows)
-    reference = baseline.folder_to_compare(model, data_sha, ids_sha)
-    keep = baseline.folder_to_fill(model, described.dtype, windows)
-    start = time.perf_counter()
-    with console.progress("perplexity", len(windows)) as advance:
-        scores = model.score(windows, batch_size=options.batch_size, keep=keep, reference=reference, advance=advance)
-    measured = replace(
-        perplexity_from_nlls(scores.nll, windows, time.perf_counter() - start),
-        data_sha256=data_sha,
-        ids_sha256=ids_sha,
-        window_nll=scores.nll.tolist(),
-        window_tokens=[len(window) - 1 for window in windows],
-    )
-    predictions = None
-    if reference is not None and baseline.about is not None:
-        predictions = predictions_of(scores, baseline.about.model)
-    if keep is not None:
-        baseline.filled(keep, model, checkpoint, measured)
-    return replace(described, perplexity=measured, predictions=predictions)
-
-
-def text_windows(model: EvalModel, options: EvalOptions) -> list[np.ndarray]:
-    """The windows of ``options.perplexity`` in this model's ids, ``options.seq_len`` long."""
-    assert options.perplexity is not None
-    documents = data.read_documents(options.perplexity, model.tokenizer, vocab_size=model.vocab_size)
-    seq_len = options.seq_len or data.default_seq_len(documents, options.perplexity, model.positions)
-    if not 2 <= seq_len <= model.positions:
-        raise UserError(f"--seq-len {seq_len} must be between 2 and the {model.positions} positions of {model.name}")
-    return data.windows(documents, seq_len)[: options.windows]
-
-
-def ids_sha256(windows: list[np.ndarray]) -> str:
-    """A hash of the ids of windows and of where each ends."""
-    digest = hashlib.sha256(json.dumps([len(window) for window in windows]).encode())
-    for window in windows:
-        digest.update(np.ascontiguousarray(window, dtype="<i8").tobytes())
-    return digest.hexdigest()
-
-
 def compare_models(output: Output, console: Console) -> list[dict[str, Any]]:
     """The comparisons that results.json holds; what cannot be compared is said and left out, since results that were
     hard to get must not be lost for it."""
-    models = output.finished
-    if len(models) < 2:
-        return []
-    with console.stage(f"comparing with {models[0].model.model}"):
-        reference = _entry(models[0], output)
-        found = [_compare(reference, _entry(other, output), console) for other in models[1:]]
+    found: list[ComparisonDocument | None] = []
+    if len(output.finished) > 1:
+        with console.stage(f"comparing with {output.finished[0].model.model}"):
+            reference, *others = (_entry(result, output) for result in output.finished)
+            found = [_compare(reference, other, console) for other in others]
     return [document.to_dict() for document in found if document is not None]
 
 
@@ -107,17 +49,14 @@ def _entry(result: ModelResult, output: Output) -> ComparedModel:
 
 
 def _compare(reference: ComparedModel, other: ComparedModel, console: Console) -> ComparisonDocument | None:
-    options = CompareOptions()
     try:
-        return compare_results(reference, other, options)
+        return compare_results(reference, other, CompareOptions())
     except UserError as error:
         console.warn(f"{other.name} was not compared with {reference.name}: {error}")
-    if not (reference.samples and other.samples):
-        return None
-    try:  # the text alone may be it: another tokenizer has other windows
-        return compare_results(_without_text(reference), _without_text(other), options)
-    except UserError:  # the same again
-        return None
+    if reference.samples and other.samples:
+        with contextlib.suppress(UserError):  # the text alone may be it: another tokenizer has other windows
+            return compare_results(_without_text(reference), _without_text(other), CompareOptions())
+    return None
 
 
 def _without_text(entry: ComparedModel) -> ComparedModel:
@@ -162,7 +101,10 @@ def evaluate(
         open_output(options, out, writes=ranks.is_main) as output,
         open_baseline(len(names), keep_predictions, reference, ranks, console) as baseline,
     ):
-        folders = check_before_work(names, options)
+        # what is certain to fail is found before any model is loaded
+        if options.perplexity is not None:
+            data.check_data_file(options.perplexity)
+        folders = [check_model(name, options.revision) for name in names]
         if resume:
             output.resume()
         manager = None
@@ -185,7 +127,8 @@ def evaluate(
                     add_bos = begins_with_bos(model.tokenizer)
                 described = replace(model.described, add_bos_token=add_bos)
                 if options.perplexity is not None:
-                    described = score_text(model, described, folder, options, baseline, console)
+                    perplexity, predictions = baseline.score_text(model, folder, options)
+                    described = replace(described, perplexity=perplexity, predictions=predictions)
                 output.finished.append(run_tasks(model, described, manager, output, console))
         results = output.save(comparisons=compare_models(output, console) if ranks.is_main else [])
         return shared_results(results, ranks)
@@ -248,13 +191,6 @@ def check_predictions(options: EvalOptions, keep: Path | None, reference: Path |
             raise UsageError(f"{option} has no effect without --perplexity")
     if keep is not None and reference is not None:
         raise UsageError("--keep-predictions and --reference exclude each other: a reference is compared with nothing")
-
-
-def check_before_work(names: list[str], options: EvalOptions) -> list[Path]:
-    """The folders of the models, all of which were checked: what is certain to fail is found before any is loaded."""
-    if options.perplexity is not None:
-        data.check_data_file(options.perplexity)
-    return [check_model(name, options.revision) for name in names]
 
 
 def begins_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:

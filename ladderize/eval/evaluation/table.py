@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.eval.paired.document import ComparisonDocument
+from ladderize.eval.paired.samples import leaf_tasks
+from ladderize.eval.paired.tasks import MAIN_METRICS
 from ladderize.eval.paired.words import metric_name, verdict_sentence
 from ladderize.eval.results import EvalResults, ModelResult
 
@@ -21,59 +23,47 @@ class Measurement:
 def comparison_rows(results: EvalResults) -> list[dict[str, str]]:
     """Rows task x model, for people: layout, value, standard error; with several models also the difference to the
     first one, its interval and the flips. What the interval is of, and what flips are: ``table_words``."""
-    layouts = [entry.model.layout.partition(" layers: ")[2] for entry in results.models]
     names = short_names([entry.model.model for entry in results.models])
     measured = [{(one.task, one.metric): one for one in measurements(entry)} for entry in results.models]
-    compared: list[dict[tuple[str, str], Difference]] = [{}, *paired_differences(results)]
+    compared = {document.other: _differences(document) for document in comparison_documents(results)}
     rows = []
-    for task, metric in dict.fromkeys(key for found in measured for key in found):
-        base = measured[0].get((task, metric))
-        first = True
-        for name, layout, found, known in zip(names, layouts, measured, compared, strict=True):
-            if (one := found.get((task, metric))) is None:
+    for key in dict.fromkeys(key for found in measured for key in found):
+        base, (task, metric) = measured[0].get(key), key
+        for name, entry, found in zip(names, results.models, measured, strict=True):
+            if (one := found.get(key)) is None:
                 continue
             row = {
-                "task": task if first else "",
-                "metric": metric if first else "",
+                "task": task,
+                "metric": metric,
                 "model": name,
-                "layout": layout,
+                "layout": entry.model.layout.partition(" layers: ")[2],
                 "value": f"{one.value:.4f}",
                 "stderr": "" if one.stderr is None else f"{one.stderr:.4f}",
             }
             if len(results.models) > 1:
-                alone = Difference("" if base is None or one is base else f"{one.value - base.value:+.4f}", "", "")
-                row |= vars(known.get((task, metric), alone))
+                row["difference"] = "" if base is None or one is base else f"{one.value - base.value:+.4f}"
+                row |= {"interval": "", "flips": ""}
+                row |= compared.get(entry.model.model, {}).get(key, {}) if entry is not results.models[0] else {}
             rows.append(row)
-            first = False
+            task = metric = ""  # once for all models
     return rows
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A difference to the first model in words; the fields are columns of the table."""
-
-    difference: str
-    interval: str
-    flips: str
-
-
-def paired_differences(results: EvalResults) -> list[dict[tuple[str, str], Difference]]:
-    """Of each model after the first: (task, metric) -> its difference, where the models were compared in pairs."""
-    documents = {document.other: document for document in comparison_documents(results)}
-    found = []
-    for entry in results.models[1:]:
-        known: dict[tuple[str, str], Difference] = {}
-        if (document := documents.get(entry.model.model)) is not None:
-            for one in document.tasks:
-                flips = "" if one.right_to_wrong is None else f"-{one.right_to_wrong} +{one.wrong_to_right}"
-                difference = Difference(f"{one.difference:+.4f}", _interval(one.low, one.high), flips)
-                known[one.task, metric_name(one.metric, one.filter)] = difference
-            if (text := document.perplexity) is not None:
-                stderr = "" if text.stderr is None else f" ±{text.stderr:.4f}"
-                known["perplexity", "perplexity"] = Difference(
-                    f"{text.difference:+.4f}{stderr}", _interval(text.low, text.high), ""
-                )
-        found.append(known)
+def _differences(document: ComparisonDocument) -> dict[tuple[str, str], dict[str, str]]:
+    """(task, metric) -> the columns of a model that was compared in pairs."""
+    found = {}
+    for one in document.tasks:
+        found[one.task, metric_name(one.metric, one.filter)] = {
+            "difference": f"{one.difference:+.4f}",
+            "interval": _interval(one.low, one.high),
+            "flips": "" if one.right_to_wrong is None else f"-{one.right_to_wrong} +{one.wrong_to_right}",
+        }
+    if (text := document.perplexity) is not None:
+        stderr = "" if text.stderr is None else f" ±{text.stderr:.4f}"
+        found["perplexity", "perplexity"] = {
+            "difference": f"{text.difference:+.4f}{stderr}",
+            "interval": _interval(text.low, text.high),
+        }
     return found
 
 
@@ -84,26 +74,25 @@ def comparison_documents(results: EvalResults) -> list[ComparisonDocument]:
 
 def prediction_rows(results: EvalResults) -> list[dict[str, str]]:
     """Rows for people: how far each model's predictions are from the reference's; none where nothing was compared."""
-    intervals = {
-        one.other: "none"
-        if one.predictions.low is None or one.predictions.high is None
-        else f"{one.predictions.low:.4g} to {one.predictions.high:.4g}"
-        for one in comparison_documents(results)
-        if one.predictions is not None
-    }
+    compared = {one.other: one.predictions for one in comparison_documents(results) if one.predictions is not None}
     rows = []
     for name, entry in zip(short_names([entry.model.model for entry in results.models]), results.models, strict=True):
-        if (found := entry.model.predictions) is not None:
-            rows.append(
-                {
-                    "model": name,
-                    "mean KL": f"{found.mean_kl:.4g}",
-                    "interval": intervals.get(entry.model.model, ""),
-                    "99th percentile": f"{found.p99_kl:.4g}",
-                    "same top token": f"{found.same_top_share:.2%}",
-                    "tokens": f"{found.tokens:,}",
-                }
-            )
+        if (found := entry.model.predictions) is None:
+            continue
+        interval = ""
+        if (paired := compared.get(entry.model.model)) is not None:
+            unknown = paired.low is None or paired.high is None
+            interval = "none" if unknown else f"{paired.low:.4g} to {paired.high:.4g}"
+        rows.append(
+            {
+                "model": name,
+                "mean KL": f"{found.mean_kl:.4g}",
+                "interval": interval,
+                "99th percentile": f"{found.p99_kl:.4g}",
+                "same top token": f"{found.same_top_share:.2%}",
+                "tokens": f"{found.tokens:,}",
+            }
+        )
     return rows
 
 
@@ -157,3 +146,38 @@ def measurements(entry: ModelResult) -> list[Measurement]:
                 )
             )
     return found
+
+
+# ---- the mean accuracy: of the metrics that stand for a model's tasks ----
+
+
+def by_task(entry: ModelResult) -> dict[str, list[Measurement]]:
+    """All metrics of each task."""
+    found: dict[str, list[Measurement]] = {}
+    for one in measurements(entry):
+        if one.task != "perplexity":
+            found.setdefault(one.task, []).append(one)
+    return found
+
+
+def main_metric(found: list[Measurement]) -> Measurement:
+    """The one of a task's metrics that stands for it."""
+    return min(found, key=_rank)
+
+
+def is_share(one: Measurement) -> bool:
+    """Whether a metric is a share of right answers or alike, between 0 and 1."""
+    return 0 <= one.value <= 1 and _rank(one) < len(MAIN_METRICS)
+
+
+def mean_accuracy(entry: ModelResult) -> float | None:
+    """Over all tasks that are no groups of others; None where none has a share."""
+    leaves = leaf_tasks(entry.harness)
+    mains = [main_metric(found) for task, found in by_task(entry).items() if task in leaves]
+    values = [one.value for one in mains if is_share(one)]
+    return sum(values) / len(values) if values else None
+
+
+def _rank(one: Measurement) -> int:
+    name = one.metric.partition(" ")[0]
+    return MAIN_METRICS.index(name) if name in MAIN_METRICS else len(MAIN_METRICS)

@@ -23,8 +23,7 @@ from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import AlignmentWindows, CalibrationData
 from ladderize.errors import UserError
-from ladderize.eval.suffixes import LayoutTree, Suffixes
-from ladderize.eval.window_table import SAVE_SECONDS, check_table_memory, usual_batch
+from ladderize.eval.suffixes import SAVE_SECONDS, LayoutTree, Suffixes, check_table_memory, usual_batch
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.work import WorkFolder
 from ladderize.layout import Layout

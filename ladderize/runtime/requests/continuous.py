@@ -17,7 +17,7 @@ from ladderize.runtime.kv_cache import CacheRows, KVCache
 from ladderize.runtime.model import Step
 from ladderize.runtime.requests.reading import TextReader, padded
 from ladderize.runtime.requests.scoring import OutputLayer
-from ladderize.runtime.requests.worker import Worker
+from ladderize.runtime.requests.service import Worker
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import eos_ids
 
@@ -49,39 +49,34 @@ class StopStrings:
         return any(stop in text for stop in self.stops)
 
 
-@dataclass(eq=False)
-class _Slot:
-    """One row at work. draws: random numbers for its tokens; None: greedy."""
+class _Row:
+    """A text at work. index: of its prompt."""
 
-    index: int
-    prompt: Prompt
-    stops: StopStrings
-    draws: Tensor | None
-    new: list[int] = field(default_factory=list)
+    def __init__(self, index: int, prompt: Prompt, tokenizer: Any, device: torch.device) -> None:
+        self.index, self.prompt, self.stops = index, prompt, StopStrings(tokenizer, prompt.stops)
+        self.new: list[int] = []
+        self.draws: Tensor | None = None  # random numbers for its tokens; None: greedy
+        if prompt.sampling.temperature:
+            self.draws = prompt.sampling.draws(1, prompt.max_new_tokens, prompt.number)[0].to(device)
 
     @property
     def length(self) -> int:
-        """Columns of its row that hold the text: all of it but the newest token."""
+        """Columns of the cache that hold the text: all of it but the newest token."""
         return len(self.prompt.ids) + max(0, len(self.new) - 1)
 
+    def has_ended(self, eos: frozenset[int]) -> bool:
+        return len(self.new) >= self.prompt.max_new_tokens or self.new[-1] in eos or self.stops.end(self.new)
 
-@dataclass
+
 class ContinuousBatch:
-    """Rows of one KV cache at work on prompts. All ranks do the same in the same order, and decide alike.
+    """``rows`` rows of one KV cache that work on prompts. All ranks do the same in the same order, and decide alike.
 
-    eos: tokens that end a text. tokenizer: to see stop strings; None where no prompt has any.
+    longest_prompt, longest_text: in tokens. eos: tokens that end a text. tokenizer: to see stop strings; None where no
+    prompt has any. Raises UserError where memory does not do.
     """
 
-    reader: TextReader
-    cache: KVCache
-    eos: frozenset[int]
-    tokenizer: Any
-    slots: list[_Slot] = field(default_factory=list)
-    _stops: dict[tuple[str, ...], StopStrings] = field(default_factory=dict)
-
-    @classmethod
-    def allocate(
-        cls,
+    def __init__(
+        self,
         reader: TextReader,
         *,
         rows: int,
@@ -89,73 +84,59 @@ class ContinuousBatch:
         longest_text: int,
         eos: Sequence[int],
         tokenizer: Any,
-    ) -> "ContinuousBatch":
-        """With a cache for ``rows`` texts of so many tokens. Raises UserError where memory does not do."""
+    ) -> None:
+        self.reader, self.eos, self.tokenizer = reader, frozenset(eos), tokenizer
         columns = max(padded(longest_prompt), longest_text)
-        cache = KVCache.allocate(reader.model.shape, rows, columns, reader.dtype, reader.device)
-        return cls(reader, cache, frozenset(eos), tokenizer)
+        self.cache = KVCache.allocate(reader.model.shape, rows, columns, reader.dtype, reader.device)
+        self.rows: list[_Row] = []
 
     def run(self, prompts: Sequence[Prompt], advance: Callable[[int], None] = lambda n: None) -> list[list[int]]:
         """The new tokens of each prompt, the one that ends it included. advance: told how many more are done."""
         made: list[list[int]] = [[] for _ in prompts]
         # the longest are read first: memory runs out at once or never, and the last rows are not the slowest ones
         waiting = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
-        rows = self.cache.keys.shape[1]
-        while waiting or self.slots:
-            entering = [waiting.pop() for _ in range(min(rows - len(self.slots), len(waiting)))]
-            if entering:
-                longer = [self._slot(index, prompts[index]) for index in entering]
-                self.slots += longer
-                self._prefill(len(self.slots) - len(longer))
+        capacity = self.cache.keys.shape[1]
+        while waiting or self.rows:
+            longer = self.rows
+            if waiting and (free := capacity - len(self.rows)):
+                entering = [waiting.pop() for _ in range(min(free, len(waiting)))]
+                longer = [_Row(index, prompts[index], self.tokenizer, self.reader.device) for index in entering]
+                self.rows += longer
+                self._prefill(len(self.rows) - len(longer))
             else:
-                longer = self.slots
                 self._decode()
-            ended = [slot for slot in longer if self._has_ended(slot)]
-            for slot in ended:
-                made[slot.index] = slot.new
-            self._remove(ended)
+            ended = [row for row in longer if row.has_ended(self.eos)]
+            for row in ended:
+                made[row.index] = row.new
+                self._remove(row)
             advance(len(ended))
         return made
 
-    def _slot(self, index: int, prompt: Prompt) -> _Slot:
-        if prompt.stops not in self._stops:
-            self._stops[prompt.stops] = StopStrings(self.tokenizer, prompt.stops)
-        draws = None
-        if prompt.sampling.temperature:
-            draws = prompt.sampling.draws(1, prompt.max_new_tokens, prompt.number)[0].to(self.reader.device)
-        return _Slot(index, prompt, self._stops[prompt.stops], draws)
-
-    def _has_ended(self, slot: _Slot) -> bool:
-        full = len(slot.new) >= slot.prompt.max_new_tokens
-        return full or slot.new[-1] in self.eos or slot.stops.end(slot.new)
-
-    def _remove(self, ended: list[_Slot]) -> None:
-        """Take rows out; the last ones move into their places, so that rows at work stand side by side."""
-        for slot in ended:
-            place, last = self.slots.index(slot), len(self.slots) - 1
-            moved = self.slots.pop()
-            if place != last:
-                self.slots[place] = moved
-                self.cache.keys[:, place, :, : moved.length] = self.cache.keys[:, last, :, : moved.length]
-                self.cache.values[:, place, :, : moved.length] = self.cache.values[:, last, :, : moved.length]
+    def _remove(self, row: _Row) -> None:
+        """Take a row out; the last one moves into its place, so that rows at work stand side by side."""
+        place, last = self.rows.index(row), len(self.rows) - 1
+        moved = self.rows.pop()
+        if place != last:
+            self.rows[place] = moved
+            for kept in (self.cache.keys, self.cache.values):
+                kept[:, place, :, : moved.length] = kept[:, last, :, : moved.length]
 
     def _prefill(self, first: int) -> None:
         """Read the prompts of the rows from ``first`` on, and give each its first new token."""
-        budget = self.reader.budget
-        while first < len(self.slots):
-            length, count = padded(len(self.slots[first].prompt.ids)), 1
-            while first + count < len(self.slots) and (count + 1) * length <= budget:  # the first is the longest
+        while first < len(self.rows):
+            length, count = padded(len(self.rows[first].prompt.ids)), 1
+            while first + count < len(self.rows) and (count + 1) * length <= self.reader.budget:  # the first is longest
                 count += 1
-            group = self.slots[first : first + count]
+            group = self.rows[first : first + count]
             cache = CacheRows(self.cache, torch.arange(first, first + count, device=self.reader.device))
             self._choose(group, self._read(group, length, cache))
             first += count
 
-    def _read(self, group: list[_Slot], length: int, cache: KVCache) -> Tensor:
+    def _read(self, group: list[_Row], length: int, cache: KVCache) -> Tensor:
         """The states after the last token of each prompt [prompts, hidden]."""
         device, rope = self.reader.device, self.reader.rope
-        ids = torch.tensor([s.prompt.ids + [0] * (length - len(s.prompt.ids)) for s in group], device=device)
-        last = torch.tensor([len(slot.prompt.ids) - 1 for slot in group], device=device)
+        ids = torch.tensor([row.prompt.ids + [0] * (length - len(row.prompt.ids)) for row in group], device=device)
+        last = torch.tensor([len(row.prompt.ids) - 1 for row in group], device=device)
         columns = torch.arange(length, device=device)
         found = None
         step_tokens = length if len(group) > 1 else min(length, self.reader.budget)
@@ -174,45 +155,45 @@ class ContinuousBatch:
 
     def _decode(self) -> None:
         """One token more for every row."""
-        count, device = len(self.slots), self.reader.device
-        ids = torch.tensor([slot.new[-1] for slot in self.slots], device=device)[:, None]
-        positions = torch.tensor([slot.length for slot in self.slots], device=device)
-        view = max(slot.length for slot in self.slots) + 1
+        count, device = len(self.rows), self.reader.device
+        ids = torch.tensor([row.new[-1] for row in self.rows], device=device)[:, None]
+        positions = torch.tensor([row.length for row in self.rows], device=device)
+        view = max(row.length for row in self.rows) + 1
         seen = torch.arange(view, device=device) <= positions[:, None]
         step = Step(self.reader.rope[positions][:, None, None], positions[:, None], view, seen[:, None, None])
         cache = KVCache(self.cache.keys[:, :count], self.cache.values[:, :count])
-        self._choose(self.slots, self.reader.forward(ids, step, cache)[:, 0])
+        self._choose(self.rows, self.reader.forward(ids, step, cache)[:, 0])
 
-    def _choose(self, slots: list[_Slot], states: Tensor) -> None:
+    def _choose(self, rows: list[_Row], states: Tensor) -> None:
         """Give each row the token that follows its state [rows, hidden]."""
         model = self.reader.model
-        if all(slot.draws is None for slot in slots):
+        if all(row.draws is None for row in rows):
             layer = OutputLayer.of_rank(model)
             tokens, normaliser = layer.summary(layer.logits(states))
             sound = normaliser.isfinite().all()
         else:
             logits = model.logits(states)
             sound, tokens = are_sound(logits), logits.argmax(-1)
-            for sampling in dict.fromkeys(slot.prompt.sampling for slot in slots):
-                rows = [row for row, slot in enumerate(slots) if slot.prompt.sampling == sampling]
+            for sampling in dict.fromkeys(row.prompt.sampling for row in rows):
+                places = [place for place, row in enumerate(rows) if row.prompt.sampling == sampling]
                 if sampling.temperature:
-                    draws = [slots[row].draws[len(slots[row].new)] for row in rows]  # type: ignore[index]
-                    tokens[rows] = sample(logits[rows], sampling, torch.stack(draws))
+                    draws = [rows[place].draws[len(rows[place].new)] for place in places]  # type: ignore[index]
+                    tokens[places] = sample(logits[places], sampling, torch.stack(draws))
         if not sound:
             raise UserError(
                 "the model's logits are NaN or infinite, so nothing was generated from them; check its weights, or"
                 " compute in float32"
             )
-        for slot, token in zip(slots, tokens.tolist(), strict=True):
-            slot.new.append(token)
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            row.new.append(token)
 
 
 def continue_prompts(worker: Worker, prompts: Sequence[Prompt], advance: Callable[[int], None]) -> list[list[int]]:
     """The new tokens of each prompt, ``worker.options.rows`` texts at a time; equal on all ranks. advance: told how
-    many more are done. Raises UserError where memory does not do."""
+    many more are done."""
     if not prompts:
         return []
-    batch = ContinuousBatch.allocate(
+    batch = ContinuousBatch(
         worker.reader,
         rows=min(worker.options.rows, len(prompts)),
         longest_prompt=max(len(prompt.ids) for prompt in prompts),

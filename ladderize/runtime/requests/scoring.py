@@ -17,7 +17,7 @@ from ladderize.memory import check_room
 from ladderize.predictions import PredictionsReader, StatesWriter
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.model import TPLlama
-from ladderize.runtime.requests.worker import STATES_AT_ONCE, Worker
+from ladderize.runtime.requests.service import STATES_AT_ONCE, Worker
 
 COMPARED_AT_ONCE = 1 << 24  # logits of one rank; about six arrays of this size exist while models are compared
 

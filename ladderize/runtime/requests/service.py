@@ -5,8 +5,8 @@ Whoever asks runs in the parent process, in one piece; the ranks know nothing of
 
 import contextlib
 import multiprocessing.util
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,59 +14,49 @@ import torch
 
 from ladderize.errors import UserError
 from ladderize.files.temporaries import temporary_folder
+from ladderize.modeling import load_tokenizer
 from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks, join_ranks, launched
 from ladderize.ranks.launcher import ALONE
 from ladderize.ranks.threads import set_threads
-from ladderize.runtime.collectives.choose import check_backend
+from ladderize.runtime.collectives.choose import check_backend, choose
+from ladderize.runtime.decode import rope_table
 from ladderize.runtime.launch import check_group_size, joined, start_context, started
-from ladderize.runtime.requests.worker import RequestOptions, Worker, opened
-from ladderize.runtime.spec import ModelSpec, checkpoint_spec
+from ladderize.runtime.model import TPLlama
+from ladderize.runtime.requests.options import RankOptions, RequestOptions
+from ladderize.runtime.requests.reading import TextReader
+from ladderize.runtime.spec import ModelSpec, WeightCache, checkpoint_spec
 
-RankFunction = Callable[
-    ..., Any
-]  # of the module's level: (worker, *arguments, advance) -> the answer, equal on all ranks
+STATES_AT_ONCE = 2048  # that are scored
+MESSAGE_BYTES = 4 * 3 * STATES_AT_ONCE  # the largest message of scoring
+# of a module's level: (worker, *arguments, advance) -> the answer, equal on all ranks
+RankFunction = Callable[..., Any]
 
 
-def check_request(model: str, options: RequestOptions) -> ModelSpec:
+def check_request(model: str, options: RankOptions) -> ModelSpec:
     """Everything that can be known before weights are read or ranks started. Raises UserError or LayoutError."""
     check_device(options.device)
     check_backend(options.backend, options.tp_size, options.device)
     check_group_size(options.tp_size, options.device)
     spec = checkpoint_spec(model, tp_size=options.tp_size, dtype=options.dtype, revision=options.revision)
-    if options.max_length is not None and options.max_length > spec.positions:
-        raise UserError(f"max_length {options.max_length} exceeds the {spec.positions} positions of {model}")
+    longest = getattr(options, "max_length", None)
+    if longest is not None and longest > spec.positions:
+        raise UserError(f"max_length {longest} exceeds the {spec.positions} positions of {model}")
     return spec
 
 
 def open_service(spec: ModelSpec, options: RequestOptions) -> "Service":
     """The checked model, loaded and waiting. Raises UserError where a rank fails; by then all are gone."""
-    if options.tp_size == 1 or launched() != ALONE:
-        return JoinedService(spec, options)
-    return StartedService(spec, options)
+    joins = options.tp_size == 1 or launched() != ALONE
+    return Service(spec, options) if joins else StartedService(spec, options)
 
 
-class Service(ABC):
-    """An opened model. Use it as a context, or ``close`` it; if neither happens, it ends with the process."""
+class Service:
+    """An opened model. Use it as a context, or ``close`` it; if neither happens, it ends with the process.
 
-    @abstractmethod
-    def ask(self, answer: RankFunction, *arguments: Any, advance: Callable[[int], None] = lambda n: None) -> Any:
-        """Call a function with each rank's worker, these arguments, and what tells ``advance`` how much more is done;
-        returns what it returns. Raises UserError where a rank fails: the service has ended then."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the ranks. A second call does nothing."""
-
-    def __enter__(self) -> "Service":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-class JoinedService(Service):
-    """This process is a rank: the only one, or one of those that a launcher has started, which all ask the same."""
+    As it stands: this process is a rank, the only one, or one of those that a launcher has started, which all ask the
+    same.
+    """
 
     def __init__(self, spec: ModelSpec, options: RequestOptions) -> None:
         self.stack = contextlib.ExitStack()
@@ -81,6 +71,8 @@ class JoinedService(Service):
             self.stack = stack.pop_all()
 
     def ask(self, answer: RankFunction, *arguments: Any, advance: Callable[[int], None] = lambda n: None) -> Any:
+        """Call a function with each rank's worker, these arguments, and what tells ``advance`` how much more is done;
+        returns what it returns. Raises UserError where a rank fails: the service has ended then."""
         if self.worker is None:
             raise UserError("the model was closed, so nothing can be asked of it")
         answer, arguments = self.group.broadcast((answer, arguments))
@@ -88,8 +80,15 @@ class JoinedService(Service):
             return answer(self.worker, *arguments, advance if self.group.is_main else lambda n: None)
 
     def close(self) -> None:
+        """End the ranks. A second call does nothing."""
         self.worker = None
         self.stack.close()
+
+    def __enter__(self) -> "Service":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class StartedService(Service):
@@ -163,3 +162,40 @@ def _serve(group: Ranks, spec: ModelSpec, options: RequestOptions, inbox: Connec
             except EOFError:
                 return
             group.report(("answer", answer(worker, *arguments, lambda count: group.report(("done", count)))))
+
+
+# ---- one rank ----
+
+
+@dataclass
+class Worker:
+    """One rank of an opened model. backend: how its ranks communicate."""
+
+    group: Ranks
+    spec: ModelSpec
+    options: RequestOptions
+    reader: TextReader
+    backend: str
+
+    def tokenizer(self) -> Any:
+        assert self.spec.folder is not None
+        found = load_tokenizer(self.spec.folder, trust_remote_code=self.options.trust_remote_code)
+        if found is None:
+            raise UserError(f"{self.spec.name} has no tokenizer, and stop strings need one")
+        return found
+
+
+@contextlib.contextmanager
+def opened(
+    group: Ranks, spec: ModelSpec, options: RequestOptions, advance: Callable[[int], None] = lambda count: None
+) -> Iterator[Worker]:
+    """A checked model on this rank, its weights loaded; all ranks enter and leave together. advance: told of layers
+    that are loaded."""
+    vocabulary = -(-spec.config["vocab_size"] // group.size)
+    largest = max(options.budget, options.rows) * spec.config["hidden_size"], options.rows * vocabulary
+    collectives, backend = choose(options.backend, group, max_bytes=max(4 * max(largest), MESSAGE_BYTES))
+    shape, weights = WeightCache(group.device, pack=True).get(spec, group.size, group.rank, advance)
+    model = TPLlama(shape, spec.layout, weights, collectives)
+    rope = rope_table(spec.config, options.max_length or spec.positions, group.device)
+    yield Worker(group, spec, options, TextReader(model, rope, options.budget, spec.torch_dtype), backend)
+    collectives.close()

@@ -22,11 +22,11 @@ from ladderize.modeling import tokenizer_hash
 from ladderize.ranks.group import Ranks
 from ladderize.rows import Formats, JsonlRows, ParquetRows, Row, check_row, read_messages
 from ladderize.runtime.requests.continuous import ContinuousBatch, Prompt, StopStrings
-from ladderize.runtime.requests.worker import RequestOptions, opened
+from ladderize.runtime.requests.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions, RequestOptions
+from ladderize.runtime.requests.service import check_request, opened
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import ModelSpec, eos_ids
-from ladderize.runtime.texts.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
-from ladderize.runtime.texts.prompts import PromptEncoder, open_spec
+from ladderize.runtime.texts.prompts import PromptEncoder
 from ladderize.runtime.texts.samples import Samples, SamplesDocument, checked_target, make_samples
 
 # Answers are written a group of so many full batches at a time. At its end rows stand empty until the last answer is
@@ -218,19 +218,12 @@ class AnswerSamples(Samples):
         self, group: Ranks, spec: ModelSpec, options: GenerateOptions, tokenizer: Any, done: int, console: Console
     ) -> Iterator[tuple[str, Iterator[tuple[Sequence[int], list[list[int]]]]]]:
         longest = max(map(len, self.ids))
-        request = RequestOptions(
-            tp_size=options.tp_size,
-            rows=self.batch_size,
-            max_length=longest + options.max_new_tokens,
-            backend=options.backend,
-            dtype=options.dtype,
-            device=options.device,
-            threads=options.threads,
-        )
+        ranks = {name: getattr(options, name) for name in ("tp_size", "backend", "dtype", "device", "threads")}
+        request = RequestOptions(rows=self.batch_size, max_length=longest + options.max_new_tokens, **ranks)
         with contextlib.ExitStack() as stack:
             with console.progress("loading", spec.config["num_hidden_layers"]) as loaded:
                 worker = stack.enter_context(opened(group, spec, request, loaded))
-            batch = ContinuousBatch.allocate(
+            batch = ContinuousBatch(
                 worker.reader,
                 rows=self.batch_size,
                 longest_prompt=longest,
@@ -297,7 +290,7 @@ def answer_prompts(
     check_prompt_file(prompt_file)
     if out == prompt_file:
         raise UserError(f"--out {out} is the --prompt-file; choose another name")
-    spec = open_spec(model, options)
+    spec = check_request(str(model), options)
     with console.stage(f"reading {prompt_file}"):
         digest = file_sha256(str(prompt_file))
         prompts = read_prompts(prompt_file, chat=options.chat, samples=samples)

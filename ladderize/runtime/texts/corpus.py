@@ -18,10 +18,11 @@ from ladderize.files.output import existing_parent
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.decode import Generator, generate_tokens
+from ladderize.runtime.requests.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
+from ladderize.runtime.requests.service import check_request
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.spec import ModelSpec, eos_ids
-from ladderize.runtime.texts.options import DEFAULT_SAMPLES_AT_A_TIME, GenerateOptions
-from ladderize.runtime.texts.prompts import open_batch, open_spec
+from ladderize.runtime.texts.prompts import open_batch
 from ladderize.runtime.texts.samples import Samples, SamplesDocument, checked_target, make_samples
 
 SHORTEST_LINE = len('{"input_ids": [1, 2]}\n')
@@ -133,7 +134,7 @@ def sample_corpus(
             "--temperature 0 with --from-bos would give the same text every time; give a temperature above 0"
         )
     out = checked_target(Path(out), samples, batch_size, overwrite)
-    spec = open_spec(model, options)
+    spec = check_request(str(model), options)
     assert spec.folder is not None
     needed, free = samples * SHORTEST_LINE, shutil.disk_usage(existing_parent(out)).free
     if needed > free:  # even if each text had one token

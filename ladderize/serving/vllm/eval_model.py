@@ -17,7 +17,7 @@ from ladderize.runtime.requests.continuous import Prompt
 from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores
 from ladderize.runtime.shards import check_runnable
 from ladderize.serving.vllm.engine import VLLMEngine, start_engine
-from ladderize.serving.vllm.versions import installed_version, version_problem
+from ladderize.serving.vllm.environment import installed_version, version_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

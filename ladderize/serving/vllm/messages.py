@@ -28,7 +28,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.emulated import emulate
-from ladderize.serving.vllm.backends import BACKEND_VARIABLE, MessageBackend
+from ladderize.serving.vllm.environment import BACKEND_VARIABLE, MessageBackend
 
 logger = init_logger("vllm.ladderize")
 

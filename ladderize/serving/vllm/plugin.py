@@ -13,7 +13,13 @@ def register_plugin() -> None:
     from transformers import AutoConfig
 
     from ladderize.modeling import MODEL_TYPE
-    from ladderize.serving.vllm.versions import ARCHITECTURE, STOCK, STOCK_ALIASES, installed_version, version_problem
+    from ladderize.serving.vllm.environment import (
+        ARCHITECTURE,
+        STOCK,
+        STOCK_ALIASES,
+        installed_version,
+        version_problem,
+    )
 
     problem = version_problem(installed_version())
     if problem is not None:

@@ -1,4 +1,5 @@
-"""What cannot be served is refused here: in the process that the user started, before workers exist."""
+"""What a layout cannot do in vLLM, or was not tested with, is refused here, in the process that the user started,
+before workers exist."""
 
 import os
 from typing import TYPE_CHECKING
@@ -7,12 +8,10 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from ladderize.checkpoint.llama import check_config
 from ladderize.errors import UserError
-from ladderize.layout import Layout
+from ladderize.layout import OVERLAPPED, Layout
 from ladderize.modeling import MODEL_TYPE
 from ladderize.runtime.shards import check_runnable
-from ladderize.serving.vllm.backends import MessageBackend
-from ladderize.serving.vllm.refusals import problem_with, sends
-from ladderize.serving.vllm.versions import ARCHITECTURE
+from ladderize.serving.vllm.environment import ARCHITECTURE, BACKEND_VARIABLE, MessageBackend
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,3 +83,85 @@ def _split_graph(vllm_config: "VllmConfig") -> None:
         if compilation.pass_config.fuse_attn_quant is None:
             compilation.pass_config.fuse_attn_quant = False  # it wants attention inside the pieces
     compilation.splitting_ops.extend(name for name in OPERATORS if name not in compilation.splitting_ops)
+
+
+def sends(layout: Layout, backend: MessageBackend) -> bool:
+    """Whether messages are in flight while something computes."""
+    return OVERLAPPED in layout.attention_sync + layout.mlp_sync or backend.link is not None
+
+
+def problem_with(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend) -> str | None:
+    """Why this layout cannot be served so, in one sentence that says what to do, or None."""
+    problems = _problems(layout, vllm_config, backend)
+    if not layout.is_dense:
+        problems |= _problems_of_sync_points(vllm_config)
+    return next((sentence for sentence, wrong in problems.items() if wrong), None)
+
+
+def _problems(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend) -> dict[str, bool]:
+    """Sentence -> whether it is so, of any layout."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    cpu, cuda = current_platform.is_cpu(), current_platform.is_cuda_alike()
+    parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
+    tp_size, stages, ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, layout.sync_tp_size
+    graphs = cuda and sends(layout, backend) and not vllm_config.model_config.enforce_eager
+    return {
+        f"--pipeline-parallel-size {stages} is more than the {layout.num_layers} layers": stages > layout.num_layers,
+        f"quantised weights cannot be split into the {ranks} virtual ranks of this layout's dropped sync points; use"
+        f" --tensor-parallel-size {ranks}, where each process is one, or weights that are not quantised": (
+            (ranks or 0) > tp_size and vllm_config.model_config.quantization is not None
+        ),
+        f"{BACKEND_VARIABLE}={backend.name} has no effect with one rank; unset it, or raise --tensor-parallel-size": (
+            backend.name != "auto" and tp_size == 1 and backend.link is None
+        ),
+        f"{BACKEND_VARIABLE}=emulated stands for ranks that are not there; use --tensor-parallel-size 1": (
+            tp_size > 1 and backend.link is not None
+        ),
+        "CUDA graphs that break at attention (VLLM_USE_BREAKABLE_CUDAGRAPH, VLLM_BATCH_INVARIANT) would cut a message"
+        " in flight from its wait; unset these variables, or use --enforce-eager": (
+            graphs and (envs.VLLM_USE_BREAKABLE_CUDAGRAPH or envs.VLLM_BATCH_INVARIANT)
+        ),
+        "splitting_ops without vLLM's attention operators were not tested with messages in flight; leave them out": (
+            graphs and compilation.splitting_ops is not None and not compilation.splitting_ops_contain_attention()
+        ),
+        f"ladderize's layers run in vLLM on GPUs and CPUs, not on {current_platform.device_type}": not (cpu or cuda),
+        f"{BACKEND_VARIABLE}={backend.name} is for CPUs; unset it: on a GPU vLLM's own all-reduces are used": (
+            backend.name in ("shm", "gloo") and not cpu
+        ),
+    }
+
+
+def _problems_of_sync_points(vllm_config: "VllmConfig") -> dict[str, bool]:
+    """The same, of layouts with overlapped or dropped sync points."""
+    from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
+
+    parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
+    offload, adapters = vllm_config.offload_config, vllm_config.lora_config
+    # on GPUs the order of the program rests on the cuts in the graph, which only vLLM's own compilation makes
+    modes = {CompilationMode.STOCK_TORCH_COMPILE}
+    modes |= set() if current_platform.is_cpu() else {CompilationMode.DYNAMO_TRACE_ONCE}
+    contexts = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
+    untested = {
+        "--runner pooling": vllm_config.model_config.runner_type == "pooling",
+        "context parallelism": contexts > 1,
+        "prefetch offloading of weights": (
+            offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0
+        ),
+        "use_inductor_graph_partition": bool(compilation.use_inductor_graph_partition),
+        "fuse_attn_quant": bool(compilation.pass_config.fuse_attn_quant),
+        f"compilation mode {compilation.mode}": compilation.mode in modes,
+    }
+    return {
+        "--fully-sharded-loras sums inside each projection, beside the sync points of this layout; leave it out": (
+            adapters is not None and adapters.fully_sharded_loras
+        ),
+        "--enable-dbo and --ubatch-size run batches side by side, whose messages would meet; leave them out for this"
+        " layout": parallel.use_ubatching,
+        **{
+            f"{what} was not tested with overlapped or dropped sync points; leave it out": wrong
+            for what, wrong in untested.items()
+        },
+    }

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ladderize.errors import UserError
-from ladderize.eval.evaluation.mean import by_task, is_share, main_metric, mean_accuracy
+from ladderize.eval.evaluation.table import by_task, is_share, main_metric, mean_accuracy
 from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument, Comparisons, TaskComparison, Verdict
 from ladderize.eval.paired.samples import ComparedModel, leaf_tasks, read_entry

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ladderize.errors import UserError
-from ladderize.eval.evaluation.mean import mean_accuracy
+from ladderize.eval.evaluation.table import mean_accuracy
 from ladderize.eval.results import EvalResults
 from ladderize.files.documents import read_document
 from ladderize.layout import BLOCKING, Layout

@@ -17,7 +17,7 @@ from ladderize.serving.vllm.bench.document import VllmBenchDocument, plot_vllm_b
 from ladderize.serving.vllm.bench.options import VllmBenchOptions, check_vllm_usage
 from ladderize.serving.vllm.bench.processes import run_ranks
 from ladderize.serving.vllm.bench.served import VllmPlan, served_models
-from ladderize.serving.vllm.versions import installed_version, version_problem
+from ladderize.serving.vllm.environment import installed_version, version_problem
 
 
 def bench_vllm(

@@ -25,7 +25,6 @@ from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.collectives.observed import Traced
 from ladderize.runtime.shards import Shape
 from ladderize.runtime.spec import ModelSpec
-from ladderize.serving.vllm.backends import MessageBackend
 from ladderize.serving.vllm.bench.document import (
     ENGINE,
     ServedVariant,
@@ -36,9 +35,9 @@ from ladderize.serving.vllm.bench.document import (
 from ladderize.serving.vllm.bench.options import VllmBenchOptions
 from ladderize.serving.vllm.bench.served import Served, VllmPlan
 from ladderize.serving.vllm.bench.worker import IDENTITY
+from ladderize.serving.vllm.environment import MessageBackend, installed_version
 from ladderize.serving.vllm.messages import Messages
 from ladderize.serving.vllm.plugin import register_plugin
-from ladderize.serving.vllm.versions import installed_version
 
 KV_BLOCK = 128  # tokens: vLLM's blocks on a CPU; those of GPUs are smaller
 NETWORK = "/proc/self/ns/net"  # a link, whose target names the network namespace

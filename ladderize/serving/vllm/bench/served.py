@@ -10,7 +10,7 @@ from ladderize.layout import CONFIG_KEYS, Layout
 from ladderize.modeling import MODEL_TYPE
 from ladderize.runtime.spec import ModelSpec
 from ladderize.serving.vllm.bench.options import PLUGIN, VllmBenchOptions
-from ladderize.serving.vllm.versions import ARCHITECTURE, STOCK
+from ladderize.serving.vllm.environment import ARCHITECTURE, STOCK
 
 PLUGIN_ROW = "plugin's dense"
 
