@@ -5,6 +5,8 @@ import re
 import sys
 import threading
 
+import numpy as np
+
 from ladderize.demo.inputs import MODEL
 from tests.helpers import ROOT, invoke
 
@@ -54,3 +56,15 @@ def test_the_way_through_bench():
         name for name in ran if name == "commands/bench.py" or name.startswith("runtime/bench/")
     )
     assert len(way) <= 11
+
+
+def test_the_way_through_adapt(llama, tmp_path):
+    assert invoke("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify").code == 0
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 97, (24, 16)))
+    data = ("--data", tmp_path / "ids.npy", "--distill-from", llama, "--no-verify", "--write", "last")
+    sizes = ("--max-steps", 2, "--batch-size", 2, "--seq-len", 16, "--device", "cpu", "--threads", 1)
+    ran = files_at_work("adapt", tmp_path / "ladder", tmp_path / "out", *data, *sizes)
+    rooms = ("commands/adapt.py", "adapt/retrain/", "adapt/data/")
+    way = files_on_the_way("adapt")
+    assert sorted(way) == sorted(name for name in ran if name.startswith(rooms))
+    assert len(way) <= 15
