@@ -203,22 +203,25 @@ def step(case, group, collectives):
     }
 
 
-def gradients(group, folder, names, backend, in_flight):
-    """Run the cases ``names`` of folder/cases.pt; rank 0 writes name -> what ``step`` returned, and what was sent.
+def gradients(group, folder, jobs, in_flight):
+    """Run cases of folder/cases.pt, on each backend of ``jobs`` those of its names; rank 0 writes what ``step``
+    returned for each, and what was sent.
 
     Through files: tensors that are given to a process by hand each take an open file.
     """
     cases = torch.load(folder / "cases.pt", weights_only=False)
-    collectives, _ = choose(backend, group, max_bytes=1 << 18, in_flight=in_flight)
-    results = {}
+    found = {}
     gc.disable()  # what is left of a step is then left by the code, and not by a cycle that is collected some day
-    for name in names:
-        watched = Watched(collectives)
-        results[name] = result = step(cases[name], group, watched)
-        assert all(torch.equal(other, result["losses"]) for other in group.gather(result["losses"]))
-        result["events"] = watched.events
-        result["open"] = sum(watched.open.values())
+    for backend, names in jobs.items():
+        collectives, _ = choose(backend, group, max_bytes=1 << 18, in_flight=in_flight)
+        results = found[group.size, backend] = {}
+        for name in names:
+            watched = Watched(collectives)
+            results[name] = result = step(cases[name], group, watched)
+            assert all(torch.equal(other, result["losses"]) for other in group.gather(result["losses"]))
+            result["events"] = watched.events
+            result["open"] = sum(watched.open.values())
+        collectives.close()
     gc.enable()
-    collectives.close()
     if group.is_main:
-        torch.save(results, folder / f"{group.size}-{backend}.pt")
+        torch.save(found, folder / f"{group.size}.pt")
