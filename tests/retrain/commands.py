@@ -1,8 +1,10 @@
 """The command `ladderize adapt` as these tests give it, and what it leaves."""
 
 import json
+from itertools import chain
 
 import torch
+from safetensors.torch import load_file
 
 from ladderize.adapt.retrain.state import read_metrics
 from ladderize.ranks.group import Ranks
@@ -12,37 +14,19 @@ CPU = Ranks(0, 1, torch.device("cpu"))
 LENGTH, ROWS = 24, 40
 
 
-def arguments(place, *more, model="both", steps=6):
-    return [
-        "adapt",
-        place / model,
-        "--data",
-        place / "ids.npy",
-        "--eval-data",
-        place / "eval.npy",
-        "--max-steps",
-        steps,
-        "--batch-size",
-        4,
-        "--seq-len",
-        2 * LENGTH,
-        "--lr",
-        "3e-3",
-        "--threads",
-        1,
-        "--no-verify",
-        "--device",
-        "cpu",
-        *(() if "--write" in more else ("--write", "last")),  # what random models learn need not show on other data
-        *more,
-    ]
+def arguments(place, out, *more, model="both", steps=6, without=()):
+    """The command; ``more`` wins over what is given here. out: None to name none. without: options to leave out."""
+    given = {"--data": place / "ids.npy", "--eval-data": place / "eval.npy", "--max-steps": steps, "--batch-size": 4}
+    given |= {"--seq-len": 2 * LENGTH, "--lr": "3e-3", "--threads": 1, "--device": "cpu"}
+    given["--write"] = "last"  # what random models learn need not show on other data
+    given = {name: value for name, value in given.items() if name not in (*more, *without)}
+    switches = [] if "lora" in more else ["--no-verify"]
+    named = [] if out is None else [out]
+    return ["adapt", place / model, *named, *chain.from_iterable(given.items()), *switches, *more]
 
 
 def adapt(place, out, *more, **kwargs):
-    command = arguments(place, *more, **kwargs)
-    if "lora" in more:
-        command.remove("--no-verify")
-    return invoke(*command[:2], out, *command[2:])
+    return invoke(*arguments(place, out, *more, **kwargs))
 
 
 def succeed(place, out, *more, **kwargs):
@@ -53,3 +37,11 @@ def succeed(place, out, *more, **kwargs):
 
 def losses_of(folder):
     return read_metrics(folder / "metrics.jsonl", "loss")
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same_weights(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -4,25 +4,16 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from ladderize.adapt.retrain import run
 from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.task import left_by_alignment
 from tests.helpers import invoke, listing, one_sentence
-from tests.retrain.commands import adapt, arguments, losses_of, succeed
+from tests.retrain.commands import adapt, losses_of, same_weights, succeed, weights_of
 
 
 def aligned(place, out, *more, steps=4, **kwargs):
     return adapt(place, out, "--align", "--distill-from", place / "dense", *more, steps=steps, **kwargs)
-
-
-def weights_of(folder):
-    return load_file(folder / "model.safetensors")
-
-
-def same(ours, theirs):
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +35,9 @@ def test_it_is_an_alignment_and_a_retraining_of_that(place, done, tmp_path):
     )
     assert alone.code == 0, alone.stderr
     start = weights_of(done / "out-aligned")
-    assert same(weights_of(tmp_path / "beside"), start)
-    command = arguments(place, "--distill-from", place / "dense", steps=4)
-    command[1] = tmp_path / "beside"
-    retrained = invoke(*command[:2], tmp_path / "out", *command[2:])
-    assert retrained.code == 0, retrained.stderr
-    assert same(weights_of(tmp_path / "out"), weights_of(done / "out"))
+    assert same_weights(weights_of(tmp_path / "beside"), start)
+    succeed(place, tmp_path / "out", "--distill-from", place / "dense", model=tmp_path / "beside", steps=4)
+    assert same_weights(weights_of(tmp_path / "out"), weights_of(done / "out"))
     assert losses_of(tmp_path / "out") == losses_of(done / "out")
     moved = [name for name, tensor in weights_of(done / "out").items() if not torch.equal(tensor, start[name])]
     assert len(moved) > 20
@@ -68,11 +56,9 @@ def test_training_begins_nearer_to_the_dense_model(place, done, tmp_path):
 def test_the_default_rate_falls_with_what_alignment_left_and_rises_slower(place, tmp_path):
     rates, warmups = [], []
     for number, more in enumerate((["--align"], [])):
-        command = arguments(place, *more, "--distill-from", place / "dense", steps=20)
-        at = command.index("--lr")
-        del command[at : at + 2]
-        assert invoke(*command[:2], tmp_path / str(number), *command[2:]).code == 0
-        schedule = json.loads((tmp_path / str(number) / "adaptation.json").read_text())["options"]["schedule"]
+        more += ["--distill-from", place / "dense"]
+        document = succeed(place, tmp_path / str(number), *more, steps=20, without=["--lr"])
+        schedule = document["options"]["schedule"]
         rates.append(schedule["peak"])
         warmups.append(schedule["warmup_steps"])
     document = json.loads((tmp_path / "0-aligned" / "alignment.json").read_text())
@@ -121,7 +107,7 @@ def test_a_finished_alignment_is_not_made_again(place, done, tmp_path, monkeypat
         outcome = aligned(place, tmp_path / "out")
         assert outcome.code == 0, outcome.stderr
         assert said in outcome.stderr
-    assert same(weights_of(tmp_path / "out"), weights_of(done / "out"))
+    assert same_weights(weights_of(tmp_path / "out"), weights_of(done / "out"))
 
 
 def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatch):
@@ -140,9 +126,7 @@ def test_out_is_looked_at_before_anything_is_aligned(place, tmp_path, monkeypatc
 def test_what_is_refused(place, done, tmp_path):
     dense = aligned(place, tmp_path / "out", "--train", "all", "--hidden-weight", 0, model="dense")
     assert "is dense; there is nothing to align" in one_sentence(dense)
-    command = arguments(place, "--align", "--distill-from", place / "dense")
-    command[1] = done / "out"
-    again = invoke(*command[:2], tmp_path / "out", *command[2:])
+    again = aligned(place, tmp_path / "out", model=done / "out")
     assert "was retrained already (full); align before that" in one_sentence(again)
     assert "--align needs --distill-from DENSE" in one_sentence(adapt(place, tmp_path / "out", "--align"))
     assert listing(tmp_path) == []

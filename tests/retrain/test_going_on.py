@@ -1,6 +1,5 @@
 """Retraining that was killed, stopped or changed on the way goes on where it was."""
 
-import json
 import math
 import random
 import signal
@@ -19,34 +18,20 @@ from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from tests import warm
-from tests.helpers import SHAPE, invoke, listing, one_sentence, save_llama
-from tests.retrain.commands import LENGTH, adapt, arguments, losses_of, succeed
+from tests.helpers import SHAPE, listing, one_sentence, save_llama
+from tests.retrain.commands import LENGTH, adapt, arguments, losses_of, same_weights, succeed, weights_of
 
 
 def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     """SIGKILL at a random moment; the same command then makes the same steps."""
-    more = [
-        "--method",
-        "lora",
-        "--lora-rank",
-        2,
-        "--lora-dropout",
-        0.2,
-        "--save-every",
-        2,
-        "--distill-from",
-        place / "dense",
-        "--hidden-weight",
-        0.5,
-    ]
+    more = ["--method", "lora", "--lora-rank", 2, "--lora-dropout", 0.2, "--save-every", 2]
+    more += ["--distill-from", place / "dense", "--hidden-weight", 0.5]
     succeed(place, tmp_path / "whole", *more, steps=30)
-    command = [argument for argument in arguments(place, *more, steps=30) if argument != "--no-verify"]
     work = tmp_path / "out.ladderize-work"
     kill = random.randint(3, 15)  # long before the end
     warm.warm_python().preload("accelerate", "datasets", "peft")
-    process = warm.WarmProcess(
-        [sys.executable, "-m", "ladderize", *map(str, [*command[:2], tmp_path / "out", *command[2:]])]
-    )
+    command = arguments(place, tmp_path / "out", *more, steps=30)
+    process = warm.WarmProcess([sys.executable, "-m", "ladderize", *map(str, command)])
     metrics = work / "metrics.jsonl"
     warm.wait_until(lambda: metrics.is_file() and f'"step": {kill},' in metrics.read_text(), process)
     process.kill()
@@ -57,11 +42,10 @@ def test_a_killed_run_goes_on_bit_for_bit(place, tmp_path):
     assert outcome.code == 0, outcome.stderr
     assert "resuming after step" in outcome.stderr
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
-    assert [line["step"] for line in map(json.loads, (tmp_path / "out" / "metrics.jsonl").open())] == [
-        line["step"] for line in map(json.loads, (tmp_path / "whole" / "metrics.jsonl").open())
-    ]
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl", "step") for name in ("out", "whole"))
+    assert ours == theirs
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "whole"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert same_weights(ours, theirs)
     assert not work.exists()
 
 
@@ -89,8 +73,7 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
     assert "another eval_data; give the old value again" in one_sentence(other)
     assert adapt(place, tmp_path / "out").code == 0
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
-    written = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole")]
-    assert all(torch.equal(written[0][name], written[1][name]) for name in written[1])
+    assert same_weights(weights_of(tmp_path / "out"), weights_of(tmp_path / "whole"))
 
 
 def test_ctrl_c_says_what_happens_and_a_second_one_while_saving_loses_nothing(place, tmp_path, monkeypatch, capfd):
@@ -161,16 +144,13 @@ def test_a_bad_row_on_the_way_can_be_skipped_from_there(place, tmp_path, monkeyp
     Dataset.from_dict({"input_ids": rows}).to_parquet(tmp_path / "rows.parquet")
     more = ["--data", tmp_path / "rows.parquet", "--save-every", 1000, "--no-packing"]
     monkeypatch.setattr("ladderize.adapt.data.stream.CHUNK_ROWS", 4)
-    command = [argument for argument in arguments(place, *more, steps=12) if argument != place / "ids.npy"]
-    command.remove("--data")
-    message = one_sentence(invoke(*command[:2], tmp_path / "out", *command[2:]))
+    message = one_sentence(adapt(place, tmp_path / "out", *more, steps=12))
     assert "row 8" in message
     assert "--skip-bad-rows" in message
-    outcome = invoke(*command[:2], tmp_path / "out", *command[2:], "--skip-bad-rows")
+    outcome = adapt(place, tmp_path / "out", *more, "--skip-bad-rows", steps=12)
     assert outcome.code == 0, outcome.stderr
     assert "resuming after step" in outcome.stderr
-    whole = invoke(*command[:2], tmp_path / "whole", *command[2:], "--skip-bad-rows")
-    assert whole.code == 0, whole.stderr
+    succeed(place, tmp_path / "whole", *more, "--skip-bad-rows", steps=12)
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
 
 
@@ -185,16 +165,15 @@ def test_a_tied_head_that_the_file_has_twice(place, tmp_path):
     save_file(
         tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path, metadata={"format": "pt"}
     )
-    command = arguments(place, "--train", "all", steps=2)
-    command[1] = tmp_path / "both"
-    outcome = invoke(*command[:2], tmp_path / "out", *command[2:])
-    assert outcome.code == 0, outcome.stderr
-    written = load_file(tmp_path / "out" / "model.safetensors")
+    same = {"model": tmp_path / "both", "steps": 2}
+    succeed(place, tmp_path / "out", "--train", "all", **same)
+    written = weights_of(tmp_path / "out")
     assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
     assert not torch.equal(written["lm_head.weight"], tensors["model.embed_tokens.weight"])
     path.unlink()
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path, metadata={"format": "pt"})
-    assert "has an lm_head.weight of its own" in one_sentence(invoke(*command[:2], tmp_path / "another", *command[2:]))
+    outcome = adapt(place, tmp_path / "another", "--train", "all", **same)
+    assert "has an lm_head.weight of its own" in one_sentence(outcome)
 
 
 def test_resume_no_begins_anew(place, tmp_path, monkeypatch):

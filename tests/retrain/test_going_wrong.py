@@ -19,18 +19,14 @@ from ladderize.adapt.teacher import share_won_back, target_text
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.ranks.training import wants_fsdp
-from tests.helpers import invoke, listing, one_sentence
-from tests.retrain.commands import adapt, arguments, losses_of, succeed
+from tests.helpers import listing, one_sentence
+from tests.retrain.commands import adapt, losses_of, succeed
 
 
 def test_nan_names_the_step_and_the_rows_and_loses_nothing(place, tmp_path, monkeypatch):
     def losses(self, batch, original=HFEngine.losses):
-        sums = original(self, batch)
-        return (
-            sums * math.nan
-            if self.student.training and (tmp_path / "out.ladderize-work" / "step-00000002").is_dir()
-            else sums
-        )
+        wrong = self.student.training and (tmp_path / "out.ladderize-work" / "step-00000002").is_dir()
+        return original(self, batch) * (math.nan if wrong else 1)
 
     succeed(place, tmp_path / "whole", "--save-every", 1)
     with monkeypatch.context() as patch:
@@ -176,10 +172,9 @@ def test_of_fsdp_what_is_here(monkeypatch):
 def test_dense_models_and_missing_budgets_are_refused(place, tmp_path):
     dense = adapt(place, tmp_path / "out", model="dense")
     assert "is dense and has no converted layers to train; convert it first, or, to train" in one_sentence(dense)
-    command = [argument for argument in arguments(place) if argument not in ("--max-steps", 6)]
-    assert "say how long to train" in one_sentence(invoke(*command[:2], tmp_path / "out", *command[2:]))
-    assert "OUT is missing" in one_sentence(invoke(*command, "--max-steps", 1))
-    shown = invoke(*command, "--show-data")
+    assert "say how long to train" in one_sentence(adapt(place, tmp_path / "out", without=["--max-steps"]))
+    assert "OUT is missing" in one_sentence(adapt(place, None))
+    shown = adapt(place, None, "--show-data", without=["--max-steps"])
     assert shown.code == 0
     assert "row 1:" in shown.stdout
     assert listing(tmp_path) == []
@@ -191,12 +186,10 @@ def test_training_that_never_helped_writes_nothing(place, tmp_path, method):
     ids = np.random.default_rng(0)
     np.save(tmp_path / "data.npy", ids.integers(3, 20, (40, 24)))
     np.save(tmp_path / "other.npy", ids.integers(50, 97, (4, 24)))
-    files = {place / "ids.npy": tmp_path / "data.npy", place / "eval.npy": tmp_path / "other.npy"}
+    data = ("--data", tmp_path / "data.npy", "--eval-data", tmp_path / "other.npy")
 
     def train(write):
-        command = arguments(place, "--method", method, "--lr", 0.02, "--write", write, steps=4)
-        left = [files.get(argument, argument) for argument in command if argument != "--no-verify"]
-        return invoke(*left[:2], tmp_path / "out", *left[2:])
+        return adapt(place, tmp_path / "out", *data, "--method", method, "--lr", 0.02, "--write", write, steps=4)
 
     for again in (False, True):  # the work is kept, and nothing is trained again
         outcome = train("best")

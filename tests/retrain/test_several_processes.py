@@ -4,33 +4,33 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from ladderize.adapt.retrain.hf_model import HFEngine
 from tests import warm
 from tests.helpers import CLIPPED
-from tests.retrain.commands import adapt, arguments, losses_of, succeed
+from tests.retrain.commands import adapt, arguments, losses_of, succeed, weights_of
 
 
-def command(place, out, *more):
-    adapt, model, *options = arguments(place, *more, steps=4)
-    return [adapt, model, out, *options]
-
-
-def run_group(*words, **environment):
+def run_group(place, out, *more, **environment):
     warm.warm_python().preload("accelerate", "datasets", "peft")
-    return warm.run_group([sys.executable, "-m", "ladderize", *words], **environment)
+    command = arguments(place, out, *more, "--micro-batch-size", 1, steps=4)
+    outcome = warm.run_group([sys.executable, "-m", "ladderize", *command], **environment)
+    assert outcome.returncode == 0, outcome.stderr[-2000:]
+    return outcome
+
+
+def check_same_run(ours, theirs):
+    assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=1e-4)
+    weights = weights_of(ours)
+    for name, value in weights_of(theirs).items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_two_processes_make_the_steps_of_one(place, tmp_path):
     more = ["--distill-from", place / "dense", "--hidden-weight", 1, *CLIPPED]
     succeed(place, tmp_path / "one", *more, steps=4)
-    outcome = run_group(*command(place, tmp_path / "two", *more, "--micro-batch-size", 1))
-    assert outcome.returncode == 0, outcome.stderr[-2000:]
-    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4, msg=name)
+    run_group(place, tmp_path / "two", *more)
+    check_same_run(tmp_path / "two", tmp_path / "one")
 
 
 def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):
@@ -47,11 +47,6 @@ def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):
 
         patch.setattr(HFEngine, "losses", losses)
         assert "killed" in adapt(place, tmp_path / "two", *more, steps=4).stderr
-    again = command(place, tmp_path / "two", *more, "--micro-batch-size", 1)
-    outcome = run_group(*again, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
-    assert outcome.returncode == 0, outcome.stderr[-2000:]
+    outcome = run_group(place, tmp_path / "two", *more, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     assert "resuming after step 2" in outcome.stderr
-    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4, msg=name)
+    check_same_run(tmp_path / "two", tmp_path / "one")

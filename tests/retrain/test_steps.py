@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import ladderize
+from ladderize.adapt.data.sources import data_sources
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain.engine import BETAS, EPSILON
 from ladderize.adapt.retrain.hf_model import (
@@ -24,41 +25,20 @@ from ladderize.adapt.retrain.options import Budget
 from ladderize.blocks import open_checkpoint
 from ladderize.layout import Layout
 from tests.helpers import CLIPPED, invoke
-from tests.retrain.commands import CPU, LENGTH, arguments, losses_of, succeed
+from tests.retrain.commands import CPU, LENGTH, adapt, losses_of, succeed
 
 
 def test_training_is_a_plain_loop(place, tmp_path):
     """Examples one by one through the whole transformers model, AdamW, the mean over the step's tokens: the same
     weights."""
     weight, rate = 0.6, 2e-3
-    document = succeed(
-        place,
-        tmp_path / "out",
-        "--distill-from",
-        place / "dense",
-        "--distill-weight",
-        weight,
-        "--lr",
-        rate,
-        "--lr-schedule",
-        "constant",
-        "--warmup-steps",
-        0,
-        "--weight-decay",
-        0.1,
-        *CLIPPED,
-        "--micro-batch-size",
-        2,
-        "--write",
-        "last",
-        "--train",
-        "all",
-        steps=3,
-    )
+    loss = ["--distill-from", place / "dense", "--distill-weight", weight, "--lr", rate, "--weight-decay", 0.1]
+    more = ["--lr-schedule", "constant", "--warmup-steps", "0", "--micro-batch-size", "2", "--train", "all"]
+    document = succeed(place, tmp_path / "out", *loss, *CLIPPED, *more, steps=3)
     checkpoint = open_checkpoint(str(place / "both"))
     options = retraining.RetrainOptions(
-        data=tuple(retraining_specs(place / "ids.npy")),
-        eval_data=tuple(retraining_specs(place / "eval.npy")),
+        data=data_sources(str(place / "ids.npy")),
+        eval_data=data_sources(str(place / "eval.npy")),
         batch_size=4,
         seq_len=2 * LENGTH,
         budget=Budget(steps=3),
@@ -96,12 +76,6 @@ def test_training_is_a_plain_loop(place, tmp_path):
         if name in written:
             torch.testing.assert_close(written[name], parameter.detach(), rtol=2e-3, atol=2e-5, msg=name)
     assert document["options"]["train"] == "all"
-
-
-def retraining_specs(path):
-    from ladderize.adapt.data.sources import parse_specs
-
-    return parse_specs([str(path)])
 
 
 def test_only_what_is_named_is_trained(place, tmp_path):
@@ -165,8 +139,7 @@ def test_bfloat16_and_no_packing(place, tmp_path):
 def test_token_budget_and_document(place, tmp_path):
     document = succeed(place, tmp_path / "out", "--max-steps", "1", steps=1)
     assert document["steps"] == 1
-    command = [argument for argument in arguments(place) if argument not in ("--max-steps", 6)]
-    outcome = invoke(*command[:2], tmp_path / "tokens", *command[2:], "--max-tokens", "500", "--json")
+    outcome = adapt(place, tmp_path / "tokens", "--max-tokens", 500, "--json", without=["--max-steps"])
     assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)
     rows = 4 * 2 * LENGTH  # two examples fill a row
@@ -209,12 +182,7 @@ def test_trained_parameters_have_names_that_files_give_them(place):
 
 
 def test_rows_of_the_data_are_held_out(place, tmp_path):
-    command = arguments(place, "--heldout", 3, steps=1)
-    begin = command.index("--eval-data")
-    del command[begin : begin + 2]
-    outcome = invoke(*command[:2], tmp_path / "out", *command[2:])
-    assert outcome.code == 0, outcome.stderr
-    document = json.loads((tmp_path / "out" / "adaptation.json").read_text())
+    document = succeed(place, tmp_path / "out", "--heldout", 3, steps=1, without=["--eval-data"])
     assert document["options"]["heldout"] == 3
     assert document["heldout_perplexity"]["tokens"] == 3 * (LENGTH - 1)
     assert document["data_counts"]["trained_tokens"] == document["tokens"] < document["data_counts"]["tokens"]
