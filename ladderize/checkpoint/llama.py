@@ -55,8 +55,10 @@ def check_model(model: str | Path, revision: str | None = None) -> Path:
 
 
 SOURCE_TYPES = ("llama", "ladderized_llama", "llamaLadder")
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-LARGEST, MOST_LAYERS, MOST_HEADS = 2**31, 10_000, 65_536  # no size of a real model; more would only exhaust memory
+MOST, MOST_LAYERS, MOST_HEADS = 2**31, 10_000, 65_536  # of no real model; more would only exhaust memory
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+LARGEST = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", *OPTIONAL_SIZES), MOST)
+LARGEST |= {"num_hidden_layers": MOST_LAYERS, "num_attention_heads": MOST_HEADS}
 # the types of rotary embeddings, and what each cannot do without
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -80,28 +82,17 @@ def check_config(config: Mapping[str, Any]) -> None:
             f"this is a {model_type or 'model without model_type'}, not a Llama; model_type must be one of"
             f" {', '.join(SOURCE_TYPES)}"
         )
-    quantisation = config.get("quantization_config") or config.get("compression_config")
-    if quantisation:
-        method = (
-            quantisation.get("quant_method", "an unnamed method") if isinstance(quantisation, dict) else quantisation
-        )
+    if quantised := config.get("quantization_config") or config.get("compression_config"):
+        method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise UserError(
             f"this checkpoint is quantised with {method}; convert the unquantised model and quantise the result"
         )
-    for key in (*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+    for key, most in LARGEST.items():
         value = config.get(key)
-        if value is None and key not in SIZES:
+        if value is None and key in OPTIONAL_SIZES:
             continue
-        if type(value) is not int or not 1 <= value < LARGEST:
-            raise UserError(f"config.json: {key} is {value!r}, but must be a positive integer below {LARGEST:,}")
-    if config["num_hidden_layers"] > MOST_LAYERS:
-        raise UserError(
-            f"config.json: num_hidden_layers is {config['num_hidden_layers']}; at most {MOST_LAYERS} are accepted"
-        )
-    if config["num_attention_heads"] > MOST_HEADS:
-        raise UserError(
-            f"config.json: num_attention_heads is {config['num_attention_heads']}; at most {MOST_HEADS} are accepted"
-        )
+        if type(value) is not int or not 1 <= value <= most:
+            raise UserError(f"config.json: {key} is {value!r}, but must be a positive integer of at most {most:,}")
     check_rope(config)
     for key, value in _numbers(config):
         if not math.isfinite(value):

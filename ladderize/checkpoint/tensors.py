@@ -72,46 +72,22 @@ class TensorReader:
         """
         import torch
 
-        shape, stored = list(info.shape), torch_dtype(info.dtype)
-        first = 0
+        shape, stored, width = list(info.shape), torch_dtype(info.dtype), math.prod(info.shape[1:])
+        first, last = (start, stop) if dim == 0 else (0, info.shape[0] if shape else 1)
         if dim is not None:
             shape[dim] = stop - start
-        if dim == 0:
-            first = start * math.prod(info.shape[1:])
         values = torch.empty(shape, dtype=dtype or stored, device=device)
-        if dim == 1:
-            self._read_columns(info, values, start, stop)
-        else:
-            self._read_span(info, first, values.view(-1))
-        return values
-
-    def _read_span(self, info: TensorInfo, first: int, values: "Tensor") -> None:
-        """Fill ``values`` [n] with the elements of a tensor from number ``first`` on."""
-        import torch
-
-        stored = torch_dtype(info.dtype)
-        if values.dtype == stored and values.device.type == "cpu":
-            self._fill(info, first, values)
-            return
-        step = max(1, BLOCK_BYTES // stored.itemsize)
-        block = torch.empty(min(step, len(values)), dtype=stored)
-        for begin in range(0, len(values), step):
-            part = block[: len(values) - begin]
-            self._fill(info, first + begin, part)
-            values[begin : begin + len(part)].copy_(part)
-
-    def _read_columns(self, info: TensorInfo, values: "Tensor", start: int, stop: int) -> None:
-        """Fill ``values`` [rows, stop - start, ...]: whole rows are read, a block at a time, and cut."""
-        import torch
-
-        stored = torch_dtype(info.dtype)
-        width = math.prod(info.shape[1:])
-        rows = max(1, BLOCK_BYTES // max(1, width * stored.itemsize))
-        block = torch.empty((min(rows, info.shape[0]), *info.shape[1:]), dtype=stored)
-        for begin in range(0, info.shape[0], rows):
-            part = block[: info.shape[0] - begin]
+        rows = values if shape else values.view(1)
+        if dim != 1 and values.dtype == stored and values.device.type == "cpu":
+            self._fill(info, first * width, values.view(-1))
+            return values
+        step = max(1, BLOCK_BYTES // max(1, width * stored.itemsize))
+        block = torch.empty((min(step, last - first), *info.shape[1:]), dtype=stored)
+        for begin in range(first, last, step):
+            part = block[: last - begin]
             self._fill(info, begin * width, part.view(-1))
-            values[begin : begin + len(part)].copy_(part[:, start:stop])
+            rows[begin - first : begin - first + len(part)].copy_(part[:, start:stop] if dim == 1 else part)
+        return values
 
     def _fill(self, info: TensorInfo, first: int, values: "Tensor") -> None:
         """Read stored elements into ``values`` [n], on the CPU and contiguous."""
