@@ -9,15 +9,8 @@ from ladderize.console import human_bytes
 from ladderize.errors import UserError
 
 STATUS, CLEAR, MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
-MAPS, LIBRARIES = (
-    Path("/proc/self/maps"),
-    (
-        "/usr/lib/x86_64-linux-gnu",
-        "/usr/lib/aarch64-linux-gnu",
-        "/usr/lib64",
-        "/usr/lib",
-    ),
-)
+MAPS = Path("/proc/self/maps")
+LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
 CGROUP = Path("/sys/fs/cgroup")
 # of versions 2 and 1: limit, usage, and a table that says how much of the usage is page cache that can be dropped
 CGROUPS = (

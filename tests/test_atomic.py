@@ -76,20 +76,16 @@ def test_killed_before_there_was_anything(llama, tmp_path, moment):
 
 @pytest.mark.parametrize("moment", [*MOMENTS, "output._exchange"])
 def test_killed_while_overwriting(llama, tmp_path, moment):
-    convert_checkpoint(llama, tmp_path / "out", Recipe(ladder="all"), verify=False)
-    old = fingerprint(tmp_path / "out")
-    kill_at(moment, llama, tmp_path / "out", tmp_path)
-    if moment != "output._exchange":
-        assert fingerprint(tmp_path / "out") == old
-    output.clean_up(tmp_path / "out")  # what the next run begins with
+    out, swapping = tmp_path / "out", moment == "output._exchange"
+    convert_checkpoint(llama, out, Recipe(ladder="all"), verify=False)
+    old = fingerprint(out)
+    kill_at(moment, llama, out, tmp_path)
+    assert out.exists() != swapping
+    output.clean_up(out)  # what the next run begins with
     assert listing(tmp_path) == ["out", "src"]
-    after = fingerprint(tmp_path / "out")
-    if moment == "output._exchange":
-        assert after != old  # the interrupted swap was completed, not rolled back
-        assert '"overlapped"' in (tmp_path / "out" / "config.json").read_text()
-    else:
-        assert after == old
-    load(tmp_path / "out")
+    assert (fingerprint(out) != old) == swapping  # an interrupted swap is completed, not rolled back
+    assert not swapping or '"overlapped"' in (out / "config.json").read_text()
+    load(out)
 
 
 def test_a_temporary_in_use_is_left_alone(llama, tmp_path):

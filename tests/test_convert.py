@@ -168,6 +168,8 @@ def test_llama_configs(tmp_path, extra):
     if "rope_parameters" in extra:
         return
     model = load(tmp_path / "out")
+    tied = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert tied == ("tie_word_embeddings" in extra)
     ids = random_ids(1, 6)
     with torch.no_grad():
         torch.testing.assert_close(

@@ -158,16 +158,6 @@ def test_device_map_auto(converted):
         )
 
 
-def test_tied_embeddings_stay_tied(tmp_path):
-    source = save_llama(tmp_path / "src", tie_word_embeddings=True)
-    convert_checkpoint(source, tmp_path / "out", Recipe(ladder="all"), verify=False)
-    model = load(tmp_path / "out")
-    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-    ids = random_ids(1, 5)
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, Oracle(model.state_dict(), model.config)(ids)[0], **TIGHT)
-
-
 TENSOR_PARALLEL = """
 import os, sys, torch, torch.distributed as dist
 from transformers.distributed import DistributedConfig
