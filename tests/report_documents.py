@@ -27,6 +27,7 @@ from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.bench.rows import MODEL_ROW, PhaseCommunication
 from ladderize.runtime.collectives.links import Link
 from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
+from tests.evaluations import Written
 
 TASKS = ("arc", "hellaswag")
 BENCH_OPTIONS = BenchOptions(tp_size=2, device="cpu")
@@ -169,7 +170,19 @@ def _row(
 ) -> BenchRow:
     interval = [speedup - spread, speedup + spread]
     prefill, decode = 40.0 / speedup, 5.0 / speedup
-    part = PhaseCommunication(16, 4096, 0.7 * decode, 1.5, 0.1, 0.3 * decode, [0.2, 2.0], 0.4, 0.6, 0.5, decode)
+    part = PhaseCommunication(
+        all_reduces=16,
+        bytes=4096,
+        no_communication_ms=0.7 * decode,
+        alone_ms=1.5,
+        vocabulary_alone_ms=0.1,
+        exposed_ms=0.3 * decode,
+        exposed_interval_ms=[0.2, 2.0],
+        hidden_ms=0.4,
+        hideable_ms=0.6,
+        hidden_share=0.5,
+        predicted_ms=decode,
+    )
     return BenchRow(
         model=model,
         kind=MODEL_ROW,
@@ -250,8 +263,10 @@ def write_sweep(folder: Path, right: Mapping[str, Sequence[bool]], *, complete: 
     for name, answers in right.items():
         layout, tokens, adapted = _parts(name)
         place = f"stages/eval-{name}"
-        (folder / place / "results.samples").mkdir(parents=True)
-        write_document(folder / place / "results.json", _own_results(name, models[layout], answers, folder / place))
+        (folder / place).mkdir(parents=True)
+        written = Written(folder / place, "results").task("arc", {"acc": [float(answer) for answer in answers]})
+        written.model |= vars(_evaluated(model_path(name), models[layout]))
+        written.write()
         if "full" in adapted:
             write_curves(folder / f"stages/adapt-{name}", [9.0, 5.0, 4.0])
         timed[layout] = models[layout]
@@ -296,41 +311,6 @@ def _point(name: str, layout: Layout, results: str) -> SweepPoint:
         stages=[],
         timed=model_path(kind),
     )
-
-
-def _own_results(name: str, layout: Layout, answers: Sequence[bool], folder: Path) -> dict[str, Any]:
-    """results.json of one model and one task, and its samples beside it."""
-    lines = [
-        {
-            "doc_id": number,
-            "doc": {"question": number},
-            "target": "x",
-            "arguments": [],
-            "resps": [],
-            "filtered_resps": [],
-            "filter": "none",
-            "metrics": ["acc"],
-            "doc_hash": f"d{number}",
-            "prompt_hash": f"p{number}",
-            "target_hash": f"t{number}",
-            "acc": float(answer),
-        }
-        for number, answer in enumerate(answers)
-    ]
-    (folder / "results.samples" / "arc.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    value = sum(answers) / len(answers)
-    harness = {
-        "results": {"arc": {"alias": "arc", "acc,none": value, "acc_stderr,none": 0.01}},
-        "group_subtasks": {},
-        "configs": {"arc": {"task": "arc", "num_fewshot": 0}},
-        "versions": {"arc": 1},
-        "n-shot": {"arc": 0},
-        "higher_is_better": {"arc": {"acc": True}},
-        "n-samples": {"arc": {"original": len(answers), "effective": len(answers)}},
-        "lm_eval_version": "0.4.13",
-    }
-    entry = ModelResult(_evaluated(model_path(name), layout), harness, samples={"arc": "results.samples/arc.jsonl"})
-    return EvalResults(EvalOptions(tasks=("arc",)), [entry]).to_dict()
 
 
 def plan_document(

@@ -1,0 +1,103 @@
+"""Evaluations as ``ladderize eval`` stores them, of which every part can be changed before they are written."""
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Written:
+    """An evaluation as ``ladderize eval`` stores it, of which every part can be changed before it is written."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path, self.name = folder / f"{name}.json", name
+        self.samples: dict[str, list[dict[str, Any]]] = {}
+        self.harness: dict[str, Any] = {
+            part: {}
+            for part in ("results", "group_subtasks", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
+        }
+        self.model: dict[str, Any] = {
+            "model": f"models/{name}", "layout": "dense", "attention_sync": ["blocking"], "mlp_sync": ["blocking"],
+            "sync_tp_size": None, "parameters": 1, "dtype": "float32", "device": "cpu", "torch_version": "2",
+            "transformers_version": "5", "add_bos_token": True,
+        }  # fmt: skip
+        self.options: dict[str, Any] = {"tasks": []}
+
+    def task(
+        self,
+        name: str,
+        values: Mapping[str, Any],
+        *,
+        aggregation: str = "mean",
+        higher: bool | None = True,
+        filters: tuple[str, ...] = ("none",),
+        docs: list[dict[str, Any]] | None = None,
+    ) -> "Written":
+        """values: metric -> of each sample."""
+        self.options["tasks"].append(name)
+        count = len(next(iter(values.values())))
+        self.samples[name] = [
+            {
+                "doc_id": number,
+                "doc": docs[number] if docs else {"question": f"q{number}"},
+                "target": "x",
+                "arguments": {},
+                "resps": [],
+                "filtered_resps": [],
+                "filter": kind,
+                "metrics": list(values),
+                "doc_hash": f"d{name}{number}",
+                "prompt_hash": f"p{name}{number}",
+                "target_hash": f"t{number}",
+                **{metric: given[number] for metric, given in values.items()},
+            }
+            for kind in filters
+            for number in range(count)
+        ]
+        reported = {
+            f"{metric},{kind}": reported_value(given, aggregation)
+            for kind in filters
+            for metric, given in values.items()
+        }
+        self.harness["results"][name] = {"alias": name, **reported}
+        self.harness["configs"][name] = {
+            "metric_list": [{"metric": metric, "aggregation": aggregation} for metric in values]
+        }
+        self.harness["versions"][name], self.harness["n-shot"][name] = 1.0, 0
+        self.harness["higher_is_better"][name] = dict.fromkeys(values, higher)
+        return self
+
+    def perplexity(self, nll: np.ndarray, tokens: np.ndarray) -> "Written":
+        mean = float(nll.sum() / tokens.sum())
+        self.model["perplexity"] = {
+            "perplexity": math.exp(mean), "stderr": None, "nll_per_token": mean, "tokens": int(tokens.sum()),
+            "windows": len(nll), "seq_len": 128, "tokens_per_s": 1.0, "data_sha256": "ab", "ids_sha256": "cd",
+            "window_nll": nll.tolist(), "window_tokens": tokens.tolist(),
+        }  # fmt: skip
+        return self
+
+    def write(self) -> Path:
+        folder = self.path.with_suffix(".samples")
+        folder.mkdir(exist_ok=True)
+        named = {}
+        for task, logged in self.samples.items():
+            random.shuffle(logged)  # processes of lm-eval finish in any order
+            (folder / f"{task}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in logged))
+            named[task] = f"{folder.name}/{task}.jsonl"
+        entry = {"ladderize": self.model, "samples": named, **self.harness}
+        content = {"schema_version": 1, "ladderize_version": "0", "options": self.options, "models": [entry]}
+        self.path.write_text(json.dumps(content))
+        return self.path
+
+
+def reported_value(values: Any, aggregation: str) -> float:
+    """What lm-eval makes of the samples' values."""
+    pairs = [value if isinstance(value, tuple) else (value, 1.0) for value in values]
+    mean = sum(part for part, _ in pairs) / sum(weight for _, weight in pairs)
+    if aggregation == "mean":
+        return mean
+    return {"weighted_perplexity": math.exp(-mean), "bits_per_byte": -mean / math.log(2), "other": 0.123}[aggregation]
