@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ladderize.adapt.lora.config import (
     ADAPTATION,
@@ -21,6 +21,7 @@ from ladderize.checkpoint.reading import FLOAT_DTYPES, PICKLES, TensorInfo, chec
 from ladderize.checkpoint.tensors import locate_tensors
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document, read_json
+from ladderize.files.records import Record
 
 KEY = re.compile(re.escape(PEFT_PREFIX) + r"(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
 # What a config may say of plain LoRA, whose product is W + scaling * B @ A. Any other key has to be off: PEFT grows new
@@ -36,6 +37,20 @@ OFF: tuple[Any, ...] = (None, False, "none", "", [], {})
 INITIALISATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class LoraNumbers(Record):
+    """What a config says of ranks and scalings; a pattern is of the end of a module's name."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+
+
 @dataclass(frozen=True)
 class Adapter:
     """A LoRA adapter on disk. modules: A [rank, in] and B [out, rank] by the name of what they adapt, such as
@@ -44,6 +59,7 @@ class Adapter:
 
     folder: Path
     config: dict[str, Any]
+    numbers: LoraNumbers
     modules: dict[str, tuple[TensorInfo, TensorInfo]]
     document: dict[str, Any] | None = None
     base: AdapterBase | None = None
@@ -54,21 +70,19 @@ class Adapter:
         return adapted_layers(self.modules)
 
     def rank(self, module: str) -> int:
-        return int(self._of(module, "rank_pattern", "r"))
+        return _of_module(module, self.numbers.rank_pattern, self.numbers.r)
 
     def scaling(self, module: str) -> float:
         """What B @ A is multiplied by."""
         rank = self.rank(module)
-        return self._of(module, "alpha_pattern", "lora_alpha") / (
-            math.sqrt(rank) if self.config.get("use_rslora") else rank
-        )
+        alpha = _of_module(module, self.numbers.alpha_pattern, self.numbers.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.numbers.use_rslora else rank)
 
-    def _of(self, module: str, patterns: str, default: str) -> float:
-        """As PEFT looks it up: the first pattern that matches the end of the module's name."""
-        for pattern, value in (self.config.get(patterns) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return float(value)
-        return float(self.config[default])
+
+def _of_module(module: str, patterns: Mapping[str, Number] | None, default: Number) -> Number:
+    """As PEFT looks it up: the first pattern that matches the end of the module's name."""
+    matching = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return next(matching, default)
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -81,7 +95,7 @@ def read_adapter(folder: Path) -> Adapter:
     if not (folder / ADAPTER_CONFIG).is_file():
         raise UserError(f"{folder} holds no {ADAPTER_CONFIG}; it is not a PEFT adapter")
     config = read_json(folder / ADAPTER_CONFIG)
-    check_adapter_config(config, folder / ADAPTER_CONFIG)
+    numbers = check_adapter_config(config, folder / ADAPTER_CONFIG)
     if not (folder / ADAPTER_TENSORS).is_file():
         pickles = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(PICKLES))
         if pickles:
@@ -94,13 +108,12 @@ def read_adapter(folder: Path) -> Adapter:
     if (folder / ADAPTATION).is_file():
         document = read_document(folder / ADAPTATION, ADAPTATION)
         base = read_base(document, folder / ADAPTATION)
-    return Adapter(
-        folder, config, pair_up(locate_tensors(folder / ADAPTER_TENSORS), folder / ADAPTER_TENSORS), document, base
-    )
+    modules = pair_up(locate_tensors(folder / ADAPTER_TENSORS), folder / ADAPTER_TENSORS)
+    return Adapter(folder, config, numbers, modules, document, base)
 
 
-def check_adapter_config(config: Mapping[str, Any], path: Path) -> None:
-    """Raise UserError unless this is plain LoRA, which merges into W + scaling * B @ A."""
+def check_adapter_config(config: Mapping[str, Any], path: Path) -> LoraNumbers:
+    """Its ranks and scalings; raises UserError unless this is plain LoRA, which merges into W + scaling * B @ A."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UserError(f"{path}: peft_type is {kind!r}; only LORA can be merged here")
@@ -115,29 +128,18 @@ def check_adapter_config(config: Mapping[str, Any], path: Path) -> None:
             f"{path}: init_lora_weights is {_short(config['init_lora_weights'])}, which changes the base's weights too;"
             " make the adapter plain LoRA with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
-    for key, values in (("r", [config.get("r")]), ("rank_pattern", _values(config, "rank_pattern", path))):
-        if not all(type(value) is int and value >= 1 for value in values):
-            raise UserError(f"{path}: {key} must give positive integers, not {_short(config.get(key))}")
-    for key, values in (
-        ("lora_alpha", [config.get("lora_alpha")]),
-        ("alpha_pattern", _values(config, "alpha_pattern", path)),
-    ):
-        if not all(
-            isinstance(value, int | float) and type(value) is not bool and math.isfinite(value) for value in values
-        ):
-            raise UserError(f"{path}: {key} must give numbers, not {_short(config.get(key))}")
-
-
-def _values(config: Mapping[str, Any], key: str, path: Path) -> list[Any]:
-    patterns = config.get(key) or {}
-    try:
-        for pattern in patterns:
+    numbers = LoraNumbers.from_dict(config, path)
+    ranks, alphas = numbers.rank_pattern or {}, numbers.alpha_pattern or {}
+    if min([numbers.r, *ranks.values()]) < 1:
+        raise UserError(f"{path}: r and rank_pattern must give positive integers, not {_short([numbers.r, ranks])}")
+    if not all(map(math.isfinite, (numbers.lora_alpha, *alphas.values()))):
+        raise UserError(f"{path}: lora_alpha and alpha_pattern must give finite numbers")
+    for pattern in (*ranks, *alphas):
+        try:
             re.compile(rf"(.*\.)?({pattern})$")
-        return list(patterns.values())
-    except (re.error, AttributeError, TypeError):
-        raise UserError(
-            f"{path}: {key} is {_short(patterns)}, but should map patterns of module names to numbers"
-        ) from None
+        except re.error as error:
+            raise UserError(f"{path}: {_short(pattern)} is no pattern of module names ({error})") from None
+    return numbers
 
 
 def _short(value: Any) -> str:
