@@ -1,3 +1,4 @@
+import json
 import os
 import random
 import shutil
@@ -27,7 +28,7 @@ LONG_FILES = [
     "demo", "domino_gradients", "tensor_parallel", "report", "report_browser", "eval", "align_command",
     "eval_runtime", "answers", "adapt_tp", "runtime_lm", "eval_ranks", "docs", "chat_template", "python_docs",
     "promotion", "generate", "examples", "api", "aligned_sensitivity", "control", "spd", "runtime", "sweep_keys",
-    "sweep_killed", "sweep", "sweep_file", "bench", "bench_training", "bench_domino", "calibrate", "planner_verify",
+    "sweep_killed", "sweep", "sweep_file", "bench", "bench_training", "calibrate", "planner_verify",
     "plan", "planner", "planner_files", "planning_model", "requests", "going_on", "model", "corpus", "distill",
     "several_processes", "house", "compare", "paired",
 ]  # fmt: skip
@@ -132,6 +133,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     convert_checkpoint(folder / "dense", folder / "spd", Recipe(spd="0,2", sync_tp_size=2), verify=False)
     np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (24, 16)))
     return folder
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> Path:
+    """The config.json of a small Llama, for --random-weights."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SHAPE, "model_type": "llama"}))
+    return path
 
 
 @pytest.fixture(scope="session")

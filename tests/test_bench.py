@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,152 +14,47 @@ from ladderize.demo.inputs import MODEL
 from ladderize.errors import UsageError, UserError
 from ladderize.ranks.group import Ranks
 from ladderize.runtime import launch as distributed
-from ladderize.runtime import model as spd_model
+from ladderize.runtime import model as runtime_model
 from ladderize.runtime import spec
-from ladderize.runtime.bench import harness, inference, reference_check, report, rows
+from ladderize.runtime.bench import harness, inference, reference_check
 from ladderize.runtime.bench import plan as bench_plan
-from ladderize.runtime.bench.cost_model import Operation, predict
 from ladderize.runtime.bench.document import BenchDocument
-from ladderize.runtime.bench.options import BenchOptions, ModelChoice, named_layout, parse_counts
-from ladderize.runtime.bench.plan import plan_bench
-from ladderize.runtime.bench.rows import PhaseCommunication
-from ladderize.runtime.bench.trace import Overlap, cpu_flights, gpu_flights
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage, parse_counts
 from ladderize.runtime.collectives.base import Collectives, Handle
-from ladderize.runtime.collectives.emulated import Emulated, sleep_until
-from ladderize.runtime.collectives.links import Link, known_interconnects, parse_link
-from ladderize.runtime.collectives.observed import Recording
+from ladderize.runtime.collectives.emulated import Emulated
+from ladderize.runtime.collectives.observed import Observed
 from ladderize.runtime.decode import Generator
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import TPLlama
-from tests.groups import report_and_die, report_once, traced_swaps
-from tests.helpers import ROOT, SHAPE, invoke, listing, make_model, one_sentence
+from ladderize.runtime.schedule import Schedule
+from tests.groups import report_and_die, report_once
+from tests.helpers import ROOT, invoke, listing, make_model, one_sentence
 from tests.warm import PATIENCE
 
-QUICK = ["--prompt-len", 8, "--output-len", 4, "--repeat", 2, "--warmup", 1, "--threads", 1]
-REFERENCE = Path(__file__).parent.parent.parent / "shared" / "reference"
+QUICK = ["--prompt-len", "8", "--output-len", "4", "--repeat", "2", "--warmup", "1", "--threads", "1"]
+EMULATED = "--emulate-tp 2 --link 1,1"
 
 
-@pytest.fixture
-def shape(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**SHAPE, "model_type": "llama"}))
-    return path
+def bench(*arguments, text=""):
+    """The command on ``arguments`` and the words of ``text``, which win over those of a quick run."""
+    return invoke("bench", *arguments, *QUICK, *text.split())
 
 
-# ---- links, delays, the cost model ----
+def timed(*arguments, text=""):
+    """The document of a run that succeeds, read and written again."""
+    outcome = bench(*arguments, "--json", text=text)
+    assert outcome.code == 0, outcome.stderr
+    document = json.loads(outcome.stdout)
+    assert_there_and_back(document)
+    return document
 
 
-def test_link_by_hand_and_by_name():
-    link = parse_link("200,1", 8)
-    assert link.seconds(0) == pytest.approx(200e-6)
-    assert link.seconds(10**9) == pytest.approx(1 + 200e-6)
-    assert parse_link("nccl_nvlink_h100", 8).alpha_us == 22
-    assert parse_link("nccl_nvlink_h100", 4).alpha_us == 18
-    for text in ("fast", "1,2,3", "1,", "-1,5", "1,0", "nan,1"):
-        with pytest.raises(UsageError, match="--link"):
-            parse_link(text, 8)
-    with pytest.raises(UserError, match="measured with 4 and 8 ranks, not 32"):
-        parse_link("nccl_nvlink_h100", 32)
+def assert_there_and_back(document):
+    rest = {key: value for key, value in document.items() if key not in ("schema_version", "ladderize_version")}
+    assert BenchDocument.from_dict(document, "bench.json").to_dict() == rest
 
 
-def test_a_link_without_bandwidth_is_refused_above_its_range():
-    link = parse_link("nccl_two_nodes_ib_ndr", 16)
-    assert link.seconds(512) == pytest.approx(47e-6)
-    with pytest.raises(UserError, match="was measured up to 512 bytes only"):
-        link.seconds(513)
-
-
-def test_the_table_is_the_published_one():
-    path = REFERENCE / "all_reduce_latency.csv"
-    if not path.is_file():
-        pytest.skip("../shared/reference is not here")
-    published = [
-        line.split(",") for line in path.read_text().splitlines() if line and not line.startswith(("#", "path"))
-    ]
-    ours = {(name, row.ranks): row for name, link in known_interconnects().items() for row in link.rows}
-    for name, ranks, alpha, beta, *_ in published:
-        row = ours[name, int(ranks)]
-        assert (row.alpha_us, row.beta_gb_s) == (float(alpha), pytest.approx(float(beta)) if beta else None)
-
-
-def test_emulated_messages_take_turns(monkeypatch):
-    """A clock that stands still: two messages started together end one after the other, and nothing returns before its
-    time."""
-    now = [100.0]
-    slept = []
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(
-        "ladderize.runtime.collectives.emulated.sleep_until",
-        lambda deadline: (slept.append(deadline), now.__setitem__(0, deadline)),
-    )
-    link = Link("test", 1e6, 1e-9 * 4)  # a second, and a second for each 4 bytes
-    emulated = Emulated(4, link)
-    x = torch.ones(1)
-    first, second = emulated.all_reduce_async(x), emulated.all_reduce_async(x)
-    assert torch.equal(first.wait(), x)
-    second.wait()
-    assert slept == pytest.approx([102, 104])
-    assert emulated.all_gather(x).shape == (4,)
-    assert slept[-1] == pytest.approx(104 + 1 + 4)
-
-
-def test_sleep_until_is_never_early():
-    import time
-
-    for delay in (0.0, 1e-4, 4e-3):
-        deadline = time.perf_counter() + delay
-        sleep_until(deadline)
-        assert time.perf_counter() >= deadline
-
-
-def test_cost_model_sub_module_by_sub_module():
-    operations = [Operation(8, 3.0, (5.0, 4.0)), Operation(8, 3.0, (2.0, 0.0)), Operation(8, 3.0, (0.0,))]
-    prediction = predict(10.0, operations, unhideable=0.5)
-    assert prediction.communication == 9.5
-    assert prediction.hideable == 4.0
-    assert prediction.exposed == 5.5
-    assert prediction.total == 15.5
-
-
-def test_recording_keeps_what_happened():
-    ticks = iter(range(100))
-    recording = Recording(Collectives(2), lambda: float(next(ticks)))
-    handle = recording.all_reduce_async(torch.zeros(4))
-    recording.all_reduce(torch.zeros(2))
-    handle.wait()
-    assert [seen.bytes for seen in recording.all_reduces] == [16, 8]
-    first, second = recording.all_reduces
-    assert first.started < second.start < second.end <= first.wait
-
-
-# ---- proof of overlap ----
-
-
-def span(name, ts, dur, **extra):
-    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": 1, **extra}
-
-
-def test_cpu_overlap_of_a_hand_made_trace():
-    events = [span("all-reduce: start", 0, 1000), span("all-reduce: wait", 5000, 2000), span("aten::mm", 1000, 4000),
-              span("all-reduce: start", 8000, 500), span("all-reduce: wait", 8500, 500)]  # fmt: skip
-    overlap = Overlap.of_flights(cpu_flights(events, [6500, 1200]))
-    assert overlap.in_flight_ms == pytest.approx(7.7)
-    # the first blocked 3 ms of its 6.5 at start and wait; the second had no compute to run under
-    assert overlap.under_compute_ms == pytest.approx(3.5)
-    assert len([event for event in events if event.get("cat") == "communication"]) == 2
-
-
-def test_gpu_overlap_of_a_hand_made_trace():
-    kernel = {"cat": "kernel"}
-    events = [span("gemm", 0, 1000, **kernel), span("gemm", 500, 1500, **kernel), span("softmax", 3500, 100, **kernel)]
-    events += [
-        span("ncclDevKernel_AllReduce", 1000, 3000, **kernel),
-        span("at::cuda::spin_kernel", 9000, 1000, **kernel),
-    ]
-    events += [span("cpu thing", 0, 9999)]
-    overlap = Overlap.of_flights(gpu_flights(events))
-    assert overlap.in_flight_ms == pytest.approx(4)
-    assert overlap.under_compute_ms == pytest.approx(1.1)
+# ---- whole runs ----
 
 
 class Early(Emulated):
@@ -179,23 +73,9 @@ class Late(Emulated):
 
 
 def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatch):
-    arguments = [
-        "bench",
-        "--random-weights",
-        shape,
-        "--layout",
-        "dense,ladder",
-        "--emulate-tp",
-        4,
-        "--link",
-        "300,1",
-        *QUICK,
-    ]
-    outcome = invoke(*arguments, "--profile", tmp_path / "traces", "--json")
-    assert outcome.code == 0, outcome.stderr
-    document = json.loads(outcome.stdout)
-    assert_there_and_back(document)
-    dense, ladder = document["rows"]
+    arguments = ("--random-weights", shape, "--profile", tmp_path / "traces")
+    text = "--layout dense,ladder --emulate-tp 4 --link 300,1"
+    dense, ladder = timed(*arguments, text=text)["rows"]
     assert "proven" not in dense["overlap"]
     assert ladder["overlap"]["proven"] is True
     assert ladder["overlap"]["share"] > 2 * dense["overlap"]["share"]
@@ -204,63 +84,24 @@ def test_profile_proves_overlap_and_fails_without_it(tmp_path, shape, monkeypatc
     assert any(event.get("tid") == "communication" for event in events)
     for backend in (Early, Late):
         monkeypatch.setattr(harness, "emulate", lambda ranks, link, device, backend=backend: backend(ranks, link))
-        outcome = invoke(*arguments, "--profile", tmp_path / "traces")
+        outcome = bench(*arguments, text=text)
         assert outcome.code == 1
         assert "nothing overlapped in the trace of ladder" in outcome.stderr.splitlines()[-1]
 
 
-def test_nothing_listens_to_a_profiler_that_has_stopped(tmp_path):
-    """Gloo's receives that were posted under the profiler used to write into its freed memory: a crash, always."""
-    assert distributed.run(traced_swaps, tmp_path, 5, tp_size=2, device="cpu", threads=1) == 5
-
-
-# ---- whole runs ----
-
-
-def assert_there_and_back(document):
-    """A bench.json, read and written again."""
-    rest = {key: value for key, value in document.items() if key not in ("schema_version", "ladderize_version")}
-    assert BenchDocument.from_dict(document, "bench.json").to_dict() == rest
-
-
 def test_two_real_ranks_on_checkpoints(tmp_path):
-    for name, arguments in (
-        ("ladder", ["--ladder", "all"]),
-        ("both", ["--ladder", "all", "--spd", "all", "--sync-tp-size", 4]),
-    ):
-        assert invoke("convert", MODEL, tmp_path / name, "--no-verify", *arguments).code == 0
-    out = tmp_path / "bench.json"
-    outcome = invoke(
-        "bench",
-        MODEL,
-        tmp_path / "ladder",
-        tmp_path / "both",
-        "--tp-size",
-        2,
-        "--batch-size",
-        "1,2",
-        "--baselines",
-        "parallel,no-comm",
-        "--prompt-len",
-        8,
-        "--output-len",
-        4,
-        "--repeat",
-        2,
-        "--warmup",
-        1,
-        "--out",
-        out,
-        "--plot",
-        tmp_path / "picture",
-    )
+    for name, layout in (("ladder", "--ladder all"), ("both", "--ladder all --spd all --sync-tp-size 4")):
+        assert invoke("convert", MODEL, tmp_path / name, "--no-verify", *layout.split()).code == 0
+    out, models = tmp_path / "bench.json", [MODEL, tmp_path / "ladder", tmp_path / "both"]
+    text = "--tp-size 2 --batch-size 1,2 --baselines parallel,no-comm"
+    outcome = bench(*models, "--out", out, "--plot", tmp_path / "picture", text=text)
     assert outcome.code == 0, outcome.stderr
     assert "both" in outcome.stdout
     document = json.loads(out.read_text())
     assert_there_and_back(document)
     assert document["emulated"] is False
     assert document["backend"].startswith("shm")
-    assert set(document["checks"]) == {str(MODEL), str(tmp_path / "ladder"), str(tmp_path / "both")}
+    assert set(document["checks"]) == set(map(str, models))
     assert all(check["logit_difference"] < check["tolerance"] for check in document["checks"].values())
     rows = document["rows"]
     assert [row["batch_size"] for row in rows] == [1] * 5 + [2] * 5
@@ -282,7 +123,50 @@ def test_two_real_ranks_on_checkpoints(tmp_path):
     assert (tmp_path / "picture.svg").read_text().startswith("<svg ")
 
 
-# ---- the reference check: what it has to see ----
+def test_random_weights_emulated_with_more_virtual_ranks(shape):
+    layouts = "--layout dense,ladder=1:3,spd+ladder --sync-tp-size 4 --num-layers 3"
+    outcome = bench("--random-weights", shape, text=f"{layouts} --emulate-tp 2 --link 10,1")
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stdout.startswith("EMULATED: rank 0 of 2")
+    assert "(emulated)" in outcome.stdout
+    assert "Weights are random" in outcome.stdout
+    assert "was measured at" not in outcome.stderr
+    outcome = bench("--random-weights", shape, text="--emulate-tp 4 --link nccl_pcie --repeat 1 --layout dense,ladder")
+    assert "extrapolated beyond the sizes that nccl_pcie was measured at: messages of" in outcome.stderr
+    assert "Warning: with fewer than 3 rounds their scatter is unknown" in outcome.stderr
+    assert "one round" in outcome.stdout
+    assert not re.search(r"\d-\d", outcome.stdout.split("speed-up: over")[0])  # no interval
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_domino_prefill_is_checked_and_counted(checked_model, batch):
+    schedule = "--schedule domino --domino-chunks 3 --domino-columns 2 --baselines sequential,no-comm"
+    lengths = f"--prompt-len 9 --output-len 3 --batch-size {batch}"
+    document = timed(checked_model, text=f"{schedule} {lengths} --emulate-tp 2 --link 900,1")
+    assert document["options"]["schedule"] == "domino"
+    assert document["options"]["domino_chunks"] == 3
+    (check,) = document["checks"].values()
+    assert check["logit_difference"] < check["tolerance"]
+    assert check["greedy_tokens"] == 5 * 33  # two texts, equal and padded, and one by itself
+    own, silent, plain = document["rows"]
+    assert [row["schedule"] for row in (own, silent, plain)] == ["domino", "domino", "sequential"]
+    assert plain["kind"] != "model"
+    # 2 dropped of 8, 3 parts of 2 columns; the same bytes in all
+    assert own["communication"]["prefill"]["all_reduces"] == 6 * 6
+    assert plain["communication"]["prefill"]["all_reduces"] == 6
+    assert own["communication"]["prefill"]["bytes"] == plain["communication"]["prefill"]["bytes"]
+    assert own["communication"]["decode"]["all_reduces"] == 6
+    assert own["communication"]["prefill"]["hideable_ms"] > 0
+
+
+def test_domino_on_two_real_ranks(checked_model):
+    outcome = bench(checked_model, text="--tp-size 2 --schedule domino --repeat 1")
+    assert outcome.code == 0, outcome.stderr
+    assert "prefill by domino (2 chunks)" in outcome.stdout
+    assert "Reference check of m: passed" in outcome.stdout
+
+
+# ---- the checks: what they have to see ----
 
 
 def ignored_padding(monkeypatch):
@@ -313,9 +197,9 @@ def a_window_on_the_kv_cache(monkeypatch):
 
 
 def a_rank_of_dropped_points_left_out(monkeypatch):
-    right = spd_model.mlp_inner
+    right = runtime_model.mlp_inner
     monkeypatch.setattr(
-        spd_model, "mlp_inner", lambda weights, x, carry: right(weights, x, carry and [carry[0]] * len(carry))
+        runtime_model, "mlp_inner", lambda weights, x, carry: right(weights, x, carry and [carry[0]] * len(carry))
     )
 
 
@@ -331,6 +215,11 @@ def one_weight_is_off(monkeypatch):
     monkeypatch.setattr(spec, "load_weights", off)
 
 
+def parts_in_a_wrong_order(monkeypatch):
+    right = runtime_model.join_parts
+    monkeypatch.setattr(runtime_model, "join_parts", lambda results, rows: right(results[::-1], rows))
+
+
 @pytest.fixture(scope="module")
 def checked_model(tmp_path_factory):
     """A model of which no two tokens are all but as good in the texts of the check: rounding chooses none."""
@@ -344,77 +233,89 @@ def checked_model(tmp_path_factory):
             return folder
 
 
-def test_the_right_model_passes_the_check(checked_model):
-    outcome = invoke("bench", checked_model, *QUICK, "--json")
+def test_the_right_model_passes_the_check(checked_model, tmp_path):
+    outcome = bench(checked_model, "--out", tmp_path / "bench.json")
     assert outcome.code == 0, outcome.stderr
-    (check,) = json.loads(outcome.stdout)["checks"].values()
+    (check,) = json.loads((tmp_path / "bench.json").read_text())["checks"].values()
     # the prompts are longer than those that are timed, so that a wrong position shows
     assert check["prompt_tokens"] == [64, 43]
     assert check["decode_steps"] == 32
     assert check["equal_greedy_tokens"] == check["greedy_tokens"] == 2 * 2 * 33
     assert check["logit_difference"] < check["tolerance"]
-    said = invoke("bench", checked_model, *QUICK).stdout
-    assert "Reference check of m: passed. Largest logit difference to transformers in float32" in said
-    assert "all 132 tokens equal" in said
+    assert "Reference check of m: passed. Largest logit difference to transformers in float32" in outcome.stdout
+    assert "all 132 tokens equal" in outcome.stdout
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "text"),
     [
-        ignored_padding,
-        wrong_rope_beyond_64_positions,
-        a_window_on_the_kv_cache,
-        a_rank_of_dropped_points_left_out,
-        one_weight_is_off,
+        (ignored_padding, ""),
+        (wrong_rope_beyond_64_positions, ""),
+        (a_window_on_the_kv_cache, EMULATED),
+        (a_rank_of_dropped_points_left_out, ""),
+        (one_weight_is_off, ""),
+        (one_weight_is_off, EMULATED),
+        (parts_in_a_wrong_order, f"{EMULATED} --schedule domino --batch-size 2"),
     ],
 )
-@pytest.mark.parametrize("emulated", [(), ("--emulate-tp", 2, "--link", "1,1")], ids=["one rank", "emulated"])
-def test_a_wrong_model_is_not_timed(checked_model, tmp_path, monkeypatch, fault, emulated):
+def test_a_wrong_model_is_not_timed(checked_model, tmp_path, monkeypatch, fault, text):
     fault(monkeypatch)
-    message = one_sentence(invoke("bench", checked_model, *QUICK, *emulated, "--out", tmp_path / "bench.json"))
+    message = one_sentence(bench(checked_model, "--out", tmp_path / "bench.json", text=text))
     assert "off the fp32 reference" in message
     assert "nothing was timed" in message
     assert not (tmp_path / "bench.json").exists()
 
 
-@pytest.mark.parametrize("layout", ["dense", "ladder", "spd+ladder"])
-def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch, layout):
+class LeavesOut(Observed):
+    """Does not begin the sum of this number."""
+
+    def __init__(self, inner, number):
+        super().__init__(inner)
+        self.number, self.count = number, 0
+
+    def all_reduce_async(self, x):
+        self.count += 1
+        return Handle(lambda: x) if self.count == self.number else super().all_reduce_async(x)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "left_out", "asked"),
+    [
+        ("dense", "", "8 all-reduces (8 of 512 bytes)", "9 all-reduces (9 of 512 bytes)"),
+        ("ladder", "", "8 all-reduces (8 of 512 bytes)", "9 all-reduces (9 of 512 bytes)"),
+        ("spd+ladder", "", "4 all-reduces (4 of 512 bytes)", "5 all-reduces (5 of 512 bytes)"),
+        # 2 rows and 1 row: 9 messages each
+        (
+            "dense",
+            "--schedule domino --batch-size 3 --prompt-len 9",
+            "17 all-reduces",
+            "18 all-reduces (9 of 576 bytes and 9 of 1152 bytes)",
+        ),
+    ],
+)
+def test_a_sum_that_is_left_out_under_emulation(shape, monkeypatch, layout, more, left_out, asked):
     """Emulated sums are delays: nobody sees in the logits that one was not even begun."""
     forward = TPLlama.forward
 
-    class LeavesOut(Collectives):
-        def __init__(self, inner):
-            super().__init__(inner.ranks)
-            self.inner, self.count = inner, 0
-
-        def all_reduce_async(self, x):
-            self.count += 1
-            return Handle(lambda: x) if self.count == 3 else self.inner.all_reduce_async(x)
-
-        def all_gather(self, x):
-            return self.inner.all_gather(x)
-
-    def mutated(self, ids, step, cache, schedule):
+    def mutated(self, *arguments):
         whole = self.collectives
-        self.collectives = LeavesOut(whole)
+        self.collectives = LeavesOut(whole, 3)
         try:
-            return forward(self, ids, step, cache, schedule)
+            return forward(self, *arguments)
         finally:
             self.collectives = whole
 
     monkeypatch.setattr(TPLlama, "forward", mutated)
-    arguments = ["--random-weights", shape, "--layout", layout, "--emulate-tp", 2, "--link", "1,1", *QUICK]
-    message = one_sentence(invoke("bench", *arguments))
-    reduces = {"dense": 9, "ladder": 9, "spd+ladder": 5}[layout]
-    assert f"{layout}: a prefill completed {reduces - 1} all-reduces ({reduces - 1} of 512 bytes)" in message
-    assert f"its layout asks for {reduces} all-reduces ({reduces} of 512 bytes)" in message
+    message = one_sentence(bench("--random-weights", shape, "--layout", layout, text=f"{EMULATED} {more}"))
+    assert f"{layout}: a prefill completed {left_out}" in message
+    assert f"its layout asks for {asked}" in message
 
 
 def test_without_the_check_results_say_so(checked_model, monkeypatch):
     monkeypatch.setattr(
         reference_check, "references", lambda specs, options: pytest.fail("--no-check asks for no reference")
     )
-    outcome = invoke("bench", checked_model, *QUICK, "--no-check")
+    outcome = bench(checked_model, "--no-check")
     assert outcome.code == 0, outcome.stderr
     assert "Not checked against a reference" in outcome.stdout
 
@@ -445,71 +346,15 @@ def test_a_different_token_needs_a_margin_below_the_tolerance(dtype, stops):
             assert right.equal_greedy_tokens <= right.greedy_tokens
 
 
-def test_lengths_of_the_checked_texts():
-    lengths = reference_check.text_lengths
-    assert lengths(131072, 128) == (128, 86, 32)
-    assert lengths(131072, 4096) == (256, 171, 32)  # a long reference would take as long as the benchmark
-    assert lengths(131072, 4) == (64, 43, 32)
-    assert lengths(64, 32) == (32, 22, 32)
-    assert lengths(2, 1) == (1, 1, 1)
-
-
-# ---- spread, and what is shown of it ----
-
-
-def test_intervals_of_rounds_that_agree_and_that_do_not():
-    slow, fast = [10.0, 11.0, 12.0, 13.0, 14.0], [5.0, 5.5, 6.0, 6.5, 7.0]
-    assert rows.speedup_interval(slow, fast) == pytest.approx([2, 2])  # in every round
-    low, high = rows.speedup_interval(slow, list(reversed(slow)))
-    assert low < 1 < high
-    assert rows.difference_interval(slow, [x - 3 for x in slow]) == pytest.approx([3, 3])
-    assert rows.quartiles(slow) == [11, 13]
-
-
-def test_an_interval_holds_its_speed_up():
-    """A round is slow in one of its phases, each in another round: no round is as fast as the medians."""
-    slow_first, slow_last = [9.0, 9, 9, 1, 1, 1, 1], [1.0, 1, 1, 1, 9, 9, 9]
-    reference = {phase: [2.0] * 7 for phase in rows.PHASES}
-    found = rows.inference_figures({"prefill": slow_first, "decode": slow_last}, reference, 1, 1)
-    low, high = found["speedup_end_to_end_interval"]
-    assert low < found["speedup_end_to_end"] == 2 <= high
-
-
-def communication(exposed, interval, alone=5.0):
-    figures = {"no_communication_ms": 20.0, "alone_ms": alone, "vocabulary_alone_ms": 0.0, "exposed_ms": exposed}
-    missing = dict.fromkeys(("hideable_ms", "hidden_share", "predicted_ms"))
-    return PhaseCommunication(
-        all_reduces=4, bytes=64, exposed_interval_ms=list(interval), hidden_ms=alone - exposed, **figures, **missing
-    )
-
-
-@pytest.mark.parametrize(
-    ("exposed", "interval", "waited", "hidden"),
-    [
-        (3.0, (2.0, 4.0), "3.000", "2.000"),
-        (-0.5, (-1.0, 2.0), "<2.000", ">3.000"),  # the rounds do not tell it from nothing
-        (1.0, (-9.0, 9.0), "<9.000", "?"),
-        (-229.0, (-300.0, -100.0), "?", "?"),  # no waiting time is negative
-        (12.7, (11.0, 13.0), "12.70", "none"),  # it waited for longer than the communication takes alone
-    ],
-)
-def test_no_waiting_time_is_negative_or_clipped(exposed, interval, waited, hidden):
-    found = communication(exposed, interval)
-    assert report.waited_text(found) == waited
-    assert report.hidden_text(found) == hidden
+# ---- what is doubtful, and what fails late ----
 
 
 def test_what_is_doubtful_is_said(shape, monkeypatch):
     """Rounds that disagree by more than the models differ, and a model that is slower without communication."""
-    arguments = ["--random-weights", shape, "--layout", "dense,ladder", "--emulate-tp", 2, "--link", "1,1"]
-    given = iter(range(10**6))
-
-    def time_pass(timed):
-        noise = 1 + (next(given) * 7 % 10) / 2
-        return (noise, noise)
-
-    monkeypatch.setattr(inference.TimedGenerator, "sample", time_pass)
-    outcome = invoke("bench", *arguments, *QUICK, "--repeat", 9)
+    arguments = ("--random-weights", shape, "--layout", "dense,ladder")
+    noise = iter(range(10**6))
+    monkeypatch.setattr(inference.TimedGenerator, "sample", lambda self: (1 + (next(noise) * 7 % 10) / 2,) * 2)
+    outcome = bench(*arguments, text=f"{EMULATED} --repeat 9")
     assert outcome.code == 0, outcome.stderr
     assert "Warning: the rounds disagree by more than the models differ" in outcome.stderr
     assert "ladder (batch 1, prefill)" in outcome.stderr
@@ -517,24 +362,13 @@ def test_what_is_doubtful_is_said(shape, monkeypatch):
     assert "95 % interval" in head
     assert "waited ms  hidden ms  comm. alone ms" in head
 
-    def backwards(timed):
-        return (1.0, 1.0) if timed.generator.model.collectives.name == "none" else (0.5, 0.5)
+    def backwards(self):
+        return (1.0, 1.0) if self.generator.model.collectives.name == "none" else (0.5, 0.5)
 
     monkeypatch.setattr(inference.TimedGenerator, "sample", backwards)
-    outcome = invoke("bench", *arguments, *QUICK)
+    outcome = bench(*arguments, text=EMULATED)
     assert "Warning: without communication these were slower than with it" in outcome.stderr
     assert "-500" not in outcome.stdout
-
-
-def test_a_single_round_has_no_interval(shape):
-    arguments = ["--random-weights", shape, "--layout", "dense,ladder", "--emulate-tp", 2, "--link", "1,1"]
-    outcome = invoke("bench", *arguments, *QUICK, "--repeat", 1)
-    assert "Warning: with fewer than 3 rounds their scatter is unknown" in outcome.stderr
-    assert "one round" in outcome.stdout
-    assert not re.search(r"\d-\d", outcome.stdout.split("speed-up: over")[0])
-
-
-# ---- what fails late loses nothing ----
 
 
 def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch):
@@ -544,9 +378,8 @@ def test_results_are_written_before_traces_are_made(tmp_path, shape, monkeypatch
 
     seen = []
     monkeypatch.setattr(inference, "trace", broken)
-    arguments = ["--random-weights", shape, "--layout", "dense,ladder", "--emulate-tp", 2, "--link", "1,1", *QUICK]
-    outputs = ["--out", tmp_path / "bench.json", "--plot", tmp_path / "picture"]
-    outcome = invoke("bench", *arguments, *outputs, "--profile", tmp_path / "traces", "--batch-size", "1,2")
+    outputs = ("--out", tmp_path / "bench.json", "--plot", tmp_path / "picture", "--profile", tmp_path / "traces")
+    outcome = bench("--random-weights", shape, *outputs, text=f"{EMULATED} --layout dense,ladder --batch-size 1,2")
     assert outcome.code == 1
     assert outcome.stderr.splitlines()[-1] == "Error: the disk is full"
     document = json.loads((tmp_path / "bench.json").read_text())
@@ -587,97 +420,80 @@ def test_first_words_come_before_torch(tmp_path):
     assert first("/no/such/model") == "False loading torch"
 
 
-# ---- random weights ----
+# ---- what is refused ----
 
-
-def test_random_weights_emulated_with_compile_off_and_more_virtual_ranks(tmp_path, shape):
-    layouts = ["--layout", "dense,ladder=1:3,spd+ladder", "--sync-tp-size", 4, "--num-layers", 3]
-    outcome = invoke("bench", "--random-weights", shape, *layouts, "--emulate-tp", 2, "--link", "10,1", *QUICK)
-    assert outcome.code == 0, outcome.stderr
-    assert outcome.stdout.startswith("EMULATED: rank 0 of 2")
-    assert "(emulated)" in outcome.stdout
-    assert "Weights are random" in outcome.stdout
-    assert "was measured at" not in outcome.stderr
-    outcome = invoke("bench", "--random-weights", shape, "--emulate-tp", 4, "--link", "nccl_pcie", *QUICK)
-    assert "extrapolated beyond the sizes that nccl_pcie was measured at: messages of" in outcome.stderr
+RANDOM, DOMINO = "--random-weights 8b", "--random-weights 8b --schedule domino --tp-size 2"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("text", "code", "message"),
     [
-        ([], 2, "name checkpoints, or a shape with --random-weights"),
-        ([MODEL, "--random-weights", "8b"], 2, "and not both"),
-        ([MODEL, "--layout", "dense"], 2, "--layout goes with --random-weights"),
-        ([MODEL, "--num-layers", 4], 2, "--num-layers goes with --random-weights"),
-        ([MODEL, MODEL], 2, "a model is named twice"),
-        ([MODEL, "--link", "1,1"], 2, "--emulate-tp and --link must be given together"),
-        ([MODEL, "--emulate-tp", 2, "--link", "1,1", "--tp-size", 2], 2, "leave --tp-size out"),
-        (
-            [MODEL, "--emulate-tp", 2, "--link", "1,1", "--backend", "gloo"],
-            2,
-            "--backend has no effect with --emulate-tp",
-        ),
-        ([MODEL, "--emulate-tp", 3, "--link", "1,1"], 1, "--emulate-tp 3 does not divide"),
-        ([MODEL, "--batch-size", "1,x"], 2, "--batch-size '1,x' is not a comma-separated list"),
-        ([MODEL, "--baselines", "magic"], 2, "--baselines magic is not one of"),
-        ([MODEL, "--prompt-len", 100000], 1, "over the model's"),
-        ([MODEL, "--profile", "x"], 2, "--profile measures overlap of communication with compute"),
-        ([MODEL, "--out", "/nowhere/bench.json"], 1, "does not exist"),
-        ([MODEL, "--plot", "/nowhere/bench"], 1, "does not exist"),
-        (["--random-weights", "9b"], 1, "--random-weights 9b is neither one of 1b, 3b, 8b, 70b, 405b nor"),
-        ([MODEL, "--backend", "none"], 2, "--backend none has no effect with one rank"),
-        ([MODEL, "--backend", "none", "--tp-size", 2, "--profile", "x"], 2, "--backend none has no communication"),
-        ([MODEL, "--emulate-tp", 2, "--link", "1e300,1"], 2, "alpha must be from 0"),
-        ([MODEL, "--threads", 100000], 1, "is more than the"),
-        ([MODEL, "--batch-size", 99999999999], 1, "are free; choose a smaller model"),
-        (
-            [MODEL, "--batch-size", 99999999999, "--emulate-tp", 2, "--link", "1,1"],
-            1,
-            "are free; choose a smaller model",
-        ),
-        (["--random-weights", "405b", "--tp-size", 1], 1, "weights take 812 GB"),
-        (["--random-weights", "8b", "--num-layers", 10**9], 2, "--num-layers 1000000000 is not from 1 to 10,000"),
-        (["--random-weights", "8b", "--num-layers", 10000], 1, "are free; choose a smaller model"),
-        (["--random-weights", "8b", "--no-check"], 2, "--no-check has no effect"),
-        (["--random-weights", "8b", "--layout", "ladder,domino"], 2, "--layout domino is not one of"),
-        (["--random-weights", "8b", "--layout", "ladder=30:40"], 1, "out of range for a model of 32 layers"),
-        (["--random-weights", "8b", "--layout", "dense", "--sync-tp-size", 8], 2, "--sync-tp-size has no effect"),
-        (
-            ["--random-weights", "8b", "--layout", "spd", "--sync-tp-size", 6, "--emulate-tp", 8, "--link", "1,1"],
-            1,
-            "6",
-        ),
-        (
-            ["--random-weights", "8b", "--emulate-tp", 16, "--link", "nccl_two_nodes_ib_ndr"],
-            1,
-            "was measured up to 512 bytes only",
-        ),
-        (
-            ["--random-weights", "8b", "--layout", "ladder", "--baselines", "parallel"],
-            1,
-            "needs a dense model as the first one",
-        ),
+        ("", 2, "name checkpoints, or a shape with --random-weights"),
+        ("MODEL --random-weights 8b", 2, "and not both"),
+        ("MODEL --layout dense", 2, "--layout goes with --random-weights"),
+        ("MODEL --num-layers 4", 2, "--num-layers goes with --random-weights"),
+        ("MODEL MODEL", 2, "a model is named twice"),
+        ("MODEL --link 1,1", 2, "--emulate-tp and --link must be given together"),
+        (f"MODEL {EMULATED} --tp-size 2", 2, "leave --tp-size out"),
+        (f"MODEL {EMULATED} --backend gloo", 2, "--backend has no effect with --emulate-tp"),
+        ("MODEL --emulate-tp 3 --link 1,1", 1, "--emulate-tp 3 does not divide"),
+        ("MODEL --batch-size 1,x", 2, "--batch-size '1,x' is not a comma-separated list"),
+        ("MODEL --baselines magic", 2, "--baselines magic is not one of"),
+        ("MODEL --prompt-len 100000", 1, "over the model's"),
+        ("MODEL --profile x", 2, "--profile measures overlap of communication with compute"),
+        ("MODEL --out /nowhere/bench.json", 1, "does not exist"),
+        ("MODEL --plot /nowhere/bench", 1, "does not exist"),
+        ("--random-weights 9b", 1, "--random-weights 9b is neither one of 1b, 3b, 8b, 70b, 405b nor"),
+        ("MODEL --backend none", 2, "--backend none has no effect with one rank"),
+        ("MODEL --backend none --tp-size 2 --profile x", 2, "--backend none has no communication"),
+        ("MODEL --emulate-tp 2 --link 1e300,1", 2, "alpha must be from 0"),
+        ("MODEL --threads 100000", 1, "is more than the"),
+        ("MODEL --batch-size 99999999999", 1, "are free; choose a smaller model"),
+        (f"MODEL --batch-size 99999999999 {EMULATED}", 1, "are free; choose a smaller model"),
+        ("--random-weights 405b --tp-size 1", 1, "weights take 812 GB"),
+        (f"{RANDOM} --num-layers 1000000000", 2, "--num-layers 1000000000 is not from 1 to 10,000"),
+        (f"{RANDOM} --num-layers 10000", 1, "are free; choose a smaller model"),
+        (f"{RANDOM} --no-check", 2, "--no-check has no effect"),
+        (f"{RANDOM} --layout ladder,domino", 2, "--layout domino is not one of"),
+        (f"{RANDOM} --layout ladder=30:40", 1, "out of range for a model of 32 layers"),
+        (f"{RANDOM} --layout dense --sync-tp-size 8", 2, "--sync-tp-size has no effect"),
+        (f"{RANDOM} --layout spd --sync-tp-size 6 --emulate-tp 8 --link 1,1", 1, "6"),
+        (f"{RANDOM} --emulate-tp 16 --link nccl_two_nodes_ib_ndr", 1, "was measured up to 512 bytes only"),
+        (f"{RANDOM} --layout ladder --baselines parallel", 1, "needs a dense model as the first one"),
+        (f"{RANDOM} --schedule domino", 2, "--schedule domino hides communication, and one rank has none"),
+        (f"{RANDOM} --domino-chunks 3 --tp-size 2", 2, "--domino-chunks has no effect without --schedule domino"),
+        (f"{RANDOM} --domino-columns 1 --tp-size 2", 2, "--domino-columns has no effect without --schedule domino"),
+        (f"{DOMINO} --domino-chunks 1", 2, "--domino-chunks"),
+        (f"{RANDOM} --schedule magic", 2, "magic"),
+        (f"{DOMINO} --domino-chunks 4 --batch-size 8,3", 1, "3 rows (--batch"),
+        (f"{DOMINO} --domino-chunks 9", 1, "one row of 8 tokens (--prompt-len)"),
+        (f"{DOMINO} --domino-columns 5", 1, "does not divide the hidden size 4096"),
+        (f"{DOMINO} --baselines parallel", 2, "--baselines parallel runs seq"),
+        (f"{RANDOM} --baselines sequential", 2, "--baselines sequential has no effect without --schedule domino"),
+        (f"{RANDOM} --schedules domino", 2, "--schedules has no effect without --train"),
+        (f"{RANDOM} --seq-len 9", 2, "--seq-len has no effect without --train"),
     ],
 )
-def test_bad_arguments(arguments, code, message):
-    outcome = invoke("bench", *arguments)
+def test_bad_arguments(text, code, message):
+    outcome = bench(text=text.replace("MODEL", str(MODEL)))
     assert message in one_sentence(outcome)
     assert outcome.code == code
 
 
-def test_named_layouts():
-    assert named_layout("dense", 4, 2).is_dense
-    assert named_layout("ladder=2:", 4, 2).ladder_layers == [2, 3]
-    both = named_layout("spd+ladder", 4, 2)
-    assert both.spd_layers == [0, 1, 2, 3]
-    assert both.ladder_layers == [1, 2, 3]  # nothing enters the first layer
-    assert both.sync_tp_size == 2
-
-
-def test_the_default_layouts(shape):
+def test_options_from_python(shape):
+    choice = ModelChoice(models=("a",))
+    with pytest.raises(UsageError, match="no effect without --schedule domino"):
+        check_bench_usage(choice, BenchOptions(tp_size=2, domino_chunks=2), None)
+    with pytest.raises(UserError):
+        check_bench_usage(choice, BenchOptions(tp_size=2, schedule="domino", domino_chunks=1), None)
+    with pytest.raises(UsageError, match="--schedule magic is not one of"):
+        BenchOptions(schedule="magic")
+    options = BenchOptions(tp_size=2, schedule="domino", domino_chunks=4, domino_columns=2)
+    assert options.prefill_schedule == Schedule("domino", 4, 2)
+    assert BenchOptions.from_dict(options.to_dict(), "x") == options
     options = BenchOptions(emulate_tp=2, batch_sizes=parse_counts("1,4,1"), prompt_len=8)
     assert options.batch_sizes == (1, 4)
-    plan = plan_bench(ModelChoice(random_weights=str(shape)), options, "1,1")
+    plan = bench_plan.plan_bench(ModelChoice(random_weights=str(shape)), options, "1,1")
     assert [spec.name for spec in plan.specs] == ["dense", "ladder", "spd", "spd+ladder"]
     assert plan.options.ranks == 2
     assert plan.link.seconds(0) == pytest.approx(1e-6)

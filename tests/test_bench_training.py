@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from ladderize.checkpoint.llama import expected_tensors
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.bench.harness import RuntimeBench
-from ladderize.runtime.bench.messages import PassOperations, read_sums, sent_sums
+from ladderize.runtime.bench.messages import PassOperations
 from ladderize.runtime.bench.options import ModelChoice, TrainingBenchOptions, check_training_usage, parse_schedules
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.runtime.bench.training import bench as training
@@ -30,13 +28,6 @@ from tests.helpers import SHAPE, invoke, listing, make_model, one_sentence
 
 QUICK = ["--train", "--seq-len", 6, "--repeat", 2, "--warmup", 1, "--threads", 1, "--dtype", "float32"]
 EMULATED = ["--emulate-tp", 2, "--link", "50,1"]
-
-
-@pytest.fixture
-def shape(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**SHAPE, "model_type": "llama"}))
-    return path
 
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -105,28 +96,6 @@ def test_bfloat16_may_be_further_off():
     assert checked(step, dtype="bfloat16").gradient_difference == pytest.approx(0.002, rel=0.1)
     with pytest.raises(UserError):
         checked(step)
-
-
-def test_sums_whose_gradient_comes_back():
-    """The rule of message_check, against a walk that notes who reads what."""
-    for _ in range(30):
-        layers = int(torch.randint(1, 5, ()))
-        attention = [("blocking", "overlapped", "dropped")[i] for i in torch.randint(3, (layers,)).tolist()]
-        mlp = [("blocking", "overlapped")[i] for i in torch.randint(2, (layers,)).tolist()]
-        layout = Layout(tuple(attention), (*mlp[:-1], "blocking"), 2 if "dropped" in attention else None)
-        modes = [mode for pair in zip(layout.attention_sync, layout.mlp_sync, strict=True) for mode in pair]
-        x, pending, read = "embedding", None, set()
-        for number, mode in enumerate(modes):
-            read.add(x)
-            if pending is not None:
-                x, pending = pending, None
-            if mode == "blocking":
-                x = number
-            elif mode == "overlapped":
-                pending = number
-        read.add(x)
-        assert read_sums(layout) == len(read - {"embedding"})
-        assert sent_sums(layout) == sum(mode != "dropped" for mode in modes)
 
 
 # ---- rows ----
@@ -316,15 +285,6 @@ def test_no_overlap_in_the_trace_is_an_error(shape, tmp_path, monkeypatch):
     passes = ["dense sequential (backward)"]
     passes += [f"{variant} ({name})" for variant in variants for name in ("forward", "backward")]
     assert f"nothing overlapped in the trace of {' and '.join(passes)}," in outcome.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("name", "promised", "proven"), [("gloo", True, False), ("gloo", False, None), ("shm", True, None)]
-)
-def test_what_a_trace_must_show(name, promised, proven):
-    """Ranks copy messages of shared memory themselves: there is nothing in flight to be covered."""
-    bench = SimpleNamespace(collectives=SimpleNamespace(name=name))
-    assert RuntimeBench.judged(bench, Overlap(10.0, 0.0, 0.0), promised=promised).proven is proven
 
 
 # ---- what is refused ----

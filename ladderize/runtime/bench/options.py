@@ -284,7 +284,7 @@ def _check_group_usage(
 
 def layout_names(text: str | None) -> list[str]:
     """The parts of ``--layout``; all layouts where it was not given."""
-    names = list(LAYOUT_NAMES) if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    names = list(LAYOUT_NAMES) if text is None else list(split_names(text))
     if not names or len(set(names)) < len(names):
         raise UsageError(f"--layout {text!r} names no layout, or one twice")
     return names

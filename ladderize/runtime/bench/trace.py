@@ -42,7 +42,7 @@ class Overlap(Record):
     @classmethod
     def of_flights(cls, flights: "Iterable[Flight]") -> "Overlap":
         flights = list(flights)
-        in_flight, covered = (sum(values) for values in ([f.in_flight for f in flights], [f.covered for f in flights]))
+        in_flight, covered = sum(flight.in_flight for flight in flights), sum(flight.covered for flight in flights)
         return cls(in_flight / 1e3, covered / 1e3, covered / in_flight if in_flight else 0.0)
 
 
@@ -65,17 +65,10 @@ def trace(
     return Overlap.of_flights(_traced_flights(run, path, device, traced, alone)[0])
 
 
-def trace_passes(
-    run: Callable[[], None],
-    passes: Sequence[str],
-    path: Path,
-    device: torch.device,
-    traced: Traced,
-    alone: Callable[[int], float],
-) -> dict[str, Overlap]:
+def trace_passes(run: Callable[[], None], passes: Sequence[str], *more: Any) -> dict[str, Overlap]:
     """The same, with the overlap of each of the ``passes``: spans that ``run()`` marks with ``record_function``, and at
-    whose ends the device has done all that it was told to."""
-    flights, events = _traced_flights(run, path, device, traced, alone)
+    whose ends the device has done all that it was told to. more: as ``trace`` takes it."""
+    flights, events = _traced_flights(run, *more)
     found = {}
     for name in passes:
         spans = [event for event in events if event.get("name") == name and event.get("cat") == "user_annotation"]
@@ -132,17 +125,8 @@ def cpu_flights(events: list[dict[str, Any]], alone: Sequence[float]) -> list[Fl
         others = before[bisect.bisect_left(begins, wait["ts"])] - before[bisect.bisect_left(begins, stop)]
         compute = wait["ts"] - stop - others
         flights.append(Flight(start["ts"], time, max(0.0, min(compute, time - start["dur"] - wait["dur"]))))
-        events.append(
-            {
-                "ph": "X",
-                "cat": "communication",
-                "name": "all-reduce",
-                "pid": start["pid"],
-                "tid": "communication",
-                "ts": start["ts"],
-                "dur": wait["ts"] + wait["dur"] - start["ts"],
-            }
-        )
+        shown = {"ph": "X", "cat": "communication", "name": "all-reduce", "tid": "communication"}
+        events.append(shown | {"pid": start["pid"], "ts": start["ts"], "dur": wait["ts"] + wait["dur"] - start["ts"]})
     return flights
 
 
@@ -152,24 +136,16 @@ def gpu_flights(events: list[dict[str, Any]]) -> list[Flight]:
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in kernels:
         spans[bool(COMMUNICATION_KERNELS.search(event["name"]))].append((event["ts"], event["ts"] + event["dur"]))
-    compute = _union(spans[False])
-    flights, first = [], 0
+    compute: list[tuple[float, float]] = []  # when any other kernel runs
+    for start, stop in sorted(spans[False]):
+        if compute and start <= compute[-1][1]:
+            start, last = compute.pop()
+            stop = max(last, stop)
+        compute.append((start, stop))
+    starts, stops = [start for start, _ in compute], [stop for _, stop in compute]
+    flights = []
     for start, stop in sorted(spans[True]):
-        while first < len(compute) and compute[first][1] <= start:
-            first += 1
-        index, covered = first, 0.0
-        while index < len(compute) and compute[index][0] < stop:
-            covered += max(0.0, min(stop, compute[index][1]) - max(start, compute[index][0]))
-            index += 1
+        beside = compute[bisect.bisect_right(stops, start) : bisect.bisect_left(starts, stop)]
+        covered = sum(min(stop, end) - max(start, begin) for begin, end in beside)
         flights.append(Flight(start, stop - start, covered))
     return flights
-
-
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return merged

@@ -16,7 +16,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.messages import compare_messages
 from ladderize.runtime.bench.training.steps import Batch, ModelStep, OpenStep
 from ladderize.runtime.collectives.base import Collectives, Handle
-from ladderize.runtime.collectives.observed import Recording
+from ladderize.runtime.collectives.observed import Observed, Recording
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from ladderize.runtime.spec import ModelSpec
 
@@ -44,19 +44,12 @@ class GradientAgreement(Record):
     tolerance: float
 
 
-class Blocking(Collectives):
+class Blocking(Observed):
     """Another backend, each of whose all-reduces is waited for at once."""
-
-    def __init__(self, inner: Collectives) -> None:
-        super().__init__(inner.ranks)
-        self.inner, self.name = inner, inner.name
 
     def all_reduce_async(self, x: Tensor) -> Handle:
         total = self.inner.all_reduce(x)
         return Handle(lambda: total)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self.inner.all_gather(x)
 
 
 @dataclass(frozen=True)

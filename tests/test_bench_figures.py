@@ -1,0 +1,312 @@
+"""What the figures of the benchmarks are made of: links, the cost model, messages, traces, intervals."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ladderize.errors import UsageError, UserError
+from ladderize.layout import Layout
+from ladderize.runtime import launch as distributed
+from ladderize.runtime.bench import report, rows, trace
+from ladderize.runtime.bench.cost_model import Operation, covers, predict
+from ladderize.runtime.bench.harness import RuntimeBench
+from ladderize.runtime.bench.messages import expected_messages, read_sums, sent_sums
+from ladderize.runtime.bench.options import named_layout
+from ladderize.runtime.bench.reference_check import text_lengths
+from ladderize.runtime.bench.rows import PhaseCommunication
+from ladderize.runtime.bench.trace import Flight, Overlap, cpu_flights, gpu_flights
+from ladderize.runtime.collectives.base import Collectives
+from ladderize.runtime.collectives.emulated import Emulated, sleep_until
+from ladderize.runtime.collectives.links import Link, known_interconnects, parse_link
+from ladderize.runtime.collectives.observed import Recording
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from ladderize.runtime.shards import Shape
+from tests.groups import traced_swaps
+from tests.helpers import SHAPE
+
+REFERENCE = Path(__file__).parent.parent.parent / "shared" / "reference"
+
+
+def test_link_by_hand_and_by_name():
+    link = parse_link("200,1", 8)
+    assert link.seconds(0) == pytest.approx(200e-6)
+    assert link.seconds(10**9) == pytest.approx(1 + 200e-6)
+    assert parse_link("nccl_nvlink_h100", 8).alpha_us == 22
+    assert parse_link("nccl_nvlink_h100", 4).alpha_us == 18
+    for text in ("fast", "1,2,3", "1,", "-1,5", "1,0", "nan,1"):
+        with pytest.raises(UsageError, match="--link"):
+            parse_link(text, 8)
+    with pytest.raises(UserError, match="measured with 4 and 8 ranks, not 32"):
+        parse_link("nccl_nvlink_h100", 32)
+
+
+def test_a_link_without_bandwidth_is_refused_above_its_range():
+    link = parse_link("nccl_two_nodes_ib_ndr", 16)
+    assert link.seconds(512) == pytest.approx(47e-6)
+    with pytest.raises(UserError, match="was measured up to 512 bytes only"):
+        link.seconds(513)
+
+
+def test_the_table_is_the_published_one():
+    path = REFERENCE / "all_reduce_latency.csv"
+    if not path.is_file():
+        pytest.skip("../shared/reference is not here")
+    published = [
+        line.split(",") for line in path.read_text().splitlines() if line and not line.startswith(("#", "path"))
+    ]
+    ours = {(name, row.ranks): row for name, link in known_interconnects().items() for row in link.rows}
+    for name, ranks, alpha, beta, *_ in published:
+        row = ours[name, int(ranks)]
+        assert (row.alpha_us, row.beta_gb_s) == (float(alpha), pytest.approx(float(beta)) if beta else None)
+
+
+def test_emulated_messages_take_turns(monkeypatch):
+    """A clock that stands still: two messages started together end one after the other, and nothing returns before its
+    time."""
+    now = [100.0]
+    slept = []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        "ladderize.runtime.collectives.emulated.sleep_until",
+        lambda deadline: (slept.append(deadline), now.__setitem__(0, deadline)),
+    )
+    link = Link("test", 1e6, 1e-9 * 4)  # a second, and a second for each 4 bytes
+    emulated = Emulated(4, link)
+    x = torch.ones(1)
+    first, second = emulated.all_reduce_async(x), emulated.all_reduce_async(x)
+    assert torch.equal(first.wait(), x)
+    second.wait()
+    assert slept == pytest.approx([102, 104])
+    assert emulated.all_gather(x).shape == (4,)
+    assert slept[-1] == pytest.approx(104 + 1 + 4)
+
+
+def test_sleep_until_is_never_early():
+    import time
+
+    for delay in (0.0, 1e-4, 4e-3):
+        deadline = time.perf_counter() + delay
+        sleep_until(deadline)
+        assert time.perf_counter() >= deadline
+
+
+def test_cost_model_sub_module_by_sub_module():
+    operations = [Operation(8, 3.0, (5.0, 4.0)), Operation(8, 3.0, (2.0, 0.0)), Operation(8, 3.0, (0.0,))]
+    prediction = predict(10.0, operations, unhideable=0.5)
+    assert prediction.communication == 9.5
+    assert prediction.hideable == 4.0
+    assert prediction.exposed == 5.5
+    assert prediction.total == 15.5
+
+
+def test_one_message_at_a_time_hides_what_lies_between():
+    assert covers([(0.0, 5.0), (6.0, 6.0), (7.0, 9.0)], [3.0, 2.0, 4.0]) == [5.0, 0.0, 2.0]
+
+
+def test_two_messages_share_the_link():
+    """Both are started at once: the second begins when the first is through, so that 4 ms of compute hide 4 of 6."""
+    found = covers([(0.0, 4.0), (0.0, 4.0)], [3.0, 3.0])
+    assert [min(one, 3.0) for one in found] == [3.0, 1.0]
+
+
+def by_hand(times, alone):
+    """Replays moments one after the other; each message's own stall, found by looking at the whole link."""
+    events = sorted([(s, 0, k) for k, (s, _) in enumerate(times)] + [(w, 1, k) for k, (_, w) in enumerate(times)])
+    clock, free, done, stalls = 0.0, float("-inf"), {}, {}
+    before = events[0][0]
+    for moment, kind, k in events:
+        clock += moment - before
+        before = moment
+        if kind == 0:
+            done[k] = free = max(clock, free) + alone[k]
+        else:
+            stalls[k] = max(0.0, done[k] - clock)
+            clock += stalls[k]
+    return stalls
+
+
+def test_stalls_of_random_schedules():
+    numbers = torch.Generator().manual_seed(int(torch.randint(1 << 30, ())))
+    for _ in range(50):
+        count = int(torch.randint(1, 9, (), generator=numbers))
+        # float64: no two moments are equal
+        starts, gaps, alone = torch.rand(3, count, generator=numbers, dtype=torch.float64)
+        starts, alone = starts.cumsum(0).tolist(), (alone * 2).tolist()
+        waits = sorted(start + 3 * gap for start, gap in zip(starts, gaps.tolist(), strict=True))
+        times = list(zip(starts, waits, strict=True))
+        stalls = by_hand(times, alone)
+        hidden = [min(a, cover) for a, cover in zip(alone, covers(times, alone), strict=True)]
+        assert sum(alone) - sum(hidden) == pytest.approx(sum(stalls.values()))
+
+
+def test_recording_keeps_what_happened():
+    ticks = iter(range(100))
+    recording = Recording(Collectives(2), lambda: float(next(ticks)))
+    handle = recording.all_reduce_async(torch.zeros(4))
+    recording.all_reduce(torch.zeros(2))
+    handle.wait()
+    assert [seen.bytes for seen in recording.all_reduces] == [16, 8]
+    first, second = recording.all_reduces
+    assert first.started < second.start < second.end <= first.wait
+
+
+def test_expected_messages_of_uneven_parts():
+    shape = Shape.from_config({**SHAPE, "hidden_size": 8}, tp_size=2, rank=1)
+    whole = Shape.from_config({**SHAPE, "hidden_size": 8}, tp_size=2, rank=1, replicate_vocab=True)
+    # 5 rows of 10 tokens in parts of 2, 2 and 1: 3 sums of 4 column parts, and the embedding's
+    domino = Schedule("domino", 3, 4)
+    assert expected_messages(shape, 3, 4, domino, 5, 10) == {160: 24, 640: 2, 80: 12, 320: 1}
+    assert expected_messages(shape, 3, 4, domino, 1, 10) == {32: 12, 128: 1, 24: 24, 96: 2}
+    assert expected_messages(whole, 3, 2, SEQUENTIAL, 5, 10) == {800: 3}
+
+
+def test_sums_whose_gradient_comes_back():
+    """The rule of message_check, against a walk that notes who reads what."""
+    for _ in range(30):
+        layers = int(torch.randint(1, 5, ()))
+        attention = [("blocking", "overlapped", "dropped")[i] for i in torch.randint(3, (layers,)).tolist()]
+        mlp = [("blocking", "overlapped")[i] for i in torch.randint(2, (layers,)).tolist()]
+        layout = Layout(tuple(attention), (*mlp[:-1], "blocking"), 2 if "dropped" in attention else None)
+        modes = [mode for pair in zip(layout.attention_sync, layout.mlp_sync, strict=True) for mode in pair]
+        x, pending, read = "embedding", None, set()
+        for number, mode in enumerate(modes):
+            read.add(x)
+            if pending is not None:
+                x, pending = pending, None
+            if mode == "blocking":
+                x = number
+            elif mode == "overlapped":
+                pending = number
+        read.add(x)
+        assert read_sums(layout) == len(read - {"embedding"})
+        assert sent_sums(layout) == sum(mode != "dropped" for mode in modes)
+
+
+def span(name, ts, dur, **extra):
+    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": 1, **extra}
+
+
+def test_cpu_overlap_of_a_hand_made_trace():
+    events = [span("all-reduce: start", 0, 1000), span("all-reduce: wait", 5000, 2000), span("aten::mm", 1000, 4000),
+              span("all-reduce: start", 8000, 500), span("all-reduce: wait", 8500, 500)]  # fmt: skip
+    overlap = Overlap.of_flights(cpu_flights(events, [6500, 1200]))
+    assert overlap.in_flight_ms == pytest.approx(7.7)
+    # the first blocked 3 ms of its 6.5 at start and wait; the second had no compute to run under
+    assert overlap.under_compute_ms == pytest.approx(3.5)
+    assert len([event for event in events if event.get("cat") == "communication"]) == 2
+
+
+def test_waiting_for_another_message_is_no_compute():
+    events = [span("all-reduce: start", 0, 10), span("all-reduce: start", 20, 10), span("all-reduce: wait", 100, 900),
+              span("all-reduce: wait", 1100, 5)]  # fmt: skip
+    first, second = cpu_flights(events, [2000, 2000])
+    assert first.covered == 100 - 10 - 10  # what lies between, without the other's start
+    assert second.covered == 1100 - 30 - 900
+
+
+def test_gpu_overlap_of_a_hand_made_trace():
+    kernel = {"cat": "kernel"}
+    events = [span("gemm", 0, 1000, **kernel), span("gemm", 500, 1500, **kernel), span("softmax", 3500, 100, **kernel)]
+    events += [
+        span("ncclDevKernel_AllReduce", 1000, 3000, **kernel),
+        span("at::cuda::spin_kernel", 9000, 1000, **kernel),
+    ]
+    events += [span("cpu thing", 0, 9999)]
+    overlap = Overlap.of_flights(gpu_flights(events))
+    assert overlap.in_flight_ms == pytest.approx(4)
+    assert overlap.under_compute_ms == pytest.approx(1.1)
+
+
+def test_flights_of_nothing():
+    assert Overlap.of_flights([]) == Overlap(0.0, 0.0, 0.0)
+    assert Overlap.of_flights([Flight(0, 4000, 1000)]).share == 0.25
+
+
+def test_passes_are_told_apart(monkeypatch):
+    """A message belongs to the pass in which it was started, also where that pass runs twice."""
+    flights = [Flight(5, 100, 10), Flight(19, 100, 20), Flight(20, 100, 50), Flight(45, 100, 90), Flight(90, 100, 0)]
+    events = [
+        span("forward", 0, 20, cat="user_annotation"),
+        span("backward", 20, 20, cat="user_annotation"),
+        span("forward", 40, 20, cat="user_annotation"),
+        span("backward", 0, 100, cat="gpu_user_annotation"),
+    ]
+    monkeypatch.setattr(trace, "_traced_flights", lambda *arguments: (flights, events))
+    found = trace.trace_passes(None, ("forward", "backward"), None, None, None, None)
+    assert (found["forward"].in_flight_ms, found["forward"].under_compute_ms) == (0.3, 0.12)
+    assert (found["backward"].in_flight_ms, found["backward"].under_compute_ms) == (0.1, 0.05)
+
+
+def test_nothing_listens_to_a_profiler_that_has_stopped(tmp_path):
+    """Gloo's receives that were posted under the profiler used to write into its freed memory: a crash, always."""
+    assert distributed.run(traced_swaps, tmp_path, 5, tp_size=2, device="cpu", threads=1) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "promised", "proven"), [("gloo", True, False), ("gloo", False, None), ("shm", True, None)]
+)
+def test_what_a_trace_must_show(name, promised, proven):
+    """Ranks copy messages of shared memory themselves: there is nothing in flight to be covered."""
+    bench = SimpleNamespace(collectives=SimpleNamespace(name=name))
+    assert RuntimeBench.judged(bench, Overlap(10.0, 0.0, 0.0), promised=promised).proven is proven
+
+
+def test_intervals_of_rounds_that_agree_and_that_do_not():
+    slow, fast = [10.0, 11.0, 12.0, 13.0, 14.0], [5.0, 5.5, 6.0, 6.5, 7.0]
+    assert rows.speedup_interval(slow, fast) == pytest.approx([2, 2])  # in every round
+    low, high = rows.speedup_interval(slow, list(reversed(slow)))
+    assert low < 1 < high
+    assert rows.difference_interval(slow, [x - 3 for x in slow]) == pytest.approx([3, 3])
+    assert rows.quartiles(slow) == [11, 13]
+
+
+def test_an_interval_holds_its_speed_up():
+    """A round is slow in one of its phases, each in another round: no round is as fast as the medians."""
+    slow_first, slow_last = [9.0, 9, 9, 1, 1, 1, 1], [1.0, 1, 1, 1, 9, 9, 9]
+    reference = {phase: [2.0] * 7 for phase in rows.PHASES}
+    found = rows.inference_figures({"prefill": slow_first, "decode": slow_last}, reference, 1, 1)
+    low, high = found["speedup_end_to_end_interval"]
+    assert low < found["speedup_end_to_end"] == 2 <= high
+
+
+def communication(exposed, interval, alone=5.0):
+    figures = {"no_communication_ms": 20.0, "alone_ms": alone, "vocabulary_alone_ms": 0.0, "exposed_ms": exposed}
+    missing = dict.fromkeys(("hideable_ms", "hidden_share", "predicted_ms"))
+    return PhaseCommunication(
+        all_reduces=4, bytes=64, exposed_interval_ms=list(interval), hidden_ms=alone - exposed, **figures, **missing
+    )
+
+
+@pytest.mark.parametrize(
+    ("exposed", "interval", "waited", "hidden"),
+    [
+        (3.0, (2.0, 4.0), "3.000", "2.000"),
+        (-0.5, (-1.0, 2.0), "<2.000", ">3.000"),  # the rounds do not tell it from nothing
+        (1.0, (-9.0, 9.0), "<9.000", "?"),
+        (-229.0, (-300.0, -100.0), "?", "?"),  # no waiting time is negative
+        (12.7, (11.0, 13.0), "12.70", "none"),  # it waited for longer than the communication takes alone
+    ],
+)
+def test_no_waiting_time_is_negative_or_clipped(exposed, interval, waited, hidden):
+    found = communication(exposed, interval)
+    assert report.waited_text(found) == waited
+    assert report.hidden_text(found) == hidden
+
+
+def test_lengths_of_the_checked_texts():
+    assert text_lengths(131072, 128) == (128, 86, 32)
+    assert text_lengths(131072, 4096) == (256, 171, 32)  # a long reference would take as long as the benchmark
+    assert text_lengths(131072, 4) == (64, 43, 32)
+    assert text_lengths(64, 32) == (32, 22, 32)
+    assert text_lengths(2, 1) == (1, 1, 1)
+
+
+def test_named_layouts():
+    assert named_layout("dense", 4, 2).is_dense
+    assert named_layout("ladder=2:", 4, 2).ladder_layers == [2, 3]
+    both = named_layout("spd+ladder", 4, 2)
+    assert both.spd_layers == [0, 1, 2, 3]
+    assert both.ladder_layers == [1, 2, 3]  # nothing enters the first layer
+    assert both.sync_tp_size == 2
