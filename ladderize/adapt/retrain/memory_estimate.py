@@ -77,9 +77,8 @@ class Demand:
 
     @property
     def _width(self) -> int:
-        return (
-            FP32 if self.compute == FP32 else 3
-        )  # products are narrow, norms and (where it enters as fp32) the stream are not
+        # products are narrow, norms and (where it enters as fp32) the stream are not
+        return FP32 if self.compute == FP32 else 3
 
     def _layer_numbers(self, layer: int) -> int:
         """Numbers kept per token: both norms' inputs and outputs, q, k, v, the heads, and four of the MLP's width."""
@@ -98,9 +97,8 @@ class Demand:
     def logits(self) -> int:
         """Logits, their gradient, the teacher's, and fp32 copies of a part of them."""
         numbers = self.rows * self.seq_len * -(-int(self.config["vocab_size"]) // self.tp_size)
-        return numbers * self.compute * (3 if self.teacher else 2) + min(numbers, LOGITS_AT_ONCE) * FP32 * (
-            5 if self.teacher else 3
-        )
+        kept, copies = (3, 5) if self.teacher else (2, 3)
+        return numbers * self.compute * kept + min(numbers, LOGITS_AT_ONCE) * FP32 * copies
 
 
 def what_would_fit(
@@ -110,35 +108,21 @@ def what_would_fit(
 
     tp_sizes: into how many ranks the model may be split.
     """
-    one_row = replace(demand, rows=1)
-    checkpointed = replace(one_row, gradient_checkpointing=True)
+    lean, words = replace(demand, rows=1, gradient_checkpointing=True), "--gradient-checkpointing"
     remedies: list[tuple[str, Demand]] = []
     if demand.rows > 1:
-        remedies.append(("--micro-batch-size 1", one_row))
+        remedies.append(("--micro-batch-size 1", replace(demand, rows=1)))
     if not demand.gradient_checkpointing:
-        remedies.append(
-            ("--gradient-checkpointing" + (" with --micro-batch-size 1" if demand.rows > 1 else ""), checkpointed)
-        )
+        remedies.append((words + (" with --micro-batch-size 1" if demand.rows > 1 else ""), lean))
+    words = f"with {words} and --micro-batch-size 1"
     if lora_trained is not None:
-        remedies.append(
-            (
-                "--method lora with --gradient-checkpointing and --micro-batch-size 1",
-                replace(checkpointed, trained=lora_trained, adapters=True),
-            )
-        )
+        remedies.append((f"--method lora {words}", replace(lean, trained=lora_trained, adapters=True)))
     for ranks in (2, 4, 8, 16, 32, 64) if on_gpu else ():  # processes on a CPU share its memory
         if ranks > demand.tp_size and ranks in tp_sizes:
-            remedies.append(
-                (
-                    f"--tp-size {ranks}, on as many GPUs, with --gradient-checkpointing and --micro-batch-size 1",
-                    replace(checkpointed, tp_size=ranks),
-                )
-            )
+            remedies.append((f"--tp-size {ranks}, on as many GPUs, {words}", replace(lean, tp_size=ranks)))
         if ranks > demand.shards and demand.tp_size == 1:
-            words = f"{ranks} GPUs (accelerate launch --use_fsdp --fsdp_version 2 --num_processes {ranks})"
-            remedies.append(
-                (f"{words} with --gradient-checkpointing and --micro-batch-size 1", replace(checkpointed, shards=ranks))
-            )
+            launch = f"{ranks} GPUs (accelerate launch --use_fsdp --fsdp_version 2 --num_processes {ranks})"
+            remedies.append((f"{launch} {words}", replace(lean, shards=ranks)))
     for words, remedy in remedies:
         if remedy.total <= available:
             return f"{words} would fit"

@@ -11,7 +11,7 @@ import torch
 from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.data.stream import Stream
 from ladderize.adapt.lora.config import LoraOptions, lora_config
-from ladderize.adapt.methods import LORA
+from ladderize.adapt.methods import CONVERTED, LORA
 from ladderize.adapt.retrain.hf_model import check_attention, trained_tensors
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.adapt.retrain.options import RetrainOptions, TrainOptions
@@ -153,7 +153,7 @@ def open_task(model: str, options: RetrainOptions, ranks: Ranks, revision: str |
 
 def check_control(model: str, options: RetrainOptions) -> None:
     """Raise UserError where a dense model, which is trained as a control, is to be trained like a converted one."""
-    if options.train == "converted":
+    if options.train == CONVERTED:
         raise UserError(
             f"{model} is dense and has no converted layers to train; convert it first, or, to train the dense model"
             " itself as a control, name layers with --train, such as all"
@@ -181,13 +181,9 @@ def left_by_alignment(folder: Path) -> float | None:
 
 def layers_to_train(layout: Layout, train: str) -> tuple[int, ...]:
     """The layers that ``--train`` names."""
-    if train == "converted":
+    if train == CONVERTED:
         return tuple(layout.converted_layers)
-    return (
-        tuple(range(layout.num_layers))
-        if train == "all"
-        else tuple(parse_ranges(train, layout.num_layers, option="--train"))
-    )
+    return tuple(parse_ranges(train, layout.num_layers, option="--train"))
 
 
 def check_tied(checkpoint: Checkpoint, model: str) -> None:
@@ -213,10 +209,8 @@ def lora_numbers(config: Mapping[str, Any], layers: Sequence[int], options: Lora
 
 def check_disk(task: Task, folder: Path) -> None:
     """Refuse to begin what cannot be saved: ``keep`` states and the one being written, and the best one's weights."""
-    trained = task.demand().trained
-    needed = trained * (STATE_BYTES * (task.training.keep + 1) + WEIGHT_BYTES)
-    free = shutil.disk_usage(output.existing_parent(folder)).free
-    if needed > free:
+    needed = task.demand().trained * (STATE_BYTES * (task.training.keep + 1) + WEIGHT_BYTES)
+    if needed > (free := free_bytes(folder)):
         raise UserError(
             f"{folder} needs {human_bytes(needed)} for the states of the training, but only {human_bytes(free)} are"
             " free there; choose another --work-dir, or a lower --keep"
@@ -226,12 +220,15 @@ def check_disk(task: Task, folder: Path) -> None:
 def check_length(task: Task, folder: Path) -> None:
     """Refuse a training whose log alone, a line for each step, would not fit on the disk."""
     steps = task.training.about_steps
-    needed, free = steps * METRICS_BYTES, shutil.disk_usage(output.existing_parent(folder)).free
-    if needed > free:
+    if (needed := steps * METRICS_BYTES) > (free := free_bytes(folder)):
         raise UserError(
             f"{steps:,} steps would write {human_bytes(needed)} of metrics to {folder}, where {human_bytes(free)} are"
             " free; lower --max-steps or --max-tokens, or raise --batch-size"
         )
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(output.existing_parent(folder)).free
 
 
 def check_memory(task: Task, ranks: Ranks, console: Console) -> None:
@@ -242,17 +239,13 @@ def check_memory(task: Task, ranks: Ranks, console: Console) -> None:
     if ranks.device.type == "cpu" and available is not None:
         available //= ranks.local_size  # the processes of a machine share its memory
     if available is not None and demand.total > available:
-        lora = (
-            lora_numbers(task.checkpoint.config, task.layers, task.options.lora)
-            if task.options.method != LORA
-            else None
-        )
+        config, is_lora = task.checkpoint.config, task.options.method == LORA
         advice = what_would_fit(
             demand,
             available,
-            lora_trained=lora,
+            lora_trained=None if is_lora else lora_numbers(config, task.layers, task.options.lora),
             on_gpu=ranks.device.type == "cuda",
-            tp_sizes=runnable_sizes(task.checkpoint.config, task.layout),
+            tp_sizes=runnable_sizes(config, task.layout),
         )
         raise UserError(
             f"this needs about {human_bytes(demand.total)} for each process, and {human_bytes(available)} are free:"
