@@ -140,7 +140,7 @@ def build(case, group, collectives):
         assert case.adapters[name].shape == sizes
         return case.adapters[name]
 
-    lora = None if case.plan is None else TrainedLora(case.plan, shape, layout, values, CPU)
+    lora = None if case.plan is None else TrainedLora(case.plan, shape, values, CPU)
     weights = build_weights(
         lambda dtype: CheckpointSource(checkpoint, dtype, CPU),
         checkpoint.config,

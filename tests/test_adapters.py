@@ -42,7 +42,7 @@ def whole():
     return matrices
 
 
-def ranks_of(whole, tp_size, layout=DENSE, targets=LORA_TARGETS, dropout=0.0):
+def ranks_of(whole, tp_size, targets=LORA_TARGETS, dropout=0.0):
     """Every rank's adapters."""
 
     def values(name, shape):
@@ -52,7 +52,7 @@ def ranks_of(whole, tp_size, layout=DENSE, targets=LORA_TARGETS, dropout=0.0):
     plan = LoraPlan(RANK, SCALING, targets, [1], dropout)
     for rank in range(tp_size):
         shape = Shape.from_config(CONFIG, tp_size=tp_size, rank=rank)
-        yield shape, TrainedLora(plan, shape, layout, values, torch.device("cpu"))
+        yield shape, TrainedLora(plan, shape, values, torch.device("cpu"))
 
 
 def own_weights(shape, layout, value=torch.zeros):
@@ -161,7 +161,7 @@ def test_dropped_layers_with_dropout_are_the_hf_model_s(whole, tp_size, dropout)
         for half, matrix in (("A", layer.lora_A), ("B", layer.lora_B)):
             whole[file_name(name, half)].grad = matrix["default"].weight.grad
 
-    ranks = list(ranks_of(whole, tp_size, DROPPED, tuple(layers), dropout))
+    ranks = list(ranks_of(whole, tp_size, tuple(layers), dropout))
     loss = 0
     for shape, lora in ranks:
         torch.manual_seed(7)
@@ -233,7 +233,6 @@ def test_the_start_is_the_one_of_one_process():
     lora = TrainedLora(
         LoraPlan(RANK, SCALING, LORA_TARGETS, [0, 1]),
         Shape.from_config(CONFIG, tp_size=1, rank=0),
-        DENSE,
         values,
         torch.device("cpu"),
     )

@@ -186,7 +186,7 @@ def _model(
     lora = None
     if task.options.method == LORA and not frozen:
         start = functools.partial(adapter_start, seed=task.training.seed)
-        lora = TrainedLora(lora_plan(task), shape, layout, start, tensor.device)
+        lora = TrainedLora(lora_plan(task), shape, start, tensor.device)
     weights = build_weights(
         lambda dtype: CheckpointSource(checkpoint, dtype, tensor.device),
         checkpoint.config,

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ladderize.layout import Layout
 from ladderize.runtime.layers import AttentionWeights, MlpWeights
-from ladderize.runtime.shards import Shape, virtual_ranks
+from ladderize.runtime.shards import Shape
 from ladderize.runtime.training.weights import Piece
 
 
@@ -51,54 +50,40 @@ class InputDropout:
 class LowRank:
     """What LoRA adds to a product: scaling * B A x, for A [rank, in] and B [out, rank] in the dtype of x."""
 
-    def __init__(
-        self, a: Tensor, b: Tensor, scaling: float, dropout: InputDropout | None = None, start: int = 0
-    ) -> None:
+    def __init__(self, a: Tensor, b: Tensor, scaling: float, dropout: InputDropout | None, start: int = 0) -> None:
         self.a, self.b, self.scaling, self.dropout, self.start = a, b, scaling, dropout, start
 
-    def low(self, x: Tensor) -> Tensor:
+    def products(self, x: Tensor, columns: int) -> Iterator[Tensor]:
+        """In ``columns`` parts of its outputs, one after the other."""
         kept = x if self.dropout is None else self.dropout(x, self.start)
-        return F.linear(kept, self.a) * self.scaling
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(self.low(x), self.b)
-
-    def products(self, x: Tensor, columns: int) -> Iterator[Tensor]:
-        """The same in ``columns`` parts of its outputs, one after the other."""
-        low = self.low(x)
-        return (F.linear(low, part) for part in self.b.chunk(columns))
-
-
-class FusedLowRanks:
-    """What LoRA adds to several projections of one input, computed as one product; each with its number of outputs, and
-    None where it has no LoRA."""
-
-    def __init__(self, parts: Sequence[tuple[LowRank | None, int]]) -> None:
-        self.parts = parts
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat(
-            [x.new_zeros((*x.shape[:-1], width)) if part is None else part(x) for part, width in self.parts], -1
-        )
-
-    def products(self, x: Tensor, columns: int) -> Iterator[Tensor]:
-        return iter(self(x).chunk(columns, -1))
+        low = F.linear(kept, self.a) * self.scaling
+        return (F.linear(low, part) for part in (self.b.chunk(columns) if columns > 1 else (self.b,)))
 
 
 class WithLora:
-    """A linear layer and what LoRA adds to it, called as the layer is."""
+    """A linear layer of one or several projections of one input, and what LoRA adds to each, called as the layer is.
+
+    added: of each projection what is added, None where it has no LoRA, and its number of outputs.
+    """
 
     __slots__ = ("added", "linear")
 
-    def __init__(self, linear: Product, added: LowRank | FusedLowRanks) -> None:
+    def __init__(self, linear: Product, added: Sequence[tuple[LowRank | None, int]]) -> None:
         self.linear, self.added = linear, added
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.added(x)
+        (product,) = self._added(x, 1)
+        return self.linear(x) + product
 
     def products(self, x: Tensor, columns: int) -> Iterator[Tensor]:
-        for product, added in zip(self.linear.products(x, columns), self.added.products(x, columns), strict=True):
+        for product, added in zip(self.linear.products(x, columns), self._added(x, columns), strict=True):
             yield product + added
+
+    def _added(self, x: Tensor, columns: int) -> Iterator[Tensor]:
+        if len(self.added) == 1 and (only := self.added[0][0]) is not None:
+            return only.products(x, columns)
+        parts = [x.new_zeros((*x.shape[:-1], n)) if one is None else next(one.products(x, 1)) for one, n in self.added]
+        return iter(torch.cat(parts, -1).chunk(columns, -1))
 
     @property
     def nbytes(self) -> int:
@@ -194,13 +179,11 @@ class TrainedLora(nn.Module):
         self,
         plan: LoraPlan,
         shape: Shape,
-        layout: Layout,
         values: Callable[[str, tuple[int, int]], Tensor],
         device: torch.device,
     ) -> None:
         super().__init__()
         self.shape = shape
-        self.virtual = [virtual_ranks(layout, layer, shape.tp_size) for layer in range(shape.layers)]
         self.projections = {
             (layer, name): ProjectionLora(layer, name, plan, shape, values, device)
             for layer in plan.layers
@@ -230,41 +213,29 @@ class TrainedLora(nn.Module):
     def attention(self, layer: int, weights: AttentionWeights, compute: torch.dtype) -> AttentionWeights:
         """The weights of a layer's attention with what LoRA adds to them."""
         queries, keys = (rows[1] - rows[0] for rows in (self.shape.query_rows(), self.shape.kv_rows()))
-        fused = self._fused(layer, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, compute)
-        o = self._taken(layer, "o_proj", compute, self.virtual[layer])
-        return replace(weights, qkv=_adapted([weights.qkv], fused)[0], o=_adapted(weights.o, o))
+        fused = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        (qkv,) = self._adapted(layer, [weights.qkv], fused, compute)
+        return replace(weights, qkv=qkv, o=self._adapted(layer, weights.o, {"o_proj": self.shape.hidden}, compute))
 
     def mlp(self, layer: int, weights: MlpWeights, compute: torch.dtype) -> MlpWeights:
         """The weights of a layer's MLP with what LoRA adds to them."""
-        virtual = self.virtual[layer]
-        width = self.shape.own_inner // virtual
-        fused = self._fused(layer, {"gate_proj": width, "up_proj": width}, compute, virtual)
-        down = self._taken(layer, "down_proj", compute)
-        return replace(weights, gate_up=_adapted(weights.gate_up, fused), down=_adapted([weights.down], down)[0])
+        width = self.shape.own_inner // len(weights.gate_up)
+        gate_up = self._adapted(layer, weights.gate_up, {"gate_proj": width, "up_proj": width}, compute)
+        (down,) = self._adapted(layer, [weights.down], {"down_proj": self.shape.hidden}, compute)
+        return replace(weights, gate_up=gate_up, down=down)
 
-    def _taken(self, layer: int, name: str, compute: torch.dtype, virtual: int = 1) -> list[LowRank] | None:
-        projection = self.projections.get((layer, name))
-        return None if projection is None else projection.taken(compute, virtual)
-
-    def _fused(
-        self, layer: int, widths: dict[str, int], compute: torch.dtype, virtual: int = 1
-    ) -> list[FusedLowRanks] | None:
-        """widths: of each projection, the outputs of one virtual rank."""
-        taken = {name: self._taken(layer, name, compute, virtual) for name in widths}
-        if not any(taken.values()):
-            return None
-
-        def of(name: str, k: int) -> LowRank | None:
-            own = taken[name]
-            return None if own is None else own[k]
-
-        return [FusedLowRanks([(of(name, k), width) for name, width in widths.items()]) for k in range(virtual)]
-
-
-def _adapted(linears: Sequence[Product], added: Sequence[LowRank | FusedLowRanks] | None) -> list[Any]:
-    if added is None:
-        return list(linears)
-    return [WithLora(linear, more) for linear, more in zip(linears, added, strict=True)]
+    def _adapted(
+        self, layer: int, linears: Sequence[Product], widths: dict[str, int], compute: torch.dtype
+    ) -> list[Any]:
+        """linears: one for each virtual rank that is computed apart. widths: the outputs of each projection in one."""
+        found = {name: self.projections.get((layer, name)) for name in widths}
+        taken = {name: own.taken(compute, len(linears)) for name, own in found.items() if own is not None}
+        if not taken:
+            return list(linears)
+        return [
+            WithLora(linear, [(taken[name][k] if name in taken else None, width) for name, width in widths.items()])
+            for k, linear in enumerate(linears)
+        ]
 
 
 def _bounds(projection: str, shape: Shape) -> tuple[int, int, int]:
