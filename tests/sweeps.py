@@ -6,6 +6,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from ladderize.tradeoff.sweep.builder import Inputs, StageBuilder
+from ladderize.tradeoff.sweep.plan import Planner
+from ladderize.tradeoff.sweep.sweep_file import read_sweep
 from tests.helpers import SHAPE, invoke, save_llama
 
 FAST = {"prompt_len": 4, "output_len": 3, "repeat": 1, "warmup": 1, "no_check": True}
@@ -50,6 +53,18 @@ def write(path: Path, content) -> Path:
     return path
 
 
+def sweep(folder: Path, content, *options, code: int = 0):
+    """Run a sweep in ``folder / "out"``: what it said, and its document."""
+    outcome = invoke("sweep", write(folder / "s.yaml", content), "--out", folder / "out", *options)
+    assert outcome.code == code, outcome.stderr
+    return outcome, read(folder / "out")
+
+
+def planner(folder: Path, content) -> Planner:
+    asked = read_sweep(write(folder / "s.yaml", content))
+    return Planner.of(asked, StageBuilder.of(asked, Inputs(folder / "cache")), folder / "out")
+
+
 def read(folder: Path) -> dict:
     return json.loads((folder / "sweep.json").read_text())
 
@@ -66,7 +81,5 @@ def ran(outcome) -> list[str]:
 
 
 def rerun(place, out, **changes):
-    file = write(place / "changed.yaml", spec(place, **changes))
-    outcome = invoke("sweep", file, "--out", out)
-    assert outcome.code == 0, outcome.stderr
+    outcome, _ = sweep(out.parent, spec(place, **changes))
     return sorted(line.split(":")[0].split()[0] for line in ran(outcome))

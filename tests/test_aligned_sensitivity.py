@@ -24,7 +24,7 @@ from ladderize.eval.sensitivity_plot import sensitivity_picture
 from ladderize.layout import Layout
 from ladderize.planning.planner.measure import LayoutMeasurer
 from ladderize.planning.planner.windows import AlignmentCounts
-from ladderize.tradeoff.sweep.stage_commands import asked_by, check_sensitivity, sensitivity_words
+from ladderize.tradeoff.sweep.stages import asked_by, check_sensitivity, sensitivity_words
 from ladderize.workflows import aligned_layouts
 from ladderize.workflows.aligned_layouts import AlignedLayouts
 from ladderize.workflows.sensitivity import SensitivityFolder

@@ -5,14 +5,10 @@ import math
 
 import pytest
 
-from ladderize.tradeoff.sweep.builder import StageBuilder
 from ladderize.tradeoff.sweep.execute import Execution
-from ladderize.tradeoff.sweep.inputs import Inputs
-from ladderize.tradeoff.sweep.plan import Planner
 from ladderize.tradeoff.sweep.promotion import Entrant, promoted, ranking
-from ladderize.tradeoff.sweep.sweep_file import read_sweep
 from tests.helpers import fresh_rng, invoke
-from tests.sweeps import FAST, make_place, ran, read, spec, write
+from tests.sweeps import FAST, make_place, planner, ran, spec, sweep, write
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +100,7 @@ def test_only_the_best_go_on(place, tmp_path, bench):
     dry = json.loads(invoke("sweep", file, "--out", out, "--dry-run", "--json").stdout)
     assert len(dry["unplanned"]) == 3
     assert any("the best 1 of 3 layouts are promoted" in note for note in dry["notes"])
-    outcome = invoke("sweep", file, "--out", out)
-    assert outcome.code == 0, outcome.stderr
-    document = read(out)
+    outcome, document = sweep(tmp_path, tournament(place, bench=bench))
     assert document["complete"] is True
     dense, *points = document["points"]
     aligned, trained = points[::2], points[1::2]
@@ -126,9 +120,7 @@ def test_only_the_best_go_on(place, tmp_path, bench):
     stages = [line.split(":")[0] for line in ran(outcome)]
     assert stages.count("adapt") == 4
     assert "bench" not in stages or stages.index("bench") < len(stages) - 1  # times decide, too
-    again = invoke("sweep", file, "--out", out)
-    assert again.code == 0
-    assert ran(again) == []
+    assert ran(sweep(tmp_path, tournament(place, bench=bench))[0]) == []
     assert json.loads(invoke("sweep", file, "--out", out, "--dry-run", "--json").stdout)["unplanned"] == []
     page = invoke("report", out, "--out", tmp_path / "page.html")
     assert page.code == 0, page.stderr
@@ -137,20 +129,18 @@ def test_only_the_best_go_on(place, tmp_path, bench):
 
 def test_what_is_lost_takes_no_part(place, tmp_path):
     """A layout whose evaluation failed is not waited for; a benchmark that failed decides nothing."""
-    file = write(tmp_path / "s.yaml", tournament(place))
-    asked = read_sweep(file)
-    planner = Planner.of(asked, StageBuilder.of(asked, Inputs(tmp_path / "cache")), tmp_path / "out")
-    first = planner.plan()
+    made = planner(tmp_path, tournament(place))
+    first = made.plan()
     waiting = [point for point in first.points if point.held is not None]
     assert [point.held.status for point in waiting] == ["waiting"] * 3
     assert not first.complete
     lost = {first.points[1].evaluating.key}
-    second = planner.plan(lost=lost)
+    second = made.plan(lost=lost)
     assert [point.held.status for point in second.points if point.held] == ["skipped", "waiting", "waiting"]
     everything = {point.evaluating.key for point in first.points if point.evaluating is not None}
-    assert planner.plan(lost=everything).complete
+    assert made.plan(lost=everything).complete
     (bench,) = first.benches
-    third = planner.plan(lost={bench.key})
+    third = made.plan(lost={bench.key})
     assert {point.held.message for point in third.points if point.held} == {"the benchmark that decides it failed"}
     assert third.complete
 
@@ -167,10 +157,8 @@ def test_the_others_go_on_where_an_evaluation_fails(place, tmp_path, monkeypatch
             ended(self, one)
 
     monkeypatch.setattr(Execution, "_ended", failing)
-    file = write(tmp_path / "s.yaml", tournament(place, bench=None))
-    outcome = invoke("sweep", file, "--out", tmp_path / "out")
-    assert outcome.code == 1
-    found = {point["name"]: point for point in read(tmp_path / "out")["points"]}
+    _, document = sweep(tmp_path, tournament(place, bench=None), code=1)
+    found = {point["name"]: point for point in document["points"]}
     last = {name: point["stages"][-1] for name, point in found.items()}
     assert last["two, align 8 windows + full"]["status"] == "skipped"
     assert last["two, align 8 windows + full"]["message"] == "the evaluation that decides it failed"
@@ -183,10 +171,7 @@ def test_two_rounds(place, tmp_path):
     content = tournament(place, bench=None)
     align, full = content["adapt"][0]
     content["adapt"] = [[align, {**full, "promote": 2}, {**full, "seed": 1}]]
-    out = tmp_path / "out"
-    outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", out)
-    assert outcome.code == 0, outcome.stderr
-    points = read(out)["points"]
+    points = sweep(tmp_path, content)[1]["points"]
     last = [point["stages"][-1]["status"] for point in points if point["adapted"] == "align + full + full"]
     assert sorted(last) == ["done", "not promoted", "not promoted"]
     middle = [point["stages"][-1]["status"] for point in points if point["adapted"] == "align + full"]

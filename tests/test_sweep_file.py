@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from ladderize.tradeoff.sweep.inputs import Inputs
+from ladderize.tradeoff.sweep.builder import Inputs
 from ladderize.tradeoff.sweep.sweep_file import sweep_spec
 from tests.helpers import invoke, listing, one_sentence
 from tests.sweeps import FAST, make_place, rerun, spec, write
@@ -238,7 +238,7 @@ REFUSED = {
     "ranks of a benchmark": ({"bench": [{"tp_size": 3}]}, r"bench\[0\].*does not divide the 8"),
     "ranks that a layout does not run on": (
         {"bench": [{**FAST, "tp_size": 4}]},
-        r"bench\[0\] cannot time layouts\[1\]: .*does not divide the 2 virtual ranks",
+        r"bench\[0\] cannot time layouts\[1\] .*does not divide the 2 virtual ranks",
     ),
     "ranks of the evaluation": (
         {"eval": {"perplexity": "a.npy", "backend": "runtime", "tp_size": 4}},

@@ -4,12 +4,8 @@ import numpy as np
 import pytest
 
 from ladderize.demo.inputs import TASKS
-from ladderize.tradeoff.sweep.builder import StageBuilder
-from ladderize.tradeoff.sweep.inputs import Inputs
-from ladderize.tradeoff.sweep.plan import Planner
-from ladderize.tradeoff.sweep.sweep_file import read_sweep
 from tests.helpers import SHAPE, invoke, save_llama
-from tests.sweeps import FAST, make_place, read, rerun, spec, stages_of, write
+from tests.sweeps import FAST, make_place, planner, read, rerun, spec, stages_of, write
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +87,8 @@ def test_prune_keeps_what_a_failed_sensitivity_would_have_chosen(place, tmp_path
 
 def test_an_evaluation_needs_the_dense_ones_only_for_its_text(place, tmp_path):
     def needs(**eval_):
-        file = write(
-            tmp_path / "s.yaml", spec(place, eval=eval_, sensitivity=None, layouts=[{"ladder": "0"}], adapt=None)
-        )
-        read = read_sweep(file)
-        plan = Planner.of(read, StageBuilder.of(read, Inputs(tmp_path / "cache")), tmp_path / "out").plan()
+        content = spec(place, eval=eval_, sensitivity=None, layouts=[{"ladder": "0"}], adapt=None)
+        plan = planner(tmp_path, content).plan()
         dense, converted = (point.evaluating for point in plan.points)
         return dense.key in converted.needs
 

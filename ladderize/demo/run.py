@@ -15,7 +15,7 @@ from ladderize.runtime.bench.report import show_bench
 from ladderize.tradeoff.report.page import check_libraries
 from ladderize.tradeoff.report.run import report
 from ladderize.tradeoff.sweep.run import sweep
-from ladderize.tradeoff.sweep.summary import TEXT_COLUMNS, sweep_rows
+from ladderize.tradeoff.sweep.shown import TEXT_COLUMNS, sweep_rows
 from ladderize.workflows.sweep_document import SweepDocument
 
 REPORT = "report.html"

@@ -15,7 +15,7 @@ from ladderize.adapt.retrain.state import read_metrics
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.commands.adapt import adapt_options
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
-from ladderize.tradeoff.sweep.stage_commands import adapt_words, asked_by
+from ladderize.tradeoff.sweep.stages import adapt_words, asked_by
 from tests.helpers import LAYOUTS, fresh_rng, make_layout, make_model, one_sentence
 from tests.oracle import Oracle
 from tests.retrain.commands import CPU, adapt, losses_of, succeed

@@ -1,20 +1,27 @@
-"""The stages of a sweep, each with everything that decides its output."""
+"""The stages of a sweep, each with everything that decides its output, and the files that it reads."""
 
+import hashlib
 import importlib.metadata
+import os
 import platform
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.data.sources import parse_specs
+from ladderize.adapt.data.sources import SourceSpec, parse_specs
 from ladderize.checkpoint.llama import check_model
 from ladderize.convert.recipe import Recipe
+from ladderize.data import split_name
+from ladderize.errors import UserError
+from ladderize.files.documents import read_own, write_json
+from ladderize.files.regular import open_regular
+from ladderize.files.work import run_digest
 from ladderize.ranks.threads import cores
-from ladderize.tradeoff.sweep.inputs import Inputs
-from ladderize.tradeoff.sweep.stage_commands import (
+from ladderize.tradeoff.sweep.stages import (
     MODEL_FOLDER,
     PREDICTIONS,
+    Stage,
     Words,
     adapt_words,
     bench_words,
@@ -22,11 +29,103 @@ from ladderize.tradeoff.sweep.stage_commands import (
     eval_words,
     sensitivity_words,
 )
-from ladderize.tradeoff.sweep.stages import Stage
 from ladderize.tradeoff.sweep.sweep_file import AdaptStage, BenchChoice, SweepSpec
 
+CACHE = "inputs.json"  # in the sweep's folder: the hashes of files that have not changed since
+OF_A_MODEL = (".json", ".safetensors", ".model", ".jinja", ".txt")
 # what computes the accuracies: numbers of two versions are no pairs
 EVAL_PACKAGES = ("torch", "transformers", "lm-eval")
+
+
+@dataclass
+class Inputs:
+    """What a sweep reads and did not make: the dense model, data, tasks. Known by their whole content, so that a stage
+    runs anew when one of them is another, and noticed when one changes while the sweep runs.
+
+    cache: keeps the digests of files, with what the file system says of each (``signature``); one that says the same is
+    not read again. seen: those of this run.
+    """
+
+    cache: Path
+    seen: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.remembered = read_own(self.cache).get("files", {})
+
+    def model(self, name: str, revision: str | None = None) -> str:
+        """Of a checkpoint: all of its weights, its config and its tokenizer. Raises UserError unless it is sound."""
+        folder = check_model(name, revision)
+        files = sorted(path for path in folder.iterdir() if path.suffix in OF_A_MODEL and path.is_file())
+        return _digest({path.name: self.file(path) for path in files})
+
+    def data(self, spec: str) -> str:
+        """Of one file as ``--perplexity`` or ``sensitivity --data`` takes it."""
+        path, array = split_name(spec)
+        if not path.exists():
+            raise UserError(f"{path} does not exist")
+        return _digest({"file": self.file(path), "array": array})
+
+    def source(self, spec: SourceSpec) -> str:
+        """Of one source of training data; a dataset on the hub is known by its name alone."""
+        if spec.is_streamed:
+            return _digest({"hub": spec.text, "weight": spec.weight})
+        return _digest({"weight": spec.weight, "files": [self.data(name) for name in spec.files()]})
+
+    def folder(self, path: Path) -> str:
+        """Of all files in a folder, such as one of tasks."""
+        if not path.is_dir():
+            raise UserError(f"{path} is not a folder")
+        files = sorted(entry for entry in path.rglob("*") if entry.is_file() and "__pycache__" not in entry.parts)
+        return _digest({str(entry.relative_to(path)): self.file(entry) for entry in files})
+
+    def file(self, path: Path) -> str:
+        """The sha256 of a file's content."""
+        path = path.resolve()
+        signature = _signature(path)
+        known = self.remembered.get(str(path))
+        if not isinstance(known, dict) or known.get("signature") != signature or "sha256" not in known:
+            known = {"signature": signature, "sha256": _sha256(path)}
+            if _signature(path) != signature:
+                raise UserError(f"{path} changes while it is read; wait until whatever writes it is done")
+        self.remembered[str(path)] = self.seen[str(path)] = known
+        return str(known["sha256"])
+
+    def save(self) -> None:
+        """Keep what was learnt of the files of this sweep, for the next run."""
+        write_json(self.cache, {"files": self.seen})
+
+    def check_unchanged(self) -> None:
+        """Raise UserError for a file that is not what it was when this run began."""
+        for name, before in self.seen.items():
+            path = Path(name)
+            try:
+                signature = _signature(path)
+                same = signature == before["signature"] or _sha256(path) == before["sha256"]
+            except OSError:
+                same = False
+            if not same:
+                raise UserError(
+                    f"{name} changed while the sweep ran, so what was measured meanwhile may be of either; run the same"
+                    " command again: it keeps the stages that were complete before, and that do not depend on it"
+                )
+            self.seen[name] = {**before, "signature": signature}
+
+
+def _signature(path: Path) -> list[int]:
+    status = os.stat(path)
+    return [status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev]
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open_regular(path) as stream:
+        while chunk := stream.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _digest(value: Any) -> str:
+    return run_digest({"value": value})
 
 
 @dataclass(frozen=True)
@@ -116,7 +215,7 @@ class StageBuilder:
         def commands(output: str) -> tuple[Words, ...]:
             kept = f"{output}/{PREDICTIONS}" if compared and made_by is None else None
             compared_with = f"{reference.output}/{PREDICTIONS}" if reference is not None else None
-            return (eval_words(model, output, {**given, "keep_predictions": kept, "reference": compared_with}),)
+            return (eval_words(model, output, given, {"keep_predictions": kept, "reference": compared_with}),)
 
         needs = tuple(stage.key for stage in (made_by, reference) if stage is not None)
         return Stage.of("eval", f"eval: {name}", identity, commands, needs)
@@ -147,12 +246,6 @@ class StageBuilder:
             lambda output: (bench_words(models, output, setting.given),),
             needs,
         )
-
-
-def summed(amounts: Iterable[int | None]) -> int | None:
-    """None where one is not known, and of none."""
-    known = list(amounts)
-    return sum(amount for amount in known if amount is not None) if known and None not in known else None
 
 
 def machine() -> dict[str, Any]:

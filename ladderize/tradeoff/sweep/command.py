@@ -45,7 +45,7 @@ def sweep_command(given: GivenOptions) -> None:
     read_yaml(file)  # what is no YAML is found before seconds of imports
     with console.stage(LOADING):
         from ladderize.tradeoff.sweep.run import plan_sweep, sweep_folder
-        from ladderize.tradeoff.sweep.summary import TEXT_COLUMNS, sweep_rows
+        from ladderize.tradeoff.sweep.shown import TEXT_COLUMNS, sweep_rows
     if own.dry_run:
         planned = plan_sweep(file, out, console=console)
         console.document(planned.to_dict())

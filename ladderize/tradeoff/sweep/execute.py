@@ -22,9 +22,8 @@ from ladderize.errors import LadderizeError, UserError
 from ladderize.files.temporaries import lock_folder
 from ladderize.ranks.threads import cores, set_threads
 from ladderize.runtime.launch import end_with_parent, how_it_ended, start_context
-from ladderize.tradeoff.sweep.inputs import Inputs
-from ladderize.tradeoff.sweep.stage_commands import Words
-from ladderize.tradeoff.sweep.stages import LOG, TIMED, Stage, finished_stage, mark_finished, prepare
+from ladderize.tradeoff.sweep.builder import Inputs
+from ladderize.tradeoff.sweep.stages import LOG, TIMED, Stage, Words, finished_stage, mark_finished, prepare
 from ladderize.workflows.sweep_document import StageState
 
 LOOK_SECONDS = 1.0  # between two looks at what runs
@@ -192,8 +191,8 @@ class Execution:
             self._stop(gently=isinstance(error, KeyboardInterrupt))
             raise
 
-    def failed(self) -> list[StageState]:
-        return [state for state in self.states.values() if state.status == "failed"]
+    def is_done(self, stage: Stage) -> bool:
+        return self.state(stage).status == "done"
 
     # ---- starting ----
 

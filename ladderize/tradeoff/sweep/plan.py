@@ -1,7 +1,7 @@
 """From a sweep.yaml to its points and their stages: every layout that does not fit is refused before anything runs."""
 
 from collections import Counter
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ from ladderize.layout import Layout, check_split, format_ranges
 from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.plan import plan_bench
 from ladderize.runtime.shards import check_runnable
-from ladderize.tradeoff.sweep.builder import StageBuilder, summed
-from ladderize.tradeoff.sweep.points import DENSE, Held, LayoutGroup, PlannedPoint, SweepPlan, named_apart, point_name
+from ladderize.tradeoff.sweep.builder import StageBuilder
+from ladderize.tradeoff.sweep.points import Held, LayoutGroup, PlannedPoint, SweepPlan, named_apart, point_name
 from ladderize.tradeoff.sweep.promotion import WAITING, Judge
-from ladderize.tradeoff.sweep.stage_commands import MODEL_FOLDER, SENSITIVITY_JSON, errors_begin_with
-from ladderize.tradeoff.sweep.stages import Stage, finished_stage
+from ladderize.tradeoff.sweep.stages import MODEL_FOLDER, SENSITIVITY_JSON, Stage, errors_begin_with, finished_stage
 from ladderize.tradeoff.sweep.sweep_file import AdaptChoice, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
 
 
@@ -32,45 +31,22 @@ def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any]) -> None:
     dense = Layout.from_config(config)
     if not dense.is_dense:
         raise UserError(f"{spec.model} is not dense ({dense}); a sweep converts the dense model")
-    layouts = []
-    for choice in spec.layouts:
-        with errors_begin_with(choice.where):
-            layouts.append((choice, _layout(choice, config)))
-    if spec.evaluation is not None:
-        ranks = spec.evaluation.tp_size
-        for choice, layout in layouts:
-            with errors_begin_with(choice.where):
-                check_runnable(config, layout, ranks, name="eval with --tp-size")
     for setting in spec.bench:
         with errors_begin_with(setting.where):
             timed = ModelChoice(models=(model,), dtype=setting.given.get("dtype", "auto"))
             plan_bench(timed, setting.options, setting.link)
-        for choice, layout in layouts:
-            if is_timed(setting, choice.name):
-                _check_runs(setting, choice, layout, config)
-
-
-def is_timed(setting: BenchChoice, *entries: str | None) -> bool:
-    """Whether a benchmark is for a layout whose entries have these names."""
-    return not setting.layouts or any(name in setting.layouts for name in entries)
-
-
-def _layout(choice: LayoutChoice, config: Mapping[str, Any]) -> Layout:
-    if choice.sync_tp_size is not None:
-        check_split(config, choice.sync_tp_size, name="sync_tp_size")
-    layout = choice.recipe().layout(Layout.from_config(config))
-    layout.check_model(config)
-    return layout
-
-
-def _check_runs(setting: BenchChoice, choice: LayoutChoice, layout: Layout, config: Mapping[str, Any]) -> None:
-    try:
-        check_runnable(config, layout, setting.options.ranks, name=setting.options.ranks_option)
-    except LadderizeError as error:
-        place = choice.where.rpartition(": ")[2]
-        raise UserError(
-            f"{setting.where} cannot time {place}: {error} (a benchmark's key layouts names those that it times)"
-        ) from None
+    for choice in spec.layouts:
+        with errors_begin_with(choice.where):
+            if choice.sync_tp_size is not None:
+                check_split(config, choice.sync_tp_size, name="sync_tp_size")
+            layout = choice.recipe().layout(dense)
+            layout.check_model(config)
+            if spec.evaluation is not None:
+                check_runnable(config, layout, spec.evaluation.tp_size, name="eval with --tp-size")
+        entry = choice.where.rpartition(": ")[2]
+        for setting in [setting for setting in spec.bench if setting.times(choice.name)]:
+            with errors_begin_with(f"{setting.where} cannot time {entry} (layouts: names those that it times)"):
+                check_runnable(config, layout, setting.options.ranks, name=setting.options.ranks_option)
 
 
 Stop = tuple[int, Held]  # before which stage of adaptation a layout is held, and why
@@ -102,9 +78,7 @@ class Planner:
         sensitivities: dict[tuple[str, int | None], Stage] = {}
         for wanted in self._sensitivities():
             sensitivities[wanted] = self.builder.sensitivity(self.spec.sensitivity_mode(wanted[0]), wanted[1])
-        name = self.builder.model
-        evaluating = self.builder.evaluation(name, DENSE, None, None) if self._evaluates else None
-        dense = PlannedPoint(DENSE, DENSE, self.dense, (), evaluating=evaluating, model=name, timed=name)
+        dense = self._point(LayoutGroup((), self.dense), (), None)
         groups = self._groups(sensitivities)
         notes = [
             f"{other.where} is the layout of {group.choices[0].where} too, so it is measured once"
@@ -112,19 +86,16 @@ class Planner:
             for other in group.choices[1:]
         ]
         benches = [self._bench(setting, groups, usable) for setting in self.spec.bench]
-        judge = Judge(self.root, dense, self._deciding(benches), lost)
+        of_all = (stage for setting, stage in zip(self.spec.bench, benches, strict=True) if not setting.layouts)
+        judge = Judge(self.root, dense, next(of_all, None), lost)
         ways = [self._way(choice, groups, judge) for choice in self.spec.adapt]
         notes += [note for way in ways for note in way.notes]
         controls = [way.control for way in ways if way.control is not None]
-        points = [dense, *self._points(groups, ways, dense), *controls]
+        points = [dense, *self._points(groups, ways, dense.evaluating), *controls]
         kept = {point.same: point for point in reversed(points)}
         points = [point for point in points if point in kept.values()]  # of two ways alike the first
-        known = not any(point.is_open and not set(point.awaits) & set(lost) for point in points)
+        known = not any(point.is_open and not set(point.group.awaits) & set(lost) for point in points)
         return SweepPlan(named_apart(points), list(sensitivities.values()), benches, notes, known)
-
-    @property
-    def _evaluates(self) -> bool:
-        return self.spec.eval_given is not None
 
     def _sensitivities(self) -> list[tuple[str, int | None]]:
         """Those that a layout is chosen by; where none is, those of all kinds of layers that the grid has."""
@@ -151,15 +122,14 @@ class Planner:
             needs = tuple(sensitivities[choice.sensitivity_of(kind)].key for kind in choice.auto)
             group = groups.get(same, LayoutGroup((), layout, problem, needs))
             groups[same] = replace(group, choices=(*group.choices, choice))
-        shared = Counter(name for group in groups.values() for name in group.names)
-        telling = {name for name, count in shared.items() if count == 1}  # of one layout, not said beside them
-        return [self._labelled(group, telling) for group in groups.values()]
+        shared: Counter[str | None] = Counter(name for group in groups.values() for name in group.names)
+        return [self._labelled(group, shared[group.choices[0].name]) for group in groups.values()]
 
-    def _labelled(self, group: LayoutGroup, telling: Container[str | None]) -> LayoutGroup:
-        """With its name, and the stage that makes it."""
+    def _labelled(self, group: LayoutGroup, alike: int) -> LayoutGroup:
+        """With its name, and the stage that makes it. alike: groups whose entries have its name."""
         name, text = group.choices[0].name, group.text
-        alone = group.layout is not None and name in telling
-        label = text if name is None else name if alone else f"{name}: {text}"
+        tells_all = group.layout is not None and alike == 1
+        label = text if name is None else name if tells_all else f"{name}: {text}"
         if group.layout is None:
             return replace(group, label=label)
         recipe = replace(Recipe.from_layout(group.layout), head_map=group.choices[0].head_map)
@@ -189,13 +159,13 @@ class Planner:
         for count, stage in enumerate(choice.stages):
             left = [number for number, stop in stops.items() if stop is None]
             if stage.promote is not None and left:
-                before = [self._point(groups[number], choice.stages[:count], judge.dense) for number in left]
+                before = [self._point(groups[number], choice.stages[:count], judge.dense.evaluating) for number in left]
                 held = judge.held(before, stage.promote)
                 stops |= {number: (count, why) for number, why in zip(left, held, strict=True) if why is not None}
         return Way(choice, stops, self._control(choice, own, judge) if choice.control else None)
 
     def _points(
-        self, groups: Sequence[LayoutGroup], ways: "Sequence[Way]", dense: PlannedPoint
+        self, groups: Sequence[LayoutGroup], ways: "Sequence[Way]", reference: Stage | None
     ) -> Iterator[PlannedPoint]:
         """Of each layout one for every way of adapting it, and those that decide whether it is promoted."""
         for number, group in enumerate(groups):
@@ -203,66 +173,47 @@ class Planner:
                 stop, stages = way.stops[number], way.choice.stages
                 for count, stage in enumerate(stages):
                     if stage.promote is not None and (stop is None or count <= stop[0]):
-                        yield self._point(group, stages[:count], dense)
-                point = self._point(group, stages, dense, stop)
+                        yield self._point(group, stages[:count], reference)
+                point = self._point(group, stages, reference, stop)
                 yield replace(point, control=way.control.model) if way.control is not None else point
 
     def _point(
-        self, group: LayoutGroup, stages: tuple[AdaptStage, ...], dense: PlannedPoint, stop: Stop | None = None
+        self, group: LayoutGroup, stages: tuple[AdaptStage, ...], reference: Stage | None, stop: Stop | None = None
     ) -> PlannedPoint:
-        """A layout adapted in one way; where the layout is not known, its stages are not either. dense: what it is
-        compared with. stop: before which stage it is held, and why."""
-        point = PlannedPoint(
-            name=point_name(group.label, stages),
-            text=group.text,
-            layout=group.layout,
-            entries=group.names,
-            asked=stages,
-            tokens=summed(stage.tokens for stage in stages),
-            converting=group.converting,
-            problem=group.problem,
-            awaits=group.needs,
-        )
-        return self._measured(point, group.label, dense, stop) if group.layout is not None else point
-
-    def _measured(self, point: PlannedPoint, label: str, dense: PlannedPoint, stop: Stop | None = None) -> PlannedPoint:
-        """A point with its stages. label: the layout's name."""
-        made = [point.converting]
-        for count, asked in enumerate(point.asked[: stop[0]] if stop is not None else point.asked, 1):
-            made.append(self.builder.adaptation(asked, made[-1], point_name(label, point.asked[:count])))
-        timed = f"{made[0].output}/{MODEL_FOLDER}" if made[0] is not None else dense.timed
+        """A layout adapted in one way; where the layout is not known, its stages are not either. reference: the dense
+        model's evaluation. stop: before which stage it is held, and why."""
+        point = PlannedPoint(point_name(group.label, stages), group, stages)
+        if group.layout is None:
+            return point
+        made = [group.converting]
+        for count, asked in enumerate(stages[: stop[0]] if stop is not None else stages, 1):
+            made.append(self.builder.adaptation(asked, made[-1], point_name(group.label, stages[:count])))
+        timed, model = (f"{one.output}/{MODEL_FOLDER}" if one else self.builder.model for one in (made[0], made[-1]))
         point = replace(point, adapting=tuple(stage for stage in made[1:] if stage is not None), timed=timed)
         if stop is not None:
             return replace(point, held=stop[1])
-        assert made[-1] is not None
-        model = f"{made[-1].output}/{MODEL_FOLDER}"
         evaluating = None
-        if self._evaluates:
-            evaluating = self.builder.evaluation(model, point.name, made[-1], dense.evaluating)
+        if self.spec.evaluation is not None:
+            evaluating = self.builder.evaluation(model, point.name, made[-1], reference)
         return replace(point, evaluating=evaluating, model=model)
 
     def _control(self, choice: AdaptChoice, groups: Sequence[LayoutGroup], judge: Judge) -> PlannedPoint | None:
         """The dense model, trained in the same way; where a layout trains its converted layers, those that any of
         ``groups`` converts. None: no layout can be made."""
         stages = control_stages(choice.stages, [group.layout for group in groups if group.layout is not None])
-        tokens = summed(stage.tokens for stage in stages)
-        point = PlannedPoint(point_name(DENSE, stages), DENSE, self.dense, (), stages, tokens)
-        open_ones = [group for group in groups if group.layout is None and group.problem is None]
-        if not open_ones:
-            return None if all(group.layout is None for group in groups) else self._measured(point, DENSE, judge.dense)
-        is_lost = any(set(group.needs) & set(judge.lost) for group in open_ones)
-        held = Held("skipped", "the sensitivity that tells what it trains failed") if is_lost else WAITING
-        return self._measured(point, DENSE, judge.dense, (0, held))
+        dense, stop = judge.dense, None
+        if open_ones := [group for group in groups if group.layout is None and group.problem is None]:
+            is_lost = any(set(group.awaits) & set(judge.lost) for group in open_ones)
+            held = Held("skipped", "the sensitivity that tells what it trains failed") if is_lost else WAITING
+            stop = (0, held)
+        elif all(group.layout is None for group in groups):
+            return None
+        return self._point(dense.group, stages, dense.evaluating, stop)
 
     def _bench(self, setting: BenchChoice, groups: Sequence[LayoutGroup], usable: set[str] | None) -> Stage:
         """One model of each layout that the setting times, the dense one first."""
-        timed = [one.converting for one in groups if one.converting is not None and is_timed(setting, *one.names)]
+        timed = [one.converting for one in groups if one.converting is not None and setting.times(*one.names)]
         return self.builder.benchmark(setting, [stage for stage in timed if usable is None or stage.key in usable])
-
-    def _deciding(self, benches: Sequence[Stage]) -> Stage | None:
-        """The benchmark that promotions go by: the first of all layouts."""
-        of_all = [stage for setting, stage in zip(self.spec.bench, benches, strict=True) if not setting.layouts]
-        return next(iter(of_all), None)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,22 @@
 """The points of a sweep before they are measured: which model each is, which stages make it, and its name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ladderize.adapt.methods import ALIGN, BLOCKS, FULL, LORA
 from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.layout import Layout
-from ladderize.tradeoff.sweep.stage_commands import ADAPTER_FOLDER, MODEL_FOLDER, RESULTS
-from ladderize.tradeoff.sweep.stages import Stage
+from ladderize.tradeoff.sweep.stages import ADAPTER_FOLDER, MODEL_FOLDER, RESULTS, Stage
 from ladderize.tradeoff.sweep.sweep_file import AdaptStage, LayoutChoice
 from ladderize.workflows.sweep_document import AS_CONVERTED, THEN, Status
 
 DENSE = "dense"
+
+
+def summed(amounts: Iterable[int | None]) -> int | None:
+    """None where one is not known, and of none."""
+    known = list(amounts)
+    return sum(amount for amount in known if amount is not None) if known and None not in known else None
 
 
 @dataclass(frozen=True)
@@ -24,27 +29,50 @@ class Held:
 
 
 @dataclass(frozen=True)
+class LayoutGroup:
+    """Entries of the file that come to one layout; none: the dense model. layout: None while it is not known, or if
+    there is none because of ``problem``. awaits: keys of the sensitivities that it is chosen by. label: its name.
+    converting: the stage that makes it."""
+
+    choices: tuple[LayoutChoice, ...]
+    layout: Layout | None
+    problem: str | None = None
+    awaits: tuple[str, ...] = ()
+    label: str = DENSE
+    converting: Stage | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(choice.name for choice in self.choices if choice.name is not None))
+
+    @property
+    def text(self) -> str:
+        """The layout in words, or how it is chosen."""
+        return layout_to_come(self.choices[0]) if self.layout is None else str(self.layout).partition(" layers: ")[2]
+
+
+@dataclass(frozen=True)
 class PlannedPoint:
-    """layout: None where it is chosen by a sensitivity (``awaits``, keys) that is not there yet; text then says how.
-    problem: why that chooses none. entries: the names of its entries of the file. asked: its stages of adaptation in
-    the file, adapting: as they run, as far as it may go (``held``). tokens: that they read, where that is known.
-    control: the model that the dense one becomes in the same way."""
+    """A layout, adapted in one way. asked: its stages of adaptation in the file, adapting: as they run, as far as it
+    may go (``held``). control: the model that the dense one becomes in the same way."""
 
     name: str
-    text: str
-    layout: Layout | None
-    entries: tuple[str, ...]
+    group: LayoutGroup
     asked: tuple[AdaptStage, ...] = ()
-    tokens: int | None = None
-    converting: Stage | None = None
     adapting: tuple[Stage, ...] = ()
     evaluating: Stage | None = None
     model: str | None = None
     timed: str | None = None
-    problem: str | None = None
-    awaits: tuple[str, ...] = ()
     held: Held | None = None
     control: str | None = None
+
+    @property
+    def layout(self) -> Layout | None:
+        return self.group.layout
+
+    @property
+    def converting(self) -> Stage | None:
+        return self.group.converting
 
     @property
     def same(self) -> object:
@@ -56,12 +84,17 @@ class PlannedPoint:
     def is_open(self) -> bool:
         """Whether something has to be measured before all of its stages are known."""
         if self.layout is None:
-            return self.problem is None
+            return self.group.problem is None
         return self.held is not None and self.held.status == "waiting"
 
     @property
     def stages(self) -> list[Stage]:
         return [stage for stage in (self.converting, *self.adapting, self.evaluating) if stage is not None]
+
+    @property
+    def tokens(self) -> int | None:
+        """That its stages read, where that is known."""
+        return summed(stage.tokens for stage in self.asked)
 
     @property
     def adapted(self) -> str:
@@ -100,32 +133,6 @@ class SweepPlan:
         dense, *others = self.points
         listed = [*dense.stages, *self.sensitivities, *(stage for point in others for stage in point.stages)]
         return list({stage.key: stage for stage in (*listed, *self.benches)}.values())
-
-
-@dataclass(frozen=True)
-class LayoutGroup:
-    """Entries of the file that come to one layout. layout: None while it is not known, or if there is none because of
-    ``problem``. needs: keys of the sensitivities that it is chosen by. converting: the stage that makes it."""
-
-    choices: tuple[LayoutChoice, ...]
-    layout: Layout | None
-    problem: str | None
-    needs: tuple[str, ...]
-    label: str = ""
-    converting: Stage | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(choice.name for choice in self.choices if choice.name is not None))
-
-    @property
-    def text(self) -> str:
-        """The layout in words, or how it is chosen."""
-        return layout_to_come(self.choices[0]) if self.layout is None else layout_in_short(self.layout)
-
-
-def layout_in_short(layout: Layout) -> str:
-    return str(layout).partition(" layers: ")[2]
 
 
 def layout_to_come(choice: LayoutChoice) -> str:

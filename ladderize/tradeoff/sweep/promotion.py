@@ -13,8 +13,7 @@ from ladderize.layout import BLOCKING, Layout
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.sweep.points import Held, PlannedPoint
-from ladderize.tradeoff.sweep.stage_commands import BENCH_JSON
-from ladderize.tradeoff.sweep.stages import Stage, finished_stage
+from ladderize.tradeoff.sweep.stages import BENCH_JSON, Stage, finished_stage
 
 WAITING = Held("waiting")
 
@@ -95,7 +94,7 @@ class Judge:
     def _is_lost(self, point: PlannedPoint) -> bool:
         """Whether it will never be evaluated."""
         if point.layout is None:
-            return point.problem is not None or not set(point.awaits).isdisjoint(self.lost)
+            return point.group.problem is not None or not set(point.group.awaits).isdisjoint(self.lost)
         return point.evaluating is None or point.evaluating.key in self.lost
 
     def _entrant(self, point: PlannedPoint) -> Entrant:

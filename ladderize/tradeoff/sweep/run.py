@@ -6,7 +6,7 @@ import shlex
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,95 +21,26 @@ from ladderize.files.regular import resolved
 from ladderize.files.temporaries import lock_folder, replacement
 from ladderize.ranks.group import already_started
 from ladderize.ranks.threads import cores
-from ladderize.tradeoff.sweep.board import Board
-from ladderize.tradeoff.sweep.builder import StageBuilder, summed
-from ladderize.tradeoff.sweep.estimate import History, PlanDocument
+from ladderize.tradeoff.sweep.builder import CACHE, Inputs, StageBuilder
 from ladderize.tradeoff.sweep.execute import Execution
-from ladderize.tradeoff.sweep.inputs import CACHE, Inputs
 from ladderize.tradeoff.sweep.plan import Planner
-from ladderize.tradeoff.sweep.points import PlannedPoint, SweepPlan
-from ladderize.tradeoff.sweep.stage_commands import ADAPTER_FOLDER, BENCH_JSON, MODEL_FOLDER, SENSITIVITY_JSON
-from ladderize.tradeoff.sweep.stages import TIMED, Stage, finished_stage, other_outputs
+from ladderize.tradeoff.sweep.points import PlannedPoint, SweepPlan, summed
+from ladderize.tradeoff.sweep.shown import Board, PlanDocument
+from ladderize.tradeoff.sweep.stages import (
+    ADAPTER_FOLDER,
+    BENCH_JSON,
+    MODEL_FOLDER,
+    SENSITIVITY_JSON,
+    TIMED,
+    Stage,
+    finished_stage,
+    remove_others,
+)
 from ladderize.tradeoff.sweep.sweep_file import SweepSpec, read_sweep
 from ladderize.workflows.sweep_document import StageState, SweepDocument, SweepPoint
 
-StateOf = Callable[[Stage], StageState]
-LOST, OVER = ("failed", "skipped"), ("done", "not promoted")
-
-
-def document_of(
-    plan: SweepPlan, state: StateOf, root: Path, *, model: str, command: str, margin: float, complete: bool
-) -> SweepDocument:
-    """model: the dense one. command: what a user typed. complete: whether the sweep is over, and all was measured."""
-
-    def made(stages: list[Stage], file: str) -> list[str]:
-        return [f"{stage.output}/{file}" for stage in stages if state(stage).status == "done"]
-
-    by_key = {stage.key: state(stage) for stage in plan.sensitivities}
-    points = [_point(point, state, by_key, root) for point in plan.points]
-    stages = [stage for point in points for stage in point.stages] + [state(stage) for stage in plan.benches]
-    return SweepDocument(
-        model=model,
-        command=command,
-        complete=complete and all(stage.status in OVER for stage in (*stages, *by_key.values())),
-        margin=margin,
-        points=points,
-        stages=[state(stage) for stage in (*plan.sensitivities, *plan.benches)],
-        sensitivities=made(plan.sensitivities, SENSITIVITY_JSON),
-        benches=made(plan.benches, BENCH_JSON),
-    )
-
-
-def _point(point: PlannedPoint, state: StateOf, sensitivities: Mapping[str, StageState], root: Path) -> SweepPoint:
-    def when_done(stage: Stage | None, path: str | None) -> str | None:
-        return path if stage is not None and state(stage).status == "done" else None
-
-    stages = [state(stage) for stage in point.stages]
-    if point.layout is None:
-        lost = any(sensitivities[key].status in LOST for key in point.awaits)
-        message = "the stage sensitivity that it needs failed" if lost else point.problem
-        status = "skipped" if lost else "failed" if point.problem is not None else "waiting"
-        stages = [StageState("convert", "", "", status, message=message)]  # type: ignore[arg-type]
-    elif point.held is not None:
-        stages.append(StageState("adapt", "", "", point.held.status, message=point.held.message))
-    modes: Mapping[str, Any] = {"attention_sync": [], "mlp_sync": [], "sync_tp_size": None}
-    made_by = point.adapting[-1] if point.adapting else point.converting
-    adapted = bool(point.adapting) and point.held is None and state(point.adapting[-1]).status == "done"
-    return SweepPoint(
-        name=point.name,
-        layout=str(point.layout) if point.layout is not None else point.text,
-        **(point.layout.to_config() if point.layout is not None else modes),
-        adapted=point.adapted,
-        tokens=_tokens(point, root) if adapted else point.tokens,
-        model=point.model if made_by is None else when_done(made_by, point.model),
-        results=when_done(point.evaluating, point.results),
-        adaptation=point.adaptation if adapted else None,
-        stages=stages,
-        timed=point.timed if point.converting is None else when_done(point.converting, point.timed),
-        control=point.control,
-    )
-
-
-def _tokens(point: PlannedPoint, root: Path) -> int | None:
-    """That all of its stages of adaptation say that they read."""
-    stages = zip(point.adapting, point.asked, strict=True)
-    return summed(trained_tokens(root / stage.output, asked.method) for stage, asked in stages)
-
-
-def trained_tokens(folder: Path, method: Method) -> int | None:
-    """What the output of a stage says that it read: tokens trained on, or those of its windows. folder: the stage's;
-    the checkpoint in it has the documents of earlier stages too."""
-    place = folder / (ADAPTER_FOLDER if method == LORA else MODEL_FOLDER)
-    if method in (FULL, LORA):
-        tokens = read_own(place / "adaptation.json").get("tokens")
-        return tokens if isinstance(tokens, int) else None
-    data = read_own(place / ("alignment.json" if method == ALIGN else "distillation.json")).get("data")
-    if isinstance(data, dict) and isinstance(data.get("samples"), int) and isinstance(data.get("seq_len"), int):
-        return int(data["samples"] * data["seq_len"])
-    return None
-
-
 SWEEP_JSON, SWEEP_YAML = "sweep.json", "sweep.yaml"
+LOST, OVER = ("failed", "skipped"), ("done", "not promoted")  # of stages
 
 
 def sweep(
@@ -132,17 +63,16 @@ def sweep(
         raise UserError("a sweep starts its own processes; run it without torchrun or accelerate launch")
     if jobs < 1 or jobs > len(cores()):
         raise UsageError(f"--jobs {jobs} must be from 1 to {len(cores())}, the cores that this process may use")
-    spec = read_sweep(Path(file))
-    root = _folder(out, spec, file)
+    spec, root = _asked(file, out)
+    command = shlex.join(["ladderize", "sweep", str(file), *(["--out", str(out)] if out is not None else [])])
     with _owned(root):
-        inputs = Inputs(root / CACHE)
-        planner = _planner(spec, inputs, root, console)
+        planner = _planner(spec, root, console)
         plan = planner.plan()
         if prune and plan.complete:  # first, so that there is room for what follows
             remove_others(root, {stage.output for stage in plan.stages})
-        check_room_for(plan, root, planner)
+        check_room_for(plan, planner)
         check_tasks(plan, planner, console)
-        document = _Sweep(planner, plan, inputs, jobs, sweep_by_hand(file, out), console).run()
+        document = _Sweep(planner, plan, jobs, command, console).run()
         if prune and document.complete:
             kept = {stage.output for point in document.points for stage in point.stages}
             remove_others(root, kept | {stage.output for stage in document.stages})
@@ -151,36 +81,20 @@ def sweep(
     return document
 
 
-def remove_others(root: Path, kept: set[str]) -> None:
-    """Remove the outputs of stages in a sweep's folder but those ``kept``."""
-    for folder in other_outputs(root, kept):
-        shutil.rmtree(folder)
-
-
 def plan_sweep(file: str | Path, out: str | Path | None = None, *, console: Console = SILENT) -> PlanDocument:
     """What ``sweep`` would do: nothing is written. Raises the same errors for what does not fit."""
-    spec = read_sweep(Path(file))
-    root = _folder(out, spec, file)
-    planner = _planner(spec, Inputs(root / CACHE), root, console)
-    return PlanDocument.of(planner.plan(), spec.model, root, History.of(root, spec.model, spec.revision))
-
-
-def _planner(spec: SweepSpec, inputs: Inputs, root: Path, console: Console) -> Planner:
-    with console.stage("reading the model and the data"):
-        return Planner.of(spec, StageBuilder.of(spec, inputs), root)
+    spec, root = _asked(file, out)
+    return PlanDocument.of(_planner(spec, root, console).plan(), spec.model, spec.revision, root)
 
 
 def sweep_folder(file: str | Path, out: str | Path | None = None) -> Path:
     """Where a sweep keeps everything; raises UserError for a folder that holds something else."""
-    return _folder(out, read_sweep(Path(file)), file)
+    return _asked(file, out)[1]
 
 
-def sweep_by_hand(file: str | Path, out: str | Path | None) -> str:
-    """What made a sweep.json."""
-    return shlex.join(["ladderize", "sweep", str(file), *(["--out", str(out)] if out is not None else [])])
-
-
-def _folder(out: str | Path | None, spec: SweepSpec, file: str | Path) -> Path:
+def _asked(file: str | Path, out: str | Path | None) -> tuple[SweepSpec, Path]:
+    """What the file asks for, and the sweep's folder."""
+    spec = read_sweep(Path(file))
     if out is None and spec.out is None:
         raise UsageError(f"say where to keep everything: --out DIR, or a line 'out: DIR' in {file}")
     root = resolved(out if out is not None else str(spec.out), "--out ")
@@ -191,7 +105,7 @@ def _folder(out: str | Path | None, spec: SweepSpec, file: str | Path) -> Path:
     model = Path(spec.model)
     if model.exists() and (root == model or model in root.parents):
         raise UserError(f"--out {root} is the model's folder or lies inside it; choose another")
-    return root
+    return spec, root
 
 
 def _is_sweep(root: Path) -> bool:
@@ -201,10 +115,15 @@ def _is_sweep(root: Path) -> bool:
     return all(entry.name.startswith(f".{SWEEP_JSON}.") for entry in root.iterdir())
 
 
-def check_room_for(plan: SweepPlan, root: Path, planner: Planner) -> None:
+def _planner(spec: SweepSpec, root: Path, console: Console) -> Planner:
+    with console.stage("reading the model and the data"):
+        return Planner.of(spec, StageBuilder.of(spec, Inputs(root / CACHE)), root)
+
+
+def check_room_for(plan: SweepPlan, planner: Planner) -> None:
     """Raise UserError where the disk is certainly too small: found before hours of work, not after."""
-    history = History.of(root, planner.spec.model, planner.spec.revision)
-    needed = sum(stage.bytes or 0 for stage in PlanDocument.of(plan, planner.builder.model, root, history).stages)
+    root, spec = planner.root, planner.spec
+    needed = PlanDocument.of(plan, spec.model, spec.revision, root).disk_bytes
     free = shutil.disk_usage(root).free
     if needed > free:
         raise UserError(
@@ -266,22 +185,21 @@ def _asked_to_end() -> Iterator[None]:
 class _Sweep:
     planner: Planner
     plan: SweepPlan
-    inputs: Inputs
     jobs: int
     command: str
     console: Console
 
     def run(self) -> SweepDocument:
-        root = self.planner.root
+        root, inputs = self.planner.root, self.planner.builder.inputs
         with Board(self.console) as board, _asked_to_end():
 
             def changed(stage: Stage, state: StageState) -> None:
                 self._write(execution)
                 board.changed(stage, state)
 
-            execution = Execution(root, self.inputs, self.jobs, changed, board.draw)
+            execution = Execution(root, inputs, self.jobs, changed, board.draw)
             self._show(board, execution, [])
-            self.inputs.save()
+            inputs.save()
             with replacement(root / SWEEP_YAML) as kept:
                 kept.write(self.planner.spec.text)
             try:
@@ -330,15 +248,73 @@ class _Sweep:
         self._show(board, execution, shown)
 
     def _write(self, execution: Execution, *, over: bool = False) -> SweepDocument:
-        """sweep.json, as things stand."""
-        document = document_of(
-            self.plan,
-            execution.state,
-            self.planner.root,
+        """sweep.json, as things stand. over: nothing is to come."""
+        plan, root, state = self.plan, self.planner.root, execution.state
+        sensitivities = {stage.key: state(stage) for stage in plan.sensitivities}
+        points = [_point(point, execution, sensitivities) for point in plan.points]
+        of_all = [*sensitivities.values(), *map(state, plan.benches)]
+        stages = [*of_all, *(stage for point in points for stage in point.stages)]
+        document = SweepDocument(
             model=self.planner.builder.model,
             command=self.command,
+            complete=over and all(stage.status in OVER for stage in stages),
             margin=self.planner.spec.margin,
-            complete=over,
+            points=points,
+            stages=of_all,
+            sensitivities=[f"{one.output}/{SENSITIVITY_JSON}" for one in plan.sensitivities if execution.is_done(one)],
+            benches=[f"{one.output}/{BENCH_JSON}" for one in plan.benches if execution.is_done(one)],
         )
-        write_json(self.planner.root / SWEEP_JSON, document.to_dict())
+        write_json(root / SWEEP_JSON, document.to_dict())
         return document
+
+
+# ---- points ----
+
+
+def _point(point: PlannedPoint, execution: Execution, sensitivities: Mapping[str, StageState]) -> SweepPoint:
+    """A planned point with what became of its stages."""
+
+    def when_done(stage: Stage | None, path: str | None) -> str | None:
+        return path if stage is not None and execution.is_done(stage) else None
+
+    stages = [execution.state(stage) for stage in point.stages]
+    if point.layout is None:
+        lost = any(sensitivities[key].status in LOST for key in point.group.awaits)
+        message = "the stage sensitivity that it needs failed" if lost else point.group.problem
+        status = "skipped" if lost else "failed" if point.group.problem is not None else "waiting"
+        stages = [StageState("convert", "", "", status, message=message)]  # type: ignore[arg-type]
+    elif point.held is not None:
+        stages.append(StageState("adapt", "", "", point.held.status, message=point.held.message))
+    modes: Mapping[str, Any] = {"attention_sync": [], "mlp_sync": [], "sync_tp_size": None}
+    made_by = point.adapting[-1] if point.adapting else point.converting
+    adapted = bool(point.adapting) and point.held is None and execution.is_done(point.adapting[-1])
+    tokens = point.tokens
+    if adapted:
+        done = zip(point.adapting, point.asked, strict=True)
+        tokens = summed(trained_tokens(execution.root / stage.output, asked.method) for stage, asked in done)
+    return SweepPoint(
+        name=point.name,
+        layout=str(point.layout) if point.layout is not None else point.group.text,
+        **(point.layout.to_config() if point.layout is not None else modes),
+        adapted=point.adapted,
+        tokens=tokens,
+        model=point.model if made_by is None else when_done(made_by, point.model),
+        results=when_done(point.evaluating, point.results),
+        adaptation=point.adaptation if adapted else None,
+        stages=stages,
+        timed=point.timed if point.converting is None else when_done(point.converting, point.timed),
+        control=point.control,
+    )
+
+
+def trained_tokens(folder: Path, method: Method) -> int | None:
+    """What the output of a stage says that it read: tokens trained on, or those of its windows. folder: the stage's;
+    the checkpoint in it has the documents of earlier stages too."""
+    place = folder / (ADAPTER_FOLDER if method == LORA else MODEL_FOLDER)
+    if method in (FULL, LORA):
+        tokens = read_own(place / "adaptation.json").get("tokens")
+        return tokens if isinstance(tokens, int) else None
+    data = read_own(place / ("alignment.json" if method == ALIGN else "distillation.json")).get("data")
+    if isinstance(data, dict) and isinstance(data.get("samples"), int) and isinstance(data.get("seq_len"), int):
+        return int(data["samples"] * data["seq_len"])
+    return None

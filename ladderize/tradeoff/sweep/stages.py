@@ -1,17 +1,28 @@
-"""One stage of a sweep: what it does, and the folder in which its output is kept under a hash of what it depends on."""
+"""A stage of a sweep is a command of ladderize, whose output is kept in a folder under a hash of what it depends on."""
 
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ladderize.errors import UserError
+from ladderize.adapt.methods import FULL, LORA, Method
+from ladderize.commands.adapt import adapt, adapt_options
+from ladderize.commands.bench import bench
+from ladderize.commands.builder import GivenOptions, option_words, parsed
+from ladderize.commands.convert import convert
+from ladderize.commands.evaluate import evaluate
+from ladderize.commands.merge import merge
+from ladderize.commands.sensitivity import sensitivity
+from ladderize.convert.sensitivity_file import changes_to_ladder
+from ladderize.errors import LadderizeError, UserError
+from ladderize.eval.options import EvalOptions, SensitivityOptions
 from ladderize.files.documents import read_own, write_json
-from ladderize.files.records import Record
+from ladderize.files.records import Record, read_value
 from ladderize.files.work import run_digest
-from ladderize.tradeoff.sweep.stage_commands import Words
+from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
 
 StageKind = Literal["sensitivity", "convert", "adapt", "eval", "bench"]
 # Of the code behind each stage. Raise a stage's number when its output changes for the same input (another result,
@@ -22,7 +33,129 @@ TIMED: StageKind = "bench"  # its times are the result, so nothing runs beside i
 STAGES = "stages"  # folder of their outputs
 MARKER = "stage.json"  # written when all else in the folder is complete
 LOG = "log.txt"
+MODEL_FOLDER, ADAPTER_FOLDER, PREDICTIONS = "model", "adapter", "predictions"
+RESULTS, SENSITIVITY_JSON, BENCH_JSON = "results.json", "sensitivity.json", "bench.json"
 KEY_DIGITS = 16
+COMMANDS = {
+    "sensitivity": sensitivity,
+    "convert": convert,
+    "adapt": adapt,
+    "merge": merge,
+    "eval": evaluate,
+    "bench": bench,
+}
+# what a sweep.yaml may not say, since the sweep does or since it makes no stage of one
+OF_THE_SWEEP = {
+    "sensitivity": "model out sync_tp_size pairs plot overwrite revision json",
+    "convert": "src out dense recipe sensitivity dtype max_shard_size copy dry_run overwrite no_verify revision json",
+    "adapt": "model out distill_from align preset resume keep show_data show_data_rows log_with log_dir plot work_dir"
+    " overwrite no_verify revision json",
+    "eval": "models out keep_predictions reference resume revision no_default_tasks json",
+    "bench": "models random_weights layout num_layers sync_tp_size engine revision train schedules seq_len out plot"
+    " profile json",
+}
+Words = tuple[str, ...]  # of a command line, without the program
+Given = Mapping[str, Any]  # option -> value, as a file has them
+
+
+@contextmanager
+def errors_begin_with(where: str) -> Iterator[None]:
+    """Around a check: its error gets the place in the file in front."""
+    try:
+        yield
+    except LadderizeError as error:
+        text = str(error)
+        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+
+
+def words_of(command: str, arguments: Sequence[str], own: Given, given: Given | None = None, where: str = "") -> Words:
+    """The command line of a command. own: options that the sweep gives, given: those of the file. Raises UserError,
+    which begins with ``where``, for an option that the command does not have, or that is not for the file to give."""
+    given = given or {}
+    if taken := [key for key in given if key in OF_THE_SWEEP[command].split()]:
+        raise UserError(f"{where}: {taken[0]} cannot be given here: the sweep decides it, or has no use for it")
+    return (command, *arguments, *option_words(COMMANDS[command], command, {**given, **own}, where))
+
+
+def asked_by(words: Words) -> GivenOptions:
+    """What the command is given by these words. Raises UsageError."""
+    return parsed(COMMANDS[words[0]], words[1:])
+
+
+def sensitivity_words(model: str, output: str, given: Given, mode: str, ranks: int | None, where: str = "") -> Words:
+    """mode, ranks: of the layers whose sensitivity is measured."""
+    own = {"mode": mode, "sync_tp_size": ranks, "out": f"{output}/{SENSITIVITY_JSON}"}
+    return words_of("sensitivity", [model], own, given, where)
+
+
+def check_sensitivity(given: Given, where: str) -> None:
+    """Raises UserError."""
+    with errors_begin_with(where):
+        mode = str(given.get("mode", "ladder"))
+        words = sensitivity_words("DENSE", "OUTPUT", given, mode, None if changes_to_ladder(mode) else 2, where)
+        asked_by(words).fill(SensitivityOptions)
+
+
+def convert_words(model: str, output: str, recipe: Given, revision: str | None, verify: bool) -> Words:
+    own = {**recipe, "revision": revision, "no_verify": not verify}
+    return words_of("convert", [model, f"{output}/{MODEL_FOLDER}"], own)
+
+
+def adapt_words(
+    model: str, output: str, method: Method, dense: str, given: Given, verify: bool, where: str = ""
+) -> tuple[Words, ...]:
+    """An adapter is merged right away. dense: the teacher, unless distill_weight and hidden_weight are 0."""
+    weights = {"distill_weight": 1, "hidden_weight": 0}
+    is_taught = method not in (FULL, LORA) or any(given.get(name, value) for name, value in weights.items())
+    kept = {key: value for key, value in given.items() if is_taught or key not in weights}
+    own: Given = {"method": method, "distill_from": dense if is_taught else None}
+    no_verify, written = {"no_verify": not verify}, f"{output}/{MODEL_FOLDER}"
+    if method != LORA:
+        return (words_of("adapt", [model, written], {**own, **no_verify}, kept, where),)
+    adapter = f"{output}/{ADAPTER_FOLDER}"
+    return words_of("adapt", [model, adapter], own, kept, where), words_of("merge", [adapter, written], no_verify)
+
+
+def check_adapt(method: Method, given: Given, where: str) -> None:
+    """Raises UserError."""
+    with errors_begin_with(where):
+        adapt_options(asked_by(adapt_words("MODEL", "OUTPUT", method, "DENSE", given, True, where)[0]))
+
+
+def eval_words(model: str, output: str, given: Given, own: Given, where: str = "") -> Words:
+    """own: more options."""
+    given = dict(given)
+    if "include_default_tasks" in given:
+        are_known = read_value(bool, given.pop("include_default_tasks"), f"{where}: include_default_tasks")
+        own = {"no_default_tasks": not are_known, **own}
+    # the stage's key vouches for the model and the data
+    return words_of("eval", [model], {**own, "out": f"{output}/{RESULTS}", "resume": True}, given, where)
+
+
+def eval_options(given: Given, where: str) -> EvalOptions:
+    """Raises UserError."""
+    with errors_begin_with(where):
+        options = asked_by(eval_words("MODEL", "OUTPUT", given, {}, where)).fill(EvalOptions)
+        options.check()
+        if options.backend == "vllm":
+            raise UserError("a sweep compares predictions, which vLLM does not tell; say backend: runtime, or hf")
+        return options
+
+
+def bench_words(models: Sequence[str], output: str, given: Given, where: str = "") -> Words:
+    return words_of("bench", models, {"out": f"{output}/{BENCH_JSON}"}, given, where)
+
+
+def bench_options(given: Given, where: str) -> tuple[BenchOptions, str | None]:
+    """With --link. Whether they go together is checked too, of any two models. Raises UserError."""
+    with errors_begin_with(where):
+        asked = asked_by(bench_words(["DENSE", "MODEL"], "OUTPUT", given, where))
+        options, link = asked.fill(BenchOptions), asked.params["link"]
+        check_bench_usage(asked.fill(ModelChoice), options, link)
+        return options, link
+
+
+# ---- a stage, and its folder ----
 
 
 @dataclass(frozen=True)
@@ -99,7 +232,7 @@ def finished_stage(stage: Stage, root: Path) -> FinishedStage | None:
     return marker if marker.files.items() <= _files(folder).items() else None
 
 
-def mark_finished(stage: Stage, root: Path, seconds: float) -> FinishedStage:
+def mark_finished(stage: Stage, root: Path, seconds: float) -> None:
     """Write the marker, last of all."""
     folder = root / stage.output
     files = _files(folder)
@@ -116,27 +249,24 @@ def mark_finished(stage: Stage, root: Path, seconds: float) -> FinishedStage:
         files=files,
     )
     write_json(folder / MARKER, marker.to_dict())
-    return marker
 
 
-def prepare(stage: Stage, root: Path) -> Path:
-    """The folder of a stage that is about to run. What a killed run left is kept where the stage goes on with it; an
-    output that was complete, and is not any more, is not."""
+def prepare(stage: Stage, root: Path) -> None:
+    """Make the folder of a stage that is about to run. What a killed run left is kept where the stage goes on with it;
+    an output that was complete, and is not any more, is not."""
     folder = root / stage.output
     folder.mkdir(parents=True, exist_ok=True)
     if stage.kind not in RESUMES or (folder / MARKER).exists():
         for entry in folder.iterdir():
             if entry.name != LOG:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    return folder
 
 
-def other_outputs(root: Path, keep: set[str]) -> list[Path]:
-    """Folders of stages that are not among the outputs ``keep``."""
-    if not (root / STAGES).is_dir():
-        return []
-    folders = sorted(entry for entry in (root / STAGES).iterdir() if entry.is_dir())
-    return [folder for folder in folders if f"{STAGES}/{folder.name}" not in keep]
+def remove_others(root: Path, kept: set[str]) -> None:
+    """Remove the outputs of stages in a sweep's folder but those ``kept``."""
+    for folder in (root / STAGES).glob("*/"):
+        if f"{STAGES}/{folder.name}" not in kept:
+            shutil.rmtree(folder)
 
 
 def _files(folder: Path) -> dict[str, int]:

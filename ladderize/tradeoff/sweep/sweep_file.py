@@ -4,7 +4,7 @@ import difflib
 import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -18,12 +18,11 @@ from ladderize.eval.options import EvalOptions
 from ladderize.files.parsing import read_yaml
 from ladderize.files.records import read_value
 from ladderize.runtime.bench.options import BenchOptions
-from ladderize.tradeoff.sweep.stage_commands import (
+from ladderize.tradeoff.sweep.stages import (
     Given,
     asked_by,
     bench_options,
     check_adapt,
-    check_of_user,
     check_sensitivity,
     errors_begin_with,
     eval_options,
@@ -56,13 +55,9 @@ class LayoutChoice:
 
     def selecting(self, kind: str, sensitivity: str) -> Recipe:
         """The recipe that selects the layers of one kind by a sensitivity.json."""
-        if kind == LADDER:
-            recipe = Recipe(ladder=AUTO, sensitivity=sensitivity, ladder_fraction=self.ladder_fraction)
-        else:
-            recipe = Recipe(
-                spd=AUTO, sensitivity=sensitivity, spd_fraction=self.spd_fraction, sync_tp_size=self.sync_tp_size
-            )
-        return replace(recipe, max_ppl_increase=self.max_ppl_increase)
+        share = f"{kind}_fraction"
+        own = {kind: AUTO, share: getattr(self, share), "sync_tp_size": self.sync_tp_size if kind == SPD else None}
+        return Recipe(**own, sensitivity=sensitivity, max_ppl_increase=self.max_ppl_increase)
 
     def recipe(self, chosen: Mapping[str, str] | None = None) -> Recipe:
         """The whole recipe, with the layers ``chosen`` for each kind that is auto; None: with all of them."""
@@ -114,6 +109,10 @@ class BenchChoice:
     link: str | None
     given: Given
     layouts: tuple[str, ...] = ()
+
+    def times(self, *entries: str | None) -> bool:
+        """Whether it is for a layout whose entries have these names."""
+        return not self.layouts or any(name in self.layouts for name in entries)
 
 
 @dataclass(frozen=True)
@@ -284,7 +283,6 @@ def _layouts(entries: list[Any], where: str, has_sensitivity: bool) -> Iterator[
     for number, entry in enumerate(entries):
         at = f"{where}: layouts[{number}]"
         given = absolute(mapping(entry, at))
-        check_of_user("convert", given, at)
         for combination in grid(given, at):
             with errors_begin_with(at):
                 yield _layout(combination, at, has_sensitivity)
@@ -307,7 +305,7 @@ def _layout(given: dict[str, Any], at: str, has_sensitivity: bool) -> LayoutChoi
             raise UserError(f"{at}: {kind} does not go with mode {mode}; leave one of them out")
     if SPD not in given and LADDER not in given:
         raise UserError(f"{at} names no layers; give ladder, spd, or a mode with a fraction (dense is always a point)")
-    asked = asked_by(words_of("convert", ["SRC", "OUT"], given, at))
+    asked = asked_by(words_of("convert", ["SRC", "OUT"], {}, given, at))
     choice = asked.fill(LayoutChoice, where=at, name=read_value(str | None, name, f"{at}: name"))
     if choice.spd is not None and choice.sync_tp_size is None:
         raise UserError(f"{at}: sync_tp_size is missing, the number of ranks that the sync points are dropped for")
