@@ -12,7 +12,7 @@ import pytest
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_document, write_json
 from ladderize.layout import Layout
-from ladderize.ranks.launcher import Place
+from ladderize.ranks.environment import Place
 from ladderize.runtime.bench.harness import Timed, TimedVariant
 from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, PHASES

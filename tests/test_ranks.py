@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ladderize.errors import UserError
+from ladderize.ranks.environment import ALONE, Place, started_rank_variables
 from ladderize.ranks.group import already_started, join_ranks, launched
-from ladderize.ranks.launcher import ALONE, Place, started_rank_variables
 from ladderize.ranks.training import compute_dtype
 from tests.helpers import invoke, listing, one_sentence, training_command
 

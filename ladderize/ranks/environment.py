@@ -110,3 +110,44 @@ def _check_threads(text: str) -> None:
 def is_main_rank() -> bool:
     """Whether this process is the one that prints and writes: rank 0, or alone."""
     return os.environ.get(RANK, "0") in ("", "0")
+
+
+# ---- places ----
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's number among all and among those of its machine, and how many there are of both."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+ALONE = Place(rank=0, size=1, local_rank=0, local_size=1)
+
+
+def launched_place() -> Place:
+    """What the launcher says, or ``ALONE`` without one; raises ValueError, with one sentence, if it says nonsense."""
+    variables = launch_variables()
+    if not variables.is_group:
+        return ALONE
+    assert variables.rank is not None
+    assert variables.world_size is not None
+    return Place(
+        rank=variables.rank,
+        size=variables.world_size,
+        local_rank=variables.local_rank or 0,
+        local_size=variables.local_world_size or variables.world_size,
+    )
+
+
+def started_rank_variables(place: Place) -> dict[str, str]:
+    """The variables that a rank which ladderize itself starts gets, as a launcher would set them."""
+    return {
+        RANK: str(place.rank),
+        WORLD_SIZE: str(place.size),
+        LOCAL_RANK: str(place.local_rank),
+        LOCAL_WORLD_SIZE: str(place.local_size),
+    }

@@ -19,8 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from ladderize.console import sentence, silenced
 from ladderize.errors import UserError
 from ladderize.ranks.device import check_device
-from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, RENDEZVOUS_SECONDS, LaunchVariables, launch_variables
-from ladderize.ranks.launcher import ALONE, Place, launched_place
+from ladderize.ranks.environment import (
+    ALONE,
+    MASTER_ADDR,
+    MASTER_PORT,
+    RENDEZVOUS_SECONDS,
+    LaunchVariables,
+    Place,
+    launch_variables,
+    launched_place,
+)
 
 SAY_AFTER_S = 10.0  # ranks that come this late are waited for in words
 CONNECT_S = 30.0  # for the answer of a server that is there

@@ -1,14 +1,55 @@
 """What a launcher asks of a training: sharding and the dtype to compute in. One policy for all methods of ``adapt``."""
 
+import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from ladderize.errors import UserError
-from ladderize.ranks.launcher import accelerate_settings
 
 WIDE = ("float32", "float64")
+_PARALLEL = ("dp_replicate", "dp_shard", "tp", "cp", "sp")  # what accelerate's parallelism config sizes
+
+
+@dataclass(frozen=True)
+class AccelerateSettings:
+    """What ``accelerate launch`` was told, as its variables hold it; empty or False where it was not.
+
+    reshard: of --fsdp_reshard_after_forward; None where nothing was said. parallelism: the sizes of
+    --use_parallelism_config, such as ``tp`` and ``dp_shard``; empty without it.
+    """
+
+    mixed_precision: str
+    deepspeed: bool
+    accumulation_steps: str
+    fsdp: bool
+    fsdp_version: str
+    offload: bool
+    activation_checkpointing: bool
+    reshard: bool | None
+    parallelism: Mapping[str, str]
+
+
+def accelerate_settings() -> AccelerateSettings:
+    def variable(name: str) -> str:
+        return os.environ.get(name, "").lower()
+
+    reshard = variable("FSDP_RESHARD_AFTER_FORWARD")
+    return AccelerateSettings(
+        mixed_precision=variable("ACCELERATE_MIXED_PRECISION"),
+        deepspeed=variable("ACCELERATE_USE_DEEPSPEED") == "true",
+        accumulation_steps=variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+        fsdp=variable("ACCELERATE_USE_FSDP") == "true",
+        fsdp_version=variable("FSDP_VERSION"),
+        offload=variable("FSDP_OFFLOAD_PARAMS") == "true",
+        activation_checkpointing=variable("FSDP_ACTIVATION_CHECKPOINTING") == "true",
+        reshard=False if reshard == "false" else None,
+        parallelism={name: variable(f"PARALLELISM_CONFIG_{name}_SIZE".upper()) or "1" for name in _PARALLEL}
+        if variable("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
+        else {},
+    )
 
 
 def compute_dtype(asked: str, stored: str) -> torch.dtype:
