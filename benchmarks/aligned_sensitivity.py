@@ -45,7 +45,7 @@ def by_shortcut(aligned: AlignedLayouts, layouts: list[Layout], scored: torch.Te
     """Of every column, with the layers of the first one's alignment."""
     blocks, every = aligned.blocks, range(aligned.blocks.num_layers)
     sizes = {"batch_tokens": TOKENS_AT_ONCE, "max_memory": 1 << 40, "path": Path("states")}
-    streams = Streams(blocks, aligned.windows.train, aligned.windows.heldout, aligned.ranks, **sizes)
+    streams = Streams(blocks, aligned.all_windows, aligned.ranks, **sizes)
     student = StudentBlocks(layouts[0], tuple(every), aligned.weights)
     made = aligned_layers(blocks, blocks, aligned.weights, student, streams, aligned.settings, {})
     weights = [computed(layer.weights, blocks) for layer in made]
