@@ -65,8 +65,8 @@ from ladderize.runtime.texts.corpus import sample_corpus as sample_corpus
 from ladderize.runtime.texts.prompts import GenerateDocument as GenerateDocument
 from ladderize.runtime.texts.prompts import generate as generate
 from ladderize.tradeoff.report.options import ReportOptions as ReportOptions
-from ladderize.tradeoff.report.run import ReportSummary as ReportSummary
-from ladderize.tradeoff.report.run import report as report
+from ladderize.tradeoff.report.page import ReportSummary as ReportSummary
+from ladderize.tradeoff.report.page import report as report
 from ladderize.tradeoff.sweep.run import sweep as sweep
 from ladderize.workflows.merge import MergeReport as MergeReport
 from ladderize.workflows.merge import merge as merge

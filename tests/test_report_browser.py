@@ -14,7 +14,7 @@ from selenium.webdriver.support.select import Select
 
 from ladderize.layout import Layout
 from ladderize.tradeoff.report.options import ReportOptions
-from ladderize.tradeoff.report.run import report
+from ladderize.tradeoff.report.page import report
 from tests import browser as harness
 from tests.browser import DESKTOP, PHONE, Browser
 from tests.report_documents import bench_document, eval_document, layouts, plan_document, write_document

@@ -30,7 +30,7 @@ def report(given: GivenOptions) -> None:
     """Show accuracy against speed on one page: an HTML file that needs no network."""
     own, options = given.fill(ReportArguments), given.fill(ReportOptions)
     console = Console(own.as_json)
-    from ladderize.tradeoff.report.run import report as write_report
+    from ladderize.tradeoff.report.page import report as write_report
 
     summary = write_report(own.sources, own.out, options, console=console)
     console.document(summary.to_dict())

@@ -12,8 +12,7 @@ from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.report import show_bench
-from ladderize.tradeoff.report.page import check_libraries
-from ladderize.tradeoff.report.run import report
+from ladderize.tradeoff.report.page import check_libraries, report
 from ladderize.tradeoff.sweep.run import sweep
 from ladderize.tradeoff.sweep.shown import TEXT_COLUMNS, sweep_rows
 from ladderize.workflows.sweep_document import SweepDocument

@@ -30,7 +30,7 @@ from ladderize.eval.paired.document import (
     PredictionComparison,
     Weighting,
 )
-from ladderize.eval.paired.samples import ComparedModel, StoredResults, open_results
+from ladderize.eval.paired.samples import ComparedModel, open_results
 from ladderize.eval.paired.statistics import (
     Stratum,
     estimate_mean,
@@ -299,21 +299,17 @@ def compare(
     models that were not asked the same with what differs.
     """
     stored = [open_results(Path(file)) for file in files]
-    chosen = [read() for results, places in _chosen(stored, models) for read in (results.reads[p] for p in places)]
-    if len(chosen) < 2:
-        held = ", ".join(entry.name for entry in chosen) or "no model"
-        raise UserError(f"there are no two models to compare, but only {held}; name another file")
-    return Comparisons([compare_results(chosen[0], other, options or CompareOptions()) for other in chosen[1:]])
-
-
-def _chosen(stored: list[StoredResults], models: Sequence[str]) -> list[tuple[StoredResults, list[int]]]:
-    """The places of the models to compare in each file; raises UserError for a name that no file has."""
     for model in models:
         if not any(results.places(model) for results in stored):
             known = ", ".join(dict.fromkeys(name for results in stored for name in results.names))
             raise UserError(f"--model {model} is in no file; there are {known}")
-    chosen = []
-    for results in stored:
-        named = sorted({place for model in models for place in results.places(model)})
-        chosen.append((results, named if models and len(results.names) > 1 else list(range(len(results.names)))))
-    return chosen
+    chosen = [
+        read()
+        for results in stored
+        for place, read in enumerate(results.reads)
+        if not models or len(results.names) == 1 or any(place in results.places(model) for model in models)
+    ]
+    if len(chosen) < 2:
+        held = ", ".join(entry.name for entry in chosen) or "no model"
+        raise UserError(f"there are no two models to compare, but only {held}; name another file")
+    return Comparisons([compare_results(chosen[0], other, options or CompareOptions()) for other in chosen[1:]])

@@ -52,14 +52,9 @@ def check_margin(margin: float) -> None:
 
 
 @dataclass(frozen=True)
-class TaskComparison(Record):
-    """One metric of one task, over the same samples of both models."""
+class MeanComparison(Record):
+    """A mean over the same samples of both models."""
 
-    task: str
-    metric: str
-    filter: str
-    main: bool  # whether this metric stands for its task in what is pooled
-    higher_is_better: bool | None
     samples: int
     clusters: int  # groups of samples that were resampled together
     reference_value: float
@@ -67,12 +62,6 @@ class TaskComparison(Record):
     difference: float  # value minus reference_value
     low: float | None  # the ends of its interval; None where so few clusters have none
     high: float | None
-    # of metrics that are 0 or 1; the documents by their doc_id
-    mcnemar_p: float | None
-    right_to_wrong: int | None
-    wrong_to_right: int | None
-    right_to_wrong_docs: list[int] | None
-    wrong_to_right_docs: list[int] | None
     # None where a margin in points has no meaning: the metric is not between 0 and 1, or it is unknown whether more is
     # better
     verdict: Verdict | None
@@ -81,24 +70,31 @@ class TaskComparison(Record):
 
 
 @dataclass(frozen=True)
-class PooledComparison(Record):
-    """The main metrics of several tasks as one number. Each task's samples are resampled within the task. Fields
-    without a comment are as in TaskComparison."""
+class TaskComparison(MeanComparison):
+    """One metric of one task."""
+
+    task: str
+    metric: str
+    filter: str
+    main: bool  # whether this metric stands for its task in what is pooled
+    higher_is_better: bool | None
+    # of metrics that are 0 or 1; the documents by their doc_id
+    mcnemar_p: float | None
+    right_to_wrong: int | None
+    wrong_to_right: int | None
+    right_to_wrong_docs: list[int] | None
+    wrong_to_right_docs: list[int] | None
+
+
+@dataclass(frozen=True)
+class PooledComparison(MeanComparison):
+    """The main metrics of several tasks as one number. Each task's samples are resampled within the task."""
 
     name: str  # of a group of lm-eval, or ``all``
     # the mean over tasks (a group of lm-eval counts as one task, in which its tasks weigh as lm-eval's group says), or
     # over samples
     weights: Weighting
     tasks: list[str]
-    samples: int
-    clusters: int
-    reference_value: float
-    value: float
-    difference: float
-    low: float | None
-    high: float | None
-    verdict: Verdict | None
-    samples_needed: int | None
 
 
 @dataclass(frozen=True)

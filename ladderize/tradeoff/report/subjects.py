@@ -201,7 +201,3 @@ class Subject:
 
     def timing(self, setting: Setting) -> Timing | None:
         return next((timing for timing in self.timings if timing.setting == setting), None)
-
-    def own_timing(self, setting: Setting) -> Timing | None:
-        """The same of a model whose times these are; what shares them is named in the remarks."""
-        return self.timing(setting) if self.timed_as is None else None
