@@ -5,7 +5,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,8 +47,7 @@ def environment(group: Ranks, *, settings: tuple[str, ...] = ()) -> Environment:
     """All ranks call it. settings: beginnings of more variables' names that are noted."""
     import transformers
 
-    on_gpu = group.device.type == "cuda"
-    properties = torch.cuda.get_device_properties(group.device) if on_gpu else None
+    noted = ("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings)
     return Environment(
         device=group.device.type,
         processor=_processor(),
@@ -59,34 +58,30 @@ def environment(group: Ranks, *, settings: tuple[str, ...] = ()) -> Environment:
         transformers=transformers.__version__,
         system=f"{platform.system()} {platform.release()}",
         hosts=len(set(group.gather(platform.node()))),
-        settings={
-            key: value
-            for key, value in sorted(os.environ.items())
-            if key.startswith(("NCCL_", "GLOO_", "OMP_", "TORCH_", *settings))
-        },
-        gpus=group.gather(properties.name) if properties is not None else None,
-        gpu_memory_bytes=properties.total_memory if properties is not None else None,
-        cuda=torch.version.cuda if on_gpu else None,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
-        link=_link(group) if on_gpu else None,
+        settings={key: value for key, value in sorted(os.environ.items()) if key.startswith(noted)},
+        **(_gpu_figures(group) if group.device.type == "cuda" else {}),
     )
 
 
-def _link(group: Ranks) -> str:
-    if group.size == 1:
-        return "none"
-    if torch.cuda.device_count() < group.size:
-        return "not known here"
-    return "peer to peer" if torch.cuda.can_device_access_peer(0, 1) else "through the host"
+def _gpu_figures(group: Ranks) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(group.device)
+    devices = torch.cuda.device_count()
+    peers = devices > 1 and torch.cuda.can_device_access_peer(0, 1)
+    link = "peer to peer" if peers else "through the host"
+    return {
+        "gpus": group.gather(properties.name),
+        "gpu_memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "link": "none" if group.size == 1 else "not known here" if devices < group.size else link,
+    }
 
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ladderize.runtime.bench.document import TimedDocument, environment
 from ladderize.runtime.bench.messages import AloneTimes, PassOperations
 from ladderize.runtime.bench.options import RoundsOptions
 from ladderize.runtime.bench.plan import Asked, BenchPlan
-from ladderize.runtime.bench.rows import MODEL_ROW, PassCommunication, VariantRow, difference_interval
+from ladderize.runtime.bench.rows import MODEL_ROW, PassCommunication, difference_interval
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.runtime.collectives.base import NoCommunication
 from ladderize.runtime.collectives.choose import choose
@@ -124,11 +124,10 @@ class TimedVariant:
 
 
 _Variant = TypeVar("_Variant", bound=TimedVariant)
-_Row = TypeVar("_Row", bound=VariantRow)
 _Document = TypeVar("_Document", bound=TimedDocument)
 
 
-class Bench(ABC, Generic[_Variant, _Row, _Document]):
+class Bench(ABC, Generic[_Variant, _Document]):
     """One rank's part of a benchmark."""
 
     def __init__(self, group: Ranks, options: RoundsOptions, console: Console, settings: tuple[str, ...] = ()) -> None:
@@ -141,14 +140,14 @@ class Bench(ABC, Generic[_Variant, _Row, _Document]):
         """The variants of one batch size; the first is what the others are compared with."""
 
     @abstractmethod
-    def rows(self, variants: list[_Variant], batch: int) -> list[_Row]: ...
+    def rows(self, variants: list[_Variant], batch: int) -> list[Any]: ...
 
     @abstractmethod
     def trace(self, variant: _Variant, path: Path) -> Any:
         """Write a trace of a pass to ``path``, and return the overlap that it shows."""
 
     @abstractmethod
-    def document(self, rows: list[_Row], *, complete: bool) -> _Document: ...
+    def document(self, rows: list[Any], *, complete: bool) -> _Document: ...
 
     def timed_of(self, variants: list[_Variant]) -> list[Timed]:
         """What is timed in each round."""
@@ -159,7 +158,7 @@ class Bench(ABC, Generic[_Variant, _Row, _Document]):
 
     def measure(self) -> _Document:
         """Time everything; reports the document as often as there is more of it. All ranks call it."""
-        rows: list[_Row] = []
+        rows: list[Any] = []
         for batch in self.rounds.batch_sizes:
             variants = self.open(batch)
             time_rounds(self.group, self.timed_of(variants), self.rounds, self.console, f"timing, batch {batch}")
@@ -213,7 +212,7 @@ class RuntimeVariant(TimedVariant):
 _RuntimeVariant = TypeVar("_RuntimeVariant", bound=RuntimeVariant)
 
 
-class RuntimeBench(Bench[_RuntimeVariant, _Row, _Document], Generic[_RuntimeVariant, _Row, _Document, Asked]):
+class RuntimeBench(Bench[_RuntimeVariant, _Document], Generic[_RuntimeVariant, _Document, Asked]):
     """A benchmark of models whose messages go through ``collectives``, and of the same models in ``silence``."""
 
     def __init__(self, group: Ranks, plan: BenchPlan[Asked], console: Console) -> None:
@@ -253,7 +252,7 @@ class RuntimeBench(Bench[_RuntimeVariant, _Row, _Document], Generic[_RuntimeVari
             return overlap
         return dataclasses.replace(overlap, proven=overlap.under_compute_ms > MIN_OVERLAP * overlap.in_flight_ms)
 
-    def document_figures(self, rows: list[_Row], *, complete: bool) -> dict[str, Any]:
+    def document_figures(self, rows: list[Any], *, complete: bool) -> dict[str, Any]:
         """The fields of a ``RuntimeDocument``, and its options and rows."""
         return {
             "complete": complete,

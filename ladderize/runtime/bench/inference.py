@@ -124,7 +124,7 @@ class ModelVariant(RuntimeVariant):
     silent: TimedGenerator
 
 
-class InferenceBench(RuntimeBench[ModelVariant, BenchRow, BenchDocument, BenchOptions]):
+class InferenceBench(RuntimeBench[ModelVariant, BenchDocument, BenchOptions]):
     """Every checkpoint is compared with a reference before it is timed; raises UserError if it is another model."""
 
     def __init__(self, group: Ranks, plan: BenchPlan[BenchOptions], console: Console) -> None:

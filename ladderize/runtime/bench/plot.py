@@ -7,7 +7,7 @@ from typing import Any
 
 from ladderize.figure import PlotPanel, Spec, make_spec, nominal, picture_spec, quantitative, rule, save_pictures
 from ladderize.runtime.bench.document import BenchDocument, BenchRow
-from ladderize.runtime.bench.report import group_text, row_labels
+from ladderize.runtime.bench.report import group_text, labelled
 from ladderize.runtime.bench.rows import PHASES, quartiles
 
 PART_COLOURS = {
@@ -21,10 +21,10 @@ BAR_HEIGHT = 26  # pixels, with the space between bars
 def plot_bench(document: BenchDocument, stem: Path) -> list[Path]:
     """Write ``stem``.png and ``stem``.svg; returns their paths."""
     rows = [row for row in document.rows if row.communication is not None]  # no-comm is the compute of the first
-    labels = dict(zip((row.model for row in rows), row_labels(rows), strict=True))
+    ordered = sorted(labelled(rows), key=lambda one: one[0].batch_size)
     panels = []
     for phase, title in zip(PHASES, ("Prefill", "Decode, per step"), strict=True):
-        bars = [_bar(row, phase, labels[row.model]) for row in sorted(rows, key=lambda row: row.batch_size)]
+        bars = [_bar(row, phase, label) for row, label in ordered]
         panels.append(bar_panel(f"{title}; lines: medians and quartiles (below: of compute)", bars, PART_COLOURS))
     about = f"{group_text(document)}; medians of {document.options.repeat} interleaved rounds"
     return save_pictures(picture_spec(panels, title=about, columns=2, width=420), stem)

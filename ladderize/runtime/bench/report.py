@@ -7,7 +7,7 @@ from typing import Any
 from ladderize.console import Console, human_bytes
 from ladderize.runtime.bench.document import BenchDocument, BenchRow, RuntimeDocument, TimedDocument
 from ladderize.runtime.bench.options import RoundsOptions
-from ladderize.runtime.bench.rows import LEAST_ROUNDS, PHASES, PassCommunication, VariantRow
+from ladderize.runtime.bench.rows import LEAST_ROUNDS, PHASES, PassCommunication
 from ladderize.runtime.schedule import Schedule
 
 LEFT_COLUMNS = ("model", "class", "schedule")
@@ -34,16 +34,11 @@ def show_document(
         console.warn(warning)
 
 
-def row_labels(rows: Sequence[VariantRow]) -> list[str]:
-    """The last part of each model's name, or all of it where that would not tell models apart."""
+def labelled(rows: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Each row with the last part of its model's name, or all of it where that would not tell models apart."""
     short = {row.model: Path(row.model).name for row in rows}
     unique = len(set(short.values())) == len(short)
-    return [short[row.model] if unique else row.model for row in rows]
-
-
-def labelled(rows: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Each row with its label."""
-    return list(zip(rows, row_labels(rows), strict=True))
+    return [(row, short[row.model] if unique else row.model) for row in rows]
 
 
 def rounds_text(options: RoundsOptions, *, complete: bool) -> str:

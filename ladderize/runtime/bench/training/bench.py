@@ -82,7 +82,7 @@ def plan_training_bench(
     return BenchPlan(specs, options, parsed, longest, in_flight)
 
 
-class TrainingBench(RuntimeBench[StepVariant, TrainingBenchRow, TrainingBenchDocument, TrainingBenchOptions]):
+class TrainingBench(RuntimeBench[StepVariant, TrainingBenchDocument, TrainingBenchOptions]):
     """Every variant is checked before it is timed. Raises UserError if one computes something else than the sequential
     schedule of its model."""
 

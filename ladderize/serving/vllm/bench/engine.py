@@ -190,7 +190,7 @@ class EngineVariant(ServedVariant):
     timed: TimedEngine
 
 
-class VllmBench(Bench[EngineVariant, VllmBenchRow, VllmBenchDocument]):
+class VllmBench(Bench[EngineVariant, VllmBenchDocument]):
     """Starts the engines. Where one goes, vLLM ends the group that all share: they live as long as the process."""
 
     def __init__(self, ranks: Ranks, plan: VllmPlan, console: Console) -> None:
