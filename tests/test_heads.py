@@ -336,7 +336,7 @@ def test_other_ways_to_name_no_head_map(llama, tmp_path):
     path = save_map(map_for(llama), tmp_path / "map.json")
     assert "nothing to convert" in convert("--head-map", path)
     (tmp_path / "r.yaml").write_text("ladder: all\nhead_map: 5\n")
-    assert "head_map is 5, but must be a str" in convert("--recipe", tmp_path / "r.yaml")
+    assert "head_map is 5, but must be of type str" in convert("--recipe", tmp_path / "r.yaml")
     with pytest.raises(UserError, match="and another is given"):
         convert_checkpoint(
             llama, tmp_path / "out", Recipe(ladder="all", head_map=str(path)), changes=Changes(head_map=map_for(llama))
