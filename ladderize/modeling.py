@@ -90,15 +90,8 @@ def load_tokenizer(
 def tokenizer_hash(folder: Path) -> str:
     """Of everything that decides how text becomes ids."""
     digest = hashlib.sha256()
-    patterns = (
-        "tokenizer*",
-        "chat_template*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "merges.txt",
-    )
-    for pattern in patterns:
+    others = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt")
+    for pattern in ("tokenizer*", "chat_template*", *others):
         for path in sorted(path for path in folder.glob(pattern) if path.is_file()):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import importlib
 import subprocess
 import sys
@@ -62,10 +63,15 @@ MAY_IMPORT = {
 EXCEPTIONS = {("modeling", "convert.remote_code"), ("blocks", "convert.remote_code")}
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of(path: Path) -> set[str]:
     """The modules of ladderize that a file imports, anywhere in it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -84,7 +90,7 @@ def test_import_rules(path):
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     imported = imports_of(path)
     if "remote_code" in parts:
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         roots = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
         roots |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level == 0}
         assert roots <= {"torch", "transformers"}
@@ -107,13 +113,14 @@ def module_files() -> dict[str, Path]:
     }
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """module -> modules of the package that it imports anywhere in its file: lazily and for types too."""
     files = module_files()
     graph = {}
     for name, path in files.items():
         found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -174,7 +181,7 @@ def test_no_room_imports_itself_in_a_circle():
 def public_names(path: Path) -> set[str]:
     """Functions, classes and constants at module level, without leading underscore; imports are none."""
     names = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in tree_of(path).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -231,7 +238,7 @@ def filled_options() -> list[tuple[str, str, str, tuple[str, ...]]]:
     fills another dataclass than the one beside the command."""
     found = set()
     for path in sorted((PACKAGE / "commands").glob("*.py")):
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         homes = {a.asname or a.name: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
         for call in ast.walk(tree):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "fill":
@@ -283,7 +290,7 @@ def test_only_the_plugin_imports_an_engine():
     """Not even inside a function: where vLLM is not installed, nothing else may miss it."""
 
     def roots(path):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 yield from (alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
