@@ -30,6 +30,7 @@ class Cursor(Record):
     beginning."""
 
     LEFT_OUT: ClassVar = ("state",)
+    FORMER: ClassVar = {"row": "position"}
 
     epoch: int
     row: int
