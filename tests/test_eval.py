@@ -352,6 +352,8 @@ def task_without_data(folder: Path) -> Path:
     [
         ([], 2, "nothing to evaluate"),
         (["--limit", "3", "--perplexity", "x.txt"], 2, "--limit has no effect without --tasks"),
+        (["--resume", "--perplexity", "x.txt"], 2, "--resume has no effect without --out"),
+        (["--no-default-tasks", "--tasks", "t"], 2, "--no-default-tasks has no effect without --include-path"),
         ([*demo("agrement")], 1, "similar names: demo_agreement"),
         (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
         (["--tasks", "a", "--seq-len", "9"], 2, "--seq-len has no effect"),
