@@ -61,10 +61,7 @@ def read_documents(
 ) -> list[np.ndarray]:
     """The documents of a file as 1-D int64 arrays of token ids; raises UserError for what cannot be read."""
     path, key = split_name(spec)
-    if path.suffix in (".npy", ".npz"):
-        documents = read_id_rows(path, key)
-    else:
-        documents = list(_read_lines(path, tokenizer))
+    documents = list(_read_text(path, tokenizer)) if needs_tokenizer(spec) else read_id_rows(path, key)
     if not sum(map(len, documents)):
         raise UserError(f"{path} gives no tokens at all; is it empty?")
     highest = max(int(document.max(initial=0)) for document in documents)
@@ -76,20 +73,15 @@ def read_documents(
     return documents
 
 
-def _read_lines(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[np.ndarray]:
+def _read_text(path: Path, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[np.ndarray]:
     """The documents of a text or jsonl file, one after another."""
-    for origin, document in _read_texts(path):
-        if isinstance(document, str):
-            (ids,) = text_ids(need_tokenizer(tokenizer, origin), [document])
-            yield np.asarray(ids, dtype=np.int64)
-        else:
-            yield document
 
+    def encoded(text: str, origin: str) -> np.ndarray:
+        (ids,) = text_ids(need_tokenizer(tokenizer, origin), [text])
+        return np.asarray(ids, dtype=np.int64)
 
-def _read_texts(path: Path) -> Iterator[tuple[str, str | np.ndarray]]:
-    """Every document, and where it stands: text, or ids that a line of jsonl has."""
     if path.suffix == ".txt":
-        yield str(path), read_text(path, MAX_TEXT_BYTES)
+        yield encoded(read_text(path, MAX_TEXT_BYTES), str(path))
         return
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
@@ -101,9 +93,9 @@ def _read_texts(path: Path) -> Iterator[tuple[str, str | np.ndarray]]:
         except ValueError as error:
             raise UserError(f"{origin}: {error}") from None
         if ids is not None:
-            yield origin, ids
+            yield ids
         elif isinstance(row, dict) and isinstance(row.get("text"), str):
-            yield origin, row["text"]
+            yield encoded(row["text"], origin)
         else:
             raise UserError(f'{origin}: not a JSON object with "input_ids" or a "text"')
 

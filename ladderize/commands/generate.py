@@ -60,7 +60,7 @@ def generate(given: GivenOptions) -> None:
     """Generate text on ladderize's tensor-parallel runtime, or training data: answers to instructions, or texts of the
     model's own."""
     own = given.fill(GenerateArguments)
-    _check_mode(own, chat=bool(given.params["chat"]))
+    _check_mode(own)
     usual = float(own.from_bos or own.prompt_file is not None)  # temperature
     sampling = given.fill(Sampling, temperature=usual if own.temperature is None else own.temperature)
     console = Console(own.as_json)
@@ -82,11 +82,11 @@ def generate(given: GivenOptions) -> None:
         console.document(document.to_dict())
 
 
-def _check_mode(own: GenerateArguments, *, chat: bool) -> None:
+def _check_mode(own: GenerateArguments) -> None:
     """Raise UsageError unless there is something to continue, with all that it needs and nothing that is another's."""
     if own.from_bos:
-        for name, value in (("prompt", own.prompt), ("prompt_file", own.prompt_file), ("chat", chat)):
-            if value:
+        for name in ("prompt", "prompt_file"):
+            if getattr(own, name):
                 raise UsageError(f"--from-bos begins with the BOS token alone; leave {flag(name)} out")
         if own.num_samples is None or own.out is None:
             missing = "--num-samples N" if own.num_samples is None else "--out FILE"

@@ -34,12 +34,7 @@ from ladderize.runtime.texts.samples import Samples, SamplesDocument, checked_ta
 BATCHES_OF_A_GROUP = 8
 SUFFIXES_OF_PROMPTS = (".jsonl", ".parquet", ".txt")
 PROMPT_FORMATS = Formats(
-    {
-        "messages": ("messages",),
-        "conversations": ("conversations",),
-        "prompt": ("prompt",),
-        "text": ("text",),
-    },
+    {name: (name,) for name in ("messages", "conversations", "prompt", "text")},
     "messages, conversations, prompt or text",
 )
 
@@ -60,15 +55,6 @@ class FilePrompt:
         else:
             row = {"messages": [*self.asked, {"role": "assistant", "content": text}]}
         return {**row, "finish_reason": finish_reason}
-
-
-def check_prompt_file(path: Path) -> None:
-    """Raise UsageError for a name that says nothing of the format, UserError where there is no such file."""
-    if path.suffix not in SUFFIXES_OF_PROMPTS:
-        raise UsageError(f"--prompt-file {path} must end in one of {', '.join(SUFFIXES_OF_PROMPTS)}")
-    if not path.exists():
-        raise UserError(f"--prompt-file {path} does not exist")
-    check_regular(path)
 
 
 def read_prompts(path: Path, *, chat: bool, samples: int | None) -> list[FilePrompt]:
@@ -135,11 +121,7 @@ def encode_prompts(
     the answers are trained on."""
     encoder, found = PromptEncoder(spec, max_new_tokens, date=DATE_OF_DATA), []
     for prompt in prompts:
-        if isinstance(prompt.asked, str):
-            ids = encoder.prompt(prompt.asked, prompt.origin)
-        else:
-            ids = encoder.conversation(prompt.asked, prompt.origin)
-        found.append(np.asarray(ids, dtype=np.int32))
+        found.append(np.asarray(encoder.ids(prompt.asked, prompt.origin), dtype=np.int32))
         advance(1)
     return found
 
@@ -196,7 +178,7 @@ class AnswerSamples(Samples):
     """Answers to ``prompts``. ids: of each prompt, int32 [tokens]. prompt_sha256: of the file. stops: strings that end
     an answer, too."""
 
-    NOUN = "answers"
+    NOUN, DOCUMENT = "answers", AnswersDocument
 
     prompt_file: Path
     prompt_sha256: str
@@ -254,13 +236,12 @@ class AnswerSamples(Samples):
     def counted(self, row: Mapping[str, Any]) -> dict[str, int]:
         return {"cut_off": row["finish_reason"] == "length"}
 
-    def document(self, counts: Mapping[str, int], output_tokens: int, common: dict[str, Any]) -> AnswersDocument:
-        return AnswersDocument(
-            **common,
-            prompt_file=str(self.prompt_file),
-            cut_off_samples=counts["cut_off"],
-            output_tokens=output_tokens,
-        )
+    def outcome(self, counts: Mapping[str, int], output_tokens: int) -> dict[str, Any]:
+        return {
+            "prompt_file": str(self.prompt_file),
+            "cut_off_samples": counts["cut_off"],
+            "output_tokens": output_tokens,
+        }
 
 
 def answer_prompts(
@@ -287,7 +268,11 @@ def answer_prompts(
             raise UsageError(f"--{name} has no effect with --prompt-file; leave it out")
     out = checked_target(Path(out), samples, batch_size, overwrite)
     prompt_file = resolved(Path(prompt_file), "--prompt-file ")
-    check_prompt_file(prompt_file)
+    if prompt_file.suffix not in SUFFIXES_OF_PROMPTS:
+        raise UsageError(f"--prompt-file {prompt_file} must end in one of {', '.join(SUFFIXES_OF_PROMPTS)}")
+    if not prompt_file.exists():
+        raise UserError(f"--prompt-file {prompt_file} does not exist")
+    check_regular(prompt_file)
     if out == prompt_file:
         raise UserError(f"--out {out} is the --prompt-file; choose another name")
     spec = check_request(str(model), options)

@@ -45,7 +45,7 @@ class CorpusDocument(SamplesDocument):
 class CorpusSamples(Samples):
     """Texts that begin with ``bos`` alone."""
 
-    NOUN = "samples"
+    NOUN, DOCUMENT = "samples", CorpusDocument
 
     bos: int
 
@@ -104,8 +104,8 @@ class CorpusSamples(Samples):
             raise ValueError(ids)
         return {"tokens": len(ids) - 1, "ended": len(ids) > 1 and ids[-1] in self.eos}
 
-    def document(self, counts: Mapping[str, int], output_tokens: int, common: dict[str, Any]) -> CorpusDocument:
-        return CorpusDocument(**common, tokens=counts["tokens"], eos_share=counts["ended"] / common["samples"])
+    def outcome(self, counts: Mapping[str, int], output_tokens: int) -> dict[str, Any]:
+        return {"tokens": counts["tokens"], "eos_share": counts["ended"] / self.total}
 
 
 def sample_corpus(

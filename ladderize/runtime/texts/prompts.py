@@ -35,8 +35,7 @@ def tokenizer_of(spec: ModelSpec) -> Any:
 class PromptEncoder:
     """Token ids of what a model is asked, checked against its vocabulary and its length.
 
-    max_new_tokens: that have to fit behind them. date: what a chat template is told of today; None: the truth. The
-    methods raise UserError, which names ``origin`` where there is one.
+    max_new_tokens: that have to fit behind them. date: what a chat template is told of today; None: the truth.
     """
 
     def __init__(self, spec: ModelSpec, max_new_tokens: int, *, date: datetime | None = None) -> None:
@@ -47,48 +46,47 @@ class PromptEncoder:
     def _renderer(self) -> ChatRenderer | None:
         return ChatRenderer.of(self.tokenizer, date=self.date)
 
-    def prompt(self, text: str, origin: str = "") -> list[int]:
-        """A text to continue, with the tokenizer's own special tokens (for Llama: BOS before it)."""
-        if not is_text(text):
-            raise UserError(
-                f"{_at(origin)}the prompt {text[:80]!a} holds half of a surrogate pair, which is not a character"
-            )
-        return self._checked(self.tokenizer(text, verbose=False)["input_ids"], origin)
+    def ids(self, asked: str | Sequence[Mapping[str, Any]], origin: str = "") -> list[int]:
+        """Of a text to continue, with the tokenizer's own special tokens (for Llama: BOS before it); or of a
+        conversation up to where the assistant's answer begins, to which only the chat template gives a BOS.
 
-    def conversation(self, messages: Sequence[Mapping[str, Any]], origin: str = "") -> list[int]:
-        """A conversation up to where the assistant's answer begins; only the chat template gives it a BOS."""
-        if self._renderer is None:
-            raise UserError(
-                f"{_at(origin)}{self.spec.name} has no chat template, which a conversation needs (and --chat); put a"
-                " chat_template.jinja into its folder"
-            )
+        Raises UserError, which names ``origin`` where there is one.
+        """
         try:
-            text, _ = self._renderer.render(messages, add_generation_prompt=True)
-        except RefusedConversation as problem:
-            raise UserError(f"{_at(origin)}{problem}") from None
-        return self._checked(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], origin)
-
-    def _checked(self, ids: list[int], origin: str) -> list[int]:
-        vocabulary = self.spec.config["vocab_size"]
-        if not ids:
-            raise UserError(
-                f"{_at(origin)}a prompt is empty and the tokenizer adds no BOS token, so there is nothing to continue"
-            )
-        if max(ids) >= vocabulary:
-            raise UserError(
-                f"{_at(origin)}{self.spec.name}: its tokenizer makes the token {max(ids)}, but the model has"
-                f" {vocabulary} only"
-            )
-        if len(ids) + self.max_new_tokens > self.spec.positions:
-            raise UserError(
-                f"{_at(origin)}a prompt of {len(ids)} tokens and --max-new-tokens {self.max_new_tokens} exceed the"
-                f" model's {self.spec.positions} positions"
-            )
+            ids = self._text_ids(asked) if isinstance(asked, str) else self._chat_ids(asked)
+            vocabulary, positions = self.spec.config["vocab_size"], self.spec.positions
+            if not ids:
+                raise UserError(
+                    "a prompt is empty and the tokenizer adds no BOS token, so there is nothing to continue"
+                )
+            if max(ids) >= vocabulary:
+                raise UserError(
+                    f"{self.spec.name}: its tokenizer makes the token {max(ids)}, but the model has {vocabulary} only"
+                )
+            if len(ids) + self.max_new_tokens > positions:
+                raise UserError(
+                    f"a prompt of {len(ids)} tokens and --max-new-tokens {self.max_new_tokens} exceed the model's"
+                    f" {positions} positions"
+                )
+        except (UserError, RefusedConversation) as problem:
+            raise UserError(f"{origin}: {problem}" if origin else str(problem)) from None
         return ids
 
+    def _text_ids(self, text: str) -> list[int]:
+        if not is_text(text):
+            raise UserError(f"the prompt {text[:80]!a} holds half of a surrogate pair, which is not a character")
+        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        return ids
 
-def _at(origin: str) -> str:
-    return f"{origin}: " if origin else ""
+    def _chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        if self._renderer is None:
+            raise UserError(
+                f"{self.spec.name} has no chat template, which a conversation needs (and --chat); put a"
+                " chat_template.jinja into its folder"
+            )
+        text, _ = self._renderer.render(messages, add_generation_prompt=True)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
 
 
 @dataclass(frozen=True)
@@ -136,10 +134,7 @@ def generate(
     with console.stage(f"reading {model}"):
         spec = check_request(str(model), options)
         encoder = PromptEncoder(spec, options.max_new_tokens)
-        ids = [
-            encoder.conversation([{"role": "user", "content": prompt}]) if options.chat else encoder.prompt(prompt)
-            for prompt in prompts
-        ]
+        ids = [encoder.ids([{"role": "user", "content": prompt}] if options.chat else prompt) for prompt in prompts]
     document: GenerateDocument | None = run(
         _generate,
         spec,

@@ -68,6 +68,7 @@ class Samples(ABC):
     max_new_tokens."""
 
     NOUN: ClassVar[str]
+    DOCUMENT: ClassVar[type[SamplesDocument]]
 
     out: Path
     total: int
@@ -95,8 +96,8 @@ class Samples(ABC):
         """What is counted of a line. Raises KeyError, TypeError or ValueError for what is none."""
 
     @abstractmethod
-    def document(self, counts: Mapping[str, int], output_tokens: int, common: dict[str, Any]) -> SamplesDocument:
-        """common: the fields of ``SamplesDocument``. output_tokens: of this run."""
+    def outcome(self, counts: Mapping[str, int], output_tokens: int) -> dict[str, Any]:
+        """The fields of ``DOCUMENT`` beside those of ``SamplesDocument``. output_tokens: of this run."""
 
 
 def checked_target(out: Path, samples: int | None, batch_size: int | None, overwrite: bool) -> Path:
@@ -161,19 +162,19 @@ def _write(
         if file is None:
             return None
         file.finish()
-        common = {
-            "model": spec.name,
-            "layout": str(spec.layout),
-            "tp_size": group.size,
-            "backend": backend,
-            "dtype": spec.dtype,
-            "out": str(samples.out),
-            "samples": file.samples,
-            "resumed_samples": before,
-            "seconds": seconds,
-            "output_tokens_per_s": made / seconds if made else None,
-        }
-        return samples.document(file.counts, made, common)
+        return samples.DOCUMENT(
+            model=spec.name,
+            layout=str(spec.layout),
+            tp_size=group.size,
+            backend=backend,
+            dtype=spec.dtype,
+            out=str(samples.out),
+            samples=file.samples,
+            resumed_samples=before,
+            seconds=seconds,
+            output_tokens_per_s=made / seconds if made else None,
+            **samples.outcome(file.counts, made),
+        )
 
 
 class SampleFile(WorkFolder):
