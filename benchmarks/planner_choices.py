@@ -24,11 +24,11 @@ from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.planning.hardware import known_engines, read_device
 from ladderize.planning.passes import Workload, pass_parts, point_seconds
-from ladderize.planning.planner.choose import TimedLayouts, choose_point, option_seconds
-from ladderize.planning.planner.document import ChoiceTarget, LayoutNll
-from ladderize.planning.planner.front import OptionCosts, chosen_options
-from ladderize.planning.planner.plan import estimate_costs
-from ladderize.planning.planner.verify import verified_choice
+from ladderize.planning.plans.costs import estimate_costs
+from ladderize.planning.plans.document import LayoutNll
+from ladderize.planning.plans.layout_space import LayoutSpace, choose_point, chosen_options, option_seconds
+from ladderize.planning.plans.options import ChoiceTarget
+from ladderize.planning.plans.search import verified_choice
 from ladderize.runtime.collectives.links import read_interconnect
 from ladderize.runtime.shards import read_shape
 
@@ -55,8 +55,8 @@ class KnownCosts:
     def cost(self, layout: Layout, held_out: bool) -> float:
         return float(self.increases(held_out)[self.number[layout]])
 
-    def measure(self, layouts: list[Layout], held_out: bool) -> list[LayoutNll]:
-        return [LayoutNll(0.0, None, self.cost(layout, held_out), None, 0) for layout in layouts]
+    def measure(self, layout: Layout, held_out: bool) -> LayoutNll:
+        return LayoutNll(0.0, None, self.cost(layout, held_out), None, 0)
 
 
 def sensitivity_of(document: dict) -> PointSensitivity:
@@ -111,11 +111,11 @@ def main() -> None:
         for batch in BATCHES:
             for phase in PHASES:
                 constant, layer = timed(link, batch, phase, layers)
-                seconds = np.array([layer[chosen_options(layout)].sum() for layout in truth.number])
+                every = np.array([layer[chosen_options(layout)].sum() for layout in truth.number])
                 for budget in BUDGETS:
                     within = truth.increases(False) <= budget
                     dense = layers * layer[0]
-                    best = dense - seconds[within].min()
+                    best = dense - every[within].min()
                     if best <= 1e-9 * dense:
                         continue
                     about = {"link": link, "batch": batch, "phase": phase, "budget_nats": budget}
@@ -125,11 +125,8 @@ def main() -> None:
                         *((f"verified, {limit}", with_pairs, limit) for limit in LIMITS),
                         *((f"verified without pairs, {limit}", without, limit) for limit in LIMITS),
                     ):
-                        space = TimedLayouts(
-                            OptionCosts(np.tile(layer, (layers, 1)), costs.nats, costs.pairs),
-                            constant,
-                            document["sync_tp_size"],
-                        )
+                        seconds = np.tile(layer, (layers, 1))
+                        space = LayoutSpace(seconds, costs.nats, costs.pairs, constant, document["sync_tp_size"])
                         rows.append({**about, "how": how, **_outcome(space, budget, truth, limit, best)})
     summary = {
         how: _summary([row for row in rows if row["how"] == how]) for how in dict.fromkeys(r["how"] for r in rows)
@@ -141,12 +138,12 @@ def main() -> None:
     )
 
 
-def _outcome(space: TimedLayouts, budget: float, truth: KnownCosts, limit: int | None, best: float) -> dict:
+def _outcome(space: LayoutSpace, budget: float, truth: KnownCosts, limit: int | None, best: float) -> dict:
     front = space.front()
     target = ChoiceTarget(max_ppl_increase=f"{100 * math.expm1(budget):.2f}%", max_nats=budget)
     made, verified = 0, False
     try:
-        chosen = space.described(front.chosen[choose_point(space.speedup(front.seconds), front.nats, target)])
+        chosen = space.described(front[choose_point(space.speedups(front), space.totals(front)[1], target)])
         if limit is not None:
             chosen, check = verified_choice(space, front, target, truth, limit)
             made, verified = check.made, check.verified
@@ -157,7 +154,7 @@ def _outcome(space: TimedLayouts, budget: float, truth: KnownCosts, limit: int |
         "found": True,
         "over": truth.cost(layout, False) > budget,
         "over_held_out": truth.cost(layout, True) > budget,
-        "saved": float((space.dense_seconds - chosen.ms / 1000) / best),
+        "saved": float((space.totals(space.dense)[0] - chosen.ms / 1000) / best),
         "made": made,
         "verified": verified,
     }

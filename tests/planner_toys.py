@@ -8,8 +8,10 @@ import numpy as np
 from ladderize.convert.point_sensitivity import PointCost, PointSensitivity, point_changes
 from ladderize.convert.sensitivity_file import CalibrationData
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
-from ladderize.planning.planner.document import LayoutNll
-from ladderize.planning.planner.front import LAYER_OPTIONS, OptionCosts, chosen_options
+from ladderize.planning.passes import PointSeconds
+from ladderize.planning.plans.document import LayoutNll
+from ladderize.planning.plans.layout_space import LAYER_OPTIONS, LayoutSpace, chosen_options
+from ladderize.planning.plans.options import ChoiceTarget
 
 NATS = np.array([0, 0.4, 1.0, 0.3, 0.8, 1.5])  # of the options, about, next to each other
 
@@ -31,15 +33,21 @@ def random_seconds():
     return np.array([seconds[option] for option in LAYER_OPTIONS])
 
 
-class FakeSeconds:
-    """Of a pass, as the time model gives them."""
+def pass_seconds():
+    """Of both phases, as the time model gives them."""
+    return {
+        phase: PointSeconds(
+            float(np.random.uniform(0, 1e-3)), dict(zip(LAYER_OPTIONS, random_seconds().tolist(), strict=True))
+        )
+        for phase in ("prefill", "decode")
+    }
 
-    def __init__(self):
-        self.constant = float(np.random.uniform(0, 1e-3))
-        self.layer = dict(zip(LAYER_OPTIONS, random_seconds().tolist(), strict=True))
+
+def target_of(max_ppl_increase=None, min_speedup=None, dense_nll=0.0):
+    return ChoiceTarget(max_ppl_increase, None, min_speedup).in_nats(dense_nll)
 
 
-def random_costs(layers, *, alike, offered=1.0, pairs=True):
+def random_space(layers, *, alike, offered=1.0, pairs=True, constant=0.0):
     """alike: all layers take the same time. offered: the part of options that are."""
     seconds = np.tile(random_seconds(), (layers, 1)) if alike else np.random.uniform(0, 1e-3, (layers, 6))
     nats = np.random.lognormal(-3, 1, (layers, 1)) * NATS * np.random.uniform(0.5, 2, (layers, 6))
@@ -48,7 +56,7 @@ def random_costs(layers, *, alike, offered=1.0, pairs=True):
     between = np.random.normal(0.01, 0.02, (layers - 1, 6, 6)) * pairs
     between[:, 0], between[:, :, 0] = 0, 0
     between = np.maximum(between, 0) if not alike else between
-    return OptionCosts(seconds, nats, between)
+    return LayoutSpace(seconds, nats, between, constant, 2)
 
 
 def sensitivity_of(layers, *, sync_tp_size, pairs):
@@ -85,12 +93,12 @@ def sensitivity_of(layers, *, sync_tp_size, pairs):
 
 
 class FakeMeasurer:
-    """Exact costs by a formula, which are more than sums. held_out: by how much costs are more on held-out windows.
+    """Exact costs by a formula, which are more than sums. held_out: a factor of costs on held-out windows.
     blind: the others say nothing of any cost. stderr: of each, as is said.
 
     Keeps what it was asked for, and measures nothing twice, as the real one does."""
 
-    def __init__(self, costs, *, convexity=None, pairs=0.3, held_out=lambda layout: 1.0, blind=False, stderr=0.0):
+    def __init__(self, costs, *, convexity=None, pairs=0.3, held_out=1.0, blind=False, stderr=0.0):
         self.costs, self.held_out, self.blind, self.stderr = costs, held_out, blind, stderr
         self.convexity = np.random.uniform(0, 1) if convexity is None else convexity
         self.extra = np.abs(np.random.normal(0, pairs, (6, 6)))
@@ -102,10 +110,8 @@ class FakeMeasurer:
         between = np.sqrt(single[:-1] * single[1:]) * self.extra[options[:-1], options[1:]]
         return float(single.sum() + between.sum() + self.convexity * single.sum() ** 2)
 
-    def measure(self, layouts, held_out):
-        self.asked += [(layout, held_out) for layout in layouts]
-        factors = [self.held_out(layout) if held_out else 0.0 if self.blind else 1.0 for layout in layouts]
-        increases = [
-            factor * self.truth(chosen_options(layout)) for factor, layout in zip(factors, layouts, strict=True)
-        ]
-        return [LayoutNll(1.5 + increase, 0.02, increase, self.stderr, 32) for increase in increases]
+    def measure(self, layout, held_out):
+        self.asked.append((layout, held_out))
+        factor = self.held_out if held_out else 0.0 if self.blind else 1.0
+        increase = factor * self.truth(chosen_options(layout))
+        return LayoutNll(1.5 + increase, 0.02, increase, self.stderr, 32)

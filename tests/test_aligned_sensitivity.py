@@ -22,8 +22,7 @@ from ladderize.eval.results import EvalResults
 from ladderize.eval.sensitivity import column_layouts
 from ladderize.eval.sensitivity_plot import sensitivity_picture
 from ladderize.layout import Layout
-from ladderize.planning.planner.measure import LayoutMeasurer
-from ladderize.planning.planner.windows import AlignmentCounts
+from ladderize.planning.plans.measure import LayoutMeasurer, layout_key
 from ladderize.tradeoff.sweep.stages import asked_by, check_sensitivity, sensitivity_words
 from ladderize.workflows import aligned_layouts
 from ladderize.workflows.aligned_layouts import AlignedLayouts
@@ -235,7 +234,7 @@ def test_points_are_aligned_too(model, ids, points, tmp_path, monkeypatch):
 
 def aligned_measurer(model, points, folder, **how):
     sensitivity = read_point_sensitivity(points)
-    counts = AlignmentCounts(sensitivity.aligned.samples, sensitivity.aligned.heldout)
+    counts = (sensitivity.aligned.samples, sensitivity.aligned.heldout)
     return LayoutMeasurer(model, sensitivity.fingerprint, sensitivity.data, folder=folder, **{"align": counts, **how})
 
 
@@ -249,14 +248,14 @@ def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monke
     )
     with aligned_measurer(model, points, tmp_path / "work") as measurer:
         assert measurer.aligned == sensitivity.aligned
-        found = measurer.measure(layouts[:1], False)
-        assert measurer.measured(layouts[0], True)  # aligned once, scored on all windows
+        found = [measurer.measure(layouts[0], False)]
+        assert layout_key(layouts[0]) in measurer.tables["confirm"]  # aligned once, scored on all windows
         others = {window.tobytes() for window in measurer.aligner.windows.all.numpy()}
         assert not others & {w.tobytes() for windows in measurer.windows.values() for w in windows}
-        held_out = measurer.measure(layouts[:1], True)
+        held_out = measurer.measure(layouts[0], True)
     with aligned_measurer(model, points, tmp_path / "work") as again:  # a killed run goes on
-        assert again.measure(layouts[:1], True) == held_out
-        found += again.measure(layouts[1:], False)
+        assert again.measure(layouts[0], True) == held_out
+        found += [again.measure(layout, False) for layout in layouts[1:]]
     assert aligned == [Layout.dense(LAYERS), *layouts]
     np.testing.assert_allclose([cost.increase for cost in found], [cost.nats for cost in costs], atol=1e-5)
     windows = drawn(model, ids)[SCORED + ALIGNED + HELD_OUT :][:SCORED]
@@ -267,10 +266,10 @@ def test_a_measured_layout_is_an_aligned_one(model, ids, points, tmp_path, monke
 
 def test_too_few_windows_to_align_and_to_confirm_on(model, points, tmp_path):
     with pytest.raises(UserError, match="beside the 3 that a layout is chosen by, too few for 37 to align on"):
-        aligned_measurer(model, points, tmp_path / "a", align=AlignmentCounts(37))
+        aligned_measurer(model, points, tmp_path / "a", align=(37, None))
     with pytest.raises(UserError, match="has 1 windows .* and the 36 that layouts are aligned on, and 2 are needed"):
-        aligned_measurer(model, points, tmp_path / "b", align=AlignmentCounts(33))
-    with aligned_measurer(model, points, tmp_path / "c", align=AlignmentCounts()) as measurer:
+        aligned_measurer(model, points, tmp_path / "b", align=(33, None))
+    with aligned_measurer(model, points, tmp_path / "c", align=(None, None)) as measurer:
         assert len(measurer.aligner.windows.all) == (40 - SCORED) // 2  # the rest is left to confirm on
 
 

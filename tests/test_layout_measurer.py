@@ -15,8 +15,8 @@ from ladderize.convert.point_sensitivity import read_point_sensitivity
 from ladderize.errors import LadderizeError, UserError
 from ladderize.eval.suffixes import Suffixes
 from ladderize.layout import Layout, LayoutError
-from ladderize.planning.planner import measure
-from ladderize.planning.planner.measure import LayoutMeasurer
+from ladderize.planning.plans import measure
+from ladderize.planning.plans.measure import LayoutMeasurer
 from tests.helpers import SHAPE, edit_json, fresh_rng, invoke, save_llama
 from tests.test_points import oracle_nll, random_layout
 
@@ -63,6 +63,10 @@ def different_layouts(count):
     return found
 
 
+def all_of(measurer, layouts, held_out):
+    return [measurer.measure(layout, held_out) for layout in layouts]
+
+
 def values(costs):
     return [list(vars(cost).values()) for cost in costs]
 
@@ -92,14 +96,14 @@ def test_costs_are_those_of_the_oracle_on_either_windows(llama, ids, points, mea
     layouts = [random_layout(rng), Layout.dense(4), random_layout(rng), random_layout(rng)]
     with measuring(batch_size=2) as measurer:
         for held_out, part in ((False, windows[:SAMPLES]), (True, windows[SAMPLES:])):
-            found = measurer.measure(layouts, held_out)
+            found = all_of(measurer, layouts, held_out)
             for layout, cost in zip(layouts, found, strict=True):
                 (found_values,) = values([cost])
                 assert found_values == pytest.approx(expected(llama, layout, part), abs=2e-6, rel=1e-5)
             assert (found[1].increase, found[1].increase_stderr) == (0, 0)
         single = [cost.layout(4, 4) for cost in points.costs]
         costs = [cost.nats for cost in points.costs]  # the sensitivity's own windows
-        assert [one.increase for one in measurer.measure(single, False)] == pytest.approx(costs, abs=1e-6)
+        assert [one.increase for one in all_of(measurer, single, False)] == pytest.approx(costs, abs=1e-6)
 
 
 def test_each_is_measured_once_and_a_killed_run_goes_on(measuring, tmp_path, monkeypatch):
@@ -109,31 +113,28 @@ def test_each_is_measured_once_and_a_killed_run_goes_on(measuring, tmp_path, mon
     def counted(self, batch):
         if len(scored) == limit:
             raise KeyboardInterrupt
-        scored.append((len(self.tree.layouts), len(batch)))
+        scored.append(len(batch))
         return original(self, batch)
 
     with measuring(batch_size=3, folder=tmp_path / "whole") as measurer:
-        whole = [measurer.measure(layouts, held_out) for held_out in (False, True)]
+        whole = [all_of(measurer, layouts, held_out) for held_out in (False, True)]
     monkeypatch.setattr(Suffixes, "__call__", counted)
     monkeypatch.setattr(measure, "SAVE_SECONDS", 0.0)
-    limit = 2
+    limit = 4
     with pytest.raises(KeyboardInterrupt), measuring(batch_size=3) as measurer:
-        measurer.measure(layouts[:2], False)
-    assert scored == [(3, 3), (3, 3)]  # the dense model among them
+        measurer.measure(layouts[0], False)
+    assert scored == [3, 3, 1, 3]  # the dense model first
     scored.clear()
     limit = -1
-    with measuring(batch_size=4) as measurer:  # of the last window of two, then all of the third
-        assert not measurer.measured(layouts[0], False)
-        assert values(measurer.measure(layouts[:2], False)) == about(whole[0][:2])
-        assert scored == [(3, 1)]
-        assert measurer.measured(layouts[0], False)
-        assert not measurer.measured(layouts[0], True)
-        assert values(measurer.measure(layouts, False)) == about(whole[0])
-        assert scored[1:] == [(1, 4), (1, 3)]
-        assert values(measurer.measure(layouts, True)) == about(whole[1])
+    with measuring(batch_size=4) as measurer:  # of what is left of the first, then all of the others
+        assert values(all_of(measurer, layouts[:2], False)) == about(whole[0][:2])
+        assert scored == [4, 4, 3]
+        assert values(all_of(measurer, layouts, False)) == about(whole[0])
+        assert scored[3:] == [4, 3]
+        assert values(all_of(measurer, layouts, True)) == about(whole[1])
         count = len(scored)
     with measuring() as measurer:
-        assert values(measurer.measure(layouts[::-1], True)) == about(whole[1][::-1])
+        assert values(all_of(measurer, layouts[::-1], True)) == about(whole[1][::-1])
         assert len(scored) == count
         assert measurer.weights is None
     measurer.tidy()
@@ -143,11 +144,10 @@ def test_each_is_measured_once_and_a_killed_run_goes_on(measuring, tmp_path, mon
 def test_weights_that_are_in_memory_need_no_more_room(llama, measuring, monkeypatch):
     asked = []
     monkeypatch.setattr("ladderize.eval.suffixes.check_room", lambda need, *_: asked.append(need))
-    ladders = [Layout.from_layers(4, ladder=[layer]) for layer in (1, 2)]
     with measuring() as measurer:
         for _ in range(2):
             measurer.tables["choose"].clear()
-            measurer.measure(ladders, False)
+            measurer.measure(Layout.dense(4), False)
     weights = sum(tensor.nbytes for tensor in read_checkpoint(llama).tensors.values())
     first, second = asked
     assert first - second == pytest.approx(weights, rel=0.01)
@@ -156,11 +156,11 @@ def test_weights_that_are_in_memory_need_no_more_room(llama, measuring, monkeypa
 def test_a_damaged_record_is_measured_again(measuring, tmp_path):
     layout = random_layout(fresh_rng())
     with measuring() as measurer:
-        before = measurer.measure([layout], False)
+        before = measurer.measure(layout, False)
     for damage in ('{"choose": {"bbbb/bbbb": "x"}}', "{cut", json.dumps({"choose": [1]})):
         (tmp_path / "work" / "layouts.json").write_text(damage)
         with measuring() as measurer:
-            assert measurer.measure([layout], False) == before
+            assert measurer.measure(layout, False) == before
 
 
 def test_windows_to_confirm_on(llama, ids, points, measuring, tmp_path, capsys):
@@ -168,8 +168,6 @@ def test_windows_to_confirm_on(llama, ids, points, measuring, tmp_path, capsys):
     with measuring() as measurer:
         both = np.concatenate([measurer.windows["choose"], measurer.windows["confirm"]])
         assert sorted(map(tuple, both)) == sorted(map(tuple, windows))
-    with measuring(held_out_windows=3, folder=tmp_path / "three") as measurer:
-        assert len(measurer.windows["confirm"]) == 3
     others = fresh_rng().integers(3, SHAPE["vocab_size"], (20, 16))
     chosen = measurer.windows["choose"]
     np.save(tmp_path / "others.npy", np.concatenate([others, chosen]))  # these are left out
@@ -192,16 +190,15 @@ def test_what_is_refused(llama, ids, points, measuring, tmp_path):
     refused("on another model than", model=other)
     assert invoke("convert", llama, tmp_path / "ladder", "--ladder", "2:", "--no-verify").code == 0
     refused("is not dense", model=tmp_path / "ladder")
-    refused("has 5 windows of 16 tokens to confirm .* and 6 are needed", held_out_windows=6)
     np.save(tmp_path / "few.npy", np.load(ids)[:1])
     refused("has [01] windows of 16 tokens to confirm", held_out_data=str(tmp_path / "few.npy"))
     refused("few.npy has 0 windows", data_file=str(tmp_path / "few.npy"))
     with measuring() as measurer:
         with pytest.raises(LayoutError, match="the layout is of 5 layers"):
-            measurer.measure([Layout.dense(5)], False)
+            measurer.measure(Layout.dense(5), False)
         with pytest.raises(LayoutError, match="sync-tp-size 3 does not divide"):
-            measurer.measure([Layout.from_layers(4, spd=[1], sync_tp_size=3)], False)
-        measurer.measure([Layout.dense(4)], False)
+            measurer.measure(Layout.from_layers(4, spd=[1], sync_tp_size=3), False)
+        measurer.measure(Layout.dense(4), False)
         with pytest.raises(UserError, match="another run is using"), measuring():
             pass
     with pytest.raises(UserError, match="with another dtype"), measuring(dtype="bfloat16"):
@@ -216,7 +213,7 @@ def test_the_likelihood_of_a_broken_model_is_refused(llama, ids, points, measuri
     with measuring() as measurer:
         measurer.blocks._end("model.norm.weight").fill_(math.nan)
         with pytest.raises(UserError, match="is NaN or infinite"):
-            measurer.measure([Layout.dense(4)], False)
+            measurer.measure(Layout.dense(4), False)
 
 
 def test_all_windows_taken_by_the_sensitivity_leave_none(llama, ids, tmp_path):

@@ -9,20 +9,20 @@ import pytest
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import write_json
 from ladderize.layout import DROPPED, OVERLAPPED
-from ladderize.planning.planner.choose import TimedLayouts, choose_point, in_nats, option_seconds, read_target
-from ladderize.planning.planner.document import PlanChoice
-from ladderize.planning.planner.front import (
+from ladderize.planning.plans.costs import PlanCosts, estimate_costs, read_accuracy_costs
+from ladderize.planning.plans.document import PlanChoice
+from ladderize.planning.plans.layout_choice import plan_layout
+from ladderize.planning.plans.layout_space import (
     LAYER_OPTIONS,
-    OptionCosts,
-    chosen_layout,
+    LayoutSpace,
+    choose_point,
     chosen_options,
-    pareto_layouts,
+    option_seconds,
 )
-from ladderize.planning.planner.plan import PlanCosts, estimate_costs, plan_layout, read_accuracy_costs
-from tests.planner_toys import FakeSeconds, all_options, random_costs, random_seconds, sensitivity_of
+from tests.planner_toys import all_options, pass_seconds, random_seconds, random_space, sensitivity_of, target_of
 
 
-def brute_front(costs: OptionCosts) -> list[tuple[float, float]]:
+def brute_front(costs: LayoutSpace) -> list[tuple[float, float]]:
     """(seconds, nats) of the front, of every layout there is."""
     offered = [np.flatnonzero(np.isfinite(row)).tolist() for row in costs.nats]
     points = sorted(costs.totals(chosen) for chosen in itertools.product(*offered))
@@ -41,30 +41,25 @@ def brute_front(costs: OptionCosts) -> list[tuple[float, float]]:
 def test_front_is_that_of_brute_force(layers, alike):
     """With interactions, random subsets of offered options, and times that are alike in all layers or not."""
     for _ in range(4 if layers < 5 else 2):
-        costs = random_costs(layers, alike=alike, offered=0.8)
-        front = pareto_layouts(costs)
-        expected = brute_front(costs)
-        assert len(front) == len(expected)
-        np.testing.assert_allclose(np.stack([front.seconds, front.nats], 1), expected, rtol=1e-9, atol=1e-10)
-        for chosen, seconds, nats in zip(front.chosen, front.seconds, front.nats, strict=True):
-            assert costs.totals(chosen) == pytest.approx((seconds, nats), rel=1e-9, abs=1e-10)
+        costs = random_space(layers, alike=alike, offered=0.8)
+        np.testing.assert_allclose(np.stack(costs.totals(costs.front()), 1), brute_front(costs), rtol=1e-9, atol=1e-10)
 
 
 def test_front_of_many_layers_is_undominated_and_ends_with_dense():
-    costs = random_costs(80, alike=True)
-    front = pareto_layouts(costs)
-    assert (np.diff(front.seconds) > 0).all()
-    assert (np.diff(front.nats) < 0).all()
-    assert front.nats[-1] <= 0  # dense, or what is as good
-    assert front.seconds[-1] <= costs.seconds[:, 0].sum()
+    costs = random_space(80, alike=True)
+    front_seconds, front_nats = costs.totals(costs.front())
+    assert (np.diff(front_seconds) > 0).all()
+    assert (np.diff(front_nats) < 0).all()
+    assert front_nats[-1] <= 0  # dense, or what is as good
+    assert front_seconds[-1] <= costs.seconds[:, 0].sum()
     # no random layout is better than the front
     rng = np.random.default_rng(np.random.randint(1 << 30))
     for _ in range(200):
         chosen = rng.integers(0, len(LAYER_OPTIONS), 80) * (rng.random(80) < rng.random())
         chosen[0] %= 3
         seconds, nats = costs.totals(chosen)
-        as_fast = front.seconds <= seconds * (1 + 1e-9)
-        assert front.nats[as_fast].min() <= nats + 1e-9
+        as_fast = front_seconds <= seconds * (1 + 1e-9)
+        assert front_nats[as_fast].min() <= nats + 1e-9
 
 
 def greedy(costs, budget):
@@ -88,21 +83,21 @@ def greedy(costs, budget):
 
 def test_greedy_by_ratio_is_never_better():
     for _ in range(20):
-        costs = random_costs(4, alike=True, pairs=False)
+        costs = random_space(4, alike=True, pairs=False)
         budget = np.random.uniform(0.2, 1) * costs.nats[np.isfinite(costs.nats)].max()
-        front = pareto_layouts(costs)
-        assert greedy(costs, budget) >= front.seconds[front.nats <= budget + 1e-9].min() * (1 - 1e-9)
+        seconds, nats = costs.totals(costs.front())
+        assert greedy(costs, budget) >= seconds[nats <= budget + 1e-9].min() * (1 - 1e-9)
 
 
 def test_greedy_by_ratio_is_worse_somewhere():
     """Why there is a dynamic programme: the cheaper change saves more for its cost, and leaves too little for the
     other, which takes the whole budget and saves more."""
     budget, part = np.random.uniform(0.1, 1), np.random.uniform(0.05, 0.6)
-    costs = OptionCosts(np.full((2, 6), 2.0), np.full((2, 6), np.inf), np.zeros((1, 6, 6)))
+    costs = LayoutSpace(np.full((2, 6), 2.0), np.full((2, 6), np.inf), np.zeros((1, 6, 6)))
     costs.nats[:, 0] = 0
     costs.nats[:, 1], costs.seconds[:, 1] = (part * budget, budget), (2 - 1.5 * part, 1)
-    front = pareto_layouts(costs)
-    assert front.seconds[front.nats <= budget].min() == pytest.approx(3)
+    seconds, nats = costs.totals(costs.front())
+    assert seconds[nats <= budget].min() == pytest.approx(3)
     assert greedy(costs, budget) == pytest.approx(4 - 1.5 * part)
 
 
@@ -110,7 +105,7 @@ def test_options_and_layouts_are_the_same():
     for layers in (1, 2, 3):
         seen = set()
         for chosen in all_options(layers):
-            layout = chosen_layout(chosen, 2)
+            layout = random_space(layers, alike=True).layout(chosen)
             assert chosen_options(layout) == list(chosen)
             assert (layout.sync_tp_size == 2) == (DROPPED in layout.attention_sync)
             seen.add(layout)
@@ -137,7 +132,7 @@ def test_costs_of_single_changes_and_pairs():
             chosen = np.zeros(layers, int)
             for layer, step in zip(places, steps, strict=True):
                 chosen[layer] = LAYER_OPTIONS.index(step)
-            options = OptionCosts(np.zeros((layers, 6)), costs.nats, costs.pairs)
+            options = LayoutSpace(np.zeros((layers, 6)), costs.nats, costs.pairs)
             alone = [costs.nats[layer, chosen[layer]] for layer in places]
             assert options.totals(chosen)[1] == pytest.approx(max(nats, *alone))
     assert not costs.pairs[:, 0].any()
@@ -153,8 +148,8 @@ def test_what_was_not_measured_is_not_offered():
     assert not costs.pairs.any()
     assert ["pairs" in note for note in costs.notes] == [True, False]
     assert ["dropped" in note for note in costs.notes] == [False, True]
-    front = pareto_layouts(OptionCosts(np.tile(random_seconds(), (4, 1)), costs.nats, costs.pairs))
-    assert not any(chosen_layout(chosen, None).spd_layers for chosen in front.chosen)
+    space = LayoutSpace(np.tile(random_seconds(), (4, 1)), costs.nats, costs.pairs)
+    assert not any(space.layout(chosen).spd_layers for chosen in space.front())
 
 
 def test_files_of_others_are_refused(tmp_path):
@@ -179,12 +174,11 @@ def test_files_of_others_are_refused(tmp_path):
 
 
 def test_targets():
-    assert read_target("2%", None).max_ppl_increase == "2%"
-    assert in_nats(read_target("2%", None), 1.0).max_nats == pytest.approx(math.log(1.02))
-    assert in_nats(read_target("0.1", None), 1.5).max_nats == pytest.approx(
-        math.log((math.exp(1.5) + 0.1) / math.exp(1.5))
-    )
-    assert in_nats(read_target(None, 1.25), 1.0).max_nats is None
+    assert target_of("2%").max_ppl_increase == "2%"
+    assert target_of("2%", dense_nll=1.0).max_nats == pytest.approx(math.log(1.02))
+    expected = math.log((math.exp(1.5) + 0.1) / math.exp(1.5))
+    assert target_of("0.1", dense_nll=1.5).max_nats == pytest.approx(expected)
+    assert target_of(None, 1.25).max_nats is None
     for increase, speedup, message in (
         (None, None, "give --max-ppl-increase or --min-speedup"),
         ("2%", 1.2, "give one of them"),
@@ -198,11 +192,11 @@ def test_targets():
         (None, math.inf, "above 1"),
     ):
         with pytest.raises(UsageError, match=message):
-            read_target(increase, speedup)
+            target_of(increase, speedup)
 
 
 def test_phases_are_mixed():
-    seconds = {"prefill": FakeSeconds(), "decode": FakeSeconds()}
+    seconds = pass_seconds()
     steps = int(np.random.randint(1, 600))
     for phase, parts in (("prefill", (1, 0)), ("decode", (0, 1)), ("end_to_end", (1, steps))):
         constant, layer = option_seconds(seconds, steps, phase)
@@ -215,40 +209,34 @@ def test_phases_are_mixed():
 
 def test_choice_is_that_of_brute_force():
     for _ in range(10):
-        costs = random_costs(3, alike=True)
-        space = TimedLayouts(costs, float(np.random.uniform(0, 1e-3)), 2)
+        space = random_space(3, alike=True, constant=float(np.random.uniform(0, 1e-3)))
         front = space.front()
-        every = np.array([costs.totals(chosen) for chosen in all_options(3)])
-        speedups, nats = space.speedup(every[:, 0]), every[:, 1]
+        every = np.array(list(all_options(3)))
+        speedups, nats = space.speedups(every), space.totals(every)[1]
+        front_speedups, front_nats = space.speedups(front), space.totals(front)[1]
         budget = max(float(np.random.choice(nats[speedups > 1])), 0.0) * 1.001 + 1e-6  # pairs can be below 0
-        target = in_nats(read_target(f"{100 * math.expm1(budget):.12f}%", None), 0.0)
-        point = choose_point(space.speedup(front.seconds), front.nats, target)
-        assert space.speedup(front.seconds)[point] == pytest.approx(speedups[nats <= target.max_nats].max())
+        target = target_of(f"{100 * math.expm1(budget):.12f}%")
+        point = choose_point(front_speedups, front_nats, target)
+        assert front_speedups[point] == pytest.approx(speedups[nats <= target.max_nats].max())
         least = float(np.random.uniform(1.0001, speedups.max()))
-        point = choose_point(space.speedup(front.seconds), front.nats, read_target(None, least))
-        assert front.nats[point] == pytest.approx(nats[speedups >= least].min(), abs=1e-10)
+        point = choose_point(front_speedups, front_nats, target_of(None, least))
+        assert front_nats[point] == pytest.approx(nats[speedups >= least].min(), abs=1e-10)
 
 
 def test_what_nothing_meets_says_what_would():
     speedups, nats = np.array([1.4, 1.2, 1.0]), np.array([0.3, 0.0123, 0.0])
     with pytest.raises(UserError, match=r"least increase is 1.24% \(1.200x\)"):
-        choose_point(speedups, nats, in_nats(read_target("1%", None), 0.0))
-    assert choose_point(speedups, nats, in_nats(read_target("1.24%", None), 0.0)) == 1
+        choose_point(speedups, nats, target_of("1%"))
+    assert choose_point(speedups, nats, target_of("1.24%")) == 1
     with pytest.raises(UserError, match=r"fastest is 1.400x, with an increase of the perplexity of 35%"):
-        choose_point(speedups, nats, read_target(None, 1.5))
+        choose_point(speedups, nats, target_of(None, 1.5))
     with pytest.raises(UserError, match="no layout is faster than the dense one"):
-        choose_point(np.array([1.0, 0.9]), np.zeros(2), read_target(None, 1.5))
-
-
-def plan(layers=4, *, target=None, seconds=None, **options):
-    points = estimate_costs(sensitivity_of(layers, sync_tp_size=2, pairs=True), "s.json")
-    seconds = seconds or {"prefill": FakeSeconds(), "decode": FakeSeconds()}
-    target = target or read_target("40%", None)
-    return plan_layout(seconds, 15, "end_to_end", target, PlanCosts(points, None, 2), **options)
+        choose_point(np.array([1.0, 0.9]), np.zeros(2), target_of(None, 1.5))
 
 
 def test_a_plan_goes_to_json_and_back():
-    choice = plan()
+    points = estimate_costs(sensitivity_of(4, sync_tp_size=2, pairs=True), "s.json")
+    choice = plan_layout(pass_seconds(), 15, "end_to_end", target_of("40%"), PlanCosts(points, None, 2))
     assert PlanChoice.from_dict(choice.to_dict(), "plan.json") == choice
     assert choice.statement == "not verified"
     assert choice.chosen.estimated_nats <= choice.target.max_nats

@@ -10,26 +10,19 @@ import pytest
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.recipe import read_recipe
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult, Perplexity
 from ladderize.files.documents import write_json
 from ladderize.layout import Layout
-from ladderize.planning.planner.choose import describe, layout_seconds, option_seconds, read_target
-from ladderize.planning.planner.document import PlanChoice
-from ladderize.planning.planner.front import chosen_layout
-from ladderize.planning.planner.front_plot import draw_front
-from ladderize.planning.planner.plan import (
-    PlanCosts,
-    estimate_costs,
-    plan_layout,
-    read_plan_costs,
-    read_retrained_costs,
-)
-from ladderize.planning.planner.recipe import write_plan_recipe
+from ladderize.planning.plans.chosen_files import draw_front, write_plan_recipe
+from ladderize.planning.plans.costs import PlanCosts, estimate_costs, read_plan_costs, read_retrained_costs
+from ladderize.planning.plans.document import PlanChoice
+from ladderize.planning.plans.layout_choice import plan_layout
+from ladderize.planning.plans.layout_space import chosen_options, option_seconds
 from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
 from tests.helpers import save_llama
-from tests.planner_toys import FakeMeasurer, FakeSeconds, all_options, random_costs, sensitivity_of
+from tests.planner_toys import FakeMeasurer, all_options, pass_seconds, random_space, sensitivity_of, target_of
 
 LAYERS = 4
 RETRAINED = {
@@ -134,30 +127,19 @@ def test_costs_of_a_sweep_are_those_of_its_perplexities(tmp_path, model):
 
 def test_the_choice_is_among_what_was_retrained(tmp_path, model):
     _, differences = write_sweep(tmp_path / "sweep", model)
-    seconds = {"prefill": FakeSeconds(), "decode": FakeSeconds()}
+    seconds = pass_seconds()
     points_file = tmp_path / "points.json"
     sensitivity = sensitivity_of(LAYERS, sync_tp_size=2, pairs=True)
     write_json(points_file, replace(sensitivity, fingerprint=mark(model)).to_dict())
-    target = read_target("16%", None)
+    target = target_of("16%")
     read = {"num_layers": LAYERS, "fingerprint": mark(model)}
-    alone = plan_layout(
-        seconds,
-        15,
-        "end_to_end",
-        target,
-        read_plan_costs(None, tmp_path / "sweep", **read, sync_tp_size=2),
-    )
-    both = plan_layout(
-        seconds,
-        15,
-        "end_to_end",
-        target,
-        read_plan_costs(points_file, tmp_path / "sweep", **read, sync_tp_size=None),
-    )
+    how = (seconds, 15, "end_to_end", target)
+    alone = plan_layout(*how, read_plan_costs(None, tmp_path / "sweep", **read, sync_tp_size=2))
+    both = plan_layout(*how, read_plan_costs(points_file, tmp_path / "sweep", **read, sync_tp_size=None))
     # by hand
     constant, layer = option_seconds(seconds, 15, "end_to_end")
     within = {
-        name: layout_seconds(Layout.from_layers(LAYERS, **layers), constant, layer)
+        name: constant + layer[chosen_options(Layout.from_layers(LAYERS, **layers))].sum()
         for name, (layers, _, _) in RETRAINED.items()
         if name != "for 4" and differences[name].mean() <= math.log(1.16)
     }
@@ -196,13 +178,11 @@ def test_sweeps_of_others_are_refused(tmp_path, model):
         ({"fingerprint": mark(other)}, "sweep of another model"),
     ):
         with pytest.raises(UserError, match=message):
-            read_retrained_costs(folder, **right | wrong)
+            read_retrained_costs(folder, **(right | wrong))
     with pytest.raises(UserError, match="sync_tp_size 2 and 4; say with --sync-tp-size"):
         read_plan_costs(None, folder, **right)
     with pytest.raises(UserError, match="--sync-tp-size 8 has no effect: no layout of"):
         read_plan_costs(None, folder, **right | {"sync_tp_size": 8})
-    with pytest.raises(UsageError, match="give --sensitivity or --sweep"):
-        read_plan_costs(None, None, **right)
     dense = json.loads((folder / "dense.json").read_text())
     changed = json.loads((folder / "both.json").read_text())
     changed["models"][0]["ladderize"]["perplexity"]["data_sha256"] = "e" * 64
@@ -223,14 +203,12 @@ def test_sweeps_of_others_are_refused(tmp_path, model):
 # ---- what is written ----
 
 
-def choice_of(layers=LAYERS, *, limit=None, pairs=True):
+def choice_of(layers=LAYERS, *, limit=0, pairs=True):
     points = PlanCosts(estimated(layers, pairs), None, 2)
-    costs = random_costs(layers, alike=True)
-    costs.nats[:] = points.points.nats
-    measurer = FakeMeasurer(costs) if limit else None
-    seconds = {"prefill": FakeSeconds(), "decode": FakeSeconds()}
-    target = read_target("40%", None)
-    return plan_layout(seconds, 15, "end_to_end", target, points, measurer=measurer, limit=limit)
+    space = random_space(layers, alike=True)
+    space.nats[:] = points.points.nats
+    measurer = FakeMeasurer(space) if limit else None
+    return plan_layout(pass_seconds(), 15, "end_to_end", target_of("40%"), points, measurer=measurer, limit=limit)
 
 
 def estimated(layers, pairs):
@@ -242,9 +220,8 @@ def test_a_recipe_makes_the_layout(tmp_path):
     choice = choice_of(3)
     source = Layout.dense(3)
     for options in all_options(3):
-        layout = chosen_layout(options, 2)
-        chosen = describe(layout, seconds=1.0, dense_seconds=1.2, estimated_nats=0.01)
-        path = tmp_path / "recipe.yaml"
+        chosen = replace(random_space(3, alike=True).described(options), speedup=1.2, estimated_nats=0.01)
+        layout, path = chosen.as_layout, tmp_path / "recipe.yaml"
         write_plan_recipe(path, replace(choice, chosen=chosen))
         assert read_recipe(path).layout(source) == layout
     text = path.read_text().replace("\n# ", " ")

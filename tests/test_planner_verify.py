@@ -7,27 +7,32 @@ import numpy as np
 import pytest
 
 from ladderize.errors import UserError
-from ladderize.planning.planner.choose import TimedLayouts, choose_point, read_target
-from ladderize.planning.planner.document import ChoiceTarget
-from ladderize.planning.planner.plan import PlanCosts, estimate_costs, plan_layout
-from ladderize.planning.planner.recipe import cost_words
-from ladderize.planning.planner.verify import verified_choice
-from tests.planner_toys import FakeMeasurer, FakeSeconds, all_options, random_costs, sensitivity_of
+from ladderize.planning.plans.chosen_files import cost_words
+from ladderize.planning.plans.costs import PlanCosts, estimate_costs
+from ladderize.planning.plans.layout_choice import plan_layout
+from ladderize.planning.plans.layout_space import choose_point
+from ladderize.planning.plans.options import ChoiceTarget
+from ladderize.planning.plans.search import verified_choice
+from tests.planner_toys import FakeMeasurer, all_options, pass_seconds, random_space, sensitivity_of, target_of
 
 
 def toy(layers):
     """All layouts of a random model, their front, and a budget that some faster layout is within."""
-    space = TimedLayouts(random_costs(layers, alike=True, pairs=False), float(np.random.uniform(0, 4e-4)), 2)
+    space = random_space(layers, alike=True, pairs=False, constant=float(np.random.uniform(0, 4e-4)))
     front = space.front()
-    budget = float(np.quantile(front.nats[:-1], np.random.uniform(0.1, 0.7))) * 1.001
+    budget = float(np.quantile(space.totals(front)[1][:-1], np.random.uniform(0.1, 0.7))) * 1.001
     return space, front, ChoiceTarget(max_ppl_increase="a budget", max_nats=budget)
 
 
 def true_saving(space, target, measurer):
     """Seconds that the fastest layout within the budget saves, of all there are."""
-    every = np.array(list(all_options(space.costs.num_layers)))
+    every = np.array(list(all_options(space.num_layers)))
     within = [measurer.truth(chosen) <= target.max_nats for chosen in every]
-    return space.dense_seconds - space.constant - space.costs.totals(every[within])[0].min()
+    return space.totals(space.dense)[0] - space.totals(every[within])[0].min()
+
+
+def estimated_choice(space, front, target):
+    return front[choose_point(space.speedups(front), space.totals(front)[1], target)]
 
 
 def test_what_is_chosen_was_measured_and_is_within_the_budget():
@@ -35,10 +40,9 @@ def test_what_is_chosen_was_measured_and_is_within_the_budget():
     over, saved, refused = 0, [], 0
     for _ in range(25):
         space, front, target = toy(4)
-        measurer = FakeMeasurer(space.costs)
+        measurer = FakeMeasurer(space)
         limit = int(np.random.randint(2, 20))
-        additive = front.chosen[choose_point(space.speedup(front.seconds), front.nats, target)]
-        over += measurer.truth(additive) > target.max_nats
+        over += measurer.truth(estimated_choice(space, front, target)) > target.max_nats
         try:
             chosen, check = verified_choice(space, front, target, measurer, limit)
         except UserError:
@@ -53,7 +57,7 @@ def test_what_is_chosen_was_measured_and_is_within_the_budget():
         faster = [one for one in check.layouts if one.speedup > chosen.speedup]
         assert all(one.measured.increase > target.max_nats for one in faster)
         if limit >= 12:
-            found = space.dense_seconds - chosen.ms / 1000
+            found = space.totals(space.dense)[0] - chosen.ms / 1000
             best = true_saving(space, target, measurer)
             assert found <= best * (1 + 1e-9)
             saved.append(found / best)
@@ -64,10 +68,9 @@ def test_what_is_chosen_was_measured_and_is_within_the_budget():
 
 def test_exact_estimates_are_confirmed():
     space, front, target = toy(5)
-    measurer = FakeMeasurer(space.costs, convexity=0.0, pairs=0.0)
+    measurer = FakeMeasurer(space, convexity=0.0, pairs=0.0)
     chosen, check = verified_choice(space, front, target, measurer, 8)
-    point = choose_point(space.speedup(front.seconds), front.nats, target)
-    assert chosen.ms == pytest.approx(1000 * (space.constant + front.seconds[point]))
+    assert chosen.ms == pytest.approx(1000 * space.totals(estimated_choice(space, front, target))[0])
     assert check.verified
     assert check.notes == []
     assert chosen.held_out.increase == pytest.approx(chosen.estimated_nats)
@@ -78,8 +81,7 @@ def test_what_is_over_budget_on_held_out_windows_is_given_up():
     replaced = 0
     for _ in range(6):
         space, front, target = toy(6)
-        factor = float(np.random.uniform(1.1, 1.6))
-        measurer = FakeMeasurer(space.costs, held_out=lambda layout, factor=factor: factor)
+        measurer = FakeMeasurer(space, held_out=float(np.random.uniform(1.1, 1.6)))
         try:
             chosen, check = verified_choice(space, front, target, measurer, 16)
         except UserError:
@@ -102,12 +104,13 @@ def test_estimates_tell_where_the_windows_to_choose_on_do_not():
     """There all layouts cost nothing; on held-out windows so much more than estimated that the fastest fails."""
     for _ in range(4):
         space, front, _ = toy(6)
-        within = np.flatnonzero((front.nats > 0) & (space.speedup(front.seconds) > 1 + 1e-6))
+        nats = space.totals(front)[1]
+        within = np.flatnonzero((nats > 0) & (space.speedups(front) > 1 + 1e-6))
         wanted = within[len(within) // 2 :]
         factor = float(np.random.uniform(1.2, 3))
-        target = ChoiceTarget(max_ppl_increase="a budget", max_nats=factor * float(front.nats[wanted[0]]) * 1.001)
-        measurer = FakeMeasurer(space.costs, convexity=0.0, pairs=0.0, held_out=lambda _, by=factor: by, blind=True)
-        measurer.truth = lambda chosen, space=space: float(space.costs.totals(np.asarray(chosen))[1])
+        target = ChoiceTarget(max_ppl_increase="a budget", max_nats=factor * float(nats[wanted[0]]) * 1.001)
+        measurer = FakeMeasurer(space, convexity=0.0, pairs=0.0, held_out=factor, blind=True)
+        measurer.truth = lambda chosen, space=space: float(space.totals(np.asarray(chosen))[1])
         chosen, check = verified_choice(space, front, target, measurer, 20)
         assert check.verified, check
         assert 0 < chosen.held_out.increase <= target.max_nats
@@ -117,7 +120,7 @@ def test_estimates_tell_where_the_windows_to_choose_on_do_not():
 def test_how_sure_held_out_windows_are_is_said():
     space, front, target = toy(5)
     for stderr, doubts in ((0.0, 0), (100.0, 1)):
-        measurer = FakeMeasurer(space.costs, convexity=0.0, pairs=0.0, stderr=stderr)
+        measurer = FakeMeasurer(space, convexity=0.0, pairs=0.0, stderr=stderr)
         chosen, check = verified_choice(space, front, target, measurer, 8)
         assert check.verified
         said = [note for note in check.notes if f"with a standard error of {stderr:.4f}" in note]
@@ -135,8 +138,8 @@ def test_none_that_holds_is_refused_and_none_that_could_be_confirmed_is_said():
             break
         space, front, target = toy(4)
         limit = int(np.random.randint(2, 17))
-        convexity = float(np.random.choice([0.5, -0.5 / np.max(front.nats)]))
-        measurer = FakeMeasurer(space.costs, convexity=convexity, pairs=0.0, held_out=lambda layout: 100.0)
+        convexity = float(np.random.choice([0.5, -0.5 / np.max(space.totals(front)[1])]))
+        measurer = FakeMeasurer(space, convexity=convexity, pairs=0.0, held_out=100.0)
         try:
             chosen, check = verified_choice(space, front, target, measurer, limit)
         except UserError as error:
@@ -162,15 +165,14 @@ def test_the_most_accurate_that_is_fast_enough():
     better = 0
     for _ in range(30):
         space, front, _ = toy(4)
-        speedups = space.speedup(front.seconds)
-        target = read_target(None, float(1 + np.random.uniform(0.2, 0.9) * (speedups[0] - 1)))
-        measurer = FakeMeasurer(space.costs, pairs=3.0)
+        target = target_of(None, float(1 + np.random.uniform(0.2, 0.9) * (space.speedups(front)[0] - 1)))
+        measurer = FakeMeasurer(space, pairs=3.0)
         chosen, check = verified_choice(space, front, target, measurer, 10)
         assert check.verified
         assert len(measurer.asked) == check.made <= 10
         assert chosen.speedup >= target.min_speedup * (1 - 1e-6)
         assert chosen.measured.increase == min(one.measured.increase for one in check.layouts)
-        additive = measurer.truth(front.chosen[choose_point(speedups, front.nats, target)])
+        additive = measurer.truth(estimated_choice(space, front, target))
         assert chosen.measured.increase <= additive + 1e-9
         better += chosen.measured.increase < additive - 1e-6
     assert better
@@ -178,7 +180,7 @@ def test_the_most_accurate_that_is_fast_enough():
 
 def test_of_many_layers():
     space, front, target = toy(24)
-    measurer = FakeMeasurer(space.costs)
+    measurer = FakeMeasurer(space)
     chosen, check = verified_choice(space, front, target, measurer, 12)
     assert len(measurer.asked) == check.made <= 12
     assert chosen.measured.increase <= target.max_nats
@@ -187,34 +189,34 @@ def test_of_many_layers():
 
 def untold(truth):
     """Layouts of these costs whose estimates say nothing: all are 0, as of random weights on few windows."""
-    costs = dataclasses.replace(truth, nats=np.where(np.isfinite(truth.nats), 0.0, np.inf))
-    return TimedLayouts(costs, float(np.random.uniform(0, 4e-4)), 2)
+    constant = float(np.random.uniform(0, 4e-4))
+    return dataclasses.replace(truth, nats=np.where(np.isfinite(truth.nats), 0.0, np.inf), constant=constant)
 
 
 def test_estimates_that_say_nothing():
     """As many of the fastest layout's last layers are kept as the budget allows."""
     for _ in range(2):
         layers = int(np.random.randint(8, 25))
-        truth = random_costs(layers, alike=True, pairs=False)
+        truth = random_space(layers, alike=True, pairs=False)
         measurer, space = FakeMeasurer(truth), untold(truth)
         front = space.front()
-        suffixes = [np.where(np.arange(layers) < first, 0, front.chosen[0]) for first in range(layers)]
+        suffixes = [np.where(np.arange(layers) < first, 0, front[0]) for first in range(layers)]
         budget = np.random.uniform(1.01, 9) * measurer.truth(suffixes[-1])
         longest = next(one for one in suffixes if measurer.truth(one) <= budget)
         target = ChoiceTarget(max_ppl_increase="a budget", max_nats=budget)
         chosen, check = verified_choice(space, front, target, measurer, 16)
         assert chosen.measured.increase <= budget
         assert check.verified
-        assert chosen.ms <= 1000 * (space.constant + space.costs.totals(longest)[0]) * (1 + 1e-9)
+        assert chosen.ms <= 1000 * space.totals(longest)[0] * (1 + 1e-9)
 
 
 def test_half_is_given_back_where_nothing_tells_what_held_out_windows_cost():
     for _ in range(2):
-        truth = random_costs(int(np.random.randint(8, 25)), alike=True, pairs=False)
+        truth = random_space(int(np.random.randint(8, 25)), alike=True, pairs=False)
         truth.nats[1:] = truth.nats[1]
-        measurer, space = FakeMeasurer(truth, convexity=0.0, pairs=0.0, held_out=lambda _: 2.0), untold(truth)
+        measurer, space = FakeMeasurer(truth, convexity=0.0, pairs=0.0, held_out=2.0), untold(truth)
         front = space.front()
-        budget = np.random.uniform(2.01, 9) * truth.nats[-1, front.chosen[0, -1]]
+        budget = np.random.uniform(2.01, 9) * truth.nats[-1, front[0, -1]]
         target = ChoiceTarget(max_ppl_increase="a budget", max_nats=budget)
         chosen, check = verified_choice(space, front, target, measurer, 16)
         assert check.verified
@@ -223,14 +225,12 @@ def test_half_is_given_back_where_nothing_tells_what_held_out_windows_cost():
 
 
 def test_a_verified_plan():
-    seconds = {"prefill": FakeSeconds(), "decode": FakeSeconds()}
     points = estimate_costs(sensitivity_of(4, sync_tp_size=2, pairs=False), "s.json")
-    costs = random_costs(4, alike=True)
+    costs = random_space(4, alike=True)
     costs.nats[:] = points.nats
     measurer = FakeMeasurer(costs)
-    choice = plan_layout(
-        seconds, 15, "decode", read_target("60%", None), PlanCosts(points, None, 2), measurer=measurer, limit=12
-    )
+    what = (pass_seconds(), 15, "decode", target_of("60%"), PlanCosts(points, None, 2))
+    choice = plan_layout(*what, measurer=measurer, limit=12)
     assert choice.statement == "verified on held-out windows"
     assert choice.chosen.nats == choice.chosen.held_out.increase <= math.log(1.6)
     assert choice.verification.made == len(measurer.asked)

@@ -12,7 +12,7 @@ from ladderize.commands.options import LOADING, compute_options
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.files.regular import resolved
-from ladderize.planning.planner.document import PlanChoice
+from ladderize.planning.plans.document import PlanChoice
 from ladderize.planning.plans.options import BOUNDS, PlanGoal, PlanModel, PlanOptions, parse_workload
 
 
@@ -50,7 +50,7 @@ def plan(given: GivenOptions) -> None:
     if own.show_list:
         if others := [name for name in given.names if name not in ("list", "json")]:
             raise UsageError(f"{flag(others[0])} has no effect with --list")
-        from ladderize.planning.plans.listing import KnownHardware, show_known
+        from ladderize.planning.plans.show import KnownHardware, show_known
 
         show_known(KnownHardware.read(), console)
         return

@@ -1,18 +1,25 @@
-"""plan.json: described in docs/files.md. Imports no torch."""
+"""plan.json: described in docs/files.md. Imports no torch.
 
+An accuracy cost is how much a layout raises the mean negative log-likelihood of a token over the dense model's, in
+nats: its perplexity is exp(cost) times the dense one's.
+"""
+
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ladderize.convert.sensitivity_file import AlignmentWindows
 from ladderize.files.records import Record
+from ladderize.layout import DROPPED, OVERLAPPED, Layout, format_ranges
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
-from ladderize.planning.planner.document import PlanChoice
-from ladderize.planning.plans.options import PlanModel, PlanOptions
+from ladderize.planning.plans.options import ChoiceTarget, PlanModel, PlanOptions, TimedPhase
 from ladderize.runtime.bench.rows import PhaseCommunication, SpeedRow
 from ladderize.runtime.collectives.links import Interconnect, Link
 
 # predicted: from figures of other machines; calibrated: device and link were timed by `ladderize calibrate`
 Basis = Literal["predicted", "calibrated"]
 NO_WEIGHTS = "none"  # of a row: a layout of a shape, not a checkpoint
+EXP_LIMIT = 700.0  # of which exp is a float still
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,137 @@ class GroupLink(Record):
     link: Link
     derived: str | None
     bytes_outside_range: list[int]
+
+
+@dataclass(frozen=True)
+class LayoutNll(Record):
+    """What a layout really costs on so many windows, in nats per token: nll with its standard error, and its difference
+    to the dense model's on the same windows with the standard error of that (paired by window). Of a single
+    window there is no standard error."""
+
+    nll: float
+    stderr: float | None
+    increase: float
+    increase_stderr: float | None
+    windows: int
+
+
+@dataclass(frozen=True)
+class PlannedLayout(Record):
+    """A layout with its time and its costs.
+
+    ms: of what is to be fast: prefill and all decode steps, the prefill, or one decode step. speedup: over the dense
+    layout. estimated_nats: from costs of single changes; None of a sweep's layout. measured: on the windows that it was
+    chosen on, or by the sweep, as it was retrained. held_out: on others.
+    """
+
+    layout: str
+    attention_sync: list[str]
+    mlp_sync: list[str]
+    sync_tp_size: int | None
+    ms: float
+    speedup: float
+    estimated_nats: float | None
+    measured: LayoutNll | None = None
+    held_out: LayoutNll | None = None
+
+    @property
+    def as_layout(self) -> Layout:
+        return Layout(tuple(self.attention_sync), tuple(self.mlp_sync), self.sync_tp_size)
+
+    @property
+    def nats(self) -> float | None:
+        """The cost that is known best: on held-out windows, measured, or estimated."""
+        known = self.held_out or self.measured
+        return known.increase if known is not None else self.estimated_nats
+
+    @property
+    def ppl_ratio(self) -> float | None:
+        """Its perplexity over the dense one."""
+        return math.exp(min(self.nats, EXP_LIMIT)) if self.nats is not None else None
+
+
+@dataclass(frozen=True)
+class FrontPoint(Record):
+    """A layout that no other is faster and at most as costly as.
+
+    nats: estimated, or of a sweep measured. Ranges of layers, ``none`` for none: those whose attention sync point is
+    overlapped or dropped, and those whose MLP sync point is overlapped.
+    """
+
+    ms: float
+    speedup: float
+    nats: float
+    attention_overlapped: str
+    attention_dropped: str
+    mlp_overlapped: str
+
+    @classmethod
+    def of(cls, layout: Layout, *, ms: float, speedup: float, nats: float) -> "FrontPoint":
+        def ranges(modes: tuple[str, ...], mode: str) -> str:
+            return format_ranges(layer for layer, one in enumerate(modes) if one == mode)
+
+        return cls(
+            ms=ms,
+            speedup=speedup,
+            nats=nats,
+            attention_overlapped=ranges(layout.attention_sync, OVERLAPPED),
+            attention_dropped=ranges(layout.attention_sync, DROPPED),
+            mlp_overlapped=ranges(layout.mlp_sync, OVERLAPPED),
+        )
+
+    @property
+    def changes(self) -> tuple[str, str, str]:
+        """Its layout."""
+        return self.attention_overlapped, self.attention_dropped, self.mlp_overlapped
+
+
+@dataclass(frozen=True)
+class MeasuredCheck(Record):
+    """Which layouts were measured, in order. limit: the most measurements that were allowed; made: those that were.
+
+    notes: what happened, a sentence each, such as a choice that was over budget on held-out windows.
+    """
+
+    verified: bool
+    limit: int
+    made: int
+    layouts: list[PlannedLayout]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class PlanChoice(Record):
+    """The layout that meets the target best, and the whole front that it is chosen from.
+
+    costs: where they come from, and the file. model: the retrained checkpoint of a sweep's layout. beyond: what a
+    sensitivity file suggests although no sweep has retrained it. notes: for people, a sentence each. aligned: the
+    windows that layouts were aligned on before it was measured what they cost.
+    """
+
+    LEFT_OUT: ClassVar = ("aligned",)
+
+    target: ChoiceTarget
+    phase: TimedPhase
+    costs: Literal["sensitivity", "sweep"]
+    costs_file: str
+    dense_ms: float
+    dense_perplexity: float
+    chosen: PlannedLayout
+    front: list[FrontPoint]
+    notes: list[str]
+    model: str | None = None
+    beyond: PlannedLayout | None = None
+    verification: MeasuredCheck | None = None
+    aligned: AlignmentWindows | None = None
+
+    @property
+    def statement(self) -> str:
+        """Whether the costs of what is chosen were measured on windows that nothing was chosen by."""
+        if self.costs == "sweep":
+            return "measured by the sweep"
+        is_verified = self.verification is not None and self.verification.verified
+        return "verified on held-out windows" if is_verified else "not verified"
 
 
 @dataclass(frozen=True)

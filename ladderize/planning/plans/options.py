@@ -2,25 +2,15 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from ladderize.checkpoint.llama import MOST_LAYERS
-from ladderize.choices import (
-    DEVICE,
-    REVISION,
-    THREADS,
-    Dtype,
-    argument,
-    check_choices,
-    check_options,
-    flag,
-    option,
-)
+from ladderize.choices import DEVICE, REVISION, THREADS, Dtype, argument, check_options, option
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
-from ladderize.planning.planner.document import LEAST_MEASUREMENTS, TimedPhase
 from ladderize.runtime.bench.options import (
     BATCH_SIZES,
     LAYOUT_NAMES,
@@ -32,6 +22,8 @@ from ladderize.runtime.bench.options import (
 
 MOST_ROWS = 1 << 20  # of a batch
 BOUNDS = ("parallel", "no-comm")  # what is no layout: rows for comparison
+LEAST_MEASUREMENTS = 2  # of --verify: one to choose by, one to confirm
+TimedPhase = Literal["end_to_end", "prefill", "decode"]  # what of a workload is to be fast
 WORKLOAD_KEYS = {"prompt": "prompt_len", "output": "output_len", "batch": "batch_size"}
 
 
@@ -49,7 +41,7 @@ class PlanModel(Record):
         metavar="A,B",
         shown="all of them, for all layers",
     )
-    num_layers: int | None = option("With --shape: number of layers.", min=1, shown="the config's")
+    num_layers: int | None = option("With --shape: number of layers.", min=1, max=MOST_LAYERS, shown="the config's")
     sync_tp_size: int | None = option("Virtual ranks of spd.", min=1, shown="as many as ranks")
     dtype: Dtype = option(
         "float32, bfloat16, float16, or auto: as stored, bfloat16 for a shape.", "auto", metavar="DTYPE"
@@ -57,17 +49,13 @@ class PlanModel(Record):
     revision: str | None = option(REVISION)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_options(self)
         if (self.model is None) == (self.shape is None):
             raise UsageError("name a checkpoint, or a shape with --shape, and not both")
         if self.model is not None and self.num_layers is not None:
             raise UsageError("--num-layers goes with --shape; a checkpoint has its own layers")
         if self.shape is not None and self.revision is not None:
             raise UsageError("--revision has no effect with --shape")
-        for name, most in (("num_layers", MOST_LAYERS), ("sync_tp_size", math.inf)):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= most:
-                raise UsageError(f"{flag(name)} {value} is not from 1 to {most:,}")
 
     @property
     def name(self) -> str:
@@ -123,6 +111,49 @@ class PlanOptions(Record):
 
 
 @dataclass(frozen=True)
+class ChoiceTarget(Record):
+    """What a layout has to meet: one of the two.
+
+    max_ppl_increase: as it was said (``2%`` of the dense perplexity, or ``0.1`` in perplexity as ``convert`` has it),
+    and in nats.
+    """
+
+    LEFT_OUT: ClassVar = ("max_ppl_increase", "max_nats", "min_speedup")
+
+    max_ppl_increase: str | None = None
+    max_nats: float | None = None
+    min_speedup: float | None = None
+
+    def in_nats(self, dense_nll: float) -> "ChoiceTarget":
+        """With the budget in nats per token. dense_nll: of the dense model, in nats per token.
+
+        Raises UsageError unless there is one of the two, and it makes sense.
+        """
+        text, least = self.max_ppl_increase, self.min_speedup
+        if (text is None) == (least is None):
+            raise UsageError(
+                "--max-ppl-increase and --min-speedup both say what is to be met; give one of them"
+                if least is not None
+                else "give --max-ppl-increase or --min-speedup, so that there is something to choose by"
+            )
+        if text is None:
+            if least is not None and not (1 < least < math.inf):
+                raise UsageError(f"--min-speedup must be a number above 1, such as 1.2, not {least:g}")
+            return self
+        is_relative = text.strip().endswith("%")
+        try:
+            value = float(text.strip().removesuffix("%"))
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise UsageError(
+                f"--max-ppl-increase {text} is not an increase of the perplexity; write 2% (of the dense one) or a"
+                " number above 0 such as 0.1 (in perplexity)"
+            )
+        return replace(self, max_nats=math.log1p(value / 100 if is_relative else value * math.exp(-dense_nll)))
+
+
+@dataclass(frozen=True)
 class PlanGoal:
     """Which layout to choose: by costs in accuracy (at least one of the two files), and one of the two targets."""
 
@@ -164,12 +195,17 @@ class PlanGoal:
     device: str | None = option(DEVICE, help="With --verify: where to compute.", needs="verify")
     threads: int | None = option(THREADS, help="With --verify: CPU threads.", shown="all cores", needs="verify")
 
+    @property
+    def target(self) -> ChoiceTarget:
+        return ChoiceTarget(self.max_ppl_increase, None, self.min_speedup)
+
     def __post_init__(self) -> None:
         if self.sensitivity is None and self.sweep is None:
             raise UsageError(
                 "to choose a layout, costs in accuracy are needed: give --sensitivity FILE or --sweep FOLDER"
             )
         check_options(self)
+        self.target.in_nats(0.0)
         if self.verify is None:
             return
         if self.sweep is not None:

@@ -1,4 +1,4 @@
-"""From the parts of a pass to the rows of plan.json, and how sure they are. Imports no torch.
+"""The model of a plan, its layouts, and the rows of plan.json, with how sure they are. Imports no torch.
 
 A figure is computed for the parts of a pass as they are, and again for each of ``band_cases``: what the errors of
 device and link make of it. Most of an error of the device is in both times of a speed-up, whose band is therefore
@@ -7,11 +7,15 @@ narrower than either's.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from ladderize.checkpoint.llama import parameter_count
-from ladderize.layout import DROPPED, OVERLAPPED, Layout
+from ladderize.checkpoint.llama import check_config, check_tensors, most_positions, parameter_count
+from ladderize.checkpoint.reading import CAST_DTYPES, FLOAT_DTYPES, read_checkpoint, read_config, resolve_json
+from ladderize.errors import UsageError, UserError
+from ladderize.layout import CONFIG_KEYS, DROPPED, OVERLAPPED, Layout
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
 from ladderize.planning.passes import (
     WIDTHS,
@@ -23,35 +27,140 @@ from ladderize.planning.passes import (
     predict_silent,
 )
 from ladderize.planning.plans.document import NO_WEIGHTS, Basis, GroupLink, PlannedRow
-from ladderize.planning.plans.models import ModelToPlan, RowVariant
+from ladderize.planning.plans.options import BOUNDS, PlanModel, PlanOptions
 from ladderize.runtime.bench.cost_model import MemoryNeed, Prediction, cache_bytes, prefill_bytes, weight_bytes
-from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, PHASES, PhaseCommunication
-from ladderize.runtime.collectives.links import Interconnect, Link
-from ladderize.runtime.shards import Shape
+from ladderize.runtime.bench.options import named_layout
+from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, NO_COMM, PARALLEL, PHASES, PhaseCommunication
+from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
+from ladderize.runtime.shards import Shape, check_activation, check_runnable, read_shape
 
-_COMPUTE = ("attention", "mlp", "attention_apart", "mlp_apart", "parallel", "rest")
-_MESSAGES = ("message", "message_start", "vocabulary")
+CHOSEN_ROW = "chosen"
+BOUND_ROWS = dict(zip(BOUNDS, (PARALLEL, NO_COMM), strict=True))
+GIB = 2**30
+COMPUTE_PARTS = ("attention", "mlp", "attention_apart", "mlp_apart", "parallel", "rest")
+MESSAGE_PARTS = ("message", "message_start", "vocabulary")
 # What one standard deviation of contention is: where it was measured on the link itself, and elsewhere.
 CALIBRATED_CONTENTION_ERROR, OTHER_CONTENTION_ERROR = 0.05, 0.1
 # What no figure of device and link explains, of any one time: published runs of one program differ by this much.
 SCATTER = 0.02
 TWO_SIGMA = 2  # of a 95 % band
+Parts = Mapping[str, PassParts]  # by phase
 
 
-def band_cases(
-    parts: Mapping[str, PassParts], device: DeviceSpec, interconnect: Interconnect | None
-) -> list[Mapping[str, PassParts]]:
+# ---- the model and its layouts ----
+
+
+@dataclass(frozen=True)
+class ModelToPlan:
+    """folder: of a checkpoint; None: a shape, whose layout is dense. dtype: to compute in."""
+
+    name: str
+    folder: Path | None
+    config: dict[str, Any]
+    layout: Layout
+    dtype: str
+
+
+@dataclass(frozen=True)
+class RowVariant:
+    """One row of each table. own: of the checkpoint as it is. bound: of BOUNDS, where it is no layout."""
+
+    name: str
+    layout: Layout
+    own: bool = False
+    bound: str | None = None
+
+
+def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
+    """Everything about it that can be checked without its weights; raises UserError or LayoutError."""
+    folder, is_local, dtype = None, False, "bfloat16"
+    if choice.model is None:
+        config = {key: value for key, value in read_shape(choice.name, "--shape").items() if key not in CONFIG_KEYS}
+        config |= {"model_type": "llama"}
+    else:
+        folder, is_local = resolve_json(choice.model, choice.revision)
+        config = read_config(folder)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or dtype).removeprefix("torch.")
+    check_config(config)
+    check_activation(config)
+    if choice.num_layers is not None:
+        config["num_hidden_layers"] = choice.num_layers
+    layout = Layout.dense(config["num_hidden_layers"]) if folder is None else Layout.from_config(config)
+    layout.check_model(config)
+    if folder is not None and is_local:
+        checkpoint = read_checkpoint(folder)
+        check_tensors(checkpoint)
+        dtype = FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
+    dtype = dtype if choice.dtype == "auto" else choice.dtype
+    if dtype not in CAST_DTYPES:
+        raise UserError(
+            f"{choice.name}: weights of {dtype} cannot be run as they are; give --dtype {' or '.join(CAST_DTYPES)}"
+        )
+    tokens, most = options.prompt_len + options.output_len, most_positions(config)
+    if tokens > most:
+        raise UserError(
+            f"{choice.name}: --prompt-len and --output-len make {tokens} tokens, over the model's {most} positions"
+        )
+    return ModelToPlan(choice.name, folder, config, layout, dtype)
+
+
+def row_variants(
+    model: ModelToPlan, choice: PlanModel, ranks: int, *, choosing: bool = False, chosen: Layout | None = None
+) -> list[RowVariant]:
+    """The dense model first, which speed-ups are over; then the checkpoint's own layout, or the one that was chosen for
+    it, then what --layout lists. choosing: one is chosen, now or later, and --sync-tp-size says from which.
+
+    Raises UsageError for names that are none, UserError or LayoutError for what ``ranks`` cannot run.
+    """
+    layers = model.config["num_hidden_layers"]
+    dense = Layout.dense(layers)
+    own_is_dense = model.layout.is_dense
+    found = [RowVariant(model.name if own_is_dense and model.folder else "dense", dense, own_is_dense)]
+    if not own_is_dense:
+        found.append(RowVariant(model.name, model.layout, True))
+    if chosen is not None:
+        found.append(RowVariant(CHOSEN_ROW, chosen))
+    virtual = choice.sync_tp_size or (chosen.sync_tp_size if chosen is not None else None) or ranks
+    dropping = choosing
+    for name in choice.rows:
+        if name in BOUNDS:
+            found.append(RowVariant(BOUND_ROWS[name], dense, bound=name))
+            continue
+        layout = named_layout(name, layers, virtual, more=BOUNDS)
+        dropping = dropping or bool(layout.spd_layers)
+        if not any(layout == other.layout and other.bound is None for other in found):
+            found.append(RowVariant(name, layout))
+    if choice.sync_tp_size is not None and not dropping:
+        raise UsageError("--sync-tp-size has no effect: none of --layout drops a sync point")
+    for variant in found:
+        check_runnable(model.config, variant.layout, ranks)
+    return found
+
+
+# ---- how sure ----
+
+
+def band_cases(parts: Parts, device: DeviceSpec, interconnect: Interconnect | None) -> list[Parts]:
     """The parts as they are, then pairs: one error more and less by a standard deviation, and all others 0.
 
-    parts: by phase. The errors are of all compute, of all messages, and of contention. interconnect: None where nothing
-    is sent.
+    The errors are of all compute, of all messages, and of contention. interconnect: None where nothing is sent.
     """
-    cases = [parts, *(_scaled(parts, _COMPUTE, 1 + sign * device.relative_error) for sign in (1, -1))]
+
+    def changed(change: Mapping[str, Any], one: PassParts) -> PassParts:
+        return dataclasses.replace(one, **{name: how(getattr(one, name)) for name, how in change.items()})
+
+    def scaled(names: Sequence[str], factor: float) -> dict[str, Any]:
+        return dict.fromkeys(names, lambda value: factor * value)
+
+    def shifted(change: float) -> dict[str, Any]:
+        return {"contention": lambda value: min(0.99, max(0.0, value + change))}
+
+    changes: list[dict[str, Any]] = [scaled(COMPUTE_PARTS, 1 + sign * device.relative_error) for sign in (1, -1)]
     if interconnect is not None:
-        contention = CALIBRATED_CONTENTION_ERROR if interconnect.calibrated else OTHER_CONTENTION_ERROR
-        cases += [_scaled(parts, _MESSAGES, 1 + sign * interconnect.relative_error) for sign in (1, -1)]
-        cases += [_contended(parts, sign * contention) for sign in (1, -1)]
-    return cases
+        changes += [scaled(MESSAGE_PARTS, 1 + sign * interconnect.relative_error) for sign in (1, -1)]
+        error = CALIBRATED_CONTENTION_ERROR if interconnect.calibrated else OTHER_CONTENTION_ERROR
+        changes += [shifted(sign * error) for sign in (1, -1)]
+    return [parts, *({phase: changed(change, one) for phase, one in parts.items()} for change in changes)]
 
 
 def relative_band(values: Sequence[float], *, runs: int = 1) -> float:
@@ -63,29 +172,18 @@ def relative_band(values: Sequence[float], *, runs: int = 1) -> float:
     """
     deviations = [(more - less) / 2 for more, less in zip(values[1::2], values[2::2], strict=True)]
     size = abs(values[0])
-    if not size:
-        return 0.0
-    if max(map(abs, deviations)) <= 1e-12 * size:
+    if not size or max(map(abs, deviations)) <= 1e-12 * size:
         return 0.0
     return TWO_SIGMA * math.hypot(math.sqrt(runs) * SCATTER * size, *deviations) / size
 
 
-def _scaled(parts: Mapping[str, PassParts], names: tuple[str, ...], factor: float) -> dict[str, PassParts]:
-    return {
-        phase: dataclasses.replace(one, **{name: factor * getattr(one, name) for name in names})
-        for phase, one in parts.items()
-    }
+def band_of(values: Sequence[float], *, runs: int = 1) -> list[float]:
+    """[low, high] of a figure; arguments of ``relative_band``."""
+    half = relative_band(values, runs=runs)
+    return [values[0] * max(0.0, 1 - half), values[0] * (1 + half)]
 
 
-def _contended(parts: Mapping[str, PassParts], change: float) -> dict[str, PassParts]:
-    return {
-        phase: dataclasses.replace(one, contention=min(0.99, max(0.0, one.contention + change)))
-        for phase, one in parts.items()
-    }
-
-
-Parts = Mapping[str, PassParts]
-GIB = 2**30
+# ---- rows ----
 
 
 @dataclass(frozen=True)
@@ -99,17 +197,12 @@ class PlannedGroup:
 
     @property
     def link(self) -> Link:
-        return Link("none", 0.0, None) if self.interconnect is None else self.interconnect.at(self.ranks)
-
-    @property
-    def derived(self) -> str | None:
-        """How the link at this number of ranks is known, where it was not timed."""
-        return None if self.interconnect is None else self.interconnect.at(self.ranks).derived or None
+        return NO_LINK if self.interconnect is None else self.interconnect.at(self.ranks)
 
     @property
     def basis(self) -> Basis:
         """Calibrated: all that the figures depend on was timed, with this engine."""
-        link = self.interconnect is None or (self.interconnect.calibrated and self.derived is None)
+        link = self.interconnect is None or (self.interconnect.calibrated and not self.link.derived)
         device = self.device.calibrated and self.engine.name == self.device.engine
         return "calibrated" if device and link else "predicted"
 
@@ -118,69 +211,53 @@ class PlannedGroup:
         how = (self.device, self.engine, self.interconnect, self.ranks, model.dtype, workload)
         return pass_parts(model.config, *how, sync_tp_size)
 
-    def cases(self, parts: Parts) -> list[Parts]:
-        """The parts, and what they are where the figures of device or link are off."""
-        return band_cases(parts, self.device, self.interconnect)
+    def taken_link(self, model: ModelToPlan, workloads: Sequence[Workload]) -> GroupLink:
+        """The link as it is taken, with the sizes of messages beyond those that it was timed at."""
+        sizes = {parts.message_bytes for workload in workloads for parts in self.parts(model, workload, None).values()}
+        outside = sorted(size for size in sizes if not self.link.in_range(size))
+        return GroupLink(self.ranks, self.link, self.link.derived or None, outside[:1] + outside[1:][-1:])
+
+    def memory_need(self, model: ModelToPlan, workload: Workload) -> MemoryNeed:
+        """What one rank holds at the least. Layouts do not differ in it."""
+        engine, width, batch = self.engine, WIDTHS[model.dtype], workload.batch_size
+        shape = Shape.from_config(model.config, tp_size=self.ranks, rank=0, replicate_vocab=engine.replicate_vocab)
+        columns = workload.prompt_len + workload.output_len
+        return MemoryNeed(
+            weight_bytes(shape, width, packed=False),
+            cache_bytes(shape, batch, columns, width if engine.cache_bytes is None else engine.cache_bytes),
+            prefill_bytes(shape, batch, workload.prompt_len, width),
+        )
 
 
-@dataclass(frozen=True)
-class RowPasses:
-    """The passes of one variant by phase, in each of ``band_cases``; the first is what is predicted."""
-
-    cases: list[dict[str, Prediction]]
-    decode_steps: int
-
-    def exposed(self, phase: str) -> list[float]:
-        """Seconds in each case. phase: ``end_to_end`` too: the prefill and all decode steps."""
-        return [self._of(phase, {name: one.exposed for name, one in case.items()}) for case in self.cases]
-
-    def seconds(self, phase: str) -> list[float]:
-        return [self._of(phase, {name: one.total for name, one in case.items()}) for case in self.cases]
-
-    def speedup(self, phase: str, dense: "RowPasses") -> list[float]:
-        return [before / after for before, after in zip(dense.seconds(phase), self.seconds(phase), strict=True)]
-
-    def _of(self, phase: str, values: Mapping[str, float]) -> float:
-        return values["prefill"] + self.decode_steps * values["decode"] if phase == "end_to_end" else values[phase]
-
-
-def band_of(values: Sequence[float], *, runs: int = 1) -> list[float]:
-    """[low, high] of a figure by its values in each of ``band_cases``. runs: see ``relative_band``."""
-    half = relative_band(values, runs=runs)
-    return [values[0] * max(0.0, 1 - half), values[0] * (1 + half)]
-
-
-class RowMaker:
-    """Rows of one model on one group for one workload; speed-ups are over the dense layout's."""
-
-    def __init__(self, model: ModelToPlan, group: PlannedGroup, workload: Workload) -> None:
-        self.model, self.group, self.workload = model, group, workload
-        self.parameters = parameter_count(model.config)
-        self.need = memory_need_of(model, group, workload)
-        memory = group.device.memory_gib
-        self.fits = None if memory is None else self.need.total <= memory * GIB
-        self.parts_of: dict[int | None, Parts] = {}  # by the number of virtual ranks
-        self.dense = self.passes(RowVariant("dense", Layout.dense(model.config["num_hidden_layers"])))
-
-    def row(self, variant: RowVariant) -> PlannedRow:
-        passes = self.passes(variant)
-        batch, new = self.workload.batch_size, self.workload.output_len
-        ms = {phase: [1e3 * seconds for seconds in passes.seconds(phase)] for phase in (*PHASES, "end_to_end")}
-        speedups = {phase: passes.speedup(phase, self.dense) for phase in (*PHASES, "end_to_end")}
+def planned_rows(
+    model: ModelToPlan, group: PlannedGroup, workload: Workload, variants: Sequence[RowVariant]
+) -> Iterator[PlannedRow]:
+    """Speed-ups are over the first variant, the dense layout."""
+    need, memory = group.memory_need(model, workload), group.device.memory_gib
+    batch, new = workload.batch_size, workload.output_len
+    sizes = {variant.layout.sync_tp_size for variant in variants}
+    parts_of = {size: group.parts(model, workload, size) for size in sizes}  # by the number of virtual ranks
+    dense: dict[str, list[float]] = {}
+    for variant in variants:
+        layout, parts = variant.layout, parts_of[variant.layout.sync_tp_size]
+        passes = _passes(band_cases(parts, group.device, group.interconnect), variant, workload.decode_steps)
+        ms = {phase: [1e3 * one.total for one in cases] for phase, cases in passes.items()}
+        dense = dense or ms
+        speedups = {phase: [a / b for a, b in zip(dense[phase], own, strict=True)] for phase, own in ms.items()}
         tokens_per_s = [1e3 * batch * new / whole for whole in ms["end_to_end"]]
         decode = ms["decode"][0]
-        return PlannedRow(
+        yield PlannedRow(
             model=variant.name,
             kind=MODEL_ROW if variant.bound is None else BASELINE_ROW,
-            layout=str(variant.layout),
-            attention_sync=list(variant.layout.attention_sync),
-            mlp_sync=list(variant.layout.mlp_sync),
-            sync_tp_size=variant.layout.sync_tp_size,
-            weights=str(self.model.folder) if variant.own and self.model.folder is not None else NO_WEIGHTS,
-            dtype=self.model.dtype,
+            layout=str(layout),
+            attention_sync=list(layout.attention_sync),
+            mlp_sync=list(layout.mlp_sync),
+            sync_tp_size=layout.sync_tp_size,
+            weights=str(model.folder) if variant.own and model.folder is not None else NO_WEIGHTS,
+            dtype=model.dtype,
             checked=False,
             emulated=False,
-            tp_size=self.group.ranks,
+            tp_size=group.ranks,
             batch_size=batch,
             prefill_ms=ms["prefill"][0],
             decode_ms_per_token=decode,
@@ -193,83 +270,55 @@ class RowMaker:
             speedup_prefill_interval=band_of(speedups["prefill"], runs=2),
             speedup_decode_interval=band_of(speedups["decode"], runs=2),
             speedup_end_to_end_interval=band_of(speedups["end_to_end"], runs=2),
-            weight_bytes=self.need.weights,
-            kv_cache_bytes=self.need.kv_cache,
+            weight_bytes=need.weights,
+            kv_cache_bytes=need.kv_cache,
             peak_memory_bytes=None,
-            parameters=self.parameters,
-            basis=self.group.basis,
+            parameters=parameter_count(model.config),
+            basis=group.basis,
             end_to_end_tokens_per_s=tokens_per_s[0],
             end_to_end_tokens_per_s_interval=band_of(tokens_per_s),
             prefill_ms_interval=band_of(ms["prefill"]),
             decode_ms_per_token_interval=band_of(ms["decode"]),
-            exposed_end_to_end_ms=1e3 * passes.exposed("end_to_end")[0],
-            memory_need_bytes=self.need.total,
-            fits=self.fits,
-            communication={phase: self._communication(variant, phase, passes) for phase in PHASES},
-        )
-
-    def parts(self, variant: RowVariant) -> Parts:
-        """Those of virtual ranks that this variant drops sums of."""
-        size = variant.layout.sync_tp_size
-        if size not in self.parts_of:
-            self.parts_of[size] = self.group.parts(self.model, self.workload, size)
-        return self.parts_of[size]
-
-    def passes(self, variant: RowVariant) -> RowPasses:
-        cases = [predicted(case, variant) for case in self.group.cases(self.parts(variant))]
-        return RowPasses(cases, self.workload.decode_steps)
-
-    def _communication(self, variant: RowVariant, phase: str, passes: RowPasses) -> PhaseCommunication:
-        count = message_count(variant) if self.group.ranks > 1 else 0
-        overlaps = variant.bound is None and OVERLAPPED in (*variant.layout.attention_sync, *variant.layout.mlp_sync)
-        parts, passed = self.parts(variant)[phase], passes.cases[0][phase]
-        return PhaseCommunication(
-            all_reduces=count,
-            bytes=count * parts.message_bytes,
-            no_communication_ms=1e3 * passed.compute,
-            alone_ms=1e3 * passed.communication,
-            vocabulary_alone_ms=0.0 if variant.bound == "no-comm" else 1e3 * parts.vocabulary,
-            exposed_ms=1e3 * passed.exposed,
-            exposed_interval_ms=[1e3 * end for end in band_of(passes.exposed(phase))],
-            hidden_ms=1e3 * passed.hideable,
-            hideable_ms=1e3 * passed.hideable,
-            hidden_share=1.0 if overlaps and passed.hideable else None,
-            predicted_ms=1e3 * passed.total,
+            exposed_end_to_end_ms=1e3 * passes["end_to_end"][0].exposed,
+            memory_need_bytes=need.total,
+            fits=None if memory is None else need.total <= memory * GIB,
+            communication={phase: _communication(variant, parts[phase], passes[phase], group) for phase in PHASES},
         )
 
 
-def predicted(parts: Parts, variant: RowVariant) -> dict[str, Prediction]:
-    """By phase."""
+def _passes(cases: Sequence[Parts], variant: RowVariant, decode_steps: int) -> dict[str, list[Prediction]]:
+    """By phase, and ``end_to_end``, in each case."""
+    found = {phase: [_predicted(case[phase], variant) for case in cases] for phase in PHASES}
+    found["end_to_end"] = [
+        Prediction(*(getattr(first, key) + decode_steps * getattr(step, key) for key in vars(first)))
+        for first, step in zip(*found.values(), strict=True)
+    ]
+    return found
+
+
+def _predicted(parts: PassParts, variant: RowVariant) -> Prediction:
     if variant.bound == "parallel":
-        return {phase: predict_parallel(one) for phase, one in parts.items()}
-    if variant.bound == "no-comm":
-        return {phase: predict_silent(one) for phase, one in parts.items()}
-    return {phase: predict_pass(one, variant.layout) for phase, one in parts.items()}
+        return predict_parallel(parts)
+    return predict_silent(parts) if variant.bound == "no-comm" else predict_pass(parts, variant.layout)
 
 
-def message_count(variant: RowVariant) -> int:
-    """All-reduces of the layers in one pass."""
-    layout = variant.layout
-    if variant.bound == "no-comm":
-        return 0
-    return layout.num_layers if variant.bound == "parallel" else 2 * layout.num_layers - layout.count(DROPPED)
-
-
-def memory_need_of(model: ModelToPlan, group: PlannedGroup, workload: Workload) -> MemoryNeed:
-    """What one rank holds at the least. Layouts do not differ in it."""
-    shape = Shape.from_config(model.config, tp_size=group.ranks, rank=0, replicate_vocab=group.engine.replicate_vocab)
-    width, batch = WIDTHS[model.dtype], workload.batch_size
-    columns = workload.prompt_len + workload.output_len
-    cached = width if group.engine.cache_bytes is None else group.engine.cache_bytes
-    return MemoryNeed(
-        weight_bytes(shape, width, packed=False),
-        cache_bytes(shape, batch, columns, cached),
-        prefill_bytes(shape, batch, workload.prompt_len, width),
+def _communication(
+    variant: RowVariant, parts: PassParts, cases: Sequence[Prediction], group: PlannedGroup
+) -> PhaseCommunication:
+    layout, one = variant.layout, cases[0]
+    of_layout = 2 * layout.num_layers - layout.count(DROPPED)
+    count = {"parallel": layout.num_layers, "no-comm": 0}.get(variant.bound or "", of_layout) * (group.ranks > 1)
+    overlaps = variant.bound is None and OVERLAPPED in (*layout.attention_sync, *layout.mlp_sync)
+    return PhaseCommunication(
+        all_reduces=count,
+        bytes=count * parts.message_bytes,
+        no_communication_ms=1e3 * one.compute,
+        alone_ms=1e3 * one.communication,
+        vocabulary_alone_ms=0.0 if variant.bound == "no-comm" else 1e3 * parts.vocabulary,
+        exposed_ms=1e3 * one.exposed,
+        exposed_interval_ms=[1e3 * end for end in band_of([case.exposed for case in cases])],
+        hidden_ms=1e3 * one.hideable,
+        hideable_ms=1e3 * one.hideable,
+        hidden_share=1.0 if overlaps and one.hideable else None,
+        predicted_ms=1e3 * one.total,
     )
-
-
-def group_link(group: PlannedGroup, model: ModelToPlan, workloads: Sequence[Workload]) -> GroupLink:
-    """The link as it is taken for this group, with the sizes of messages beyond those that it was timed at."""
-    sizes = {parts.message_bytes for workload in workloads for parts in group.parts(model, workload, None).values()}
-    outside = sorted(size for size in sizes if not group.link.in_range(size))
-    return GroupLink(group.ranks, group.link, group.derived, outside[:1] + outside[1:][-1:])

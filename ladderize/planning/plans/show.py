@@ -1,16 +1,27 @@
-"""plan.json for a person: a table for each group and batch size, and what to know when reading them. Imports no
-torch."""
+"""plan.json for a person: a table for each group and batch size, and what to know when reading them; and what names
+``ladderize plan`` knows. Imports no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.console import Console, human_bytes
+from ladderize.checkpoint.llama import parameter_count
+from ladderize.console import Console, human_bytes, human_count
 from ladderize.convert.sensitivity_file import alignment_words
-from ladderize.planning.planner.document import FrontPoint, PlanChoice, PlannedLayout
-from ladderize.planning.planner.recipe import cost_words, shown_increase
-from ladderize.planning.plans.document import NO_WEIGHTS, PlannedRow, PlanResult
-from ladderize.planning.plans.models import CHOSEN_ROW
-from ladderize.planning.plans.rows import GIB
+from ladderize.files.records import Record
+from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_devices, known_engines
+from ladderize.planning.plans.chosen_files import cost_words, shown_increase
+from ladderize.planning.plans.document import (
+    NO_WEIGHTS,
+    FrontPoint,
+    PlanChoice,
+    PlannedLayout,
+    PlannedRow,
+    PlanResult,
+)
+from ladderize.planning.plans.rows import CHOSEN_ROW, GIB
+from ladderize.runtime.collectives.links import Interconnect, known_interconnects
+from ladderize.runtime.shards import known_shapes
 
 # of the end-to-end time of the dense layout: where less of it is waited for, no layout is worth its loss of accuracy
 WORTH_CONVERTING = 0.03
@@ -30,7 +41,7 @@ def show_plan(result: PlanResult, console: Console) -> None:
     console.result("")
     for line in (*_verdicts(result), *_explanations(result)):
         console.prose(line)
-    for warning in (*_memory_warnings(result), *_link_warnings(result), *_uncertain(result), *_engine_warnings(result)):
+    for warning in _warnings(result):
         console.warn(warning)
 
 
@@ -116,58 +127,45 @@ def _explanations(result: PlanResult) -> list[str]:
     return lines
 
 
-def _memory_warnings(result: PlanResult) -> list[str]:
-    found = []
+def _warnings(result: PlanResult) -> Iterator[str]:
+    device, link, engine, prompt = result.device, result.link, result.engine, result.options.prompt_len
     for row in result.rows:
-        if row.fits is False and row.model == result.rows[0].model and result.device.memory_gib is not None:
-            found.append(
+        if row.fits is False and row.model == result.rows[0].model and device.memory_gib is not None:
+            yield (
                 f"{group_words(result, row)}: it does not fit: weights {human_bytes(row.weight_bytes)}, KV cache"
                 f" {human_bytes(row.kv_cache_bytes)} and prefill make {human_bytes(row.memory_need_bytes)} on each,"
-                f" which has {human_bytes(result.device.memory_gib * GIB)}; take more ranks or a smaller batch"
+                f" which has {human_bytes(device.memory_gib * GIB)}; take more ranks or a smaller batch"
             )
-    return found
-
-
-def _link_warnings(result: PlanResult) -> list[str]:
-    found, link, own = [], result.link, result.device.nvlink_gb_s
+    own = device.nvlink_gb_s
     if link is not None and link.nvlink_gb_s is not None and own not in (None, link.nvlink_gb_s):
         has = f"one of {own:g}" if own else "none"
-        found.append(
-            f"--link {link.name} is NVLink of {link.nvlink_gb_s:g} GB/s in each direction, and {result.device.name} has"
+        yield (
+            f"--link {link.name} is NVLink of {link.nvlink_gb_s:g} GB/s in each direction, and {device.name} has"
             f" {has}: give --link ALPHA_US,BETA_GB_S, or a file of its own link"
         )
     for one in result.links:
         if one.derived is not None:
-            found.append(f"{one.link.name} was not timed with {one.ranks} ranks: {one.derived}")
+            yield f"{one.link.name} was not timed with {one.ranks} ranks: {one.derived}"
         if one.bytes_outside_range:
             sizes = " to ".join(human_bytes(size) for size in one.bytes_outside_range)
-            found.append(
+            yield (
                 f"extrapolated beyond the sizes that {one.link.name} was timed at with {one.ranks} ranks: messages of"
                 f" {sizes}"
             )
-    return found
+    if names := device.uncertain + (link.uncertain if link is not None else []):
+        yield (
+            f"the calibration's timings hardly show {', '.join(names)} (uncertain by more than its size): times that"
+            " depend on it more than those did are guesses"
+        )
+    if prompt >= LONG_PROMPT and engine.score_passes:
+        yield (
+            f"the engine {engine.name} writes all attention scores of a prompt to memory, which takes long at"
+            f" {prompt} tokens: with a fused attention prefills are shorter, and more of them is communication;"
+            " --engine runtime has one"
+        )
 
 
-def _uncertain(result: PlanResult) -> list[str]:
-    """Of figures of a calibration: what its timings hardly showed."""
-    names = result.device.uncertain + (result.link.uncertain if result.link is not None else [])
-    if not names:
-        return []
-    return [
-        f"the calibration's timings hardly show {', '.join(names)} (uncertain by more than its size): times that"
-        " depend on it more than those did are guesses"
-    ]
-
-
-def _engine_warnings(result: PlanResult) -> list[str]:
-    prompt = result.options.prompt_len
-    if prompt < LONG_PROMPT or not result.engine.score_passes:
-        return []
-    return [
-        f"the engine {result.engine.name} writes all attention scores of a prompt to memory, which takes long at"
-        f" {prompt} tokens: with a fused attention prefills are shorter, and more of them is communication; --engine"
-        " runtime has one"
-    ]
+# ---- a choice ----
 
 
 def show_choice(result: PlanResult, choice: PlanChoice, console: Console) -> None:
@@ -205,27 +203,18 @@ def show_choice(result: PlanResult, choice: PlanChoice, console: Console) -> Non
         )
 
 
-def _some_points(front: Sequence[FrontPoint]) -> list[FrontPoint]:
-    """At most SHOWN_POINTS of the front, the ends too, evenly."""
-    if len(front) <= SHOWN_POINTS:
-        return list(front)
-    return [front[round(k * (len(front) - 1) / (SHOWN_POINTS - 1))] for k in range(SHOWN_POINTS)]
-
-
 def _front_lines(choice: PlanChoice) -> list[dict[str, str]]:
-    """The chosen layout among them, marked, also where it was found beside the front by measuring."""
-    one = choice.chosen
+    """At most SHOWN_POINTS of the front, evenly, the ends too; and the chosen layout among them, marked, also where it
+    was found beside the front by measuring."""
+    one, front, shown = choice.chosen, choice.front, choice.front
     nats = one.nats if one.estimated_nats is None else one.estimated_nats
     chosen = FrontPoint.of(one.as_layout, ms=one.ms, speedup=one.speedup, nats=nats or 0.0)
-    on_front = any(_points(point) == _points(chosen) for point in choice.front)
-    others = [point for point in _some_points(choice.front) if _points(point) != _points(chosen)]
-    mark = "chosen" if on_front else "chosen, beside the front"
-    lines = [(point.speedup, _front_line(point, "")) for point in others] + [(one.speedup, _front_line(chosen, mark))]
-    return [line for _, line in sorted(lines, key=lambda line: -line[0])]
-
-
-def _points(point: FrontPoint) -> tuple[str, str, str]:
-    return point.attention_overlapped, point.attention_dropped, point.mlp_overlapped
+    if len(front) > SHOWN_POINTS:
+        shown = [front[round(k * (len(front) - 1) / (SHOWN_POINTS - 1))] for k in range(SHOWN_POINTS)]
+    mark = "chosen" if any(point.changes == chosen.changes for point in front) else "chosen, beside the front"
+    lines = [_front_line(point, "") for point in shown if point.changes != chosen.changes]
+    place = sum(point.speedup >= one.speedup for point in shown if point.changes != chosen.changes)
+    return [*lines[:place], _front_line(chosen, mark), *lines[place:]]
 
 
 def _front_line(point: FrontPoint, mark: str) -> dict[str, str]:
@@ -247,3 +236,65 @@ def _measured_line(one: PlannedLayout) -> dict[str, str]:
         "measured": "" if one.measured is None else shown_increase(one.measured.increase),
         "held out": "" if one.held_out is None else shown_increase(one.held_out.increase),
     }
+
+
+# ---- what is known ----
+
+
+@dataclass(frozen=True)
+class KnownHardware(Record):
+    """All that is known by name. shapes: parameters of each."""
+
+    devices: list[DeviceSpec]
+    links: list[Interconnect]
+    engines: list[EngineFacts]
+    shapes: dict[str, int]
+
+    @classmethod
+    def read(cls) -> "KnownHardware":
+        return cls(
+            list(known_devices().values()),
+            list(known_interconnects().values()),
+            list(known_engines().values()),
+            {name: parameter_count(config) for name, config in known_shapes().items()},
+        )
+
+
+def show_known(known: KnownHardware, console: Console) -> None:
+    """Tables of what --hardware, --link, --engine and --shape take."""
+    console.document(known.to_dict())
+    console.result("Devices (--hardware)")
+    console.table([_device(device) for device in known.devices], right=["GB/s", "memory", "error"])
+    console.result("\nLinks (--link)")
+    console.table([_link(link) for link in known.links], right=["error"])
+    console.result("\nEngines (--engine)")
+    console.table([{"name": engine.name, "source": engine.source} for engine in known.engines])
+    console.result("\nShapes (--shape)")
+    shapes = [{"name": name, "parameters": human_count(count)} for name, count in known.shapes.items()]
+    console.table(shapes, right=["parameters"])
+    console.result("")
+    console.prose(
+        "error: one standard deviation, of the time of compute or of a message. A file of `ladderize calibrate` stands"
+        " for a device, a link, or both; so does YAML with device: or link: and the keys of --list --json."
+    )
+
+
+def _device(device: DeviceSpec) -> dict[str, str]:
+    rates = ", ".join(f"{rate:g} {dtype}" for dtype, rate in device.matmul_tflop_s.items())
+    return {
+        "name": device.name,
+        "GB/s": f"{device.memory_bandwidth_gb_s:g}",
+        "TFLOP/s": rates,
+        "memory": f"{device.memory_gib:g} GiB" if device.memory_gib is not None else "",
+        "error": f"{device.relative_error:.0%}",
+        "engine": device.engine,
+        "source": device.source,
+    }
+
+
+def _link(link: Interconnect) -> dict[str, str]:
+    def row_text(ranks: int, alpha: float, bus: float | None) -> str:
+        return f"{ranks} ranks {alpha:.3g} us" + (f" + {bus:.3g} GB/s" if bus is not None else "")
+
+    rows = "; ".join(row_text(row.ranks, row.alpha_us, row.bus_gb_s) for row in link.rows)
+    return {"name": link.name, "bus": rows, "error": f"{link.relative_error:.0%}", "source": link.source}

@@ -1,35 +1,23 @@
-"""From times and costs to the layout to choose, verified where that is asked for. Imports no torch."""
+"""What layouts cost in accuracy: estimated, of a sensitivity file of single changes, or measured, of a sweep whose
+layouts were retrained. Imports no torch."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint as fingerprint_of
-from ladderize.console import SILENT, Console
 from ladderize.convert.point_sensitivity import PointSensitivity, read_point_sensitivity
 from ladderize.convert.sensitivity_file import AlignmentWindows
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults, Perplexity
 from ladderize.files.documents import read_document
 from ladderize.files.regular import inside, resolved
 from ladderize.layout import DROPPED, Layout
-from ladderize.planning.planner.choose import (
-    LayerSeconds,
-    TimedLayouts,
-    choose_point,
-    describe,
-    in_nats,
-    layout_seconds,
-    option_seconds,
-)
-from ladderize.planning.planner.document import ChoiceTarget, FrontPoint, LayoutNll, PlanChoice, TimedPhase
-from ladderize.planning.planner.front import LAYER_OPTIONS, OptionCosts
-from ladderize.planning.planner.search import MeasuresLayouts
-from ladderize.planning.planner.verify import verified_choice
+from ladderize.planning.plans.document import LayoutNll
+from ladderize.planning.plans.layout_space import LAYER_OPTIONS
 from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
 
 SWEEP_FILE = "sweep.json"
@@ -61,10 +49,10 @@ class RetrainedCosts:
 
 
 def read_retrained_costs(
-    path: Path, *, num_layers: int, fingerprint: str | None, sync_tp_size: int | None
+    path: Path, num_layers: int, fingerprint: str | None, sync_tp_size: int | None
 ) -> RetrainedCosts:
-    """Read the perplexities of a sweep. path: its folder, or sweep.json. fingerprint: of the dense model; None where
-    there is only its shape. sync_tp_size: layouts that were made for another one are left out; None keeps all.
+    """Read the perplexities of a sweep; arguments as of ``read_plan_costs``. path: its folder, or sweep.json. Layouts
+    that were made for another sync_tp_size are left out; None keeps all.
 
     Raises UserError for the sweep of another model, and where no two points have a perplexity on the same windows.
     """
@@ -99,7 +87,9 @@ def read_retrained_costs(
         elif (own := _perplexity(path, point)) is None:
             notes.append(f"{point.name} is left out: it has no perplexity" + (" yet" if not document.complete else ""))
         else:
-            found.append(RetrainedLayout(point.name, _model(path, point), layout, _cost(path, point, own, base)))
+            folder = inside(path.parent, point.model) if point.model is not None else None
+            model = str(folder) if folder is not None else point.model
+            found.append(RetrainedLayout(point.name, model, layout, _cost(path, point, own, base)))
     if not found:
         raise UserError(f"{path} has no layout with a perplexity; run `ladderize sweep` again to finish it")
     return RetrainedCosts(str(path), found, base.nll_per_token, [note for note in notes if note])
@@ -115,12 +105,6 @@ def _same_model(path: Path, model: str, fingerprint: str) -> str:
             f"{path} is a sweep of another model, {model} (their fingerprints differ); name one of this model"
         )
     return ""
-
-
-def _model(path: Path, point: SweepPoint) -> str | None:
-    """Where its checkpoint lies."""
-    folder = inside(path.parent, point.model) if point.model is not None else None
-    return str(folder) if folder is not None else point.model
 
 
 def _perplexity(path: Path, point: SweepPoint) -> Perplexity | None:
@@ -181,10 +165,9 @@ class AccuracyCosts:
 
 
 def read_accuracy_costs(
-    path: Path, *, num_layers: int, fingerprint: str | None, sync_tp_size: int | None
+    path: Path, num_layers: int, fingerprint: str | None, sync_tp_size: int | None
 ) -> AccuracyCosts:
-    """Read a sensitivity file of single changes. fingerprint: of the model; None where there is only its shape.
-    sync_tp_size: the one that is wanted; None for the file's.
+    """Read a sensitivity file of single changes; arguments as of ``read_plan_costs``.
 
     Raises UserError for another model's, or another number of virtual ranks.
     """
@@ -262,18 +245,12 @@ def read_plan_costs(
 
     Raises UserError for files of another model or sync size, and for a sweep of several without one that is wanted.
     """
-    if sensitivity is None and sweep is None:
-        raise UsageError("give --sensitivity or --sweep: without costs there is nothing to choose by")
     points = retrained = None
     if sensitivity is not None:
-        points = read_accuracy_costs(
-            sensitivity, num_layers=num_layers, fingerprint=fingerprint, sync_tp_size=sync_tp_size
-        )
+        points = read_accuracy_costs(sensitivity, num_layers, fingerprint, sync_tp_size)
         sync_tp_size = points.sync_tp_size if sync_tp_size is None else sync_tp_size
     if sweep is not None:
-        retrained = read_retrained_costs(
-            sweep, num_layers=num_layers, fingerprint=fingerprint, sync_tp_size=sync_tp_size
-        )
+        retrained = read_retrained_costs(sweep, num_layers, fingerprint, sync_tp_size)
         if sync_tp_size is None and len(sizes := retrained.sync_tp_sizes) > 1:
             raise UserError(
                 f"{retrained.file} has layouts of sync_tp_size {' and '.join(map(str, sizes))}; say with"
@@ -286,117 +263,3 @@ def read_plan_costs(
             )
         sync_tp_size = next(iter(retrained.sync_tp_sizes), sync_tp_size)
     return PlanCosts(points, retrained, sync_tp_size)
-
-
-def plan_layout(
-    seconds: Mapping[str, LayerSeconds],
-    decode_steps: int,
-    phase: TimedPhase,
-    target: ChoiceTarget,
-    costs: PlanCosts,
-    *,
-    measurer: MeasuresLayouts | None = None,
-    limit: int | None = None,
-    console: Console = SILENT,
-) -> PlanChoice:
-    """The fastest layout within the budget, or the most accurate that is fast enough, and the front that it is from.
-
-    seconds: of the phases ``prefill`` and ``decode`` (one step), as far as ``phase`` needs them. measurer, limit: real
-    costs are measured, at most so often (``--verify N``); not where there are those of a sweep, which are preferred to
-    estimates. What a sensitivity file suggests is then beside them, as not retrained. Raises UserError where nothing
-    meets the target.
-    """
-    constant, layer = option_seconds(seconds, decode_steps, phase)
-    if costs.retrained is None:
-        assert costs.points is not None
-        return _by_estimates(constant, layer, phase, target, costs.points, measurer, limit, console)
-    assert measurer is None
-    beyond, notes = None, []
-    if costs.points is not None:
-        try:
-            estimated = _by_estimates(constant, layer, phase, target, costs.points, None, None, console)
-            beyond = estimated.chosen
-        except UserError as error:
-            notes.append(f"of what was not retrained: {error}")
-    choice = _among_retrained(constant, layer, phase, target, costs.retrained)
-    if beyond is not None and beyond.as_layout == choice.chosen.as_layout:
-        beyond = None
-    return replace(choice, beyond=beyond, notes=[*choice.notes, *notes])
-
-
-def _by_estimates(
-    constant: float,
-    layer: np.ndarray,
-    phase: TimedPhase,
-    target: ChoiceTarget,
-    points: AccuracyCosts,
-    measurer: MeasuresLayouts | None,
-    limit: int | None,
-    console: Console,
-) -> PlanChoice:
-    options = OptionCosts(np.tile(layer, (len(points.nats), 1)), points.nats, points.pairs)
-    space = TimedLayouts(options, constant, points.sync_tp_size)
-    target = in_nats(target, points.dense_nll)
-    front = space.front()
-    point = choose_point(space.speedup(front.seconds), front.nats, target)
-    chosen, check = space.described(front.chosen[point]), None
-    if measurer is not None and limit is not None:
-        chosen, check = verified_choice(space, front, target, measurer, limit, console=console)
-    return PlanChoice(
-        target=target,
-        phase=phase,
-        costs="sensitivity",
-        costs_file=points.file,
-        dense_ms=1000 * space.dense_seconds,
-        dense_perplexity=math.exp(points.dense_nll),
-        chosen=chosen,
-        front=space.front_points(front),
-        notes=points.notes,
-        verification=check,
-        aligned=points.aligned,
-    )
-
-
-def _among_retrained(
-    constant: float, layer: np.ndarray, phase: TimedPhase, target: ChoiceTarget, retrained: RetrainedCosts
-) -> PlanChoice:
-    """Of the layouts of a sweep; of one that was retrained in several ways, the best."""
-    layouts = [one.layout for one in retrained.layouts]
-    dense = constant + layouts[0].num_layers * float(layer[0])
-    target = in_nats(target, retrained.dense_nll)
-    seconds = [layout_seconds(layout, constant, layer) for layout in layouts]
-    nats = [one.cost.increase for one in retrained.layouts]
-    point = choose_point(dense / np.array(seconds), np.array(nats), target)
-    chosen = retrained.layouts[point]
-    return PlanChoice(
-        target=target,
-        phase=phase,
-        costs="sweep",
-        costs_file=retrained.file,
-        dense_ms=1000 * dense,
-        dense_perplexity=math.exp(retrained.dense_nll),
-        chosen=describe(
-            chosen.layout, seconds=seconds[point], dense_seconds=dense, estimated_nats=None, measured=chosen.cost
-        ),
-        front=_undominated_points(
-            [Layout.dense(layouts[0].num_layers), *layouts], [dense, *seconds], [0.0, *nats], dense
-        ),
-        notes=retrained.notes,
-        model=chosen.model,
-    )
-
-
-def _undominated_points(
-    layouts: list[Layout], seconds: list[float], nats: list[float], dense: float
-) -> list[FrontPoint]:
-    """Those that no other is faster and at most as costly as, the fastest first."""
-    front, least = [], math.inf
-    for index in sorted(range(len(layouts)), key=lambda index: (seconds[index], nats[index])):
-        if nats[index] < least:
-            least = nats[index]
-            front.append(
-                FrontPoint.of(
-                    layouts[index], ms=1000 * seconds[index], speedup=dense / seconds[index], nats=nats[index]
-                )
-            )
-    return front

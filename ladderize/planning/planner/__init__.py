@@ -1,1 +1,0 @@
-"""From times and accuracy costs of sync points to the layout to choose."""
