@@ -194,7 +194,7 @@ def untold(truth):
 
 
 def test_estimates_that_say_nothing():
-    """As many of the fastest layout's last layers are kept as the budget allows."""
+    """Nearly as much is saved as by as many of the fastest layout's last layers as the budget allows."""
     for _ in range(2):
         layers = int(np.random.randint(8, 25))
         truth = random_space(layers, alike=True, pairs=False)
@@ -207,7 +207,8 @@ def test_estimates_that_say_nothing():
         chosen, check = verified_choice(space, front, target, measurer, 16)
         assert chosen.measured.increase <= budget
         assert check.verified
-        assert chosen.ms <= 1000 * space.totals(longest)[0] * (1 + 1e-9)
+        dense, best = float(space.totals(space.dense)[0]), float(space.totals(longest)[0])
+        assert dense - chosen.ms / 1000 >= 0.8 * (dense - best)
 
 
 def test_half_is_given_back_where_nothing_tells_what_held_out_windows_cost():

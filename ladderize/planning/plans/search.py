@@ -33,7 +33,7 @@ PAIR_SPREAD = 0.2  # of what a pair costs more, as a part of the geometric mean 
 NOISE = 0.01  # of a layout's cost, of its own
 FLOOR = 0.02  # of the mean cost of a changed layer: what the cheapest is unsure by at least
 NOTHING_KNOWN = 1e-3  # nats of a changed layer, where all estimates are 0
-UNLIKELY = 0.01  # to be within the budget: such layouts are not measured
+UNLIKELY = 1e-4  # to be within the budget: such layouts are not measured
 NEIGHBOURS = 2000  # that are looked at, the most promising by their sums
 
 
@@ -137,10 +137,8 @@ class _Search:
         """The next layout to measure: what is gained by it, times how likely it is within the bound, is the most."""
         best, space = self.best(), self.space
         base = space.dense if best is None else best
-        around = [_neighbours(space, base), self.front]
-        if best is None:
-            around.append(_way_back(space, min(self.candidates(), key=self.cost)))
-        asked = np.concatenate(around)
+        others = _way_back(space, min(self.candidates(), key=self.cost)) if best is None else _neighbours(space, best)
+        asked = np.concatenate([others, self.front])
         known = self.candidates()
         mean, spread = believed_costs(space, np.array(known), np.array([self.cost(one) for one in known]), asked)
         seconds, estimates = space.totals(asked)
@@ -150,8 +148,11 @@ class _Search:
             most = min(self.budget, self.bar)
             likely = ndtr((most - mean) / (spread + 1e-9))
             score = np.where(likely > UNLIKELY, gain * likely, 0.0)
-            if best is None and (worth & (gain > 0) & (mean <= most)).any():  # first of all find one that is within it
-                score = gain * (mean <= most)
+            if best is None and (hopeful := worth & (gain > 0)).any():  # first of all find one that is within it
+                if (hopeful & (mean <= most)).any():
+                    score = gain * (mean <= most)
+                elif self.bar == math.inf:
+                    score = 1.0 * (hopeful & (mean <= mean[hopeful].min()))
         else:
             assert self.target.min_speedup is not None
             worth &= space.speedups(asked) >= self.target.min_speedup * (1 - ROUNDING)
@@ -193,9 +194,12 @@ class _Terms:
         self.chosen = chosen.astype(np.int64)
         self.pairs = self.chosen[:, :-1] * 8 + self.chosen[:, 1:]
         changed = self.chosen > 0
-        self.layer_sizes = np.where(changed, space.nats[np.arange(space.num_layers), self.chosen] + least, 0.0)
+        # of a layer that estimates say nothing of, all may differ
+        sizes = space.nats[np.arange(space.num_layers), self.chosen]
+        sizes = sizes + least if sizes.any() else sizes + least / LAYER_SPREAD
+        self.layer_sizes = np.where(changed, sizes, 0.0)
         self.pair_sizes = np.sqrt(self.layer_sizes[:, :-1] * self.layer_sizes[:, 1:])
-        self.estimates = space.totals(chosen)[1]
+        self.estimates = space.totals(chosen)[1] + least * changed.sum(1)
 
     def covariance(self, other: "_Terms") -> np.ndarray:
         """[P, other's]."""
