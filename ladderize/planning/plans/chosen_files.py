@@ -28,7 +28,7 @@ from ladderize.files.temporaries import replacement
 from ladderize.planning.plans.document import PlanChoice, PlannedLayout
 
 STAR = "M0,-1L.22,-.31L.95,-.31L.36,.12L.59,.81L0,.38L-.59,.81L-.36,.12L-.95,-.31L-.22,-.31Z"
-PHASE_WORDS = {"end_to_end": "prefill and decode", "prefill": "prefill", "decode": "decode"}
+TIMED_PART = {"end_to_end": "prefill and decode", "prefill": "prefill", "decode": "decode"}
 
 
 # ---- words ----
@@ -81,7 +81,7 @@ def _about(choice: PlanChoice) -> list[str]:
         if target.max_ppl_increase is not None
         else f"--min-speedup {target.min_speedup:g}"
     )
-    what = PHASE_WORDS[choice.phase].capitalize()
+    what = TIMED_PART[choice.phase].capitalize()
     sentences = [
         f"Chosen by `ladderize plan` for {asked}, by the costs of {choice.costs_file}.",
         f"{chosen.layout}. {what}: {chosen.speedup:.3f}x of the dense layout's speed, predicted.",
@@ -162,6 +162,6 @@ def _axes(choice: PlanChoice, checked: list[PlannedLayout]) -> Spec:
     across = {"domain": [1 - 0.03 * (right - 1), right + 0.05 * (right - 1)], "nice": False}
     up = {"domain": [low - 0.04 * (top - low), top + 0.08 * (top - low)], "nice": False}
     return {
-        "x": quantitative("x", f"speed-up, {PHASE_WORDS[choice.phase]} (predicted)", scale=across),
+        "x": quantitative("x", f"speed-up, {TIMED_PART[choice.phase]} (predicted)", scale=across),
         "y": quantitative("y", "increase of the perplexity (%)", scale=up),
     }
