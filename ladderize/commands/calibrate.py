@@ -67,7 +67,7 @@ def calibrate(given: GivenOptions) -> None:
     console.document(document.to_dict())
     show_calibration(document, console)
     console.note(f"wrote {own.out}")
-    if document.link is not None:
+    if document.link is not None and document.link.rows:
         ranks = document.link.rows[-1].ranks
         predict = command_line("plan", "--hardware", own.out, "--link", own.out, "--tp-size", ranks, "--shape", "8b")
         show_next(console, ("predict with it", predict))
