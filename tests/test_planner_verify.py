@@ -194,8 +194,10 @@ def untold(truth):
 
 
 def test_estimates_that_say_nothing():
-    """Nearly as much is saved as by as many of the fastest layout's last layers as the budget allows."""
-    for _ in range(2):
+    """About as much is saved as by as many of the fastest layout's last layers as the budget allows, and the
+    measurements are used."""
+    shares = []
+    for _ in range(8):
         layers = int(np.random.randint(8, 25))
         truth = random_space(layers, alike=True, pairs=False)
         measurer, space = FakeMeasurer(truth), untold(truth)
@@ -208,7 +210,8 @@ def test_estimates_that_say_nothing():
         assert chosen.measured.increase <= budget
         assert check.verified
         dense, best = float(space.totals(space.dense)[0]), float(space.totals(longest)[0])
-        assert dense - chosen.ms / 1000 >= 0.8 * (dense - best)
+        shares.append(min((dense - chosen.ms / 1000) / (dense - best), 1.0))
+    assert np.mean(shares) >= 0.9
 
 
 def test_half_is_given_back_where_nothing_tells_what_held_out_windows_cost():

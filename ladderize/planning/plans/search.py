@@ -147,7 +147,8 @@ class _Search:
             gain = np.where(estimates <= self.bar, np.maximum(space.totals(base)[0] - seconds, 0.0), 0.0)
             most = min(self.budget, self.bar)
             likely = ndtr((most - mean) / (spread + 1e-9))
-            score = np.where(likely > UNLIKELY, gain * likely, 0.0)
+            tells = (space.nats[np.isfinite(space.nats)] > 0).any()  # else nothing is known to be unlikely
+            score = np.where(likely > UNLIKELY, gain * likely, 0.0) if tells else gain * likely
             if best is None and (hopeful := worth & (gain > 0)).any():  # first of all find one that is within it
                 if (hopeful & (mean <= most)).any():
                     score = gain * (mean <= most)
