@@ -77,6 +77,16 @@ def test_columns_are_what_the_paper_says():
     assert [layout.ladder_layers for layout in column_layouts("each-ladder", 3, None)] == [[0], [1], [2], []]
 
 
+@pytest.mark.parametrize("mode", ["spd", "ladder"])
+def test_half_of_the_forwards_are_run(llama, ids, mode, monkeypatch):
+    """The layers before the first changed one run once for all columns: half of L forwards, where L + 1 would be."""
+    blocks = Blocks(open_checkpoint(str(llama)), torch.float32, torch.device("cpu"))
+    calls, run = [], blocks.run
+    monkeypatch.setattr(blocks, "run", lambda layer, state: calls.append(layer) or run(layer, state))
+    Suffixes(blocks, column_layouts(mode, LAYERS, RANKS[mode]))(torch.from_numpy(np.load(ids)))
+    assert len(calls) == LAYERS + LAYERS * (LAYERS + 1) // 2
+
+
 def test_intervals_come_from_windows():
     def blocks_of(table):
         return block_sensitivities(table, 10, "spd", tau1=0.05, tau2=10.0)[1]
