@@ -1,0 +1,1 @@
+"""Reading a checkpoint, which comes from a stranger: nothing here writes, unpickles or leaves its folder. A leaf."""

@@ -1,0 +1,1 @@
+"""Checkpoint to checkpoint: plan, write, verify, rename. Imports leaves only."""

@@ -1,0 +1,1 @@
+"""The bundled tiny Llama and the sweep of ``ladderize demo``. Imports everything but cli."""

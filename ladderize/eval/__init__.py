@@ -1,0 +1,1 @@
+"""Accuracy: what is asked, what was found. Imports leaves, convert and the runtime."""

@@ -1,0 +1,1 @@
+"""The tensor-parallel engine. Imports leaves and convert; neither lm-eval, datasets, PEFT nor Accelerate."""

@@ -1,0 +1,1 @@
+"""Accuracy against speed. Imports everything; sweep runs commands."""

@@ -1,0 +1,1 @@
+"""Adapters: their options, and reading, writing and checking them as PEFT has them."""

@@ -1,0 +1,1 @@
+"""The model class, which is copied into every checkpoint: imports torch and transformers only."""

@@ -1,0 +1,1 @@
+"""The run of ``ladderize eval``, from its tasks to its tables."""

@@ -1,0 +1,1 @@
+"""Statistics of two models' answers to the same questions, on stored samples."""

@@ -1,0 +1,1 @@
+"""``ladderize plan``: predicted rows, the layout to choose, and its verification by measurements."""

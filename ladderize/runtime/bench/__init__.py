@@ -1,0 +1,1 @@
+"""``ladderize bench``: one harness of timing, and what a sample of inference is."""

@@ -1,0 +1,1 @@
+"""Scoring and continuing of requests of different lengths, for ``eval --backend runtime``."""

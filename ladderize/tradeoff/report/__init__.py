@@ -1,0 +1,1 @@
+"""The page about a sweep: joined results, its plots, tables and answer."""

@@ -1,0 +1,1 @@
+"""``ladderize bench --train``: what a sample of a training step is."""

@@ -1,0 +1,1 @@
+"""``ladderize bench --engine vllm``: the same harness, where a sample is a request to vLLM's engine."""
