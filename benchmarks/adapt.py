@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 
 import ladderize
 from ladderize.adapt.data.packing import IGNORED_TARGET, collate
-from ladderize.adapt.data.sources import parse_specs
+from ladderize.adapt.data_specs import parse_specs
 from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.run import Trackers, make_trainer, open_data
 from ladderize.adapt.retrain.state import TrainingFolder
@@ -81,7 +81,7 @@ class Ours:
     ) -> None:
         ranks = Ranks(0, 1, torch.device(args.device))
         options = RetrainOptions(
-            data=tuple(parse_specs([str(data)])),
+            data=parse_specs([str(data)]),
             train="all",
             heldout=1,
             seq_len=args.seq_len,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from gpu_spd import random_checkpoint
 
-from ladderize.adapt.data.sources import parse_specs
+from ladderize.adapt.data_specs import parse_specs
 from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions
 from ladderize.adapt.retrain.run import Trackers, adapt_checkpoint, make_trainer, open_data
 from ladderize.adapt.retrain.state import TrainingFolder, read_metrics
@@ -50,7 +50,7 @@ def make(folder: Path, config: dict, dtype: torch.dtype, device: torch.device, r
 
 def options_for(folder: Path, device: str, **more) -> RetrainOptions:
     return RetrainOptions(
-        data=tuple(parse_specs([str(folder / "ids.npy")])),
+        data=parse_specs([str(folder / "ids.npy")]),
         distill_from=str(folder / "dense"),
         objective=Objective(0.5),
         device=device,

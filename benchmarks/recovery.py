@@ -138,7 +138,7 @@ def aligned(bench: Bench, source: Path, tokens: int, seed: int, out: Path) -> Pa
 def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> Path:
     from ladderize.adapt.blockwise.distill import adapt_blocks
     from ladderize.adapt.blockwise.options import PAPERS_LR, PAPERS_WIDTH, BlockwiseOptions, DistillOptions
-    from ladderize.adapt.data.sources import parse_specs
+    from ladderize.adapt.data_specs import parse_specs
     from ladderize.adapt.retrain.options import FULL_LR, WIDTH, Budget, Objective, RetrainOptions
     from ladderize.adapt.retrain.run import adapt_checkpoint
     from ladderize.blocks import open_checkpoint
@@ -166,7 +166,7 @@ def trained(bench: Bench, source: Path, recipe: str, cell: Cell, out: Path) -> P
         "hidden": {"distill_weight": 1.0, "hidden_weight": 1.0},
     }
     options = RetrainOptions(
-        data=tuple(parse_specs([bench.train])),
+        data=parse_specs([bench.train]),
         distill_from=None if recipe == "ce" else str(bench.model),
         objective=Objective(**weights[recipe]),
         budget=Budget(tokens=cell.tokens),

@@ -36,7 +36,8 @@ from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.document import environment
 from ladderize.workflows.sensitivity import measure_sensitivity
-from ladderize.workflows.spd import SpdOptions, permuted, spd
+from ladderize.workflows.spd import permuted, spd
+from ladderize.workflows.spd_options import SpdOptions
 
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 MHA = {

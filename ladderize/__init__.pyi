@@ -4,7 +4,7 @@ from ladderize.adapt.blockwise.distill import Distillation as Distillation
 from ladderize.adapt.blockwise.distill import adapt_blocks as adapt_blocks
 from ladderize.adapt.blockwise.options import BlockwiseOptions as BlockwiseOptions
 from ladderize.adapt.blockwise.options import DistillOptions as DistillOptions
-from ladderize.adapt.data.sources import data_sources as data_sources
+from ladderize.adapt.data_specs import data_sources as data_sources
 from ladderize.adapt.lora.config import LoraOptions as LoraOptions
 from ladderize.adapt.retrain.options import Budget as Budget
 from ladderize.adapt.retrain.options import Objective as Objective
@@ -74,9 +74,9 @@ from ladderize.workflows.sensitivity import measure_points as measure_points
 from ladderize.workflows.sensitivity import measure_sensitivity as measure_sensitivity
 from ladderize.workflows.sensitivity import write_points as write_points
 from ladderize.workflows.sensitivity import write_sensitivity as write_sensitivity
-from ladderize.workflows.spd import SpdOptions as SpdOptions
 from ladderize.workflows.spd import spd as spd
 from ladderize.workflows.spd_document import SpdDocument as SpdDocument
+from ladderize.workflows.spd_options import SpdOptions as SpdOptions
 from ladderize.workflows.sweep_document import SweepDocument as SweepDocument
 
 __version__: str

@@ -33,7 +33,6 @@ class Option:
     flags: str = ""  # its names; none: that of the field. A switch whose name begins with --no- makes its field False
     optional: bool = False  # the command line may leave out what the field needs; the command says what is missing
     needs: str = ""  # the field of the same dataclass without which it has no effect
-    only: tuple[str, ...] = ()  # the values of --method that heed it, where not all do
     kind: Any = None  # its type on the command line, where that is not the field's
     parse: Callable[[str], Any] | None = None  # makes the field's value of what the command line has
     parser: Callable[[str], Any] | None = None  # the same at once: it raises typer's BadParameter
@@ -80,7 +79,9 @@ def check_options(options: Any) -> None:
             continue
         if type(known.min) is int and (type(value) is not int or value < known.min):
             raise UsageError(f"{name} must be an integer of at least {known.min}, not {value!r}")
-        if known.max is not None and value > known.max:
+        if type(known.min) is float and not value >= known.min:
+            raise UsageError(f"{name} must be at least {known.min:g}, not {value!r}")
+        if known.max is not None and not value <= known.max:
             raise UsageError(f"{name} must be at most {known.max}, not {value!r}")
         if known.needs and value != field.default and getattr(options, known.needs) in (None, False, (), ""):
             raise UsageError(f"{name} has no effect without {flag(known.needs)}")

@@ -21,21 +21,13 @@ import numpy as np
 from ladderize.errors import UserError
 from ladderize.files.id_arrays import pick_array, read_id_rows
 from ladderize.files.parsing import parse_json
-from ladderize.files.regular import check_regular, open_regular, read_lines, read_text
+from ladderize.files.regular import check_regular, open_regular, read_lines, read_text, split_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SUFFIXES = (".txt", ".jsonl", ".npy", ".npz")
 MAX_TEXT_BYTES = 1 << 30  # of a .txt file, which is one document, read and tokenised as a whole
-
-
-def split_name(spec: str) -> tuple[Path, str | None]:
-    """``ids.npz:heldout`` -> the file and the array in it; other files have no such part."""
-    name, colon, key = spec.rpartition(":")
-    if colon and name.endswith(".npz"):
-        return Path(name), key
-    return Path(spec), None
 
 
 def check_data_file(spec: str) -> None:

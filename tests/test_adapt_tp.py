@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.data.sources import data_sources
+from ladderize.adapt.data_specs import data_sources
 from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.run import adapt_checkpoint

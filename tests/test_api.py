@@ -159,7 +159,7 @@ def retraining(**given):
         (lambda: retraining(objective=Objective(1.0)), "--distill-weight has no effect without --distill-from"),
         (lambda: retraining(data=()), "--data names nothing"),
         (lambda: retraining(seq_len=1), "--seq-len must be an integer of at least 2, not 1"),
-        (lambda: retraining(lora=LoraOptions(rank=0)), "--lora-rank must be at least 1"),
+        (lambda: retraining(lora=LoraOptions(rank=0)), "--lora-rank must be an integer of at least 1"),
         (lambda: data_sources("a.doc"), "neither a file that ends in"),
         (lambda: ladderize.generate("m", []), "there is nothing to continue"),
         (lambda: ladderize.sample_corpus("m", "x.txt", 3), "x.txt must end in .jsonl"),

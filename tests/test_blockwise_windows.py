@@ -9,8 +9,9 @@ import pytest
 
 from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.adapt.blockwise.windows import read_rows, training_windows
-from ladderize.adapt.data.sources import parse_specs, source_sha256
+from ladderize.adapt.data.sources import source_sha256
 from ladderize.adapt.data.stream import StreamOptions, fixed_rows
+from ladderize.adapt.data_specs import parse_specs
 from ladderize.blocks import open_checkpoint
 from ladderize.data import file_sha256
 from ladderize.errors import UsageError, UserError

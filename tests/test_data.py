@@ -3,8 +3,9 @@ import json
 import numpy as np
 import pytest
 
-from ladderize.data import check_data_file, default_seq_len, read_documents, split_name, windows
+from ladderize.data import check_data_file, default_seq_len, read_documents, windows
 from ladderize.errors import UserError
+from ladderize.files.regular import split_name
 
 
 class Letters:

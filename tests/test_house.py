@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ladderize
-from ladderize.choices import described
+from ladderize.choices import described, parameter_name
 from tests.helpers import ROOT
 
 PACKAGE = ROOT / "ladderize"
@@ -230,53 +230,20 @@ def test_lines_are_short_and_calls_are_formatted():
     assert problems == []
 
 
-# ---- one default for an option ----
+# ---- one description of an option ----
 
 
-def filled_options() -> list[tuple[str, str, str, tuple[str, ...]]]:
-    """(module, dataclass, prefix, fields given otherwise) for each ``given.fill(Dataclass, ...)`` of commands/ that
-    fills another dataclass than the one beside the command."""
-    found = set()
-    for path in sorted((PACKAGE / "commands").glob("*.py")):
-        tree = tree_of(path)
-        homes = {a.asname or a.name: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
-        for call in ast.walk(tree):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "fill":
-                assert isinstance(call.args[0], ast.Name), f"{path}: fill takes the dataclass by its name"
-                name = call.args[0].id
-                prefix = next((k.value.value for k in call.keywords if k.arg == "prefix"), "")
-                if name in homes:
-                    found.add((path.stem, f"{homes[name]}.{name}", prefix, tuple(k.arg or "" for k in call.keywords)))
-    return sorted(found)
-
-
-@pytest.mark.parametrize(("module", "kind", "prefix", "more"), filled_options())
-def test_an_option_has_the_default_of_its_field(module, kind, prefix, more):
-    """Where a command describes an option of a dataclass that it cannot import: or None, which means that it was not
-    given. Other options are described at the field, with its default."""
-    home, _, name = kind.rpartition(".")
-    fields = {prefix + field.name: field for field in dataclasses.fields(getattr(importlib.import_module(home), name))}
-    classes = vars(importlib.import_module(f"ladderize.commands.{module}")).values()
-    (beside,) = [one for one in classes if getattr(one, "__name__", "").endswith("Arguments")]
-    for option in described(beside):
-        field = fields.get(option.name)
-        if field is None or field.name in more:
-            continue
-        defaults = [None, dataclasses.MISSING, field.default]  # not given; must be given
-        defaults += [field.default_factory()] if field.default_factory is not dataclasses.MISSING else []
-        assert option.default in defaults, f"--{option.name} of {module}: {option.default!r}, in {name}: {defaults[2:]}"
-
-
-def test_every_option_is_described_once():
-    """A dataclass beside a command describes what the rooms' dataclasses do not."""
-    kinds = {kind: module for module, kind, _, _ in filled_options()}
-    for kind, module in kinds.items():
-        home, _, name = kind.rpartition(".")
-        theirs = {field.name for field in described(getattr(importlib.import_module(home), name))}
-        classes = vars(importlib.import_module(f"ladderize.commands.{module}")).values()
-        (beside,) = [one for one in classes if getattr(one, "__name__", "").endswith("Arguments")]
-        # --mode points is of another dataclass than the other modes
-        assert theirs & {field.name for field in described(beside)} <= {"mode"}, kind
+@pytest.mark.parametrize("path", sorted((PACKAGE / "commands").glob("*.py")), ids=lambda path: path.stem)
+def test_every_option_is_described_once(path):
+    """A dataclass beside a command describes what those that it imports do not."""
+    found = vars(importlib.import_module(f"ladderize.commands.{path.stem}"))
+    kinds = [kind for kind in found.values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+    names = {kind: {parameter_name(field) for field in described(kind)} for kind in kinds}
+    for kind in kinds:
+        if kind.__module__ == f"ladderize.commands.{path.stem}":
+            others = set().union(*(names[other] for other in kinds if other is not kind))
+            # --mode points is of another dataclass than the other modes
+            assert names[kind] & others <= {"mode"}, kind
 
 
 # ---- what starts without what ----

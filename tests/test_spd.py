@@ -20,6 +20,7 @@ from ladderize.eval.suffixes import Suffixes
 from ladderize.files.parsing import parse_yaml
 from ladderize.workflows import spd
 from ladderize.workflows.spd_document import SpdDocument
+from ladderize.workflows.spd_options import SpdOptions
 from tests.helpers import invoke, listing, one_sentence
 
 
@@ -210,7 +211,7 @@ def test_another_models_work_is_refused(tmp_path, text, monkeypatch):
 def test_options_from_python_are_checked_too(wrong):
     (name, value), *_ = wrong.items()
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} {value} is not one of"):
-        spd.SpdOptions(sync_tp_size=2, training=BlockwiseOptions(data="a.txt"), **wrong)
+        SpdOptions(sync_tp_size=2, training=BlockwiseOptions(data="a.txt"), **wrong)
 
 
 def test_a_document_of_an_earlier_version_is_read(tmp_path, text):

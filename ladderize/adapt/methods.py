@@ -1,8 +1,9 @@
-"""The words that options of ``ladderize adapt`` take; imports no torch, so that the command line can name them."""
+"""The words that options of ``ladderize adapt`` and ``ladderize spd`` take, and the descriptions of those that their
+methods share. No torch and no numpy here, so that the command line is instant."""
 
 from typing import Final, Literal
 
-from ladderize.choices import Dtype
+from ladderize.choices import MAX_SEED, Dtype, Option
 from ladderize.errors import UsageError
 
 Method = Literal["full", "lora", "blocks", "align"]
@@ -22,6 +23,12 @@ ScheduleKind = Literal["cosine", "wsd", "constant"]  # of the learning rate
 METRICS = "metrics.jsonl"  # of retraining: a line for each step and each validation
 
 MAX_LR = 1e3
+
+TRAINING_SEED = Option("Seed of which data are used, and their order.", min=0, max=MAX_SEED)
+COMPUTE_DTYPE = Option(
+    "float32, bfloat16, float16, or auto: float32 if the model is stored in it, else bfloat16.", "DTYPE"
+)
+WORK_DIR = Option("Folder of unfinished work, which the same command goes on with.", "DIR", shown="OUT.ladderize-work")
 
 
 def check_training(dtype: Dtype, lr: float | None) -> None:

@@ -285,7 +285,7 @@ def _built(name: str, known: Option, hint: Any, default: Any, panel: str, callba
             *(known.flags.split() or [flag(name)]),
             metavar=known.metavar or METAVARS.get(plain),
             help=known.help,
-            min=known.min,
+            min=None if known.parse else known.min,  # typer sees the text
             max=known.max,
             parser=known.parser,
             show_default=known.shown or True,

@@ -37,7 +37,8 @@ def show_next(console: Console, *steps: tuple[str, str]) -> None:
 
 def scoring_file(*files: Sequence[str]) -> str:
     """The first of the files that ``eval --perplexity`` reads, or a word that stands for one."""
-    from ladderize.data import SUFFIXES, split_name
+    from ladderize.data import SUFFIXES
+    from ladderize.files.regular import split_name
 
     for name in (name for names in files for name in names):
         path, _ = split_name(name)

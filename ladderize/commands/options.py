@@ -1,13 +1,8 @@
-"""What several commands share: options of those that train, where to compute, and checks of it."""
+"""What several commands share: where to compute, and checks of it."""
 
-from ladderize.choices import MAX_SEED, BackendName, DeviceName, Option
+from ladderize.choices import BackendName, DeviceName
 from ladderize.errors import UserError
 
-TRAINING_SEED = Option("Seed of which data are used, and their order.", min=0, max=MAX_SEED)
-COMPUTE_DTYPE = Option(
-    "float32, bfloat16, float16, or auto: float32 if the model is stored in it, else bfloat16.", "DTYPE"
-)
-WORK_DIR = Option("Folder of unfinished work, which the same command goes on with.", "DIR", shown="OUT.ladderize-work")
 LOADING = "loading torch and transformers"  # the first line of a command that computes
 
 
@@ -40,11 +35,3 @@ def start_training_on(device: DeviceName | None, threads: int | None) -> DeviceN
 
     set_threads(threads, launched().local_size)
     return device
-
-
-def memory_limit(size: str | None) -> int:
-    """--max-memory in bytes."""
-    from ladderize.adapt.blockwise.options import DistillOptions
-    from ladderize.convert.weights import parse_size
-
-    return parse_size(size, option="--max-memory") if size is not None else DistillOptions.max_memory

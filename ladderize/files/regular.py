@@ -104,3 +104,11 @@ def read_lines(path: Path, limit: int = MAX_LINE_BYTES) -> Iterator[bytes]:
                     f"{path}, line {number} is longer than {human_bytes(limit)}; write one JSON object a line"
                 )
             yield line
+
+
+def split_name(spec: str) -> tuple[Path, str | None]:
+    """``ids.npz:heldout`` -> the file and the array in it; other files have no such part."""
+    name, colon, key = spec.rpartition(":")
+    if colon and name.endswith(".npz"):
+        return Path(name), key
+    return Path(spec), None

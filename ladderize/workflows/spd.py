@@ -7,10 +7,10 @@ the other.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from ladderize.adapt.blockwise.block_trainer import BlockReport
 from ladderize.adapt.blockwise.distill import distill
 from ladderize.adapt.blockwise.head_grouping import Units, group_heads, grouping_seconds
 from ladderize.adapt.blockwise.layer_files import BlockFolder, StudentBlocks
-from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.adapt.blockwise.rewrite import (
     CheckpointRun,
     HeldoutMeasures,
@@ -36,15 +35,15 @@ from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
 from ladderize.checkpoint.llama import kv_head_count
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.choices import Dtype, check_at_least, check_choices
+from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console, human_seconds
 from ladderize.convert.heads import HEAD_MAP, HeadMap, permute_heads, read_head_map
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.selection import Selection
 from ladderize.convert.sensitivity_file import CLASSES, INSENSITIVE
-from ladderize.errors import UsageError, UserError
-from ladderize.eval.options import SensitivityOptions, check_taus
+from ladderize.errors import UserError
+from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import Perplexity
 from ladderize.files.documents import read_json, write_json
 from ladderize.layout import Layout, check_split, format_ranges
@@ -52,10 +51,9 @@ from ladderize.ranks.group import join_ranks
 from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 from ladderize.workflows.sensitivity import measure_sensitivity
 from ladderize.workflows.spd_document import SpdBlock, SpdDocument
+from ladderize.workflows.spd_options import SpdOptions
 
 SPD_FILE = "spd.json"
-CALIBRATION_SAMPLES = 128  # the paper's
-DEFAULT_FRACTION = 0.7
 # what to try where a step made the model worse
 ADVICE_AFTER = {
     "head grouping": "--head-grouping none",
@@ -63,58 +61,6 @@ ADVICE_AFTER = {
     "distillation": "a lower --lr, or more --samples",
 }
 SENSITIVITY = "sensitivity.json"  # in the work folder, and in OUT
-Distilled = Literal["all", "sensitive"]
-Repair = Literal["align", "blocks", "align+blocks"]
-HeadGrouping = Literal["error", "paper", "none"]
-
-
-@dataclass(frozen=True)
-class SpdOptions:
-    """See ``ladderize spd --help``. Raises UsageError for values that do not go together.
-
-    spd_fraction: 0.7 unless max_ppl_increase is given. training: the data, its windows, and the distillation.
-    calibration_samples: so many of the windows to train on, or all, for the sensitivity and the grouping. distill:
-    which of the selected blocks are distilled, ``all`` or only those that are not insensitive. repair: how; alignment
-    solves every layer from the first selected one on.
-    """
-
-    sync_tp_size: int
-    training: BlockwiseOptions
-    spd_fraction: float | None = None
-    max_ppl_increase: float | None = None
-    calibration_samples: int = CALIBRATION_SAMPLES
-    tau1: float | None = None
-    tau2: float = SensitivityOptions.tau2
-    distill: Distilled = "all"
-    repair: Repair = "align"
-    head_grouping: HeadGrouping = "error"
-    revision: str | None = None
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_at_least(self, 2, "sync_tp_size")
-        check_at_least(self, 1, "calibration_samples")
-        check_taus(self.tau1, self.tau2)
-        if self.spd_fraction is not None and self.max_ppl_increase is not None:
-            raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
-
-    @property
-    def aligns(self) -> bool:
-        return self.repair != "blocks"
-
-    @property
-    def distils(self) -> bool:
-        return self.repair != "align"
-
-    @property
-    def fraction(self) -> float | None:
-        """Of all blocks, to be dropped; None where max_ppl_increase decides."""
-        return DEFAULT_FRACTION if self.spd_fraction is None and self.max_ppl_increase is None else self.spd_fraction
-
-    def choices(self) -> dict[str, Any]:
-        """What decides the result besides the data and the training."""
-        names = ("spd_fraction", "max_ppl_increase", "tau1", "tau2", "distill", "repair", "head_grouping")
-        return {name: getattr(self, name) for name in names}
 
 
 def spd(

@@ -3,8 +3,8 @@
 import json
 
 from ladderize.adapt.data.examples import Encoder
-from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.data.stream import Stream, StreamOptions, StreamPlace
+from ladderize.adapt.data_specs import parse_specs
 from ladderize.rows import Row
 from tests.helpers import ROOT
 

@@ -3,8 +3,8 @@
 import json
 
 from ladderize.adapt.data.packing import batch_document, segments, show_batch
-from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.data.stream import fixed_rows
+from ladderize.adapt.data_specs import parse_specs
 from tests.adapt_data.rows import (
     PLAIN,
     TURNS,

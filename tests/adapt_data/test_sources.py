@@ -6,8 +6,9 @@ import datasets
 import numpy as np
 import pytest
 
-from ladderize.adapt.data.sources import TextRows, open_rows, parse_specs
+from ladderize.adapt.data.sources import TextRows, open_rows
 from ladderize.adapt.data.stream import Stream, fixed_rows
+from ladderize.adapt.data_specs import parse_specs
 from ladderize.errors import UsageError, UserError
 from tests.adapt_data.rows import (
     PLAIN,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ladderize.adapt.data import sources
-from ladderize.adapt.data.sources import parse_specs
 from ladderize.adapt.data.stream import fixed_rows, rank_rows
+from ladderize.adapt.data_specs import parse_specs
 from ladderize.errors import UserError
 from ladderize.rows import BadRow
 from tests.adapt_data.rows import (

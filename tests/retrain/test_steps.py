@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import ladderize
-from ladderize.adapt.data.sources import data_sources
+from ladderize.adapt.data_specs import data_sources
 from ladderize.adapt.retrain import run as retraining
 from ladderize.adapt.retrain.engine import BETAS, EPSILON
 from ladderize.adapt.retrain.hf_model import (

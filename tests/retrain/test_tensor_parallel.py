@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ladderize.adapt.data.sources import parse_specs
+from ladderize.adapt.data_specs import parse_specs
 from ladderize.adapt.lora.config import LoraOptions
 from ladderize.adapt.retrain.hf_model import HFEngine
 from ladderize.adapt.retrain.options import Budget, Objective, RetrainOptions

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ladderize.adapt.blockwise.options import MAX_MEMORY, WindowOptions
-from ladderize.adapt.methods import CONVERTED, check_training
-from ladderize.choices import check_at_least
+from ladderize.adapt.blockwise.options import MAX_MEMORY, WindowOptions, memory_limit
+from ladderize.adapt.methods import CONVERTED, TRAINING_SEED, check_training
+from ladderize.choices import check_at_least, option
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.layout import Layout, format_ranges, parse_ranges
@@ -23,9 +23,16 @@ SHORT = 1 << 14  # tokens in the place of LEAST_TOKENS; eight times as many gain
 class AlignSettings(Record):
     """What decides the result besides data and models: for the record, and for a killed run to know its work."""
 
-    ridge: float | None = None  # a share of the mean square of the inputs; None: the best of RIDGES
-    seed: int = 0  # of which windows are taken
-    random_share: float = RANDOM_SHARE  # so many windows of random tokens are added, for each of the data
+    ridge: float | None = option(
+        "align: how strongly weights are held where they are, as a share of the mean square of a projection's inputs.",
+        shown="chosen for each projection on held-out windows, from 10 to 1e-5",
+    )
+    seed: int = option(TRAINING_SEED, 0)
+    random_share: float = option(
+        "align: windows of random tokens that are added, for each window of the data, so that text of other kinds gets"
+        " no worse.",
+        RANDOM_SHARE,
+    )
 
     @property
     def ridges(self) -> tuple[float, ...]:
@@ -36,14 +43,25 @@ class AlignSettings(Record):
 class AlignOptions(AlignSettings, WindowOptions):
     """See ``ladderize adapt --help``. layers: None: every layer from the first converted one on."""
 
+    samples: int | None = option(
+        "blocks, align: windows to train on.",
+        min=1,
+        shown="what the data give, up to 1024; align: up to 131,072 tokens",
+    )
     tokens: int | None = None  # to align on where ``samples`` are not given; None: ``default_tokens``
-    max_memory: int = MAX_MEMORY  # bytes of both models' states, per process; what is beyond it goes to disk
+    max_memory: int = option(
+        "blocks, align: memory for the models' states, per process. What is beyond it goes to disk.",
+        MAX_MEMORY,
+        min=1,
+        metavar="SIZE",
+        parse=memory_limit,
+        shown="8GB",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_training(self.dtype, None)
-        check_at_least(self, 0, "seed")
-        check_at_least(self, 1, "max_memory", "tokens")
+        check_at_least(self, 1, "tokens")
         if self.ridge is not None and not 0 < self.ridge < math.inf:
             raise UsageError(f"--ridge must be above 0, not {self.ridge:g}")
         if not 0 <= self.random_share <= MOST_RANDOM:

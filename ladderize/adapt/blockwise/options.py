@@ -1,11 +1,13 @@
-"""What methods that rewrite layers one by one are asked to do. Imports no torch."""
+"""What methods that rewrite layers one by one are asked to do. Imports no torch and no numpy."""
 
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
-from ladderize.adapt.data.sources import SourceSpec, parse_specs
-from ladderize.adapt.methods import Write, check_training
-from ladderize.choices import Dtype, check_at_least, check_choices
+from ladderize.adapt.data_specs import SourceSpec, parse_specs
+from ladderize.adapt.methods import COMPUTE_DTYPE, TRAINING_SEED, WORK_DIR, Write, check_training
+from ladderize.choices import DEVICE, SEQ_LEN, Dtype, check_options, option
+from ladderize.convert.weights import parse_size
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -15,26 +17,27 @@ PAPERS_LR, PAPERS_WIDTH = 5e-5, 4096
 TOKENS_PER_STEP = 2048  # the paper's: one sequence
 DEFAULT_SAMPLES, DEFAULT_HELDOUT = 1024, 64  # windows at most
 MAX_MEMORY = 8_000_000_000
+memory_limit = partial(parse_size, option="--max-memory")
 
 
 @dataclass(frozen=True)
 class WindowOptions:
     """What layers are rewritten from: windows of data. Raises UsageError for options that contradict each other."""
 
-    data: str  # one --data
-    samples: int | None = None  # windows to learn from; None: what the data give, up to a default of the method
-    heldout: int | None = None  # windows to measure on; None: a tenth, up to a default
-    seq_len: int | None = None  # tokens of a window; None: as in ``data.default_seq_len``
+    data: str = option("jsonl, parquet, txt, npy, npz:array, or a glob of one kind.", ..., metavar="FILE")
+    samples: int | None = option("Windows to train on.", min=1, shown="what the data give, up to 1024")
+    heldout: int | None = option(
+        "Windows to hold out for early stopping and for the table.", min=1, shown="a tenth, up to 64"
+    )
+    seq_len: int | None = option(SEQ_LEN)
     layers: str | None = None  # ranges; None: the method's default
-    dtype: Dtype = "auto"
-    device: str = field(default_factory=default_device)
-    work_dir: Path | None = None
+    dtype: Dtype = option(COMPUTE_DTYPE, "auto")
+    device: str = option(DEVICE, default_device)
+    work_dir: Path | None = option(WORK_DIR)
     write: Write = "best"  # best: nothing where the held-out perplexity did not get better; last: all the same
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        check_at_least(self, 1, "samples", "heldout")
-        check_at_least(self, 2, "seq_len")
+        check_options(self)
         if self.source.is_streamed:
             raise UsageError(f"{self.source.name} is streamed, and this method reads its data whole; give a file")
 
@@ -51,24 +54,27 @@ class WindowOptions:
 
 @dataclass(frozen=True)
 class DistillSettings(Record):
-    """What decides a block's result.
+    """What decides a block's result."""
 
-    epochs: at most; training ends when ``patience`` epochs brought no better held-out loss. lr, batch_size: None takes
-    the default for the model's width and the windows' length.
-    """
-
-    epochs: int = 10
-    patience: int = 2
-    lr: float | None = None
-    batch_size: int | None = None
-    seed: int = 0
+    epochs: int = option("blocks: most epochs per block.", 10, min=1)
+    patience: int = option("blocks: stop a block after this many epochs without a better held-out loss.", 2, min=1)
+    lr: float | None = option("Peak learning rate.", shown="5e-5 * 4096 / hidden size")
+    batch_size: int | None = option("Windows per step.", min=1, shown="2048 tokens")
+    seed: int = option(TRAINING_SEED, 0)
 
 
 @dataclass(frozen=True)
 class DistillOptions(DistillSettings):
-    """max_memory: bytes of teacher states before they go to disk, which decides nothing."""
+    """The same, and what decides nothing. max_memory: in bytes."""
 
-    max_memory: int = MAX_MEMORY
+    max_memory: int = option(
+        "Memory for the dense model's states, per process. What is beyond it goes to disk.",
+        MAX_MEMORY,
+        min=1,
+        metavar="SIZE",
+        parse=memory_limit,
+        shown="8GB",
+    )
 
     def resolve(self, hidden: int, seq_len: int) -> "DistillOptions":
         """The same with every default worked out."""
@@ -87,7 +93,7 @@ class BlockwiseOptions(WindowOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self.distill, 1, "epochs", "patience", "batch_size", "max_memory")
+        check_options(self.distill)
         check_training(self.dtype, self.distill.lr)
 
     def settings(self) -> DistillSettings:

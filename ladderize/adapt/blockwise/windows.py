@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ladderize.adapt.blockwise.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, WindowOptions
 from ladderize.adapt.data.examples import Encoder
-from ladderize.adapt.data.sources import SourceSpec, open_rows
+from ladderize.adapt.data.sources import open_rows
+from ladderize.adapt.data_specs import SourceSpec
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.data import draw_windows, needs_tokenizer
 from ladderize.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ladderize.adapt.data.examples import Encoded, Encoder
-from ladderize.adapt.data.sources import SourceSpec
+from ladderize.adapt.data_specs import SourceSpec
 from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.rows import TRAINING, BadRows, Row, Rows, quiet_datasets

@@ -21,7 +21,8 @@ import numpy as np
 from ladderize.adapt.data.examples import Encoded, Encoder, Example
 from ladderize.adapt.data.packing import PackedRow, join, pack
 from ladderize.adapt.data.readers import DRAW_SHUFFLE, Cursor, IndexedReader, Reader, StreamedReader
-from ladderize.adapt.data.sources import SourceSpec, open_rows, source_identity
+from ladderize.adapt.data.sources import open_rows, source_identity
+from ladderize.adapt.data_specs import SourceSpec
 from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.rows import BadRow, BadRows, Rows

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ladderize.checkpoint.llama import expected_tensors
+from ladderize.choices import check_options, option, split_names
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.layout import format_ranges
@@ -36,23 +37,28 @@ class AdapterBase(Record):
 
 @dataclass(frozen=True)
 class LoraOptions(Record):
-    """rank: of every pair of matrices. alpha: their product is multiplied by alpha / rank; None is 2 * rank. dropout:
-    of what enters them, in training. targets: the projections of each layer that get them. Raises UsageError for what
-    fits no model.
-    """
+    """How adapters are made. Raises UsageError for what fits no model."""
 
-    rank: int = 16
-    alpha: float | None = None
-    dropout: float = 0.0
-    targets: tuple[str, ...] = LORA_TARGETS
+    rank: int = option("lora: rank.", 16, flags="--lora-rank", min=1)
+    alpha: float | None = option(
+        "lora: alpha; adapters are scaled by alpha / rank.", flags="--lora-alpha", shown="twice the rank"
+    )
+    dropout: float = option(
+        "lora: dropout of the adapters' input.", 0.0, flags="--lora-dropout", min=0.0, max=0.99, shown="0"
+    )
+    targets: tuple[str, ...] = option(
+        "lora: projections that get adapters.",
+        LORA_TARGETS,
+        flags="--lora-targets",
+        metavar="A,B",
+        parse=split_names,
+        shown="all seven of a layer",
+    )
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UsageError(f"--lora-rank must be at least 1, not {self.rank}")
+        check_options(self)
         if self.alpha is not None and not (self.alpha > 0 and math.isfinite(self.alpha)):
             raise UsageError(f"--lora-alpha must be above 0 and finite, not {self.alpha:g}")
-        if not 0 <= self.dropout < 1:
-            raise UsageError(f"--lora-dropout must be at least 0 and below 1, not {self.dropout:g}")
         if unknown := [name for name in self.targets if name not in LORA_TARGETS]:
             raise UsageError(
                 f"--lora-targets: {', '.join(unknown)} is not a projection; a layer has {', '.join(LORA_TARGETS)}"

@@ -4,23 +4,27 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ladderize.adapt.data.sources import SourceSpec
+from ladderize.adapt.data_specs import SourceSpec, parse_specs
 from ladderize.adapt.lora.config import LoraOptions
 from ladderize.adapt.methods import (
     BLOCKS,
+    COMPUTE_DTYPE,
     CONVERTED,
     FULL,
     LORA,
+    TRAINING_SEED,
+    WORK_DIR,
     Attention,
     Method,
     ScheduleKind,
     Write,
     check_training,
 )
-from ladderize.choices import Dtype, check_at_least, check_choices, flag
+from ladderize.choices import DEVICE, SEQ_LEN, THREADS, Dtype, check_options, flag, option, split_names
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -53,9 +57,16 @@ class Objective(Record):
     stream, relative to what the teacher's add (runtime/training/outputs.py).
     """
 
-    distill_weight: float = 0.0
-    temperature: float = 1.0
-    hidden_weight: float = 0.0
+    distill_weight: float = option(
+        "Weight of the KL term (0 to 1). Cross-entropy gets the rest.", 0.0, min=0.0, max=1.0, shown="1"
+    )
+    temperature: float = option("Temperature of both models in the KL term.", 1.0, shown="1")
+    hidden_weight: float = option(
+        "Weight of the hidden error: how far what attention and MLP of the converted layers add to the stream is from"
+        " the dense model's, as a relative mean squared error.",
+        0.0,
+        shown="0",
+    )
 
     @property
     def label(self) -> str:
@@ -86,7 +97,7 @@ class Objective(Record):
         return loss + self.hidden_weight * hidden if self.hidden_weight else loss
 
 
-def parse_count(text: str, *, option: str) -> int:
+def parse_count(text: str, *, option: str = "--max-tokens") -> int:
     """``3B``, ``20M``, ``500k`` or a plain number; raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)", text.strip())
     value = float(match[1]) * COUNTS[match[2].upper()] if match else 0.0
@@ -100,8 +111,10 @@ def parse_count(text: str, *, option: str) -> int:
 class Budget(Record):
     """So many tokens (padding not counted) or so many steps; one of them is None."""
 
-    tokens: int | None = None
-    steps: int | None = None
+    tokens: int | None = option(
+        "How many tokens to train on, such as 20M or 3B.", flags="--max-tokens", metavar="COUNT", parse=parse_count
+    )
+    steps: int | None = option("How many steps to train, instead of --max-tokens.", flags="--max-steps", min=1)
 
     def check(self) -> None:
         """Raise UsageError unless one of them is given, and is positive."""
@@ -197,6 +210,14 @@ class TrainOptions(DecidingOptions):
         return {name: value for name, value in self.deciding().to_dict().items() if name in CHANGEABLE}
 
 
+def tracker_names(text: str) -> tuple[str, ...]:
+    """The value of --log-with; raises UsageError."""
+    names = split_names(text)
+    if not names:
+        raise UsageError("--log-with names no tracker; write for example tensorboard")
+    return names
+
+
 @dataclass(frozen=True)
 class RetrainOptions:
     """See ``ladderize adapt --help``. None: the default that ``resolve`` works out for the model.
@@ -206,46 +227,115 @@ class RetrainOptions:
     shared out among the ranks that are started here, and torch's own number in this process.
     """
 
-    data: tuple[SourceSpec, ...]
-    method: Method = FULL
-    train: str = CONVERTED
-    distill_from: str | None = None
+    data: tuple[SourceSpec, ...] = option(
+        "jsonl, parquet, txt, npy, npz:array, a glob of one kind, or hub:OWNER/NAME:SPLIT. Give it several times to mix"
+        " sources.",
+        ...,
+        metavar="FILE[=WEIGHT]",
+        kind=tuple[str, ...],
+        parse=parse_specs,
+    )
+    method: Method = option(
+        "full: train all weights of the chosen layers. lora: train LoRA adapters. blocks: train each block alone on the"
+        " dense block's outputs. align: solve the projections anew by least squares, without training; seconds to"
+        " minutes, and a good start for the others.",
+        FULL,
+        metavar="NAME",
+    )
+    train: str = option(
+        "Layers to train: converted, all (with full: embedding and LM head too), or ranges like 16:32,40.",
+        CONVERTED,
+        metavar="LAYERS",
+        shown="converted; align: every layer from the first converted one on",
+    )
+    distill_from: str | None = option(
+        "The dense model that MODEL was converted from. Its predictions are the training target.",
+        flags="--distill-from --teacher",
+        metavar="DENSE",
+    )
     objective: Objective = field(default_factory=Objective)
     lora: LoraOptions = field(default_factory=LoraOptions)
-    eval_data: tuple[SourceSpec, ...] = ()
-    heldout: int | None = None
-    seq_len: int | None = None
-    packing: bool = True
-    skip_bad_rows: bool = False
+    eval_data: tuple[SourceSpec, ...] = option(
+        "Data to validate on.",
+        (),
+        metavar="FILE",
+        kind=tuple[str, ...],
+        parse=partial(parse_specs, option="--eval-data"),
+        shown="rows held out of --data",
+    )
+    heldout: int | None = option(
+        "Rows to hold out of each --data for validation.",
+        min=0,
+        shown="a hundredth, up to 256; blocks, align: a tenth of the windows",
+    )
+    seq_len: int | None = option(SEQ_LEN)
+    packing: bool = option("One example per row, padded, instead of packing.", True, flags="--no-packing")
+    skip_bad_rows: bool = option("Skip and count rows that cannot be read.", False)
     budget: Budget = field(default_factory=Budget)
-    batch_size: int | None = None
-    micro_batch_size: int | None = None
-    lr: float | None = None
-    lr_schedule: ScheduleKind = "cosine"
-    warmup_steps: int | None = None
-    min_lr: float = 0.0
-    weight_decay: float = 0.0
-    max_gradient: float = 1.0
-    gradient_checkpointing: bool = False
-    attention: Attention = "sdpa"
-    align: bool = False
-    tp_size: int = 1
+    batch_size: int | None = option(
+        "Rows per optimizer step, over all processes.",
+        min=1,
+        shown="2048 to 65536 tokens: a 2000th of --max-tokens; blocks: 2048 tokens",
+    )
+    micro_batch_size: int | None = option(
+        "Rows computed at once on one device. It decides the memory, not the result.", min=1, shown="8192 tokens"
+    )
+    lr: float | None = option(
+        "Peak learning rate.",
+        shown="full 2e-5, lora 1e-4, blocks 5e-5; times 4096 / hidden size; less after align",
+    )
+    lr_schedule: ScheduleKind = option(
+        "Learning-rate schedule. wsd: constant, then linear to the end over the last fifth.", "cosine"
+    )
+    warmup_steps: int | None = option(
+        "Steps of linear warm-up.", min=0, shown="5 % of all, at most 200; after align at least 10, or 20 %"
+    )
+    min_lr: float = option("Final learning rate, as a fraction of the peak.", 0.0, min=0.0, max=1.0, shown="0")
+    weight_decay: float = option("AdamW's weight decay, of matrices only.", 0.0, min=0.0, shown="0")
+    max_gradient: float = option("Clip the gradient's norm to this.", 1.0, shown="1")
+    gradient_checkpointing: bool = option("Recompute activations instead of keeping them.", False)
+    attention: Attention = option(
+        "sdpa, eager, flash_attention_2 or flex_attention, as in transformers.", "sdpa", metavar="NAME"
+    )
+    align: bool = option(
+        "full, lora: align first (as --method align does, briefly, on the first --data) and train from there. The"
+        " aligned checkpoint stays in OUT-aligned.",
+        False,
+    )
+    tp_size: int = option(
+        "full, lora: processes that share one copy of the model (tensor parallelism). Started here, or by a launcher"
+        " that starts N, or a multiple for data parallelism.",
+        1,
+        min=1,
+    )
     schedule: Schedule = SEQUENTIAL
-    eval_every: int | None = None
-    save_every: int | None = None
-    keep: int = 2
-    write: Write = "best"
-    resume: bool = True
-    seed: int = 0
-    dtype: Dtype = "auto"
-    device: str = field(default_factory=default_device)
-    threads: int | None = None
-    work_dir: Path | None = None
-    log_with: tuple[str, ...] = ()
-    log_dir: Path | None = None
+    eval_every: int | None = option("Steps between validations.", min=1, shown="a tenth of all, at most 500")
+    save_every: int | None = option("Steps between checkpoints.", min=1, shown="a tenth of all, at most 500")
+    keep: int = option("Number of recent checkpoints to keep, besides the best weights.", 2, min=1)
+    write: Write = option(
+        "Which weights become OUT. best: lowest held-out perplexity; nothing is written if training never lowered it."
+        " last: the last ones.",
+        "best",
+    )
+    resume: bool = option(
+        "auto: go on with unfinished work. no: start again.",
+        True,
+        kind=Literal["auto", "no"],
+        parse=lambda word: word == "auto",
+        shown="auto",
+    )
+    seed: int = option(TRAINING_SEED, 0)
+    dtype: Dtype = option(COMPUTE_DTYPE, "auto")
+    device: str = option(DEVICE, default_device)
+    threads: int | None = option(THREADS)
+    work_dir: Path | None = option(WORK_DIR)
+    log_with: tuple[str, ...] = option(
+        "Trackers beside metrics.jsonl: tensorboard, wandb, trackio.", (), metavar="A,B", parse=tracker_names
+    )
+    log_dir: Path | None = option("Folder of the trackers.", metavar="DIR", shown="OUT-logs")
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_options(self)
 
     def check_data(self) -> None:
         """Raise UserError for files that are not there: cheap, for use before anything else."""
@@ -257,10 +347,6 @@ class RetrainOptions:
         """Raise UsageError for values that no retraining can have, and for options that take no effect together."""
         if self.method == BLOCKS:
             raise UsageError("--method blocks has options of its own: BlockwiseOptions, for adapt_blocks")
-        check_at_least(self, 0, "heldout", "warmup_steps")
-        ones = ("batch_size", "micro_batch_size", "eval_every", "save_every", "keep", "tp_size", "threads")
-        check_at_least(self, 1, *ones)
-        check_at_least(self, 2, "seq_len")
         check_training(self.dtype, self.lr)
         self.objective.check()
         if not self.max_gradient > 0:

@@ -23,10 +23,11 @@ from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console
 from ladderize.convert.sensitivity_file import AlignmentWindows, CalibrationData
-from ladderize.data import file_sha256, split_name
+from ladderize.data import file_sha256
 from ladderize.errors import UserError
 from ladderize.eval.suffixes import SAVE_SECONDS, LayoutTree, Suffixes, check_table_memory, usual_batch
 from ladderize.files.documents import read_own, write_json
+from ladderize.files.regular import split_name
 from ladderize.files.work import WorkFolder
 from ladderize.layout import Layout
 from ladderize.planning.plans.document import LayoutNll

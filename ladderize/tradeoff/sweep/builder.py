@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ladderize.adapt.data.sources import SourceSpec, parse_specs
+from ladderize.adapt.data_specs import SourceSpec, parse_specs
 from ladderize.checkpoint.llama import check_model
 from ladderize.convert.recipe import Recipe
-from ladderize.data import split_name
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
-from ladderize.files.regular import open_regular
+from ladderize.files.regular import open_regular, split_name
 from ladderize.files.work import run_digest
 from ladderize.ranks.threads import cores
 from ladderize.tradeoff.sweep.stages import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ladderize.adapt.data.sources import HUB
+from ladderize.adapt.data_specs import HUB
 from ladderize.adapt.methods import ALIGN, FULL, LORA, Method
 from ladderize.adapt.retrain.options import parse_count
 from ladderize.convert.recipe import AUTO, Recipe
