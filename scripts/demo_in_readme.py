@@ -1,13 +1,12 @@
-"""Put a finished demo into the README: the plot of its report, its table, and the time that it took.
+"""Put a finished demo into the README (its answer, the plot, the time that it took) and its table into docs/results.md.
 
     ladderize demo --out demo          # on an idle machine; note how long it takes
     python scripts/demo_in_readme.py demo --minutes 4
 
-Replaces what stands between the two marks of README.md, and docs/demo-tradeoff.png.
+Replaces what stands between the two marks of each of both pages, and docs/demo-tradeoff.png.
 """
 
 import argparse
-import os
 import shutil
 import tempfile
 import textwrap
@@ -56,6 +55,14 @@ def table(root: Path) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
+def replace(page: Path, lines: list[str]) -> None:
+    """Put lines between the two marks of a page."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, found, after = rest.partition(END)
+    assert found, f"{page} has no {BEGIN} ... {END}"
+    page.write_text("\n".join([before + BEGIN, *lines, END + after]), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("demo", type=Path, help="folder of `ladderize demo --out`")
@@ -73,18 +80,13 @@ def main() -> None:
         *(f"> {line}" for line in textwrap.wrap(summary.headline, 98)),
         "",
         "The bundled model is tiny, and its arithmetic breaks first. Least squares ([align](docs/align.md))",
-        "win part of it back in seconds, a minute of retraining the rest.",
+        "win part of it back in seconds, a minute of retraining the rest ([all nine",
+        "models](docs/results.md#the-demo)).",
         "",
         f"![speed-up against accuracy of the demo's models]({PICTURE.relative_to(ROOT).as_posix()})",
-        "",
-        *table(root),
     ]
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, found, after = rest.partition(END)
-    assert found, f"{readme} has no {BEGIN} ... {END}"
-    whole = f"{before}{BEGIN}\n{os.linesep.join(text)}\n{END}{after}"
-    readme.write_text(whole, encoding="utf-8")
+    replace(ROOT / "README.md", text)
+    replace(ROOT / "docs" / "results.md", table(root))
 
 
 if __name__ == "__main__":
