@@ -13,7 +13,8 @@ from ladderize.errors import UsageError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]  # to compute in; auto: as stored
 DeviceName = Literal["cpu", "cuda"]
-BackendName = Literal["auto", "nccl", "symm_mem", "gloo", "shm", "none"]  # how ranks communicate
+SendingBackend = Literal["auto", "nccl", "symm_mem", "gloo", "shm"]  # how ranks communicate
+BackendName = Literal[SendingBackend, "none"]
 EngineName = Literal["runtime", "vllm"]  # whose forward pass ``bench`` times
 
 MAX_SEED = 2**32 - 1
@@ -121,7 +122,7 @@ REVISION = Option("Branch, tag or commit of a model from the hub.")
 DEVICE = Option("Where to compute.", kind=DeviceName, shown="cuda if there is one")
 THREADS = Option("CPU threads of each process.", min=1, shown="cores / processes")
 DTYPE = Option("float32, bfloat16, float16, or auto: as stored.", "DTYPE")
-BACKEND = Option("How ranks communicate. none: no communication, for timing only; results are wrong.")
+BACKEND = Option("How ranks communicate.")
 TP_SIZE = Option("Tensor-parallel ranks (processes). Under torchrun: as many as it started.", min=1)
 SEQ_LEN = Option("Tokens per window.", min=2, shown="the rows of ids, else 2048 or the model's limit")
 LOWER_TAU = Option("Sensitivity up to which a block is insensitive.", shown="0.05; 0.02 from 30B parameters")

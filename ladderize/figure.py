@@ -1,7 +1,7 @@
 """Plots: a panel is a Vega-Lite specification, which the page of a report shows, and ``--plot`` saves as PNG and SVG.
 
-vl-convert-python, the extra ``plots``, draws both. Colours are CSS variables, so that plots follow the page's dark mode
-without being drawn again; a picture of its own gets the light ones instead.
+vl-convert-python, of the extra ``report``, draws both. Colours are CSS variables, so that plots follow the page's dark
+mode without being drawn again; a picture of its own gets the light ones instead.
 """
 
 import json
@@ -157,7 +157,7 @@ def check_plot(stem: Path, *, option: str = "--plot") -> None:
     try:
         import vl_convert  # noqa: F401
     except ImportError:
-        raise UserError(f"{option} needs vl-convert-python: pip install 'ladderize[plots]'") from None
+        raise UserError(f"{option} needs vl-convert-python: pip install 'ladderize[report]'") from None
     if not resolved(stem, "--plot ").parent.is_dir():
         raise UserError(f"{option} {stem}: the folder {stem.parent} does not exist")
 

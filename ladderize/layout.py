@@ -19,6 +19,7 @@ from ladderize.errors import LadderizeError
 BLOCKING, OVERLAPPED, DROPPED = "blocking", "overlapped", "dropped"
 ATTENTION_MODES = (BLOCKING, OVERLAPPED, DROPPED)
 MLP_MODES = (BLOCKING, OVERLAPPED)
+ONE_OVERLAPPED = "attention overlapped", "entering MLP overlapped"  # names of layers of which one sync point is
 CONFIG_KEYS = ("attention_sync", "mlp_sync", "sync_tp_size")
 DEFAULT_RANKS = 8  # the GPUs of the usual machine
 
@@ -199,13 +200,13 @@ class Layout:
         return self.mlp_sync[layer - 1] if layer else BLOCKING
 
     def layer_name(self, layer: int) -> str:
-        """``dense``, ``ladder``, ``spd``, ``spd+ladder``, or ``custom`` for modes that no name compiles to."""
+        """``dense``, ``ladder``, ``spd``, ``spd+ladder``, or which one of its two sync points is overlapped."""
         attention, entering = self.attention_sync[layer], self.entering(layer)
         if attention == DROPPED:
             return "spd" if entering == BLOCKING else "spd+ladder"
         if attention == OVERLAPPED:
-            return "ladder" if entering == OVERLAPPED or layer == 0 else "custom"
-        return "dense" if entering == BLOCKING else "custom"
+            return "ladder" if entering == OVERLAPPED or layer == 0 else ONE_OVERLAPPED[0]
+        return "dense" if entering == BLOCKING else ONE_OVERLAPPED[1]
 
     def count(self, mode: str) -> int:
         """How many of the 2 L sync points have this mode."""
@@ -238,9 +239,9 @@ class Layout:
             parts.append(f"ladder {format_ranges(self.ladder_layers)}")
         if self.spd_layers:
             parts.append(f"spd {format_ranges(self.spd_layers)} (sync_tp_size {self.sync_tp_size})")
-        custom = [i for i in range(self.num_layers) if self.layer_name(i) == "custom"]
-        if custom:
-            parts.append(f"custom {format_ranges(custom)}")
+        for name in ONE_OVERLAPPED:
+            if layers := [i for i in range(self.num_layers) if self.layer_name(i) == name]:
+                parts.append(f"{name} {format_ranges(layers)}")
         return f"{self.num_layers} layers: " + ", ".join(parts)
 
     def table(self) -> list[dict[str, Any]]:

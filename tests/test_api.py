@@ -129,7 +129,7 @@ def retraining(**given):
     ("make", "message"),
     [
         (lambda: GenerateOptions(dtype="int8"), "--dtype int8 is not one of auto, float32, bfloat16, float16"),
-        (lambda: GenerateOptions(backend="none"), "--backend none sums nothing"),
+        (lambda: GenerateOptions(backend="none"), "--backend none is not one of auto,"),
         (lambda: GenerateOptions(max_new_tokens=0), "--max-new-tokens must be an integer of at least 1, not 0"),
         (lambda: GenerateOptions(tp_size="2"), "--tp-size must be an integer of at least 1, not '2'"),
         (lambda: GenerateOptions(replicate_vocab=True), "--replicate-vocab has no effect with one rank"),

@@ -44,12 +44,12 @@ def test_named_layers_compile_to_sync_points():
     assert str(layout) == "5 layers: ladder 0,3, spd 2:4 (sync_tp_size 2)"
 
 
-def test_custom_modes_keep_their_name():
+def test_a_single_overlapped_sync_point_is_named():
     layout = Layout(("blocking", "overlapped", "blocking"), ("overlapped", "blocking", "blocking"))
     assert [layout.layer_name(i) for i in range(3)] == ["dense", "ladder", "dense"]
     layout = Layout(("blocking", "overlapped", "blocking"), ("blocking", "overlapped", "blocking"))
-    assert [layout.layer_name(i) for i in range(3)] == ["dense", "custom", "custom"]
-    assert str(layout) == "3 layers: custom 1:3"
+    assert [layout.layer_name(i) for i in range(3)] == ["dense", "attention overlapped", "entering MLP overlapped"]
+    assert str(layout) == "3 layers: attention overlapped 1, entering MLP overlapped 2"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -314,6 +314,8 @@ def test_the_list_names_everything():
     assert outcome.code == 0
     for name in (*known_devices(), *known_engines(), "nvlink", "nccl_pcie", "70b"):
         assert name in outcome.stdout
+    tables = outcome.stdout.partition("\nEngines")[0]
+    assert max(map(len, tables.splitlines())) <= 80
     known = json.loads(invoke("plan", "--list", "--json").stdout)
     assert {"devices", "links", "engines", "shapes"} <= known.keys()
     assert "--link has no effect with --list" in one_sentence(invoke("plan", "--list", "--link", "nvlink"))
@@ -524,7 +526,7 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     choice = PlanResult.from_dict(json.loads((tmp_path / "plan.json").read_text()), "plan.json").choice
     assert choice.verification.made <= 3
     assert choice.statement in outcome.stdout
-    front = outcome.stdout.partition("Front:")[2].partition("Measured")[0]
+    front = outcome.stdout.partition("The best layouts")[2].partition("Measured")[0]
     (line,) = [line for line in front.splitlines() if "chosen" in line]
     assert f"{choice.chosen.speedup:.3f}x" in line
     assert f"convert {dense} dense-planned --recipe {recipe}" in outcome.stdout

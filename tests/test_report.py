@@ -10,6 +10,8 @@ import pytest
 
 import ladderize
 from ladderize.console import to_json
+from ladderize.errors import UserError
+from ladderize.figure import check_plot
 from ladderize.layout import Layout
 from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.report.page import script_json
@@ -536,6 +538,8 @@ def test_outputs_that_cannot_be_meant(files):
 def test_a_missing_extra_is_named(files, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "vl_convert", None)
     assert "pip install 'ladderize[report]'" in refused(files, out=files)
+    with pytest.raises(UserError, match=r"--plot needs .* 'ladderize\[report\]'"):
+        check_plot(files / "plot")
 
 
 # ---- Markdown and pictures ----
@@ -554,5 +558,6 @@ def test_markdown_and_pictures(files):
         assert drawn.startswith("<svg")
         assert "var(--" not in drawn
     assert set(summary["files"]) >= {str(files / link) for link in links}
+    assert "\\`" not in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert len({line.count("|") for line in rows[4:]}) == 1

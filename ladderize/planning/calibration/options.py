@@ -9,9 +9,9 @@ from ladderize.choices import (
     DEVICE,
     SEED_OF_ROUNDS,
     THREADS,
-    BackendName,
     Dtype,
     Option,
+    SendingBackend,
     check_choices,
     check_options,
     option,
@@ -52,7 +52,7 @@ class CalibrateOptions(Record):
     dtype: Dtype = option("float32, bfloat16, float16, or auto: bfloat16.", "auto", metavar="DTYPE")
     prefill_tokens: int | None = option("Tokens of all prompts of a batch together.", min=1, shown="256; 8192 on a GPU")
     output_len: int = option(OUTPUT_LEN, 9, help="Tokens to generate.")
-    backend: BackendName = option(BACKEND, "auto")
+    backend: SendingBackend = option(BACKEND, "auto")
     warmup: int = option(UNCOUNTED_ROUNDS, 2)
     repeat: int = option(COUNTED_ROUNDS, 7, help="Rounds that are counted. Medians are fitted.")
     hardware: str | None = option(HARDWARE)  # so that shares of its peaks are fitted
@@ -72,8 +72,6 @@ class CalibrateOptions(Record):
                 raise UsageError(f"{name} {','.join(map(str, counts))} must name positive integers, each once")
         if self.backend != "auto" and max(self.tp_sizes) == 1:
             raise UsageError(f"--backend {self.backend} has no effect with one rank; leave it out or raise --tp-size")
-        if self.backend == "none":
-            raise UsageError("--backend none sends nothing, so there is no link to calibrate; leave it out")
         if not self.name.strip():
             raise UsageError("--name is empty; name the machine")
 

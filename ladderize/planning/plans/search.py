@@ -292,8 +292,8 @@ def _note_doubt(search: _Search, best: np.ndarray) -> None:
     if found.increase_stderr is not None and search.budget - found.increase < found.increase_stderr:
         search.notes.append(
             f"on other windows it may well be over budget: {found.windows} held-out windows say {found.increase:+.4f}"
-            f" nats of {search.target.max_nats:.4f}, with a standard error of {found.increase_stderr:.4f}; a"
-            " sensitivity of more --samples is confirmed on more windows"
+            f" nats of {search.target.max_nats:.4f}, with a standard error of {found.increase_stderr:.4f}; to"
+            " confirm it on more windows, give --held-out-data, or measure the sensitivity with more --samples"
         )
 
 

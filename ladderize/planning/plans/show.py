@@ -1,7 +1,7 @@
 """plan.json for a person: a table for each group and batch size, and what to know when reading them; and what names
 ``ladderize plan`` knows. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,7 +122,7 @@ def _explanations(result: PlanResult) -> list[str]:
         )
         if any(row.sync_tp_size is not None and row.tp_size > 1 for row in result.rows):
             lines.append(
-                "No speeds of dropped sync points (spd) are published: their rows were never compared with any."
+                "No speeds of dropped sync points (spd) are published: no prediction of theirs was ever checked."
             )
     return lines
 
@@ -173,7 +173,7 @@ def show_choice(result: PlanResult, choice: PlanChoice, console: Console) -> Non
     chosen, row = choice.chosen, next(row for row in result.rows if row.model == CHOSEN_ROW)
     phase = {"end_to_end": "end to end", "prefill": "in prefill", "decode": "in decode"}[choice.phase]
     low, high = row.speedup_end_to_end_interval if choice.phase == "end_to_end" else row.speedup_interval(choice.phase)
-    console.result("\nFront: no layout is faster and costs less")
+    console.result("\nThe best layouts to choose from: whatever is faster than one of them costs more")
     console.table(_front_lines(choice), right=["speed-up", "perplexity"])
     if choice.verification is not None:
         made = choice.verification.made
@@ -263,15 +263,22 @@ class KnownHardware(Record):
 def show_known(known: KnownHardware, console: Console) -> None:
     """Tables of what --hardware, --link, --engine and --shape take."""
     console.document(known.to_dict())
-    console.result("Devices (--hardware)")
-    console.table([_device(device) for device in known.devices], right=["GB/s", "memory", "error"])
-    console.result("\nLinks (--link)")
-    console.table([_link(link) for link in known.links], right=["error"])
-    console.result("\nEngines (--engine)")
-    console.table([{"name": engine.name, "source": engine.source} for engine in known.engines])
+    devices = [
+        _device(device, {dtype: "" for one in known.devices for dtype in one.matmul_tflop_s})
+        for device in known.devices
+    ]
+    console.result("Devices (--hardware): GB/s of memory, TFLOP/s by dtype")
+    console.table(devices, right=[key for key in devices[0] if key not in ("name", "engine")])
+    console.result("\nLinks (--link): an all-reduce takes latency, and its bytes over GB/s of the bus")
+    links = [line for link in known.links for line in _link(link)]
+    console.table(links, right=list(links[0])[1:])
     console.result("\nShapes (--shape)")
     shapes = [{"name": name, "parameters": human_count(count)} for name, count in known.shapes.items()]
     console.table(shapes, right=["parameters"])
+    console.result("\nEngines (--engine), and where the figures are from")
+    named: list[EngineFacts | DeviceSpec | Interconnect] = [*known.engines, *known.devices, *known.links]
+    for one in named:
+        console.prose(f"{one.name}: {one.source}", indent=2)
     console.result("")
     console.prose(
         "error: one standard deviation, of the time of compute or of a message. A file of `ladderize calibrate` stands"
@@ -279,22 +286,26 @@ def show_known(known: KnownHardware, console: Console) -> None:
     )
 
 
-def _device(device: DeviceSpec) -> dict[str, str]:
-    rates = ", ".join(f"{rate:g} {dtype}" for dtype, rate in device.matmul_tflop_s.items())
+def _device(device: DeviceSpec, no_rates: Mapping[str, str]) -> dict[str, str]:
     return {
         "name": device.name,
         "GB/s": f"{device.memory_bandwidth_gb_s:g}",
-        "TFLOP/s": rates,
+        **no_rates,
+        **{dtype: f"{rate:g}" for dtype, rate in device.matmul_tflop_s.items()},
         "memory": f"{device.memory_gib:g} GiB" if device.memory_gib is not None else "",
         "error": f"{device.relative_error:.0%}",
         "engine": device.engine,
-        "source": device.source,
     }
 
 
-def _link(link: Interconnect) -> dict[str, str]:
-    def row_text(ranks: int, alpha: float, bus: float | None) -> str:
-        return f"{ranks} ranks {alpha:.3g} us" + (f" + {bus:.3g} GB/s" if bus is not None else "")
-
-    rows = "; ".join(row_text(row.ranks, row.alpha_us, row.bus_gb_s) for row in link.rows)
-    return {"name": link.name, "bus": rows, "error": f"{link.relative_error:.0%}", "source": link.source}
+def _link(link: Interconnect) -> list[dict[str, str]]:
+    return [
+        {
+            "name": link.name,
+            "ranks": str(row.ranks),
+            "latency": f"{row.alpha_us:.3g} us",
+            "GB/s": "" if row.bus_gb_s is None else f"{row.bus_gb_s:.3g}",
+            "error": f"{link.relative_error:.0%}",
+        }
+        for row in link.rows
+    ]

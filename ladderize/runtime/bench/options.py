@@ -108,7 +108,9 @@ class RoundsOptions(Record):
 class GroupOptions(RoundsOptions):
     """What is asked of the runtime, for inference and for training."""
 
-    backend: BackendName = option(BACKEND, "auto")
+    backend: BackendName = option(
+        BACKEND, "auto", help="How ranks communicate. none: no communication, for timing only; results are wrong."
+    )
     emulate_tp: int | None = option(
         "Emulate TP size N in one process: it computes rank 0's part, and --link gives the delays.", min=2
     )

@@ -11,8 +11,8 @@ from ladderize.choices import (
     REVISION,
     THREADS,
     TP_SIZE,
-    BackendName,
     Dtype,
+    SendingBackend,
     check_options,
     option,
 )
@@ -29,7 +29,7 @@ class RankOptions:
     """Where and how ranks compute. Raises UsageError."""
 
     tp_size: int = option(TP_SIZE, 1)
-    backend: BackendName = option(BACKEND, "auto")
+    backend: SendingBackend = option(BACKEND, "auto")
     dtype: Dtype = option(DTYPE, "auto")
     device: str = option(DEVICE, default_device)
     threads: int | None = option(THREADS)
@@ -37,8 +37,6 @@ class RankOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.backend == "none":
-            raise UsageError("--backend none sums nothing, so the text would be meaningless; it is for bench")
 
 
 @dataclass(frozen=True, kw_only=True)

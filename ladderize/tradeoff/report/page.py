@@ -3,6 +3,7 @@ that comes from a document is escaped."""
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,8 +253,12 @@ def _for_script(code: str) -> str:
 
 
 def markdown_text(text: object) -> str:
-    """Text that means nothing to Markdown or HTML, on one line."""
-    plain = " ".join(str(text).split())
+    """Text that means nothing to Markdown or HTML, on one line; what stands between backticks stays code."""
+    parts = re.split(r"(?<!`)(`[^`<>&|]+`)(?!`)", " ".join(str(text).split()))
+    return "".join(part if number % 2 else _escaped(part) for number, part in enumerate(parts))
+
+
+def _escaped(plain: str) -> str:
     for character in "\\`*_[]|#":
         plain = plain.replace(character, "\\" + character)
     return plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
