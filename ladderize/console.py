@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 import time
@@ -32,6 +33,8 @@ class Advance(Protocol):
 
 LOG_INTERVAL_S = 60.0  # between two lines of progress where stderr is no terminal
 FIRST_LOG_S = 15.0
+# What a terminal would obey rather than show, but for new lines and tabs; and what turns the text around it
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Console:
     def result(self, text: str) -> None:
         """A line for a person; silent with --json and on other ranks than 0."""
         if not self.as_json and self.speaks:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def prose(self, text: str, *, indent: int = 0) -> None:
         """A result in sentences: on a terminal wrapped at words, its lines after the first indented."""
@@ -97,8 +100,9 @@ class Console:
             from rich.console import Console as RichConsole
             from rich.markup import escape
 
+            text = escape(printable(text))
             # stderr of now, by a descriptor of its own: what is done meanwhile may replace or redirect it
-            with os.fdopen(os.dup(sys.stderr.fileno()), "w") as file, RichConsole(file=file).status(escape(text)):
+            with os.fdopen(os.dup(sys.stderr.fileno()), "w") as file, RichConsole(file=file).status(text):
                 yield
 
     @contextlib.contextmanager
@@ -119,8 +123,12 @@ class Console:
             yield _LoggedProgress(description, total, done, is_bytes).advance
         else:
             with _bar(description, total, is_bytes, animated) as bar:
-                task = bar.add_task(description, total=total, completed=done, detail="")
-                yield lambda steps=1, detail="": bar.update(task, advance=steps, detail=detail, refresh=not animated)
+                task = bar.add_task(printable(description), total=total, completed=done, detail="")
+
+                def advance(steps: int = 1, detail: str = "") -> None:
+                    bar.update(task, advance=steps, detail=printable(detail), refresh=not animated)
+
+                yield advance
 
     @contextlib.contextmanager
     def contained(self, *, bars: bool = False) -> Iterator[None]:
@@ -201,7 +209,7 @@ class _LoggedBar(io.TextIOBase):
         state = text.strip("\r\n ")
         if "%|" in state and (now := time.monotonic()) >= self.next_line:
             self.next_line = now + LOG_INTERVAL_S
-            print(state.rsplit("\r")[-1], file=self.stream, flush=True)
+            print(printable(state.rsplit("\r")[-1]), file=self.stream, flush=True)
         return len(text)
 
 
@@ -216,6 +224,7 @@ def terminal_width(stream: TextIO) -> int | None:
 
 def _say(text: str, *, style: str = "") -> None:
     """A line on stderr: wrapped at words and coloured on a terminal, as it is elsewhere."""
+    text = printable(text)
     if not sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
         return
@@ -273,14 +282,14 @@ def table(rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = (), width
     if not rows:
         return ""
     keys = list(rows[0])
-    cells = [keys, *([str(row[key]) for key in keys] for row in rows)]
+    cells = [keys, *([printable(str(row[key])) for key in keys] for row in rows)]
     columns = list(zip(*cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     longest_words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
     while width is not None and sum(widths) + 2 * (len(keys) - 1) > width:
         spare = [have - least for have, least in zip(widths, longest_words, strict=True)]
         if not any(spare):
-            return "\n\n".join(_stacked(row) for row in rows)
+            return "\n\n".join(_stacked(dict(zip(keys, row, strict=True))) for row in cells[1:])
         widths[spare.index(max(spare))] -= 1
 
     def lines(values: Sequence[str]) -> Iterator[str]:
@@ -296,9 +305,9 @@ def table(rows: Sequence[Mapping[str, Any]], *, right: Sequence[str] = (), width
     return "\n".join([*lines(head), *lines(["-" * wide for wide in widths]), *itertools.chain(*map(lines, body))])
 
 
-def _stacked(row: Mapping[str, Any]) -> str:
+def _stacked(row: Mapping[str, str]) -> str:
     wide = max(map(len, row))
-    return "\n".join(f"{key.strip():{wide}}  {value}" for key, value in row.items() if str(value))
+    return "\n".join(f"{key.strip():{wide}}  {value}" for key, value in row.items() if value)
 
 
 def human_bytes(count: float) -> str:
@@ -374,6 +383,12 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise UsageError(
                 f"the argument {argument[:80]!a} is not UTF-8 text, or the locale is none of UTF-8; set LC_ALL=C.UTF-8"
             )
+
+
+def printable(text: str) -> str:
+    """Text of strangers for a terminal: a name with an escape sequence would colour, move or overwrite what is
+    shown. New lines and tabs stay; what else is no character to see is written as in Python."""
+    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def is_text(value: str) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ladderize.console import printable
 from ladderize.errors import UserError
 from ladderize.files.regular import resolved
 
@@ -190,7 +191,16 @@ def picture_spec(panels: Sequence[PlotPanel], *, title: str = "", columns: int =
     alone["config"]["font"] = "sans-serif"
     alone["config"]["legend"] = {"orient": "bottom", "columns": legend_columns, "title": None}
     alone["config"]["legend"] |= {"labelFontSize": 12, "labelLimit": 0}
-    return alone
+    return dict(_printable(alone))
+
+
+def _printable(value: Any) -> Any:
+    """A specification whose texts hold no character that XML forbids: vl-convert ends the process over one."""
+    if isinstance(value, dict):
+        return {_printable(key): _printable(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_printable(entry) for entry in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def svg_picture(spec: Spec) -> str:

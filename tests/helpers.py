@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ladderize.cli import main
+from ladderize.console import printable
 from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.layout import Layout, parse_ranges
@@ -151,7 +152,10 @@ def invoke(*arguments: object) -> Outcome:
             except SystemExit as stop:
                 code = stop.code or 0
     assert isinstance(code, int), code
-    return Outcome(code, stdout.getvalue(), stderr.getvalue())
+    outcome = Outcome(code, stdout.getvalue(), stderr.getvalue())
+    for shown in outcome[1:]:
+        assert printable(shown) == shown  # whatever names a stranger's file holds
+    return outcome
 
 
 def one_sentence(outcome: Outcome) -> str:

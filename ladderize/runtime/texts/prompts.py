@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ladderize.chat_template import ChatRenderer, RefusedConversation
-from ladderize.console import SILENT, Console, is_text
+from ladderize.console import SILENT, Console, is_text, printable
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
 from ladderize.modeling import load_tokenizer
@@ -171,11 +171,11 @@ def _generate(
             for row_ids, more in zip(new, made, strict=True):
                 row_ids += more
             if live is not None:
-                print(live.push(made[0]), end="", flush=True)
+                print(printable(live.push(made[0])), end="", flush=True)
     seconds = time.perf_counter() - first
     generator.model.collectives.close()
     if live is not None:
-        print(live.rest(), flush=True)
+        print(printable(live.rest()), flush=True)
     if not group.is_main:
         return None
     texts = [

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 import ladderize
-from ladderize.console import SILENT, Console
+from ladderize.console import SILENT, Console, printable
 from ladderize.errors import UsageError, UserError
 from ladderize.figure import PALETTE, picture_spec, save_pictures, svg_picture
 from ladderize.files.documents import check_writable
@@ -279,6 +279,7 @@ def _render(name: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,  # not what is HTML already
     )
     environment.filters |= {"md": markdown_text, "code": code_parts}
     return environment.get_template(name).render(**values)

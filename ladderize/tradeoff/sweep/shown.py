@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ladderize.adapt.methods import LORA
 from ladderize.checkpoint.llama import check_model
-from ladderize.console import Console, human_bytes, human_seconds
+from ladderize.console import Console, human_bytes, human_seconds, printable
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults, ModelResult
 from ladderize.files.documents import read_document
@@ -166,7 +166,7 @@ class Board:
     def note(self, text: str) -> None:
         """A remark beside the table."""
         if self.live is not None:
-            self.live.console.print(text, markup=False, highlight=False)
+            self.live.console.print(printable(text), markup=False, highlight=False)
         else:
             self.console.note(text)
 
@@ -195,9 +195,9 @@ class Board:
             cells = [cell(stage) for stage in (point.converting, adapting, point.evaluating)]
             if point.held is not None and not left:
                 cells[1] = Text(point.held.status, style=STYLES[point.held.status])
-            table.add_row(Text(point.name), *cells)
+            table.add_row(Text(printable(point.name)), *cells)
         for stage in (*plan.sensitivities, *plan.benches):
-            table.add_row(Text(stage.title), *(Text(""), Text(""), cell(stage)))
+            table.add_row(Text(printable(stage.title)), *(Text(""), Text(""), cell(stage)))
         return table
 
     def _words(self, state: StageState) -> str:
