@@ -82,12 +82,15 @@ def available_bytes(device: torch.device) -> int | None:
     return min(found) if found else None
 
 
-def check_room(needed: int, device: torch.device, what: str, advice: str) -> None:
+def check_room(needed: int, device: torch.device, what: str, advice: str, *, processes: int = 1) -> None:
     """Raise UserError if ``what`` takes more bytes than are free: before the system starts to kill processes.
 
-    advice: what to lower, for the end of the sentence.
+    advice: what to lower, for the end of the sentence. processes: of this machine that each take as much at once; they
+    share its memory, and have a GPU each.
     """
     available = available_bytes(device)
+    if device.type == "cpu" and processes > 1:
+        needed, what = needed * processes, f"{what} in each of {processes} processes"
     if available is not None and needed > available:
         raise UserError(
             f"{what} needs {human_bytes(needed)} of memory, and {human_bytes(available)} are free; {advice}"

@@ -2,6 +2,7 @@
 reads them, and what is refused."""
 
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +28,8 @@ from ladderize.tradeoff.sweep.stages import asked_by, check_sensitivity, sensiti
 from ladderize.workflows import aligned_layouts
 from ladderize.workflows.aligned_layouts import AlignedLayouts
 from ladderize.workflows.sensitivity import SensitivityFolder
-from tests.helpers import SHAPE, fresh_rng, invoke, one_sentence, save_llama
+from tests import warm
+from tests.helpers import SHAPE, fresh_rng, invoke, listing, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
 SCORED, ALIGNED, HELD_OUT, TOKENS = 3, 12, 3, 16  # windows of so many tokens
@@ -111,6 +113,18 @@ def test_how_many_windows_are_taken_by_default(model, ids, tmp_path):
     assert aligned == {"samples": left - left // 10, "heldout": left // 10, "seq_len": TOKENS}
 
 
+def test_two_processes_share_the_models(model, ids, tmp_path):
+    command = ("sensitivity", model, "--data", ids, "--samples", SCORED, "--align", "--mode", "each-ladder", "--json")
+    alone = invoke(*command, "--out", tmp_path / "one.json", "--threads", 1)
+    assert alone.code == 0, alone
+    result = warm.run_group([sys.executable, "-m", "ladderize", *command, "--out", tmp_path / "two.json"])
+    assert result.returncode == 0, result.stderr
+    one, two = json.loads(alone.stdout), json.loads(result.stdout)
+    np.testing.assert_allclose(two["nll"], one["nll"], rtol=1e-6)
+    assert [block["block"] for block in two["blocks"]] == list(range(LAYERS))
+    assert listing(tmp_path) == ["one.json", "two.json"]
+
+
 def test_a_killed_run_goes_on(model, ids, tmp_path, monkeypatch):
     out, mode = tmp_path / "s.json", ("--mode", "ladder")
     assert measured(model, ids, tmp_path / "whole.json", *mode).code == 0
@@ -148,7 +162,7 @@ def test_time_and_memory_are_announced_and_checked(model, ids, tmp_path, monkeyp
     assert f"{layers} layers are aligned on {ALIGNED * TOKENS} tokens" in " ".join(outcome.stderr.split())
     assert "of states in memory" in outcome.stderr
 
-    def no_room(needed, device, what, advice):
+    def no_room(needed, device, what, advice, **_):
         raise UserError(f"{what} needs {needed} bytes; {advice}")
 
     monkeypatch.setattr(aligned_layouts, "check_room", no_room)

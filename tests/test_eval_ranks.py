@@ -15,6 +15,7 @@ from ladderize.convert.recipe import Recipe
 from ladderize.demo.inputs import MODEL, TASKS
 from ladderize.eval.evaluation import run
 from ladderize.eval.evaluation.tasks import load_tasks
+from ladderize.ranks.environment import Place, started_rank_variables
 from tests.helpers import ROOT, fresh_rng, invoke, listing
 from tests.warm import PATIENCE, free_port
 
@@ -118,6 +119,8 @@ def test_a_task_with_fewer_samples_than_processes():
 
 
 def test_one_device_for_several_processes(monkeypatch):
-    monkeypatch.setattr(run, "already_started", lambda: True)
+    place = started_rank_variables(Place(rank=0, size=2, local_rank=0, local_size=2))
+    for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="--device cpu:0 is one device, but each process takes its own"):
         run.evaluation_ranks(EvalOptions(perplexity="a.txt", device="cpu:0"))

@@ -143,7 +143,7 @@ def test_each_is_measured_once_and_a_killed_run_goes_on(measuring, tmp_path, mon
 
 def test_weights_that_are_in_memory_need_no_more_room(llama, measuring, monkeypatch):
     asked = []
-    monkeypatch.setattr("ladderize.eval.suffixes.check_room", lambda need, *_: asked.append(need))
+    monkeypatch.setattr("ladderize.eval.suffixes.check_room", lambda need, *_, **__: asked.append(need))
     with measuring() as measurer:
         for _ in range(2):
             measurer.tables["choose"].clear()

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +26,8 @@ from ladderize.eval.sensitivity import (
 from ladderize.eval.sensitivity_plot import draw_sensitivity, value_ticks
 from ladderize.eval.suffixes import Suffixes
 from ladderize.workflows.sensitivity import SensitivityFolder, measure_sensitivity
-from tests.helpers import BIASES, SHAPE, edit_json, fresh_rng, invoke, one_sentence, save_llama
+from tests import warm
+from tests.helpers import BIASES, SHAPE, edit_json, fresh_rng, invoke, listing, one_sentence, save_llama
 
 LAYERS = SHAPE["num_hidden_layers"]
 RANKS = {"spd": 4, "each": 4, "ladder": None, "each-ladder": None}
@@ -258,6 +260,31 @@ def test_a_killed_command_goes_on_and_nobody_works_beside_it(llama, ids, tmp_pat
     assert "resuming after 6 of 12 windows" in resumed.stderr
     assert json.loads(out.read_text()) == json.loads((tmp_path / "whole.json").read_text())
     assert not folder.exists()
+
+
+def test_two_processes_go_on_with_the_table_of_one(llama, ids, tmp_path):
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--samples", 12, "--batch-size", 2]
+    assert invoke(*command, "--out", one).code == 0
+    expected = json.loads(one.read_text())
+    two.write_text(json.dumps({**expected, "complete": False, "nll": expected["nll"][:3]}))
+    command += ["--out", two, "--plot", tmp_path / "s", "--json"]
+    result = warm.run_group([sys.executable, "-m", "ladderize", *command])  # five batches in three rounds
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("resuming after 3 of 12 windows") == 1
+    assert "on 2 processes (cpu)" in result.stderr
+    found = json.loads(two.read_text())
+    assert json.loads(result.stdout) == found
+    for name in ("nll", "perplexity"):
+        np.testing.assert_allclose(found.pop(name), expected.pop(name), rtol=1e-6)
+    assert found | {"blocks": []} == expected | {"blocks": []}  # follow from the table
+    assert listing(tmp_path) == ["ids.npy", "one.json", "s.png", "s.svg", "src", "two.json"]
+
+
+def test_what_a_launcher_is_asked_for_in_vain(llama, ids, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    command = ["sensitivity", llama, "--sync-tp-size", 4, "--data", ids, "--out", tmp_path / "s.json"]
+    assert "mixed_precision bf16, which has no effect on sensitivity" in one_sentence(invoke(*command))
 
 
 def test_a_home_folder_is_understood_everywhere(llama, ids, tmp_path, monkeypatch):

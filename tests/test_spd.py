@@ -1,6 +1,7 @@
 """The whole of Sync-Point Drop in one command, on the bundled model."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ from ladderize.files.parsing import parse_yaml
 from ladderize.workflows import spd
 from ladderize.workflows.spd_document import SpdDocument
 from ladderize.workflows.spd_options import SpdOptions
+from tests import warm
 from tests.helpers import invoke, listing, one_sentence
+
+LADDERIZE = [sys.executable, "-m", "ladderize"]
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +37,23 @@ def text(tmp_path_factory):
     return folder / "*.jsonl"
 
 
-def run(out, text, *options, samples=12, heldout=4, calibration=4, repair="blocks"):
-    """``ladderize spd`` on a little text."""
+def run(out, text, *options, samples=12, heldout=4, calibration=4, repair="blocks", start=invoke):
+    """``ladderize spd`` on a little text. start: gets the words of the command line."""
     sizes = ["--samples", samples, "--heldout", heldout, "--calibration-samples", calibration, "--seq-len", 64]
     what = ["--sync-tp-size", 4, "--spd-fraction", 0.875, "--no-verify", "--threads", 1, "--repair", repair]
     what += ["--epochs", 1] if repair != "align" else []
-    return invoke("spd", MODEL, out, "--data", text, *sizes, *what, *options)
+    return start("spd", MODEL, out, "--data", text, *sizes, *what, *options)
+
+
+def test_two_processes_make_the_same_model(tmp_path, text):
+    few = {"samples": 6, "heldout": 2, "calibration": 3}
+    assert run(tmp_path / "one", text, **few).code == 0
+    result = run(tmp_path / "two", text, "--json", **few, start=lambda *words: warm.run_group([*LADDERIZE, *words]))
+    assert result.returncode == 0, result.stderr
+    assert len(json.loads(result.stdout)["blocks"]) == 8
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
+    assert listing(tmp_path) == ["one", "two"]
 
 
 def test_the_story(tmp_path, text):

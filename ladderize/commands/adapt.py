@@ -28,7 +28,7 @@ from ladderize.commands.builder import (
     names_of,
 )
 from ladderize.commands.next_steps import command_line, retrain_command, scoring_file, show_next
-from ladderize.commands.options import LOADING, start_training_on
+from ladderize.commands.options import LOADING, start_on
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.runtime.schedule import Schedule, ScheduleName
@@ -187,7 +187,7 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None
     options = adapt_options(given)
     assert out is not None
     assert dense is not None
-    start_training_on(own.device, own.threads)
+    start_on(own.device, own.threads)
     from ladderize.adapt.blockwise.rewrite import perplexity_rows
 
     run: Callable[..., RewrittenLayers | None]
@@ -225,7 +225,7 @@ def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None
 
 def _retrain(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
     options = retrain_options(given)
-    start_training_on(own.device, own.threads)
+    start_on(own.device, own.threads)
     from ladderize.adapt.retrain.run import adapt_checkpoint, show_data_of
 
     if given.params["show_data"]:

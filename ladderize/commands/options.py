@@ -27,8 +27,8 @@ def runtime_device(device: DeviceName | None, backend: BackendName, threads: int
     return device
 
 
-def start_training_on(device: DeviceName | None, threads: int | None) -> DeviceName:
-    """Check where to train, and share the cores out; returns the device."""
+def start_on(device: DeviceName | None, threads: int | None) -> DeviceName:
+    """Check where to compute, and share the cores out among the processes of this machine; returns the device."""
     device = compute_options(device, threads)
     from ladderize.ranks.group import launched
     from ladderize.ranks.threads import set_threads

@@ -1,19 +1,20 @@
 """``sensitivity``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ladderize.choices import AS_JSON, DRAW, THREADS, argument, flag, option
 from ladderize.commands.builder import DATA, MEASUREMENT, MEMORY, MODELS, OUTPUT, GivenOptions, command, names_of
 from ladderize.commands.next_steps import align_command, command_line, show_next
-from ladderize.commands.options import LOADING, compute_options
+from ladderize.commands.options import LOADING, start_on
 from ladderize.console import Console
 from ladderize.convert.sensitivity_file import POINTS, Mode, alignment_words, kind_of
 from ladderize.errors import UsageError
 from ladderize.eval.options import PointOptions, SensitivityOptions
 from ladderize.files.regular import resolved
 from ladderize.layout import DEFAULT_RANKS
+from ladderize.ranks.environment import is_main_rank
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,16 @@ def sensitivity(given: GivenOptions) -> None:
     own = given.fill(SensitivityArguments)
     console = Console(own.as_json)
     with console.stage(LOADING):
-        device = compute_options(given.params["device"], own.threads)
+        device = start_on(given.params["device"], own.threads)
         import ladderize.workflows.sensitivity  # noqa: F401  # which takes seconds
-        from ladderize.ranks.threads import set_threads
 
     _check_effect(given, own.mode)
-    set_threads(own.threads, 1)
     if own.plot is not None:
         from ladderize.figure import check_plot
 
         check_plot(own.plot)
+        if not is_main_rank():
+            own = replace(own, plot=None)
     if own.mode == POINTS:
         _points(own, given.fill(PointOptions, device=device), console)
     else:

@@ -18,7 +18,7 @@ from ladderize.commands.builder import (
     command,
 )
 from ladderize.commands.next_steps import command_line, retrain_command, scoring_file, show_next
-from ladderize.commands.options import LOADING, start_training_on
+from ladderize.commands.options import LOADING, start_on
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.workflows.spd_options import SpdOptions
@@ -59,7 +59,7 @@ def spd(given: GivenOptions) -> None:
         if given.params["repair"] == "align" and name in given.names:
             raise UsageError(f"{flag(name)} has no effect with --repair align, which trains nothing")
     with console.stage(LOADING):
-        device = start_training_on(given.params["device"], own.threads)
+        device = start_on(given.params["device"], own.threads)
         from ladderize.adapt.blockwise.distill import BLOCK_ERROR
         from ladderize.adapt.blockwise.rewrite import perplexity_rows
         from ladderize.workflows.spd_document import spd_rows

@@ -8,6 +8,7 @@ A table of negative log-likelihoods, windows x layouts, is filled batch by batch
 there, and kept so often that a killed run goes on.
 """
 
+import itertools
 import math
 import time
 from collections import Counter, defaultdict
@@ -23,6 +24,7 @@ from ladderize.checkpoint.llama import parameter_count
 from ladderize.console import Console, human_bytes, human_seconds
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.memory import check_room
+from ladderize.ranks.group import Ranks
 
 TOKENS_PER_PASS = 4096
 SAVE_SECONDS = 2.0
@@ -141,16 +143,24 @@ def usual_batch(batch_size: int | None, windows: np.ndarray) -> int:
 
 
 def check_table_memory(
-    blocks: Blocks, tree: LayoutTree, batch_size: int, seq_len: int, what: str, *, loaded: bool = False
+    blocks: Blocks,
+    tree: LayoutTree,
+    batch_size: int,
+    seq_len: int,
+    what: str,
+    *,
+    loaded: bool = False,
+    processes: int = 1,
 ) -> None:
-    """Raise UserError unless the weights and a pass over so many windows of ``seq_len`` tokens have room. loaded: the
-    weights have theirs already."""
+    """Raise UserError unless the weights and a pass over so many windows of ``seq_len`` tokens have room, in each of so
+    many processes of this machine. loaded: the weights have theirs already."""
     weights, work = suffix_memory(blocks, tree, batch_size * seq_len)
     check_room(
         work if loaded else weights + work,
         blocks.device,
         f"{what} with {batch_size:,} windows of {seq_len:,} tokens at a time",
         "lower --batch-size or --seq-len" if batch_size > 1 else "choose a machine with more",
+        processes=processes,
     )
 
 
@@ -163,32 +173,40 @@ def fill_table(
     batch_size: int | None,
     what: str,
     data: str,
+    ranks: Ranks,
     save: Callable[[list[list[float]]], None],
     console: Console,
 ) -> None:
     """Add the rows of the windows that have none yet: of each layout the summed negative log-likelihood, in nats.
 
-    windows: ids [samples, seq_len], of the file ``data``. save: gets the rows every few seconds. what: of the messages.
+    windows: ids [samples, seq_len], of the file ``data``. ranks: share the windows, and all get all rows. save: gets
+    the rows every few seconds. what: of the messages.
     """
     if rows:
         console.note(f"resuming after {len(rows)} of {len(windows)} windows")
-    batch_size = usual_batch(batch_size, windows)
-    check_table_memory(blocks, LayoutTree(layouts), batch_size, windows.shape[1], what)
+    left = windows[len(rows) :]
+    batch_size = min(usual_batch(batch_size, windows), math.ceil(len(left) / ranks.size))
+    tree, processes = LayoutTree(layouts), ranks.local_size
+    check_table_memory(blocks, tree, batch_size, windows.shape[1], what, processes=processes)
+    ranks.barrier()  # what one loads is not free for another that still checks
     with console.stage("loading the weights"):
         suffixes = Suffixes(blocks, layouts)
-    left = windows[len(rows) :]
-    console.note(announcement(suffixes, left, batch_size))
+    console.note(announcement(suffixes, left, batch_size, ranks))
+
+    def scored(batch: np.ndarray) -> list[list[float]]:
+        found: list[list[float]] = suffixes(torch.from_numpy(batch)).tolist()
+        check_finite(sum(map(sum, found)), f"the log-likelihood of {data} under {blocks.checkpoint.folder}")
+        return found
+
     saved_at = time.monotonic()
     with console.progress(what, len(left)) as advance:
-        for batch in np.split(left, range(batch_size, len(left), batch_size)):
-            rows += suffixes(torch.from_numpy(batch)).tolist()
-            check_finite(
-                sum(map(sum, rows[-len(batch) :])), f"the log-likelihood of {data} under {blocks.checkpoint.folder}"
-            )
+        for found in ranks.shared_out(np.split(left, range(batch_size, len(left), batch_size)), scored):
+            before = len(rows)
+            rows += itertools.chain.from_iterable(found)
             if time.monotonic() - saved_at > SAVE_SECONDS:
                 save(rows)
                 saved_at = time.monotonic()
-            advance(len(batch))
+            advance(len(rows) - before)
 
 
 def is_table(rows: object, columns: int, windows: int, *, gaps: bool = False) -> bool:
@@ -204,7 +222,7 @@ def is_table(rows: object, columns: int, windows: int, *, gaps: bool = False) ->
     )
 
 
-def announcement(suffixes: Suffixes, windows: np.ndarray, batch_size: int) -> str:
+def announcement(suffixes: Suffixes, windows: np.ndarray, batch_size: int, ranks: Ranks) -> str:
     """Time and memory of what is to come: a batch takes what a layer of each mode and the LM head take here and now."""
     blocks, tree = suffixes.blocks, suffixes.tree
     batch = torch.from_numpy(windows[:batch_size])
@@ -214,10 +232,10 @@ def announcement(suffixes: Suffixes, windows: np.ndarray, batch_size: int) -> st
     with torch.no_grad():
         state = blocks.embed(batch)
         head = min(timed(lambda: blocks.nll(state, batch), blocks.device) for _ in range(2)) * len(tree.layouts)
-    seconds = (layers + head) * math.ceil(len(windows) / batch_size)
+    seconds = (layers + head) * math.ceil(len(windows) / batch_size / ranks.size)
     weights, states = suffix_memory(blocks, tree, batch.numel())
     return (
         f"{len(windows)} windows of {windows.shape[1]} tokens, {len(tree.layouts):,} models: about"
-        f" {human_seconds(seconds)} on {blocks.device}, {human_bytes(weights)} of weights and {human_bytes(states)} of"
-        " states in memory"
+        f" {human_seconds(seconds)} on {ranks.words}, {human_bytes(weights)} of weights and {human_bytes(states)} of"
+        f" states in memory{' of each' if ranks.size > 1 else ''}"
     )

@@ -1,6 +1,7 @@
 """Who this process is among its ranks, how they find each other, and what they tell each other."""
 
 import contextlib
+import itertools
 import os
 import socket
 import sys
@@ -10,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ladderize.console import sentence, silenced
-from ladderize.errors import UserError
+from ladderize.errors import UsageError, UserError
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import (
     ALONE,
@@ -35,6 +36,8 @@ CONNECT_S = 30.0  # for the answer of a server that is there
 GRACE_S = 1.0  # for torch to notice its own limit first
 _POLL_S = 0.05
 _ONE_TRY_S = 5.0
+_Piece = TypeVar("_Piece")
+_Result = TypeVar("_Result")
 
 
 def meet(variables: LaunchVariables, timeout: timedelta) -> dist.Store:
@@ -210,6 +213,11 @@ class Ranks:
         prints for all asks the Ranks of all."""
         return self.rank == 0
 
+    @property
+    def words(self) -> str:
+        """Where these ranks compute, for a sentence."""
+        return str(self.device) if self.size == 1 else f"{self.size} processes ({self.device.type})"
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (any picklable object), in order, on every rank."""
         if self.size == 1:
@@ -225,6 +233,13 @@ class Ranks:
         values = [value]
         dist.broadcast_object_list(values, group=self.group, group_src=0, device=torch.device("cpu"))
         return values[0]
+
+    def shared_out(self, pieces: Sequence[_Piece], work: Callable[[_Piece], _Result]) -> Iterator[list[_Result]]:
+        """``work`` of all pieces, in order, on every rank: in each round every rank does one, and all get what the
+        round gave."""
+        for first in range(0, len(pieces), self.size):
+            own = pieces[first + self.rank : first + self.rank + 1]
+            yield [*itertools.chain.from_iterable(self.gather([work(piece) for piece in own]))]
 
     def barrier(self) -> None:
         """Wait for all ranks, blocked in the kernel rather than spinning, so that whoever is late has the cores."""
@@ -330,12 +345,15 @@ def join_group(place: Place, device: str, *, timeout: timedelta, init_method: st
 
 
 def join_ranks(device: str) -> Ranks:
-    """For training: the group that a launcher has started, if one has; device: cpu or cuda.
+    """For what is shared out by data: the group that a launcher has started, if one has; device: cpu or cuda.
 
-    It lasts as long as the process: several trainings of one process share it.
+    It lasts as long as the process: several trainings of one process share it. Raises UserError for a device that is
+    not there, or that several processes cannot all have.
     """
     check_device(device)
     place = launched()
+    if place != ALONE and ":" in device:
+        raise UsageError(f"--device {device} is one device, but each process takes its own; say --device cuda, or none")
     if place != ALONE and dist.is_initialized():
         return Ranks(place.rank, place.size, rank_device(device, place.local_rank), place.local_size)
     return join_group(place, device, timeout=TRAINING_TIMEOUT)

@@ -84,6 +84,21 @@ def check_launch_of_blocks() -> None:
         )
 
 
+def check_launch_of_measuring(command: str) -> None:
+    """Raise UserError for what ``accelerate launch`` may ask for that has no effect where nothing is trained."""
+    settings = accelerate_settings()
+    precision = settings.mixed_precision
+    for asked, what, instead in (
+        (settings.deepspeed, "DeepSpeed", ""),
+        (settings.fsdp, "FSDP", ""),
+        (precision not in ("", "no"), f"mixed_precision {precision}", ", and say --dtype instead"),
+    ):
+        if asked:
+            raise UserError(
+                f"accelerate launch asks for {what}, which has no effect on {command}; leave it out{instead}"
+            )
+
+
 def wants_fsdp(ranks: int, tp_size: int = 1) -> bool:
     """Whether the launcher asked for FSDP2; raises UserError for what it may ask for that is not here.
 

@@ -110,8 +110,12 @@ class AlignedLayouts:
     def _layer(self, index: int, layout: Layout) -> torch.nn.Module:
         return self.blocks.layer(index, layout, computed(self.weights(index), self.blocks))
 
-    def announce(self, what: str, layouts: Sequence[Layout], scored: np.ndarray, console: Console) -> None:
-        """Say what aligning and scoring ``layouts`` takes; raises UserError where it has no room. what: they are."""
+    def announce(
+        self, what: str, layouts: Sequence[Layout], scored: np.ndarray, console: Console, ranks: Ranks | None = None
+    ) -> None:
+        """Say what aligning and scoring ``layouts`` takes; raises UserError where it has no room. what: they are.
+        ranks: share the layouts."""
+        ranks = ranks or self.ranks
         blocks, windows = self.blocks, self.windows
         most_ranks = max((layout.sync_tp_size for layout in layouts if layout.sync_tp_size is not None), default=None)
         layer = sum(layer_bytes(self.teacher, most_ranks))
@@ -120,18 +124,20 @@ class AlignedLayouts:
         states += pairs * scored.size * int(blocks.config["hidden_size"]) * blocks.dtype.itemsize
         on_host = blocks.device.type == HOST.type
         for device, needed in ((blocks.device, layer + on_host * states), (HOST, states)):
-            check_room(needed, device, "aligning layouts", "lower --align-samples or --samples")
+            what_for, advice = "aligning layouts", "lower --align-samples or --samples"
+            check_room(needed, device, what_for, advice, processes=ranks.local_size)
         forward, solved = seconds_of_a_layer(self.teacher, most_ranks, self.all_windows, self.settings, self.ranks)
         batch = torch.from_numpy(scored[: usual_batch(self.batch_size, scored)])
         dense = self._layer(0, Layout.dense(blocks.num_layers))
         scoring = layer_seconds(blocks, dense, batch) / len(batch) * len(scored)
         aligned, every = layers_of(layouts), len(layouts) * blocks.num_layers
         seconds = (FORWARDS * forward + solved) * aligned + forward * (every - aligned) + scoring * every
+        seconds /= min(ranks.size, len(layouts))
         console.note(
             f"{what} on {len(scored)} windows of {scored.shape[1]} tokens: {aligned:,} layers are aligned on"
             f" {windows.train.numel():,} tokens ({len(windows.train)} windows, {len(windows.heldout)} held out), about"
-            f" {human_seconds(seconds)} on {blocks.device}; {human_bytes(layer)} for a layer and its products,"
-            f" {human_bytes(states)} of states in memory"
+            f" {human_seconds(seconds)} on {ranks.words}; {human_bytes(layer)} for a layer and its products,"
+            f" {human_bytes(states)} of states in memory{' of each' if ranks.size > 1 else ''}"
         )
         warn_of_few(windows.train.numel(), blocks.config, "--align-samples", console)
 
@@ -148,18 +154,25 @@ def fill_aligned(
     scored: np.ndarray,
     *,
     what: str,
+    ranks: Ranks,
     save: Callable[[], None],
     console: Console,
 ) -> None:
-    """Fill the columns of ``table`` [windows, layouts] that are not there yet (NaN). save: is called after each of
-    them. what: of the messages."""
+    """Fill the columns of ``table`` [windows, layouts] that are not there yet (NaN). ranks: share them, neighbours side
+    by side, which take about as long, and all get all. save: is called after each round. what: of the messages."""
     left = [number for number in range(len(layouts)) if np.isnan(table[:, number]).any()]
     if len(left) < len(layouts):
         console.note(f"resuming after {len(layouts) - len(left)} of {len(layouts)} models")
     models = [layouts[number] for number in left]
-    aligned.announce(f"{len(models):,} models", models, scored, console)
+    aligned.announce(f"{len(models):,} models", models, scored, console, ranks)
     ids = torch.from_numpy(scored)
     with console.progress(what, layers_of(models)) as advance:
-        for number in left:
-            table[:, number] = aligned(layouts[number], ids, advance)
+
+        def column(number: int) -> tuple[int, np.ndarray]:
+            return number, aligned(layouts[number], ids, advance)
+
+        for found in ranks.shared_out(left, column):
+            for number, values in found:
+                table[:, number] = values
+            advance(layers_of([layouts[number] for number, _ in found[1:]]))  # rank 0 has told of its own
             save()

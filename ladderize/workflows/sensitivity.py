@@ -38,7 +38,8 @@ from ladderize.files.documents import check_writable, read_json, write_json
 from ladderize.files.work import WorkFolder, differences, work_folder
 from ladderize.layout import Layout
 from ladderize.ranks.device import check_device
-from ladderize.ranks.group import already_started
+from ladderize.ranks.group import Ranks, join_ranks
+from ladderize.ranks.training import check_launch_of_measuring
 from ladderize.workflows.aligned_layouts import AlignedLayouts, describe_alignment, fill_aligned, windows_to_align_on
 
 Content = Mapping[str, Any]  # of the file
@@ -54,23 +55,25 @@ def measure_sensitivity(
     console: Console = SILENT,
     windows: np.ndarray | None = None,
     sha256: str | None = None,
+    ranks: Ranks | None = None,
     previous: Content | None = None,
     save: Save = lambda content: None,
 ) -> SensitivityDocument:
     """Fill the table and return the document of sensitivity.json.
 
-    ``save`` gets the content of the file every few seconds. ``previous``: the content of an unfinished run's, whose
-    table is taken over; raises UserError if it measured anything else. windows: ids [windows, seq_len] that were drawn
-    from the data before; sha256: of those data, if they are no single file.
+    ranks: share the work, and all return the same; None: this process alone. ``save`` gets, on rank 0, the content of
+    the file every few seconds. ``previous``: the content of an unfinished run's, whose table is taken over; raises
+    UserError if it measured anything else. windows: ids [windows, seq_len] that were drawn from the data before;
+    sha256: of those data, if they are no single file.
     """
     checkpoint = open_dense(str(model), options)
     layouts = column_layouts(options.mode, int(checkpoint.config["num_hidden_layers"]), options.sync_tp_size)
-    run, rows = _measured(checkpoint, str(model), options, layouts, windows, sha256, previous, save, console)
+    run, rows = _measured(checkpoint, str(model), options, layouts, windows, sha256, ranks, previous, save, console)
     tau1 = options.tau1 if options.tau1 is not None else default_tau1(run.parameters)
     perplexities, entries = block_sensitivities(
         np.array(rows), run.data.seq_len - 1, options.mode, tau1=tau1, tau2=options.tau2
     )
-    document = SensitivityDocument(
+    return SensitivityDocument(
         **vars(run),
         complete=True,
         tau1=tau1,
@@ -80,8 +83,6 @@ def measure_sensitivity(
         blocks=entries,
         nll=rows,
     )
-    save(document.to_dict())
-    return document
 
 
 def measure_points(
@@ -89,6 +90,7 @@ def measure_points(
     options: PointOptions,
     *,
     console: Console = SILENT,
+    ranks: Ranks | None = None,
     previous: Content | None = None,
     save: Save = lambda content: None,
 ) -> PointSensitivity:
@@ -100,9 +102,9 @@ def measure_points(
     layers = int(checkpoint.config["num_hidden_layers"])
     changes = point_changes(layers, dropped=options.sync_tp_size is not None, pairs=options.pairs)
     layouts = [*(change.layout(layers, options.sync_tp_size) for change in changes), Layout.dense(layers)]
-    run, rows = _measured(checkpoint, str(model), options, layouts, None, None, previous, save, console)
+    run, rows = _measured(checkpoint, str(model), options, layouts, None, None, ranks, previous, save, console)
     dense_nll, costs = point_costs(changes, np.array(rows), run.data.seq_len - 1)
-    document = PointSensitivity(
+    return PointSensitivity(
         **vars(run),
         complete=True,
         num_layers=layers,
@@ -112,8 +114,6 @@ def measure_points(
         costs=costs,
         nll=rows,
     )
-    save(document.to_dict())
-    return document
 
 
 def open_dense(model: str, options: Options) -> Checkpoint:
@@ -133,6 +133,7 @@ def _measured(
     layouts: list[Layout],
     windows: np.ndarray | None,
     sha256: str | None,
+    ranks: Ranks | None,
     previous: Content | None,
     save: Save,
     console: Console,
@@ -161,10 +162,13 @@ def _measured(
     )
     about = {**run.to_dict(), **({"pairs": options.pairs} if isinstance(options, PointOptions) else {})}
     rows = _rows_of(previous, about, len(layouts), len(scored)) if previous is not None else []
-    blocks = Blocks(checkpoint, getattr(torch, run.dtype), torch.device(options.device))
+    ranks = ranks or Ranks(0, 1, torch.device(options.device))
+    blocks = Blocks(checkpoint, getattr(torch, run.dtype), ranks.device)
     what = f"sensitivity ({run.mode})"
 
     def keep(rows: Sequence[Sequence[float | None]]) -> None:
+        if not ranks.is_main:
+            return
         nll = [list(row) for row in rows]
         save({**about, **UnfinishedSensitivity(**vars(run), complete=False, nll=nll).to_dict()})
 
@@ -177,12 +181,12 @@ def _measured(
 
         if np.isnan(table).any():
             aligned = AlignedLayouts(blocks, to_align, options.batch_size)
-            fill_aligned(table, aligned, layouts, scored, what=what, save=keep_table, console=console)
+            fill_aligned(table, aligned, layouts, scored, what=what, ranks=ranks, save=keep_table, console=console)
         return run, cast(list[list[float]], table.tolist())
     whole = cast(list[list[float]], rows)
     if len(whole) < len(scored):
         how: dict[str, Any] = {"batch_size": options.batch_size, "what": what, "data": run.data.file}
-        fill_table(whole, blocks, layouts, scored, **how, save=keep, console=console)
+        fill_table(whole, blocks, layouts, scored, **how, ranks=ranks, save=keep, console=console)
     return run, whole
 
 
@@ -259,11 +263,12 @@ def write_sensitivity(
 ) -> SensitivityDocument:
     """Measure the sensitivity of each block and write the JSON file ``out``, going on where a killed run was.
 
-    model: a dense checkpoint, folder or hub id. overwrite: measure again, whatever ``out`` holds. Raises UserError,
-    also for a file that measures something else.
+    model: a dense checkpoint, folder or hub id. overwrite: measure again, whatever ``out`` holds. Several processes
+    (torchrun, accelerate launch) share the windows out, or with ``options.align`` the models; rank 0 writes, and all
+    return the same. Raises UserError, also for a file that measures something else.
     """
-    measure = partial(measure_sensitivity, model, options, console=console)
-    return _written(measure, Path(out), overwrite, "; classes are those of --tau1 and --tau2", console)
+    measure = partial(measure_sensitivity, model, options)
+    return _written(measure, options, Path(out), overwrite, "; classes are those of --tau1 and --tau2", console)
 
 
 def write_points(
@@ -275,11 +280,12 @@ def write_points(
     console: Console = SILENT,
 ) -> PointSensitivity:
     """Measure what single sync points cost and write the JSON file ``out``; the rest as in ``write_sensitivity``."""
-    return _written(partial(measure_points, model, options, console=console), Path(out), overwrite, "", console)
+    return _written(partial(measure_points, model, options), options, Path(out), overwrite, "", console)
 
 
 def _written(
     measure: Callable[..., Measured],
+    options: Options,
     out: Path,
     overwrite: bool,
     remark: str,
@@ -287,16 +293,19 @@ def _written(
 ) -> Measured:
     """What ``measure`` makes of an earlier content of the file, or of the work beside it. remark: about a file that is
     complete."""
-    if already_started():
-        raise UserError("sensitivity runs in one process; start it without torchrun or accelerate launch")
+    check_launch_of_measuring("sensitivity")
+    ranks = join_ranks(options.device)
     out = out.expanduser()
-    check_writable(out)
-    with SensitivityFolder(work_folder(str(out), None), {}) as work:
-        known = [path for path in (work.table, out) if path.is_file() and not overwrite]
+    if ranks.is_main:
+        check_writable(out)
+    with SensitivityFolder(work_folder(str(out), None), {}, main=ranks.is_main) as work:
+        known = [path for path in (work.table, out) if ranks.is_main and path.is_file() and not overwrite]
         previous = read_json(known[0], advice="name another file, or pass --overwrite") if known else None
         if previous is not None and known[0] == out and previous.get("complete") is True:
             console.note(f"{out} is complete, so nothing was measured (--overwrite measures again){remark}")
-        document = measure(previous=previous, save=lambda content: write_json(work.table, content))
-        write_json(out, document.to_dict())
-        work.remove()
+        save = partial(write_json, work.table)
+        document = measure(ranks=ranks, previous=ranks.broadcast(previous), save=save, console=console)
+        if ranks.is_main:
+            write_json(out, document.to_dict())
+            work.remove()
     return document

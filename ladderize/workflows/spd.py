@@ -8,6 +8,7 @@ the other.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -47,7 +48,7 @@ from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import Perplexity
 from ladderize.files.documents import read_json, write_json
 from ladderize.layout import Layout, check_split, format_ranges
-from ladderize.ranks.group import join_ranks
+from ladderize.ranks.group import Ranks, join_ranks
 from ladderize.ranks.training import check_launch_of_blocks, compute_dtype
 from ladderize.workflows.sensitivity import measure_sensitivity
 from ladderize.workflows.spd_document import SpdBlock, SpdDocument
@@ -76,7 +77,7 @@ def spd(
     None.
 
     Every step is kept in a work folder until OUT is there, so a killed run goes on. Of several processes (accelerate
-    launch, torchrun) rank 0 measures and groups, and all repair.
+    launch, torchrun) rank 0 groups and measures what was won, and all find the sensitivity and repair.
     """
     model, out, training = str(model), str(out), options.training
     check_launch_of_blocks()
@@ -117,9 +118,7 @@ def spd(
         return run.written(SpdDocument)
     with opened as work:
         # sensitivity
-        with ranks.main_first():
-            if ranks.is_main:
-                fill_sensitivity(model, options, calibration, record, ranks.device, work, console)
+        fill_sensitivity(model, options, calibration, record, ranks, work, console)
         # what to convert
         chosen, selection = recipe.resolve(dense)
         assert selection is not None
@@ -205,7 +204,7 @@ def fill_sensitivity(
     options: SpdOptions,
     calibration: np.ndarray,
     record: MethodRecord,
-    device: torch.device,
+    ranks: Ranks,
     work: BlockFolder,
     console: Console,
 ) -> None:
@@ -219,19 +218,23 @@ def fill_sensitivity(
         tau1=options.tau1,
         tau2=options.tau2,
         dtype=cast(Dtype, record.dtype),
-        device=str(device),
+        device=str(ranks.device),
         revision=options.revision,
     )
-    previous = read_json(path) if path.is_file() else None
-    measure_sensitivity(
+    previous = ranks.broadcast(read_json(path) if ranks.is_main and path.is_file() else None)
+    document = measure_sensitivity(
         model,
         asked,
         windows=calibration,
         sha256=record.data.sha256,
         console=console,
+        ranks=ranks,
         previous=previous,
-        save=lambda document: write_json(path, document),
+        save=partial(write_json, path),
     )
+    if ranks.is_main:
+        write_json(path, document.to_dict())
+    ranks.barrier()
 
 
 def group(

@@ -206,7 +206,7 @@ def _announce(
     tokens, ranks_of = windows.train.numel(), student.layout.sync_tp_size
     weights, products = layer_bytes(teacher, ranks_of)
     needed = f"aligning one layer ({human_bytes(weights)} of weights, {human_bytes(products)} of products)"
-    check_room(weights + products, teacher.device, needed, "choose a machine with more")
+    check_room(weights + products, teacher.device, needed, "choose a machine with more", processes=ranks.local_size)
     states = states_bytes(teacher, every, ranks)
     forward, solved = seconds_of_a_layer(teacher, ranks_of, every, settings, ranks)
     seconds = FORWARDS * forward * (student.layers[-1] + 1) + solved * len(student.layers)

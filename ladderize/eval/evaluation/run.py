@@ -26,6 +26,7 @@ from ladderize.eval.paired.samples import ComparedModel, make_entry
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.ranks.device import check_device, default_device
 from ladderize.ranks.group import Ranks, already_started, join_ranks
+from ladderize.ranks.training import check_launch_of_measuring
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -159,15 +160,14 @@ def run_tasks(
 
 def evaluation_ranks(options: EvalOptions) -> Ranks:
     """This process alone, or among those that a launcher has started. Raises UserError for a device that is not there,
-    or that several processes cannot all have."""
+    or what the launcher was asked for in vain."""
     device = options.device or default_device()
     check_device(device)
     if already_started() and options.backend == "vllm":
         raise UsageError("--backend vllm starts its own processes; run ladderize eval without a launcher")
     if not already_started():
         return Ranks(0, 1, torch.device(device))
-    if ":" in device:
-        raise UsageError(f"--device {device} is one device, but each process takes its own; say --device cuda, or none")
+    check_launch_of_measuring("eval")
     return join_ranks(device)
 
 
