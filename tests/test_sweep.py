@@ -168,7 +168,7 @@ def test_a_sensitivity_that_fails_skips_what_it_would_choose(place, tmp_path):
 def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path):
     """An adapter is merged, in the middle too; what a chain and a single stage share runs once."""
     same = {"data": str(place / "ids.npy"), "seq_len": 16, "write": "last"}
-    align = {**same, "method": "align", "samples": 8, "heldout": 4}
+    align = {**same, "method": "align", "samples": 8, "heldout": 4, "processes": 2}
     lora = {**same, "method": "lora", "max_steps": 3, "batch_size": 2, "lora_rank": 2, "tp_size": 2}
     blocks = {**same, "method": "blocks", "samples": 10, "heldout": 4, "epochs": 1}
     adapt = [align, lora, [align, lora, blocks]]
@@ -187,7 +187,11 @@ def test_a_stage_of_a_chain_reads_what_the_one_before_wrote(place, tmp_path):
     assert chain["adaptation"] == f"{chain['stages'][2]['output']}/adapter"  # of the last stage with curves
     for before, stage in itertools.pairwise(chain["stages"][1:4]):
         assert f"ladderize adapt {before['output']}/model " in stage["command"]
-    lines = [shlex.split(line)[1:] for stage in chain["stages"][1:4] for line in stage["command"].split(" && ")]
+    started, *commands = [line for stage in chain["stages"][1:4] for line in stage["command"].split(" && ")]
+    before, _, adapt = started.partition(" -m ")
+    assert before == "torchrun --standalone --nproc-per-node 2"
+    assert f"\n$ {started}" in (out / chain["stages"][1]["output"] / "log.txt").read_text()
+    lines = [shlex.split(line)[1:] for line in (adapt, *commands)]
     assert [name for name, *_ in lines] == ["adapt", "adapt", "merge", "adapt"]
     fingerprints = json.loads((out / chain["adaptation"] / "adaptation.json").read_text())["fingerprints"]
     assert fingerprints["model"] == fingerprint(read_checkpoint(out / single["model"]))

@@ -210,6 +210,26 @@ REFUSED = {
     ),
     "nobody promoted": ({"adapt": [{**FULL, "promote": 0}]}, r"adapt\[0\]: promote is 0, but must be at least 1"),
     "promote of a grid": ({"adapt": [{**FULL, "promote": [1, 2]}]}, r"adapt\[0\]: promote is \[1, 2\], but must be"),
+    "no process": ({"adapt": [{**FULL, "processes": 0}]}, r"adapt\[0\]: processes is 0, but must be at least 1"),
+    "processes that are text": ({"adapt": [{**FULL, "processes": "all"}]}, r"adapt\[0\]: processes is 'all'"),
+    "processes that ranks do not divide": (
+        {"adapt": [{**FULL, "processes": 3, "tp_size": 2}]},
+        r"adapt\[0\]: processes is 3, but must be a multiple of tp_size, which is 2",
+    ),
+    "processes that do not divide a batch": (
+        {"adapt": [{**FULL, "processes": 4, "batch_size": 6}]},
+        r"adapt\[0\]: batch_size 6 must be divisible by the 4 processes",
+    ),
+    "nothing to shard": ({"adapt": [{**FULL, "processes": 1, "fsdp": True}]}, r"adapt\[0\]: fsdp has no effect: 1 "),
+    "shards of an alignment": (
+        {"adapt": [{"method": "align", "data": "x.npy", "fsdp": True}]},
+        r"adapt\[0\]: fsdp has no effect on align",
+    ),
+    "processes of a benchmark": ({"bench": [{**FAST, "processes": 2}]}, r"bench\[0\]: bench has no option 'processes'"),
+    "processes of the runtime": (
+        {"eval": {"perplexity": "a.npy", "backend": "runtime", "processes": 2}},
+        "eval: processes has no effect with backend runtime",
+    ),
     "a control that learns nothing": (
         {"adapt": [{"stages": [{**FULL, "distill_weight": 0.5}, FULL], "control": True}]},
         r"adapt\[0\]: stages\[1\]: control has no effect with a distill_weight of 1.*set distill_weight below 1",

@@ -1,9 +1,12 @@
 """``ladderize sweep``: what a stage depends on decides whether it runs again."""
 
+import shlex
+
 import numpy as np
 import pytest
 
 from ladderize.demo.inputs import TASKS
+from ladderize.tradeoff.sweep import builder
 from tests.helpers import SHAPE, invoke, save_llama
 from tests.sweeps import FAST, make_place, planner, read, rerun, spec, stages_of, write
 
@@ -83,6 +86,30 @@ def test_prune_keeps_what_a_failed_sensitivity_would_have_chosen(place, tmp_path
     assert outcome.code == 1
     assert "no outputs were removed" in outcome.stderr
     assert kept <= {entry.name for entry in (out / "stages").iterdir()}
+
+
+def test_on_how_many_processes_a_stage_runs_is_no_part_of_it(place, tmp_path, monkeypatch):
+    """But where the batch follows from it. Without a word a retraining gets the GPUs that its batch is divisible by."""
+
+    def started(gpus, **more):
+        monkeypatch.setattr(builder, "visible_gpus", lambda: list(map(str, range(gpus))))
+        full = {"method": "full", "data": str(place / "ids.npy"), "max_tokens": "1k", "batch_size": 6, **more}
+        adapt = [{key: value for key, value in full.items() if value is not None}]
+        content = spec(place, sensitivity=None, layouts=[{"ladder": "0"}], adapt=adapt, bench=None)
+        (stage,) = planner(tmp_path, content).plan().points[1].adapting
+        words = shlex.split(stage.command)
+        before, line = words[: words.index("adapt")], words[words.index("adapt") :]
+        number = int(before[before.index("--nproc-per-node") + 1]) if before[0] != "ladderize" else 1
+        return number, "FSDP_VERSION=2" in before, line, stage.key
+
+    one, *others = (started(0), started(4), started(2), started(2, fsdp=False), started(0, processes=2))
+    assert [other[:2] for other in (one, *others)] == [(1, False), (3, True), (2, True), (2, False), (2, True)]
+    assert all(other[2:] == one[2:] for other in others)
+    for alone in ({"tp_size": 2}, {"device": "cpu"}, {"processes": 1}):
+        assert started(4, **alone)[:2] == (1, False)
+    assert started(4, tp_size=2, processes=4)[:2] == (4, True)
+    assert started(4, tp_size=2, processes=2)[:2] == (2, False)
+    assert len({started(gpus, batch_size=None)[3] for gpus in (0, 1, 2, 3)}) == 3
 
 
 def test_an_evaluation_needs_the_dense_ones_only_for_its_text(place, tmp_path):

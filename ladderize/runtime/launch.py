@@ -7,6 +7,7 @@ and transformers anew in each (benchmarks/start_ranks.py); and the error is one 
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import multiprocessing
 import os
@@ -178,6 +179,22 @@ def started(
 
     store: a path for a file in which they find each other.
     """
+    inside = functools.partial(_in_group, function, device, threads, f"file://{store}", timeout)
+    with started_processes(inside, args, os.environ, report) as group:
+        yield group
+
+
+@contextlib.contextmanager
+def started_processes(
+    function: Callable[..., Any],
+    args: Sequence[tuple[Any, ...]],
+    environment: Mapping[str, str],
+    report: Report = lambda value: None,
+) -> Iterator["StartedRanks"]:
+    """The same without a group: ``function(place, report, *args[rank])`` is a context whose value is the rank's.
+
+    environment: of the processes, to which the variables are added that a launcher gives to each.
+    """
     context, size = start_context(), len(args)
     streams = [Connection(os.dup(number), readable=False) for number in (1, 2)]
     pipes, processes = [], []
@@ -185,10 +202,12 @@ def started(
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             place = Place(rank, size, rank, size)
-            arguments = (function, args[rank], place, device, threads, f"file://{store}", timeout, theirs, streams)
             # a daemon: a process that leaves early does not wait for ranks that wait for it
             process = context.Process(
-                target=_work, args=(*arguments, dict(os.environ)), name=f"rank {rank}", daemon=True
+                target=_work,
+                args=(function, args[rank], place, theirs, streams, dict(environment)),
+                name=f"rank {rank}",
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -288,14 +307,27 @@ def stop_processes(processes: list[Any]) -> None:
             process.join()
 
 
+@contextlib.contextmanager
+def _in_group(
+    function: Callable[..., Any],
+    device: str,
+    threads: int | None,
+    init_method: str,
+    timeout: timedelta,
+    place: Place,
+    report: Report,
+    *args: Any,
+) -> Iterator[Any]:
+    if device == "cpu":
+        threads = take_cores(place.local_rank, place.local_size, threads)
+    with joined(place, device, threads, init_method, report, timeout) as ranks:
+        yield function(ranks, *args)
+
+
 def _work(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     place: Place,
-    device: str,
-    threads: int | None,
-    store: str,
-    timeout: timedelta,
     pipe: Connection,
     streams: list[Connection],
     environment: Mapping[str, str],
@@ -303,16 +335,13 @@ def _work(
     """The life of a started rank: it reports a value or one sentence, and ends with whoever started it."""
     multiprocessing.current_process().daemon = False  # a daemon may not start processes, as bench's check does
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops the ranks
-    if device == "cpu":
-        threads = take_cores(place.local_rank, place.local_size, threads)
     end_with_parent()
     adopt(streams, environment)
     os.environ.update(started_rank_variables(place))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
     try:
-        with joined(place, device, threads, store, lambda value: pipe.send(("report", value)), timeout) as ranks:
-            value = function(ranks, *args)
-            pipe.send(("value", value if ranks.is_main else None))
+        with function(place, lambda value: pipe.send(("report", value)), *args) as value:
+            pipe.send(("value", value if place.rank == 0 else None))
     except BaseException as error:
         failed_at = time.monotonic()  # one clock for all processes of a host
         if os.environ.get(DEBUG):

@@ -16,14 +16,16 @@ from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import open_regular, split_name
 from ladderize.files.work import run_digest
+from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.threads import cores
+from ladderize.tradeoff.sweep.launch import SHARDS, Launch, Words
 from ladderize.tradeoff.sweep.stages import (
     MODEL_FOLDER,
     PREDICTIONS,
     Stage,
-    Words,
     adapt_words,
     bench_words,
+    computing,
     convert_words,
     eval_words,
     sensitivity_words,
@@ -129,19 +131,20 @@ def _digest(value: Any) -> str:
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """model: the dense one as stages name it. digest: of its content. data: digests of files, by what names them."""
+    """model: the dense one as stages name it. digest: of its content. gpus: of this machine."""
 
     spec: SweepSpec
     inputs: Inputs
     model: str
     digest: str
+    gpus: int
 
     @classmethod
     def of(cls, spec: SweepSpec, inputs: Inputs) -> "StageBuilder":
         """Reads everything that the sweep reads, once. Raises UserError for what is not there."""
         folder = check_model(spec.model, spec.revision)
         model = spec.model if spec.revision is None else str(folder)
-        return cls(spec, inputs, model, inputs.model(spec.model, spec.revision))
+        return cls(spec, inputs, model, inputs.model(spec.model, spec.revision), len(visible_gpus()))
 
     def sensitivity(self, mode: str, sync_tp_size: int | None) -> Stage:
         given = {key: value for key, value in (self.spec.sensitivity or {}).items() if key != "mode"}
@@ -176,18 +179,22 @@ class StageBuilder:
             for key, texts in asked.given.items()
             if key in ("data", "eval_data")
         }
-        identity = {
+        identity: dict[str, Any] = {
             "model": before.key if before is not None else self.digest,
             "teacher": self.digest,
             "method": asked.method,
-            "options": {**asked.given, **content},
+            "options": {**computing("adapt", asked.given), **content},
         }
+        launch = Launch.of(asked.given, asked.method, self.gpus)
+        sharing = launch.processes // int(asked.given.get("tp_size", 1))
+        if sharing > 1 and asked.method in SHARDS and "batch_size" not in asked.given:
+            identity["processes"] = sharing  # by which the batch is then made divisible
 
         def commands(output: str) -> tuple[Words, ...]:
             return adapt_words(model, output, asked.method, self.model, asked.given, self.spec.verify)
 
         needs = (before.key,) if before is not None else ()
-        return Stage.of("adapt", f"adapt: {name}", identity, commands, needs, asked.tokens)
+        return Stage.of("adapt", f"adapt: {name}", identity, commands, needs, asked.tokens, launch)
 
     def evaluation(self, model: str, name: str, made_by: Stage | None, reference: Stage | None) -> Stage:
         """made_by: the stage that writes the model, None for the dense one. reference: the dense model's evaluation."""
@@ -203,7 +210,7 @@ class StageBuilder:
         packages = EVAL_PACKAGES if "tasks" in given else EVAL_PACKAGES[:2]
         identity: dict[str, Any] = {
             "model": made_by.key if made_by is not None else self.digest,
-            "options": {**given, **content},
+            "options": {**computing("eval", given), **content},
             "versions": {package: importlib.metadata.version(package) for package in packages},
         }
         if made_by is None:
@@ -217,7 +224,7 @@ class StageBuilder:
             return (eval_words(model, output, given, {"keep_predictions": kept, "reference": compared_with}),)
 
         needs = tuple(stage.key for stage in (made_by, reference) if stage is not None)
-        return Stage.of("eval", f"eval: {name}", identity, commands, needs)
+        return Stage.of("eval", f"eval: {name}", identity, commands, needs, launch=Launch.of(given, "eval", self.gpus))
 
     def benchmark(self, setting: BenchChoice, converted: Sequence[Stage]) -> Stage:
         """All models of one setting, interleaved in one group of processes."""

@@ -4,8 +4,6 @@ fails, the others go on."""
 import contextlib
 import errno
 import os
-import runpy
-import shlex
 import shutil
 import signal
 import sys
@@ -17,13 +15,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ladderize.console import INTERRUPTED, sentence
+from ladderize.console import sentence
 from ladderize.errors import LadderizeError, UserError
 from ladderize.files.temporaries import lock_folder
-from ladderize.ranks.threads import cores, set_threads
+from ladderize.ranks.threads import cores
 from ladderize.runtime.launch import end_with_parent, how_it_ended, start_context
 from ladderize.tradeoff.sweep.builder import Inputs
-from ladderize.tradeoff.sweep.stages import LOG, TIMED, Stage, Words, finished_stage, mark_finished, prepare
+from ladderize.tradeoff.sweep.launch import Launch, Words
+from ladderize.tradeoff.sweep.stages import LOG, TIMED, Stage, finished_stage, mark_finished, prepare
 from ladderize.workflows.sweep_document import StageState
 
 LOOK_SECONDS = 1.0  # between two looks at what runs
@@ -31,7 +30,6 @@ STOP_SECONDS = 120.0  # that a stage has, after Ctrl-C, to save what it can
 END_SECONDS = 10.0  # that a process has after its last word
 FULL_BYTES = 1 << 20  # a disk with less free is full
 MISSING = ("failed", "skipped")
-TAKE_ALL_CORES = ("sensitivity", "adapt")  # commands that do so, whatever OMP_NUM_THREADS says
 PATIENCE_SECONDS = 30.0  # a killed sweep's process notices within a moment, and then its folder is free
 
 
@@ -49,7 +47,7 @@ class Ended:
 
 def work(
     title: str,
-    commands: Iterable[Words],
+    runs: Iterable[tuple[Launch, Words]],
     root: Path,
     output: str,
     own_cores: Iterable[int],
@@ -74,11 +72,8 @@ def work(
         if own_cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, own_cores)
         given = os.environ.get("OMP_NUM_THREADS", "")
-        threads = min(int(given), len(cores())) if given.isdigit() and int(given) > 0 else None
-        set_threads(threads, 1)
-        for words in commands:
-            needs_telling = threads is not None and words[0] in TAKE_ALL_CORES and "--threads" not in words
-            run_command((*words, "--threads", str(threads)) if needs_telling else words)
+        for launch, words in runs:
+            launch.run(words, int(given) if given.isdigit() and int(given) > 0 else None)
         if lock is not None:
             os.close(lock)
         ended = Ended(time.monotonic() - begin)
@@ -88,19 +83,6 @@ def work(
     sys.stdout.flush()
     with contextlib.suppress(OSError):
         pipe.send(ended)
-
-
-def run_command(words: Words) -> None:
-    """``python -m ladderize WORDS`` in this process. Raises what the command does, and KeyboardInterrupt."""
-    print(f"$ {shlex.join(['ladderize', *words])}", flush=True)
-    sys.argv = ["ladderize", "--debug", *words]  # --debug: errors come as they are, not as a sentence
-    try:
-        runpy.run_module("ladderize", run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        if end.code == INTERRUPTED:
-            raise KeyboardInterrupt from None
-        if end.code:
-            raise UserError(f"it ended with exit code {end.code}") from None
 
 
 def _lock(folder: Path) -> int | None:
@@ -222,7 +204,7 @@ class Execution:
         own = self._own_cores(stage)
         context = start_context()
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (stage.title, stage.commands, self.root, stage.output, sorted(own), dict(os.environ), theirs)
+        arguments = (stage.title, stage.runs, self.root, stage.output, sorted(own), dict(os.environ), theirs)
         process = context.Process(target=work, args=arguments, name=stage.title)
         process.start()
         theirs.close()

@@ -1,6 +1,5 @@
 """A stage of a sweep is a command of ladderize, whose output is kept in a folder under a hash of what it depends on."""
 
-import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from ladderize.files.documents import read_own, write_json
 from ladderize.files.records import Record, read_value
 from ladderize.files.work import run_digest
 from ladderize.runtime.bench.options import BenchOptions, ModelChoice, check_bench_usage
+from ladderize.tradeoff.sweep.launch import IN_ONE, LAUNCH_KEYS, Given, Launch, Words, check_launch
 
 StageKind = Literal["sensitivity", "convert", "adapt", "eval", "bench"]
 # Of the code behind each stage. Raise a stage's number when its output changes for the same input (another result,
@@ -54,8 +54,6 @@ OF_THE_SWEEP = {
     "bench": "models random_weights layout num_layers sync_tp_size engine revision train schedules seq_len out plot"
     " profile json",
 }
-Words = tuple[str, ...]  # of a command line, without the program
-Given = Mapping[str, Any]  # option -> value, as a file has them
 
 
 @contextmanager
@@ -71,10 +69,15 @@ def errors_begin_with(where: str) -> Iterator[None]:
 def words_of(command: str, arguments: Sequence[str], own: Given, given: Given | None = None, where: str = "") -> Words:
     """The command line of a command. own: options that the sweep gives, given: those of the file. Raises UserError,
     which begins with ``where``, for an option that the command does not have, or that is not for the file to give."""
-    given = given or {}
+    given = computing(command, given or {})
     if taken := [key for key in given if key in OF_THE_SWEEP[command].split()]:
         raise UserError(f"{where}: {taken[0]} cannot be given here: the sweep decides it, or has no use for it")
     return (command, *arguments, *option_words(COMMANDS[command], command, {**given, **own}, where))
+
+
+def computing(command: str, given: Given) -> dict[str, Any]:
+    """Without what says only how the command is started, which changes nothing that it computes."""
+    return {key: value for key, value in given.items() if key not in LAUNCH_KEYS.get(command, ())}
 
 
 def asked_by(words: Words) -> GivenOptions:
@@ -120,6 +123,7 @@ def check_adapt(method: Method, given: Given, where: str) -> None:
     """Raises UserError."""
     with errors_begin_with(where):
         adapt_options(asked_by(adapt_words("MODEL", "OUTPUT", method, "DENSE", given, True, where)[0]))
+        check_launch(given, where, method)
 
 
 def eval_words(model: str, output: str, given: Given, own: Given, where: str = "") -> Words:
@@ -137,6 +141,7 @@ def eval_options(given: Given, where: str) -> EvalOptions:
     with errors_begin_with(where):
         options = asked_by(eval_words("MODEL", "OUTPUT", given, {}, where)).fill(EvalOptions)
         options.check()
+        check_launch(given, where, "eval")
         if options.backend == "vllm":
             raise UserError("a sweep compares predictions, which vLLM does not tell; say backend: runtime, or hf")
         return options
@@ -162,7 +167,7 @@ def bench_options(given: Given, where: str) -> tuple[BenchOptions, str | None]:
 class Stage:
     """identity: everything that decides its output; key: its hash. commands: what it runs, in the sweep's folder: words
     without the program. needs: keys of the stages whose output it reads. title: for people. amount: tokens that it
-    trains on, where that is known."""
+    trains on, where that is known. launch: of the command that gives the stage its name; what follows runs alone."""
 
     kind: StageKind
     title: str
@@ -171,6 +176,7 @@ class Stage:
     commands: tuple[Words, ...]
     needs: tuple[str, ...] = ()
     amount: int | None = None
+    launch: Launch = IN_ONE
 
     @classmethod
     def of(
@@ -181,10 +187,11 @@ class Stage:
         commands: Callable[[str], tuple[Words, ...]],
         needs: tuple[str, ...] = (),
         amount: int | None = None,
+        launch: Launch = IN_ONE,
     ) -> "Stage":
         """commands: of the folder for its output."""
         key = run_digest({"stage": kind, "version": STAGE_VERSIONS[kind], **identity})[:KEY_DIGITS]
-        return cls(kind, title, identity, key, commands(f"{STAGES}/{kind}-{key}"), needs, amount)
+        return cls(kind, title, identity, key, commands(f"{STAGES}/{kind}-{key}"), needs, amount, launch)
 
     @property
     def output(self) -> str:
@@ -192,9 +199,14 @@ class Stage:
         return f"{STAGES}/{self.kind}-{self.key}"
 
     @property
+    def runs(self) -> list[tuple[Launch, Words]]:
+        """Its commands, each with the way in which it is started."""
+        return [(self.launch if words[0] == self.kind else IN_ONE, words) for words in self.commands]
+
+    @property
     def command(self) -> str:
         """The same as a user types it."""
-        return " && ".join(shlex.join(["ladderize", *words]) for words in self.commands)
+        return " && ".join(launch.command(words) for launch, words in self.runs)
 
 
 @dataclass(frozen=True)

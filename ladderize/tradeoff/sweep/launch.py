@@ -1,0 +1,128 @@
+"""On how many processes a stage's command runs, and how it is started on them: as torchrun does."""
+
+import contextlib
+import os
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ladderize.adapt.methods import FULL, LORA
+from ladderize.console import INTERRUPTED
+from ladderize.errors import UserError
+from ladderize.files.records import read_value
+from ladderize.ranks.environment import MASTER_ADDR, MASTER_PORT, Place
+from ladderize.ranks.threads import cores, set_threads
+from ladderize.runtime.launch import Report, handing_on_signals, started_processes
+
+PROCESSES, FSDP = "processes", "fsdp"
+LAUNCH_KEYS = {"adapt": (PROCESSES, FSDP), "eval": (PROCESSES,)}  # of the sections whose commands can share their work
+SHARDS = (FULL, LORA)  # methods that FSDP2 shards, and that take all GPUs of the machine
+TAKE_ALL_CORES = ("sensitivity", "adapt")  # commands that do so, whatever OMP_NUM_THREADS says
+HERE = "127.0.0.1"
+
+Words = tuple[str, ...]  # of a command line, without the program
+Given = Mapping[str, Any]  # option -> value, as a file has them
+
+
+@dataclass(frozen=True)
+class Launch:
+    """processes: that share the work. fsdp: they shard weights, gradients and the optimizer (FSDP2)."""
+
+    processes: int = 1
+    fsdp: bool = False
+
+    @classmethod
+    def of(cls, given: Given, method: str, gpus: int) -> "Launch":
+        """What a section asks for; where it says nothing of ``processes``, a retraining gets all ``gpus`` of the
+        machine that its batch can be divided by. method: of adapt, or the name of another section's command."""
+        tp_size, batch = int(given.get("tp_size", 1)), given.get("batch_size")
+        processes = given.get(PROCESSES)
+        if processes is None:
+            if method not in SHARDS or tp_size > 1 or gpus < 2 or given.get("device") == "cpu":
+                return cls()
+            processes = max(n for n in range(1, gpus + 1) if batch is None or int(batch) % n == 0)
+        return cls(processes, given.get(FSDP, method in SHARDS and processes > tp_size))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of accelerate launch, which asks for FSDP2 in this way."""
+        return {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} if self.fsdp else {}
+
+    def command(self, words: Words) -> str:
+        """As a user types it."""
+        if self.processes == 1:
+            return shlex.join(["ladderize", *words])
+        torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(self.processes), "-m", "ladderize"]
+        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *torchrun, *words])
+
+    def run(self, words: Words, threads: int | None) -> None:
+        """Run a command of ladderize, in this process or on several. threads: of each; None shares the cores out.
+        Raises what it does, and KeyboardInterrupt."""
+        threads = min(threads, max(1, len(cores()) // self.processes)) if threads is not None else None
+        if threads is not None and words[0] in TAKE_ALL_CORES and "--threads" not in words:
+            words = (*words, "--threads", str(threads))
+        print(f"$ {self.command(words)}", flush=True)
+        if self.processes == 1:
+            set_threads(threads, 1)
+            run_command(words)
+            return
+        from torch.distributed import TCPStore
+
+        store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+        found = {MASTER_ADDR: HERE, MASTER_PORT: str(store.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
+        ranks = [(words, Path.cwd(), threads)] * self.processes
+        with (
+            started_processes(_rank, ranks, {**os.environ, **found, **self.variables}) as group,
+            handing_on_signals(group.processes),
+        ):
+            group.watch()
+
+
+IN_ONE = Launch()
+
+
+def check_launch(given: Given, where: str, method: str) -> None:
+    """Raise UserError for ``processes`` and ``fsdp`` that are no values, have no effect, or do not go with the other
+    options, which are sound. method: as of ``Launch.of``."""
+    processes = read_value(int | None, given.get(PROCESSES), f"{where}: {PROCESSES}")
+    fsdp = read_value(bool | None, given.get(FSDP), f"{where}: {FSDP}")
+    tp_size, batch = int(given.get("tp_size", 1)), given.get("batch_size")
+    if fsdp is not None and method not in SHARDS:
+        raise UserError(f"{where}: {FSDP} has no effect on {method}; only {' and '.join(SHARDS)} shard a model")
+    if processes is None:
+        return
+    if processes < 1 or processes % tp_size:
+        least = "at least 1" if tp_size == 1 else f"a multiple of tp_size, which is {tp_size}"
+        raise UserError(f"{where}: {PROCESSES} is {processes}, but must be {least}")
+    if fsdp and processes == tp_size:
+        raise UserError(f"{where}: {FSDP} has no effect: {processes} processes leave nothing to shard; leave it out")
+    if method in SHARDS and batch is not None and int(batch) % (processes // tp_size):
+        raise UserError(
+            f"{where}: batch_size {batch} must be divisible by the {processes // tp_size} processes that share it"
+        )
+    if given.get("backend") == "runtime" and processes > 1:
+        raise UserError(f"{where}: {PROCESSES} has no effect with backend runtime, which tp_size splits; leave it out")
+
+
+@contextlib.contextmanager
+def _rank(place: Place, report: Report, words: Words, folder: Path, threads: int | None) -> Iterator[None]:
+    os.chdir(folder)
+    set_threads(threads, place.local_size)
+    run_command(words)
+    yield
+
+
+def run_command(words: Words) -> None:
+    """``python -m ladderize WORDS`` in this process. Raises what the command does, and KeyboardInterrupt."""
+    sys.argv = ["ladderize", "--debug", *words]  # --debug: errors come as they are, not as a sentence
+    try:
+        runpy.run_module("ladderize", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            raise KeyboardInterrupt from None
+        if end.code:
+            raise UserError(f"it ended with exit code {end.code}") from None
