@@ -5,7 +5,10 @@ import re
 
 import pytest
 
+from ladderize.tradeoff.sweep import builder, execute, run
 from ladderize.tradeoff.sweep.builder import Inputs
+from ladderize.tradeoff.sweep.launch import Launch
+from ladderize.tradeoff.sweep.stages import Stage
 from ladderize.tradeoff.sweep.sweep_file import sweep_spec
 from tests.helpers import invoke, listing, one_sentence
 from tests.sweeps import FAST, make_place, rerun, spec, write
@@ -144,10 +147,14 @@ def test_times_are_estimated_from_earlier_stages(place, tmp_path):
         assert stage["output"] in stage["command"]
 
 
-def test_jobs_run_side_by_side(place, tmp_path):
+def test_there_is_a_stage_on_every_gpu(place, tmp_path, monkeypatch):
+    for module in (builder, run):
+        monkeypatch.setattr(module, "visible_gpus", lambda: ["3", "5"])
     file = write(tmp_path / "s.yaml", spec(place, sensitivity=None, adapt=None, layouts=[{"ladder": ["0", "1"]}]))
-    outcome = invoke("sweep", file, "--out", tmp_path / "out", "--jobs", "2")
+    outcome = invoke("sweep", file, "--out", tmp_path / "out")
     assert outcome.code == 0, outcome.stderr
+    logs = [log.read_text() for log in (tmp_path / "out").glob("stages/eval-*/log.txt")]
+    assert {text.partition("(GPU ")[2][:1] for text in logs} == {"3", "5"}
     said = [line for line in outcome.stderr.splitlines() if ": running" in line or ": done" in line]
     running = most = 0
     for line in said:
@@ -155,6 +162,38 @@ def test_jobs_run_side_by_side(place, tmp_path):
         most = max(most, running)
         assert running == int(line.endswith("running")) or not line.startswith("bench")
     assert most == 2
+    content = spec(place, eval={"perplexity": "a.npy", "backend": "runtime", "tp_size": 4}, bench=None, layouts=[HALF])
+    content |= {"eval": {**content["eval"], "perplexity": str(place / "heldout.npy")}, "adapt": ["none"]}
+    message = one_sentence(invoke("sweep", write(file, content), "--out", tmp_path / "out"))
+    assert "needs 4 GPUs, but this machine has 2" in message
+
+
+def test_no_two_stages_share_a_gpu_and_the_widest_waits_for_none_that_is_ready(tmp_path, monkeypatch):
+    jobs, started = 5, []
+
+    class Fake(execute.Execution):
+        """Whatever it launches runs until it is taken out of ``running``."""
+
+        def _launch(self, stage):
+            gpus = tuple(self._free[: self._share(stage)])
+            self.running.append(execute.Running(stage, None, None, 0.0, self._own_cores(stage), gpus))
+            started.append(stage.title)
+
+    def stage(title, gpus, kind="eval"):
+        return Stage.of(kind, title, {"title": title}, lambda output: (), launch=Launch(gpus=gpus))
+
+    running = Fake(tmp_path, None, jobs, ["a", "b", "c", "d"], lambda *_: None)
+    stages = [stage("one", 1), stage("two", 2), stage("timed", 0, "bench"), stage("none", 0), stage("more", 3)]
+    left = running._start(stages)
+    assert started == ["more", "none"]  # the next in width would wait for ever
+    running.running.pop(0)
+    left = running._start(left)
+    assert started == ["more", "none", "two", "one"]
+    assert sorted(gpu for one in running.running for gpu in one.gpus) == ["a", "b", "c"]
+    running.running.clear()
+    assert not running._start(left)
+    assert started[-1] == "timed"
+    assert len(running._start([stage("after", 0)])) == 1
 
 
 # ---- what is refused ----

@@ -159,7 +159,8 @@ class StageBuilder:
         def commands(output: str) -> tuple[Words, ...]:
             return (sensitivity_words(self.model, output, given, mode, sync_tp_size),)
 
-        return Stage.of("sensitivity", f"sensitivity to {of}", identity, commands)
+        launch = Launch.of(given, "sensitivity", self.gpus)
+        return Stage.of("sensitivity", f"sensitivity to {of}", identity, commands, launch=launch)
 
     def conversion(self, recipe: Recipe, text: str) -> Stage:
         given, spec = recipe.to_dict(), self.spec

@@ -22,7 +22,11 @@ class SweepArguments:
         "Keep everything here. The same command goes on with what is there.", metavar="DIR", shown="the file's key out"
     )
     dry_run: bool = option("Show what would run, about how long, and how much disk it takes.", False)
-    jobs: int = option("Stages that run side by side, with the cores shared out. Never a benchmark.", 1, min=1)
+    jobs: int | None = option(
+        "Stages that run side by side, with GPUs and cores of their own. Never a benchmark.",
+        min=1,
+        shown="the GPUs of this machine, else 1",
+    )
     prune: bool = option("Remove outputs that FILE no longer asks for.", False)
     write_example: bool = option("Write an example to FILE, or print it.", False)
     as_json: bool = option(AS_JSON, False)

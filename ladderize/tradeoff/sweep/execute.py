@@ -133,16 +133,19 @@ class Running:
     pipe: Connection
     begun: float
     cores: frozenset[int]
+    gpus: tuple[str, ...]
 
 
 @dataclass
 class Execution:
-    """The states of all stages by key, and the processes that work. changed: is called after every change; looked: now
-    and then while something runs, unless that is timed."""
+    """The states of all stages by key, and the processes that work. gpus: of this machine, as CUDA_VISIBLE_DEVICES
+    names them; no two stages share one. changed: is called after every change; looked: now and then while something
+    runs, unless that is timed."""
 
     root: Path
     inputs: Inputs
     jobs: int
+    gpus: Sequence[str]
     changed: Callable[[Stage, StageState], None]
     looked: Callable[[], None] = lambda: None
     states: dict[str, StageState] = field(default_factory=dict)
@@ -179,36 +182,53 @@ class Execution:
     # ---- starting ----
 
     def _start(self, waiting: list[Stage]) -> list[Stage]:
-        """Start what can run now; returns what cannot."""
-        left = []
-        for stage in waiting:
+        """Start what can run now; returns what cannot. What takes more GPUs comes first: the others would always keep
+        some of them."""
+        left, is_awaited = [], False
+        for stage in sorted(waiting, key=lambda stage: -self._share(stage)):
             needed = [self.states[key].status for key in stage.needs if key in self.states]
             if any(status in MISSING for status in needed):
                 lost = next(self.states[key] for key in stage.needs if self.states[key].status in MISSING)
                 how = "failed" if lost.status == "failed" else "was skipped"
                 self._set(stage, status="skipped", message=f"the stage {lost.stage} that it needs {how}")
-            elif all(status == "done" for status in needed) and self._has_room(stage):
+                continue
+            is_ready = all(status == "done" for status in needed)
+            if is_ready and self._has_room(stage) and not (is_awaited and self._share(stage)):
                 self._launch(stage)
-            else:
-                left.append(stage)
+                continue
+            is_awaited |= is_ready and self._share(stage) > 0
+            left.append(stage)
         return left
+
+    def _share(self, stage: Stage) -> int:
+        """How many GPUs it takes; what is timed has no need to ask."""
+        return min(stage.launch.gpus, len(self.gpus))
+
+    @property
+    def _free(self) -> list[str]:
+        return [gpu for gpu in self.gpus if not any(gpu in one.gpus for one in self.running)]
 
     def _has_room(self, stage: Stage) -> bool:
         """Nothing runs beside what is timed."""
         if stage.kind == TIMED:
             return not self.running
-        return len(self.running) < self.jobs and not any(one.stage.kind == TIMED for one in self.running)
+        is_alone = any(one.stage.kind == TIMED for one in self.running)
+        return not is_alone and len(self.running) < self.jobs and self._share(stage) <= len(self._free)
 
     def _launch(self, stage: Stage) -> None:
         prepare(stage, self.root)
-        own = self._own_cores(stage)
+        own, gpus = self._own_cores(stage), tuple(self._free[: self._share(stage)])
+        title, environment = stage.title, dict(os.environ)
+        if self.gpus and stage.kind != TIMED:  # one without a GPU must take no memory of any
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            title += f" (GPU {', '.join(gpus)})" if gpus else ""
         context = start_context()
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (stage.title, stage.runs, self.root, stage.output, sorted(own), dict(os.environ), theirs)
+        arguments = (title, stage.runs, self.root, stage.output, sorted(own), environment, theirs)
         process = context.Process(target=work, args=arguments, name=stage.title)
         process.start()
         theirs.close()
-        self.running.append(Running(stage, process, ours, time.monotonic(), own))
+        self.running.append(Running(stage, process, ours, time.monotonic(), own, gpus))
         self._set(stage, status="running")
 
     def _own_cores(self, stage: Stage) -> frozenset[int]:
@@ -217,8 +237,9 @@ class Execution:
             return frozenset()
         every = sorted(cores())
         shares = [frozenset(every[start :: self.jobs]) for start in range(self.jobs)]
-        taken = [one.cores for one in self.running]
-        return next((share for share in shares if share not in taken), shares[0])
+        taken = {core for one in self.running for core in one.cores}
+        free = [share for share in shares if taken.isdisjoint(share)]
+        return frozenset().union(*free[: max(1, self._share(stage))])
 
     # ---- waiting ----
 

@@ -30,22 +30,24 @@ Given = Mapping[str, Any]  # option -> value, as a file has them
 
 @dataclass(frozen=True)
 class Launch:
-    """processes: that share the work. fsdp: they shard weights, gradients and the optimizer (FSDP2)."""
+    """processes: that share the work. fsdp: they shard weights, gradients and the optimizer (FSDP2). gpus: that they
+    take, where the machine has any."""
 
     processes: int = 1
     fsdp: bool = False
+    gpus: int = 0
 
     @classmethod
     def of(cls, given: Given, method: str, gpus: int) -> "Launch":
         """What a section asks for; where it says nothing of ``processes``, a retraining gets all ``gpus`` of the
         machine that its batch can be divided by. method: of adapt, or the name of another section's command."""
         tp_size, batch = int(given.get("tp_size", 1)), given.get("batch_size")
-        processes = given.get(PROCESSES)
-        if processes is None:
-            if method not in SHARDS or tp_size > 1 or gpus < 2 or given.get("device") == "cpu":
-                return cls()
-            processes = max(n for n in range(1, gpus + 1) if batch is None or int(batch) % n == 0)
-        return cls(processes, given.get(FSDP, method in SHARDS and processes > tp_size))
+        on_cpu = given.get("device") == "cpu"
+        shared = given.get(PROCESSES, 1)
+        if PROCESSES not in given and method in SHARDS and tp_size == 1 and gpus > 1 and not on_cpu:
+            shared = max(n for n in range(1, gpus + 1) if batch is None or int(batch) % n == 0)
+        sharded = given.get(FSDP, method in SHARDS and shared > tp_size)
+        return cls(shared, sharded, 0 if on_cpu else max(shared, tp_size))
 
     @property
     def variables(self) -> dict[str, str]:

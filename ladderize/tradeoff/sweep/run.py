@@ -6,7 +6,7 @@ import shlex
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import lock_folder, replacement
+from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.group import already_started
 from ladderize.ranks.threads import cores
 from ladderize.tradeoff.sweep.builder import CACHE, Inputs, StageBuilder
@@ -47,20 +48,22 @@ def sweep(
     file: str | Path,
     out: str | Path | None = None,
     *,
-    jobs: int = 1,
+    jobs: int | None = None,
     prune: bool = False,
     console: Console = SILENT,
 ) -> SweepDocument:
     """Measure every point of a sweep.yaml, from conversion to accuracy and speed; returns the document of sweep.json.
 
-    out: the sweep's folder; None takes the file's. jobs: stages that run side by side, where nothing is timed; each has
-    its share of the cores. prune: remove outputs of the folder that are not of this sweep any more, as
-    soon as all of its layouts are known. What an earlier run has completed is kept, also of another sweep.yaml. A stage
-    that fails does not stop the others: see the document's points and stages. Raises UserError for a file, a folder or
-    layouts that do not fit.
+    out: the sweep's folder; None takes the file's. jobs: stages that run side by side, where nothing is timed; each
+    has its share of the cores, and GPUs of its own; None: as many as there are GPUs, else one. prune: remove outputs
+    of the folder that are not of this sweep any more, as soon as all of its layouts are known. What an earlier run has
+    completed is kept, also of another sweep.yaml. A stage that fails does not stop the others: see the document's
+    points and stages. Raises UserError for a file, a folder or layouts that do not fit.
     """
     if already_started():
         raise UserError("a sweep starts its own processes; run it without torchrun or accelerate launch")
+    gpus = visible_gpus()
+    jobs = jobs if jobs is not None else min(len(gpus) or 1, len(cores()))
     if jobs < 1 or jobs > len(cores()):
         raise UsageError(f"--jobs {jobs} must be from 1 to {len(cores())}, the cores that this process may use")
     spec, root = _asked(file, out)
@@ -68,11 +71,12 @@ def sweep(
     with _owned(root):
         planner = _planner(spec, root, console)
         plan = planner.plan()
+        check_gpus(plan, root, gpus)
         if prune and plan.complete:  # first, so that there is room for what follows
             remove_others(root, {stage.output for stage in plan.stages})
         check_room_for(plan, planner)
         check_tasks(plan, planner, console)
-        document = _Sweep(planner, plan, jobs, command, console).run()
+        document = _Sweep(planner, plan, jobs, gpus, command, console).run()
         if prune and document.complete:
             kept = {stage.output for point in document.points for stage in point.stages}
             remove_others(root, kept | {stage.output for stage in document.stages})
@@ -84,7 +88,9 @@ def sweep(
 def plan_sweep(file: str | Path, out: str | Path | None = None, *, console: Console = SILENT) -> PlanDocument:
     """What ``sweep`` would do: nothing is written. Raises the same errors for what does not fit."""
     spec, root = _asked(file, out)
-    return PlanDocument.of(_planner(spec, root, console).plan(), spec.model, spec.revision, root)
+    plan = _planner(spec, root, console).plan()
+    check_gpus(plan, root, visible_gpus())
+    return PlanDocument.of(plan, spec.model, spec.revision, root)
 
 
 def sweep_folder(file: str | Path, out: str | Path | None = None) -> Path:
@@ -118,6 +124,16 @@ def _is_sweep(root: Path) -> bool:
 def _planner(spec: SweepSpec, root: Path, console: Console) -> Planner:
     with console.stage("reading the model and the data"):
         return Planner.of(spec, StageBuilder.of(spec, Inputs(root / CACHE)), root)
+
+
+def check_gpus(plan: SweepPlan, root: Path, gpus: Sequence[str]) -> None:
+    """Raise UserError for a stage that needs more GPUs than there are. On a machine without any, it runs on CPUs."""
+    for stage in plan.stages:
+        if stage.launch.gpus > len(gpus) > 0 and finished_stage(stage, root) is None:
+            raise UserError(
+                f"{stage.title} needs {stage.launch.gpus} GPUs, but this machine has {len(gpus)}; give it a smaller"
+                " processes or tp_size"
+            )
 
 
 def check_room_for(plan: SweepPlan, planner: Planner) -> None:
@@ -186,6 +202,7 @@ class _Sweep:
     planner: Planner
     plan: SweepPlan
     jobs: int
+    gpus: Sequence[str]
     command: str
     console: Console
 
@@ -197,7 +214,7 @@ class _Sweep:
                 self._write(execution)
                 board.changed(stage, state)
 
-            execution = Execution(root, inputs, self.jobs, changed, board.draw)
+            execution = Execution(root, inputs, self.jobs, self.gpus, changed, board.draw)
             self._show(board, execution, [])
             inputs.save()
             with replacement(root / SWEEP_YAML) as kept:
