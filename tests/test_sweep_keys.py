@@ -110,6 +110,11 @@ def test_on_how_many_processes_a_stage_runs_is_no_part_of_it(place, tmp_path, mo
     assert started(4, tp_size=2, processes=4)[:2] == (4, True)
     assert started(4, tp_size=2, processes=2)[:2] == (2, False)
     assert len({started(gpus, batch_size=None)[3] for gpus in (0, 1, 2, 3)}) == 3
+    data = {"data": str(place / "ids.npy")}
+    plans = [planner(tmp_path, spec(place, sensitivity={**data, **more})).plan() for more in ({}, {"processes": 2})]
+    (one,), (two,) = (plan.sensitivities for plan in plans)
+    assert one.key == two.key
+    assert two.command.split()[-len(one.commands[0]) - 1 :] == one.command.split()
 
 
 def test_an_evaluation_needs_the_dense_ones_only_for_its_text(place, tmp_path):

@@ -153,7 +153,7 @@ class StageBuilder:
             "model": self.digest,
             "mode": mode,
             "sync_tp_size": sync_tp_size,
-            "options": {**given, "data": self.inputs.data(given["data"])},
+            "options": {**computing("sensitivity", given), "data": self.inputs.data(given["data"])},
         }
 
         def commands(output: str) -> tuple[Words, ...]:

@@ -19,10 +19,11 @@ from ladderize.ranks.threads import cores, set_threads
 from ladderize.runtime.launch import Report, handing_on_signals, started_processes
 
 PROCESSES, FSDP = "processes", "fsdp"
-LAUNCH_KEYS = {"adapt": (PROCESSES, FSDP), "eval": (PROCESSES,)}  # of the sections whose commands can share their work
+# of the sections whose commands can share their work
+LAUNCH_KEYS = {"sensitivity": (PROCESSES,), "adapt": (PROCESSES, FSDP), "eval": (PROCESSES,)}
 SHARDS = (FULL, LORA)  # methods that FSDP2 shards, and that take all GPUs of the machine
 TAKE_ALL_CORES = ("sensitivity", "adapt")  # commands that do so, whatever OMP_NUM_THREADS says
-HERE = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 Words = tuple[str, ...]  # of a command line, without the program
 Given = Mapping[str, Any]  # option -> value, as a file has them
@@ -74,8 +75,8 @@ class Launch:
             return
         from torch.distributed import TCPStore
 
-        store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
-        found = {MASTER_ADDR: HERE, MASTER_PORT: str(store.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        found = {MASTER_ADDR: LOOPBACK, MASTER_PORT: str(store.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
         ranks = [(words, Path.cwd(), threads)] * self.processes
         with (
             started_processes(_rank, ranks, {**os.environ, **found, **self.variables}) as group,

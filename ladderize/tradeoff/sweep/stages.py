@@ -97,6 +97,7 @@ def check_sensitivity(given: Given, where: str) -> None:
         mode = str(given.get("mode", "ladder"))
         words = sensitivity_words("DENSE", "OUTPUT", given, mode, None if changes_to_ladder(mode) else 2, where)
         asked_by(words).fill(SensitivityOptions)
+        check_launch(given, where, "sensitivity")
 
 
 def convert_words(model: str, output: str, recipe: Given, revision: str | None, verify: bool) -> Words:
