@@ -33,6 +33,7 @@ class Advance(Protocol):
 
 LOG_INTERVAL_S = 60.0  # between two lines of progress where stderr is no terminal
 FIRST_LOG_S = 15.0
+LONGEST_ERROR = 1500  # characters
 # What a terminal would obey rather than show, but for new lines and tabs; and what turns the text around it
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
@@ -352,21 +353,26 @@ def error_boundary(debug: bool) -> Iterator[None]:
     except (LadderizeError, OSError) as error:
         if debug:
             raise
-        _say(f"Error: {sentence(error)}", style="red")
+        _say_error(sentence(error))
         sys.exit(2 if isinstance(error, UsageError | RangeSyntaxError) else 1)
     except Exception as error:
         if debug:
             raise
         if is_out_of_memory(error):
-            _say(
-                f"Error: the memory is exhausted ({sentence(error)[:200]}); give fewer or shorter rows at a time, or a"
-                " smaller model",
-                style="red",
+            _say_error(
+                f"the memory is exhausted ({sentence(error)[:200]}); give fewer or shorter rows at a time, or a"
+                " smaller model"
             )
             sys.exit(1)
         what = f"{type(error).__name__}: {sentence(error)}"
-        _say(f"Error: unexpected error: {what} (run again with --debug for the traceback)", style="red")
+        _say_error(f"unexpected error: {what} (run again with --debug for the traceback)")
         sys.exit(1)
+
+
+def _say_error(text: str) -> None:
+    """A sentence that quotes a name of 5,000 characters loses the middle of it."""
+    text = text if len(text) <= LONGEST_ERROR else f"{text[: LONGEST_ERROR - 500]} [...] {text[-400:]}"
+    _say(f"Error: {text}", style="red")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

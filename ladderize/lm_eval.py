@@ -4,9 +4,14 @@ lm-eval 0.4.13 looks for models in its own package only. Later releases find lad
 this is the same as ``lm_eval``.
 """
 
+import argparse
 import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
 
 from ladderize.console import DEBUG, error_boundary
+from ladderize.errors import UsageError
 
 MODEL_CLASS = "ladderize.eval.backends.runtime_lm:RuntimeLM"
 
@@ -26,7 +31,19 @@ def run_lm_eval() -> None:
 
     register_with_lm_eval()
     with error_boundary(debug=bool(os.environ.get(DEBUG))):
+        check_model_args(sys.argv[1:])
         cli_evaluate()
+
+
+def check_model_args(arguments: Sequence[str]) -> None:
+    """Raise UsageError where ``--model_args`` says something twice: lm-eval takes the last, without a word."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model_args", "-a", nargs="+", action="extend", default=[])
+    given = [part for word in parser.parse_known_args(arguments)[0].model_args for part in word.split(",")]
+    counts = Counter(part.partition("=")[0] for part in given if "=" in part)
+    for name, count in counts.items():
+        if count > 1:
+            raise UsageError(f"--model_args has {name} {count} times; leave one")
 
 
 if __name__ == "__main__":

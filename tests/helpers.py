@@ -165,6 +165,7 @@ def one_sentence(outcome: Outcome) -> str:
     assert outcome.stdout == ""
     *stages, last = outcome.stderr.strip().splitlines()
     assert last.startswith("Error: "), outcome.stderr
+    assert len(last) < 2000
     assert not any(line.startswith(("Error", "Traceback", " ")) for line in stages), outcome.stderr
     return last
 

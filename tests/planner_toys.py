@@ -88,7 +88,7 @@ def sensitivity_of(layers, *, sync_tp_size, pairs):
         interval=0.95,
         dense_nll=dense_nll,
         costs=costs,
-        nll=[[dense_nll * 15] * (len(costs) + 1)] * 8,
+        nll=[[15 * (dense_nll + nats) for nats in (*(cost.nats for cost in costs), 0.0)]] * 8,
     )
 
 

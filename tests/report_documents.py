@@ -1,6 +1,7 @@
 """Documents as eval and bench write them, with numbers that a test chooses: input of the report's tests."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -216,6 +217,12 @@ def _row(
     )
 
 
+def nll_of(values: Sequence[float], mode: str, *, samples: int, seq_len: int) -> list[list[float]]:
+    """The table from which the sensitivities ``values`` of blocks follow, with a dense perplexity of 4."""
+    changed = [4.0 + (value if mode.startswith("each") else sum(values[k:])) for k, value in enumerate(values)]
+    return [[(seq_len - 1) * math.log(perplexity) for perplexity in (*changed, 4.0)]] * samples
+
+
 def sensitivity_document(blocks: int = 4) -> dict[str, Any]:
     """sensitivity.json: the first block is extremely sensitive, the second below 0, the others are not."""
     values = [12.0, -0.02, *(0.01 * number for number in range(blocks - 2))]
@@ -239,7 +246,7 @@ def sensitivity_document(blocks: int = 4) -> dict[str, Any]:
         interval=0.95,
         perplexity=[4.0] * (blocks + 1),
         blocks=found,
-        nll=[[1.0] * (blocks + 1)] * 2,
+        nll=nll_of(values, "spd", samples=2, seq_len=64),
     )
     return document.to_dict()
 

@@ -96,6 +96,7 @@ DAMAGE = {
     "heads": (config(num_key_value_heads=3), "cannot share 3 key-value heads"),
     "not a Llama": (config(model_type="mistral"), "this is a mistral, not a Llama"),
     "escape sequences": (config(model_type="\x1b[31mred\x07"), r"this is a \\x1b\[31mred\\x07, not a Llama"),
+    "endless name": (config(model_type="x" * 9000), r"this is a x+ \[\.\.\.\] x+, not a Llama"),
     "no model type": (config(model_type=None), "model without model_type"),
     "quantised": (config(quantization_config={"quant_method": "gptq"}), "quantised with gptq"),
     "deeply nested": (text("config.json", DEEP), "nested deeper than 100 levels"),

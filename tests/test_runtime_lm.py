@@ -17,8 +17,9 @@ from lm_eval.models.huggingface import HFLM
 
 from ladderize import load
 from ladderize.demo.inputs import MODEL
-from ladderize.errors import UserError
+from ladderize.errors import UsageError, UserError
 from ladderize.eval.backends.runtime_lm import RuntimeLM
+from ladderize.lm_eval import check_model_args
 from ladderize.modeling import load_tokenizer
 from tests.helpers import ROOT, edit_json, fresh_rng, make_model
 from tests.warm import PATIENCE
@@ -192,6 +193,12 @@ def tasks(tmp_path) -> Path:
     }.items():  # fmt: skip
         (tmp_path / "tasks" / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **common, **own}))
     return tmp_path / "tasks"
+
+
+@pytest.mark.parametrize("words", [["pretrained=a,tp_size=1,tp_size=2"], ["tp_size=1", "dtype=float32", "tp_size=1"]])
+def test_an_argument_of_the_model_that_is_given_twice(words):
+    with pytest.raises(UsageError, match="--model_args has tp_size 2 times"):
+        check_model_args(["run", "--model", "ladderize", "--model_args", *words, "--tasks", "a,b"])
 
 
 def test_lm_evals_command_line(tasks, tmp_path):

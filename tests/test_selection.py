@@ -15,6 +15,7 @@ from ladderize.convert.selection import select
 from ladderize.convert.sensitivity_file import read_sensitivity
 from ladderize.errors import UserError
 from tests.helpers import SHAPE, fresh_rng, invoke, listing, one_sentence, save_llama
+from tests.report_documents import nll_of
 
 VALUES = (0.04, 0.3, -0.02, 12.0)  # the layers of the small model
 DATA = {"file": "text.npy", "sha256": "d", "samples": 8, "seq_len": 16, "seed": 0}
@@ -44,7 +45,7 @@ def document(source=None, values=VALUES, **changes):
         "interval": 0.95,
         "perplexity": [9.0] * (len(values) + 1),
         "blocks": blocks,
-        "nll": [[]],
+        "nll": nll_of(values, changes.get("mode", "spd"), samples=DATA["samples"], seq_len=DATA["seq_len"]),
     } | changes
 
 
@@ -296,8 +297,12 @@ def block(**changes):
         ({"tau1": None}, "tau1 is None"),
         ({"blocks": None}, "blocks is None, but must be a list"),
         ({"blocks": [1, 2, 3, 4]}, "blocks[0] is 1, but must be an object"),
-        ({"blocks": document()["blocks"][:3]}, "has 3 blocks, but the model has 4 layers"),
-        ({"blocks": []}, "has 0 blocks"),
+        (document(values=VALUES[:3]), "has 3 blocks, but the model has 4 layers"),
+        ({"blocks": []}, "nll has not 1 log-likelihoods for each of 8 windows"),
+        ({"nll": document()["nll"][1:]}, "nll has not 5 log-likelihoods for each of 8 windows"),
+        ({"nll": [[-0.5] * 5] * 8}, "no negative log-likelihood of 15 tokens"),
+        ({"nll": [[1e30] * 5] * 8}, "no negative log-likelihood of 15 tokens"),
+        (block(sensitivity=0.4), "the sensitivity of block 1 is 0.4, but 0.3 follows from nll"),
         (block(block=2), "block 1 is called 2"),
         (block(block=True), "blocks[1]: block is True, but must be of type int"),
         (block(sensitivity=None), "blocks[1]: sensitivity is None, but must be of type float"),

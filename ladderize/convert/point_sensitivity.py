@@ -15,9 +15,11 @@ from ladderize.convert.sensitivity_file import (
     RESAMPLES,
     SensitivityDocument,
     SensitivityRun,
+    check_follows,
     kind_of,
     read_complete,
     read_sensitivity,
+    read_table,
 )
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
@@ -145,7 +147,7 @@ def read_point_sensitivity(path: Path) -> PointSensitivity:
     content = read_document(path, "sensitivity file")
     mode = content.get("mode")
     if mode in ("each", "each-ladder"):
-        return _of_blocks(read_sensitivity(path, kind_of(mode)), path)
+        return _of_blocks(read_sensitivity(path, kind_of(mode)))
     if mode != POINTS:
         raise UserError(
             f"{path} has the mode {mode!r}, which does not tell what a single sync point costs; measure that with"
@@ -154,6 +156,10 @@ def read_point_sensitivity(path: Path) -> PointSensitivity:
     document = read_complete(PointSensitivity, content, path)
     for problem in _problems(document):
         raise UserError(f"{path}: {problem}; measure it again")
+    means = read_table(document.nll, document.data, len(document.costs) + 1, path).mean(0)
+    check_follows(path, "dense_nll", document.dense_nll, means[-1])
+    for cost, mean in zip(document.costs, means, strict=False):
+        check_follows(path, f"the cost of {cost}", cost.nats, mean - means[-1])
     return document
 
 
@@ -161,8 +167,6 @@ def _problems(document: PointSensitivity) -> Iterator[str]:
     """What is wrong with the content of a file, which may be anybody's."""
     if document.num_layers < 1:
         yield f"num_layers is {document.num_layers}, but must be a positive integer"
-    if not math.isfinite(document.dense_nll) or document.dense_nll < 0:
-        yield f"dense_nll is {document.dense_nll}, which is no mean of negative log-likelihoods"
     expected = point_changes(document.num_layers, dropped=document.sync_tp_size is not None, pairs=document.pairs)
     found = [PointChange(cost.layers, cost.entering, cost.attention, before=cost.before) for cost in document.costs]
     for cost in document.costs:
@@ -174,18 +178,12 @@ def _problems(document: PointSensitivity) -> Iterator[str]:
         yield f"it has a cost of {min(unknown)}, which is no change of this model's, or one that is there already"
 
 
-def _of_blocks(document: SensitivityDocument, path: Path) -> PointSensitivity:
+def _of_blocks(document: SensitivityDocument) -> PointSensitivity:
     """The costs of blocks that were changed alone, from the table that the file holds."""
     layers = len(document.blocks)
-    tokens = document.data.seq_len - 1
-    if not document.nll or {len(row) for row in document.nll} != {layers + 1} or tokens < 1:
-        raise UserError(f"{path}: nll has not {layers + 1} log-likelihoods for each window; measure it again")
-    table = np.array(document.nll)
-    if not np.isfinite(table).all():
-        raise UserError(f"{path}: nll holds what is not a number; measure it again")
     kinds = (BLOCKING, DROPPED) if document.mode == "each" else (OVERLAPPED, OVERLAPPED)
     changes = [PointChange((layer,), kinds[0] if layer else BLOCKING, kinds[1]) for layer in range(layers)]
-    dense, costs = point_costs(changes, table, tokens)
+    dense, costs = point_costs(changes, np.array(document.nll), document.data.seq_len - 1)
     run = {own.name: getattr(document, own.name) for own in fields(SensitivityRun)}
     return PointSensitivity(
         **run,

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
+import numpy as np
+
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.files.records import Record
@@ -18,6 +20,7 @@ Mode = Literal["spd", "ladder", "each", "each-ladder"]  # what is changed, in th
 MODES: tuple[str, ...] = get_args(Mode)
 SPD, LADDER = "spd", "ladder"  # the kinds of layers that a mode changes blocks to
 POINTS = "points"  # the mode of another document, of single sync points (point_sensitivity.py)
+MOST_NATS = 700.0  # of a token: the perplexity of more is no number
 RESAMPLES, INTERVAL = 2000, 0.95  # of the bootstrap over windows, and the part of its results between low and high
 
 
@@ -130,6 +133,34 @@ def kind_of(mode: str) -> str:
     return LADDER if changes_to_ladder(mode) else SPD
 
 
+def perplexity_increases(perplexities: np.ndarray, mode: str) -> np.ndarray:
+    """S of perplexities [..., L + 1]: against the next column in a sweep, against the dense one for each block
+    alone."""
+    return perplexities[..., :-1] - (perplexities[..., -1:] if mode.startswith("each") else perplexities[..., 1:])
+
+
+def read_table(nll: list[list[float]], data: CalibrationData, columns: int, path: Path) -> np.ndarray:
+    """``nll`` of a finished measurement, which may be anybody's: [windows, columns] in nats per token.
+
+    Raises UserError where it is none of these windows and so many models.
+    """
+    tokens = data.seq_len - 1
+    if tokens < 1 or not nll or len(nll) != data.samples or {len(row) for row in nll} != {columns}:
+        raise UserError(
+            f"{path}: nll has not {columns} log-likelihoods for each of {data.samples} windows; measure it again"
+        )
+    table = np.array(nll) / tokens
+    if not ((table >= 0) & (table < MOST_NATS)).all():
+        raise UserError(f"{path}: nll holds what is no negative log-likelihood of {tokens} tokens; measure it again")
+    return table
+
+
+def check_follows(path: Path, name: str, found: float, right: float) -> None:
+    """Raise UserError unless a file's number is the one that follows from its table: somebody has changed one."""
+    if not math.isclose(found, right, rel_tol=1e-4, abs_tol=1e-6):
+        raise UserError(f"{path}: {name} is {found:g}, but {right:g} follows from nll; measure it again")
+
+
 Complete = TypeVar("Complete", bound=SensitivityRun)
 
 
@@ -183,4 +214,7 @@ def read_sensitivity(path: Path, kind: str = SPD) -> SensitivityDocument:
         if (name := entry.sensitivity_class) not in CLASSES:
             known = ", ".join(CLASSES)
             raise UserError(f"{path}: the class of block {number} is {name!r}, but must be one of {known}")
+    perplexities = np.exp(read_table(document.nll, document.data, len(blocks) + 1, path).mean(0))
+    for entry, right in zip(blocks, perplexity_increases(perplexities, document.mode), strict=True):
+        check_follows(path, f"the sensitivity of block {entry.block}", entry.sensitivity, right)
     return replace(document, blocks=blocks)

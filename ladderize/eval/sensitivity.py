@@ -15,6 +15,7 @@ from ladderize.convert.sensitivity_file import (
     BlockSensitivity,
     SensitivityDocument,
     changes_to_ladder,
+    perplexity_increases,
 )
 from ladderize.layout import Layout
 
@@ -31,12 +32,6 @@ def column_layouts(mode: str, num_layers: int, sync_tp_size: int | None) -> list
         changed = [first] if mode.startswith("each") else list(range(first, num_layers))
         layouts.append(Layout.from_layers(num_layers, **{kind: changed}, sync_tp_size=ranks))
     return [*layouts, Layout.dense(num_layers)]
-
-
-def perplexity_increases(perplexities: np.ndarray, mode: str) -> np.ndarray:
-    """S of perplexities [..., L + 1]: against the next column in a sweep, against the dense one for each block
-    alone."""
-    return perplexities[..., :-1] - (perplexities[..., -1:] if mode.startswith("each") else perplexities[..., 1:])
 
 
 def block_sensitivities(
