@@ -15,6 +15,7 @@ from ladderize.figure import check_plot
 from ladderize.layout import Layout
 from ladderize.tradeoff.front import pareto_front
 from ladderize.tradeoff.report.page import script_json
+from ladderize.tradeoff.report.tradeoff_plot import name_sides
 from tests.helpers import edit_json, fresh_rng, invoke, one_sentence
 from tests.report_documents import (
     bench_document,
@@ -199,7 +200,7 @@ def test_a_plan_of_another_size_is_refused(files):
 def test_the_fastest_within_the_margin_is_recommended(files):
     summary = summary_of(files)
     assert summary.best == "models/ladder"
-    assert [number["value"] for number in summary.numbers] == ["ladder 0:4", "1.20\u00d7", "0 of 1 setting"]
+    assert [number["value"] for number in summary.numbers] == ["ladder 0:4", "1.20\u00d7", "1 of 1"]
     assert summary_of(files, margin=50.0).best == "models/both"
 
 
@@ -215,7 +216,7 @@ def test_a_speed_up_whose_interval_holds_1_is_none(tmp_path):
     write_files(tmp_path, points={**POINTS, "ladder": 0.1}, speedups=None)
     summary = summary_of(tmp_path)
     assert "faster than dense in any setting" in summary.headline
-    assert summary.numbers[2]["value"] == "1 of 1 setting"
+    assert summary.numbers[2]["value"] == "0 of 1"
 
 
 def test_emulated_times_are_called_so(tmp_path):
@@ -276,7 +277,11 @@ def test_without_a_score_or_a_converted_model_nothing_is_known(tmp_path):
     assert "ladderize eval DENSE MODEL..." in text
     summary = summary_of(write_files(tmp_path, points={}, speedups={}, models={"dense": layouts()["dense"]}))
     assert summary.headline.startswith("The accuracy of no converted model was measured")
-    assert summary.numbers[2] == {"label": "Where it is not shown to pay", "value": "not known", "detail": "not timed"}
+    assert summary.numbers[2] == {
+        "label": "Settings in which a speed-up is shown",
+        "value": "not known",
+        "detail": "not timed",
+    }
 
 
 # ---- a sweep ----
@@ -359,13 +364,14 @@ def test_of_one_layout_the_most_accurate_is_recommended(tmp_path):
     assert dense == converted < aligned < trained
 
 
-def test_a_name_is_left_out_where_it_would_lie_on_another_mark(tmp_path):
-    """The name of ladder would lie on the mark of spd, which is just above and to the left of it."""
+def test_no_name_lies_on_a_mark(tmp_path):
+    """Above ladder's mark, just to the left, is spd's: ladder's name is below. What lies between two has none."""
     points, speedups = {"ladder": -0.3, "spd": -0.1, "both": -4.0}, {"ladder": 1.37, "spd": 1.35, "both": 1.9}
     write_files(tmp_path, points=points, speedups=speedups)
     rows = rows_of(page_of(tmp_path)[0], "tradeoff")
     assert all(row["front"] for row in rows)
-    assert {row["name"] for row in rows if row["label"]} == {"dense", "spd", "both"}
+    assert {row["name"]: row["label"] for row in rows} == {"dense": 1, "spd": 1, "ladder": -1, "both": 1}
+    assert name_sides([(0.5, 0.5), (0.52, 0.55), (0.51, 0.45)], [False, True, True]) == [0, 1, -1]
 
 
 def test_a_line_of_recovery_goes_through_what_its_stages_made(tmp_path):

@@ -225,19 +225,19 @@ def _speed_number(timing: Timing, label: str = "Its speed-up, end to end", what:
 
 
 def _pays_number(subjects: list[Subject], content: ReportContent) -> KeyNumber:
-    """Settings in which none of the subjects is shown to be faster."""
-    label = "Where it is not shown to pay"
+    """Settings in which one of the subjects is shown to be faster than dense."""
+    label = "Settings in which a speed-up is shown"
     fastest = _fastest(subjects, content)
     if not fastest:
         return KeyNumber(label, "not known", "not timed" if content.real_settings else "no times were measured")
-    losing = [
+    others = [
         f"{timing.setting.words}: {speedup_text(timing.whole)}{f', {NO_INTERVAL}' if timing.whole.low is None else ''}"
         for _, timing in fastest
         if not faster(timing)
     ]
-    value = f"{len(losing)} of {len(fastest)} setting{'s' * (len(fastest) != 1)}"
-    shown = losing[:3] + ([f"and {len(losing) - 3} more below"] if len(losing) > 3 else [])
-    return KeyNumber(label, value, "; ".join(shown) or "the interval is above 1 wherever it was timed")
+    listed = others[:3] + ([f"and {len(others) - 3} more below"] if len(others) > 3 else [])
+    detail = f"not in {'; '.join(listed)}" if listed else "the interval is above 1 wherever it was timed"
+    return KeyNumber(label, f"{len(fastest) - len(others)} of {len(fastest)}", detail)
 
 
 def _kind_sentences(content: ReportContent, best: Subject, chosen: Setting) -> list[str]:

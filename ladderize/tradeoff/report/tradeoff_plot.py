@@ -30,10 +30,11 @@ from ladderize.tradeoff.report.words import (
     subject_text,
 )
 
-CLOSE_ACROSS, CLOSE_UP = 0.3, 0.06  # of the axes: names of marks that are closer would lie on each other
+CLOSE_ACROSS, CLOSE_UP = 0.25, 0.06  # of the axes: names of marks that are closer would lie on each other
 WIDE_SPAN = 12  # points; beyond, the scale is logarithmic away from 0, so that small losses stay apart
 POINT_TICKS = (-100, -50, -20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50)
 MARK_SIZES = (70, 120, 180)  # as converted; aligned; trained
+BEYOND = 2  # points from dense, beyond which a wide scale is logarithmic
 WIDE_RATIO = 4  # of the largest perplexity to the least: beyond, the scale is logarithmic
 
 
@@ -63,7 +64,7 @@ def _rows(content: ReportContent, measure: Measure, number: int, phase: str) -> 
     front = pareto_front([(speed.value, sign * score.value) for _, speed, score in placed])
     across = _shares([speed for _, speed, _ in placed])
     up = _shares([score for _, _, score in placed], lambda value: sign * math.asinh(value / 2))  # about the scales' way
-    labelled = _labelled(list(zip(across, up, strict=True)), front)
+    sides = name_sides(list(zip(across, up, strict=True)), front)
     return [
         {
             "setting": f"s{number}",
@@ -71,34 +72,37 @@ def _rows(content: ReportContent, measure: Measure, number: int, phase: str) -> 
             "kind": setting.kind,
             "family": subject.family,
             "size": MARK_SIZES[bool(subject.adaptation) + subject.was_trained],
+            "trained": subject.was_trained,
             "name": subject.name,
             **speed.fields("x"),
             **score.fields("y"),
             "front": on_front,
-            "label": has_label,
+            "label": side,
             "words": f"{subject_text(subject)}; {PHASE_WORDS[phase]} {speedup_text(speed)}, {setting.kind};"
             f" {measure.words(score)}{'; on the Pareto front' if on_front else ''}",
         }
-        for (subject, speed, score), on_front, has_label in zip(placed, front, labelled, strict=True)
+        for (subject, speed, score), on_front, side in zip(placed, front, sides, strict=True)
     ]
 
 
-def _labelled(places: list[tuple[float, float]], front: list[bool]) -> list[bool]:
-    """Which marks of the front bear a name: the fastest first, none beside one that has it already, and none just below
-    another mark of the front, on which the name would lie.
+def name_sides(places: list[tuple[float, float]], front: list[bool]) -> list[int]:
+    """Where each mark bears its name: 1 above it, -1 below it, 0 nowhere. Marks of the front come first, the fastest of
+    them before the others. No name lies on another one or on a mark; one of the front may lie on a mark that is not.
 
     places: of each mark, to the right and up, as shares of the axes.
     """
-    labelled = [False] * len(places)
+    sides = [0] * len(places)
 
-    def is_covered(place: int, other: int) -> bool:
+    def is_covered(place: int, side: int, other: int) -> bool:
         across, above = (b - a for a, b in zip(places[place], places[other], strict=True))
-        on_name = (labelled[other] and abs(above) <= CLOSE_UP) or (front[other] and 0 < above <= 2 * CLOSE_UP)
-        return on_name and abs(across) <= CLOSE_ACROSS
+        on_name = sides[other] != 0 and abs(above + (sides[other] - side) * CLOSE_UP) <= CLOSE_UP
+        on_mark = (front[other] or not front[place]) and 0 < side * above <= 2 * CLOSE_UP
+        return (on_name or on_mark) and abs(across) <= CLOSE_ACROSS
 
-    for place in sorted(range(len(places)), key=lambda place: -places[place][0]):
-        labelled[place] = front[place] and not any(is_covered(place, other) for other in range(len(places)))
-    return labelled
+    for place in sorted(range(len(places)), key=lambda place: (not front[place], -places[place][0])):
+        free = (s for s in (1, -1) if not any(is_covered(place, s, other) for other in range(len(places))))
+        sides[place] = next(free, 0)
+    return sides
 
 
 def _shares(estimates: list[WithInterval], stretch: Callable[[float], float] = float) -> list[float]:
@@ -143,7 +147,7 @@ def _plot(
         caption="Up and to the right is better. Bars are 95 % intervals. Filled marks are on the Pareto front: no other"
         f" model is both faster and better, intervals aside. {margin}"
         "Circles are measured; diamonds are emulated; triangles are predicted. Small marks are models as converted,"
-        f" larger ones are aligned, the largest trained. At first: {names[at_first]}.",
+        f" larger ones are aligned, the largest trained, with a dot in them. At first: {names[at_first]}.",
         summary=summary,
         panels=[PlotPanel(_spec(content, measure, rows, at_first, summary), picture_title=names[at_first])],
         table=table,
@@ -172,6 +176,8 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
         "size": {"field": "size", "type": "quantitative", "scale": None, "legend": None},
         "description": {"field": "words"},
     }
+    dot = {"mark": {"type": "point", "filled": True, "size": 22, "opacity": 1, "aria": False}}
+    dot |= {"encoding": {**place, "color": {"condition": {"test": "datum.front", "value": "var(--page)"}, **colour}}}
     layers = [
         *([level("y", 0, strokeWidth=1), level("y", -content.margin, dashed=True)] if measure.more else []),
         level("x", 1, strokeWidth=1),
@@ -179,6 +185,8 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
         intervals("x", {**place, "color": colour}),
         intervals("y", {**place, "color": colour}),
         {"mark": {"type": "point", "strokeWidth": 2, "opacity": 1}, "encoding": points},
+        {**dot, "transform": [{"filter": "datum.trained"}]},
+        _labels(place, stroke="var(--page)", strokeWidth=4, strokeJoin="round"),  # so that no line runs through a name
         _labels(place),
     ]
     return make_spec(
@@ -191,18 +199,20 @@ def _spec(content: ReportContent, measure: Measure, rows: list[dict[str, Any]], 
     )
 
 
-def _labels(place: Spec) -> Spec:
-    """Names of the models on the front: to the left of marks on the right half, to the right of the others."""
+def _labels(place: Spec, **look: Any) -> Spec:
+    """Names of models: to the left of marks on the right half, to the right of the others. On a phone, of the front."""
     right = "scale('x', datum.x) > width / 2"
     return {
-        "transform": [{"filter": "datum.label"}],
+        "transform": [{"filter": "datum.label !== 0"}],
         "mark": {
             "type": "text",
             "aria": False,
             "align": {"expr": f"{right} ? 'right' : 'left'"},
             "dx": {"expr": f"{right} ? -6 : 6"},
-            "dy": -12,
+            "dy": {"expr": "-12 * datum.label"},
+            "opacity": {"expr": "datum.front || width > 500 ? 1 : 0"},
             "limit": {"expr": "min(180, width / 2 - 8)"},  # half the drawing is free on that side, on a phone as well
+            **look,
         },
         "encoding": {**place, "text": {"field": "name"}},
     }
@@ -215,10 +225,12 @@ def _vertical(measure: Measure, values: list[float]) -> Spec:
     if not measure.more:
         is_wide = low > 0 and high / low > WIDE_RATIO
         scale |= {"reverse": True, **({"type": "log"} if is_wide else {"zero": False})}
-        axis: Spec = {"format": "~g", "tickCount": 7}
-        return quantitative("y", "perplexity (axis turned round: up is better)", scale=scale, axis=axis)
-    scale["zero"], axis = False, {"labelExpr": SIGNED_LABEL, "tickCount": 7}
+        title = f"perplexity ({'logarithmic, ' * is_wide}axis turned round: up is better)"
+        return quantitative("y", title, scale=scale, axis={"format": "~g", "tickCount": 7})
+    title, axis = "mean accuracy, points from dense", {"labelExpr": SIGNED_LABEL, "tickCount": 7}
+    scale["zero"] = False
     if high - low > WIDE_SPAN:
-        scale |= {"type": "symlog", "constant": 2}
+        scale |= {"type": "symlog", "constant": BEYOND}
         axis = {"values": [tick for tick in POINT_TICKS if low - 5 <= tick <= high + 1], "labelExpr": SIGNED_LABEL}
-    return quantitative("y", "mean accuracy, points from dense", scale=scale, axis=axis)
+        title += f" (logarithmic beyond \u00b1{BEYOND})"
+    return quantitative("y", title, scale=scale, axis=axis)
