@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from ladderize.adapt.data_specs import data_sources
-from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
+from ladderize.adapt.retrain.memory_estimate import Demand
 from ladderize.adapt.retrain.options import Budget, RetrainOptions
 from ladderize.adapt.retrain.run import adapt_checkpoint
 from ladderize.adapt.retrain.state import read_metrics
@@ -205,9 +205,7 @@ def test_memory_is_shared_by_the_ranks(place):
     both = Demand(**{**vars(two), "shards": 2}).parts()  # FSDP2 gathers a rank's whole part for a pass
     assert both["optimizer"] == two.parts()["optimizer"] // 2
     assert both["gathered"] > two.parts()["gradients"]
-    assert two.parts()["gathered"] == Demand(**{**vars(one), "shards": 2}).parts()["gathered"] == 0
-    said = what_would_fit(one, 10 * 10**9, lora_trained=None, on_gpu=True, tp_sizes=[1, 2, 4])
-    assert said == "--tp-size 2, on as many GPUs, with --gradient-checkpointing and --micro-batch-size 1 would fit"
+    assert two.parts()["gathered"] == 0
 
 
 # ---- runs ----

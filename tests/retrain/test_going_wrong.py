@@ -1,6 +1,5 @@
 """What retraining refuses, and what it says when something goes wrong."""
 
-import dataclasses
 import json
 import math
 import re
@@ -14,10 +13,8 @@ from torch.nn.functional import cross_entropy
 import ladderize
 from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.hf_model import HFEngine
-from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.adapt.teacher import share_won_back, target_text
 from ladderize.errors import UserError
-from ladderize.layout import Layout
 from ladderize.ranks.training import wants_fsdp
 from tests.helpers import listing, one_sentence
 from tests.retrain.commands import adapt, losses_of, succeed
@@ -79,26 +76,6 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
     assert bound == 6.0
     assert training.explosion_bound([3.0] * 20) == 9.0
     assert training.explosion_bound([2.0] * 9) == math.inf
-
-
-def test_memory_is_counted_and_refused(place, tmp_path, monkeypatch):
-    config = json.loads((place / "both" / "config.json").read_text())
-    demand = Demand(config, Layout.from_config(config), trained=1000, compute=2, rows=4, seq_len=10, teacher=True)
-    parts = demand.parts()
-    numbers = sum(parameter.numel() for parameter in ladderize.load(place / "dense").parameters())
-    assert parts["parameters"] == 1000 * 4 + (numbers - 1000) * 2
-    assert parts["optimizer"] == 2 * parts["gradients"] == 8000
-    assert parts["teacher"] == numbers * 2
-    assert parts["compared outputs"] == 0
-    compared = dataclasses.replace(demand, compared=3).parts()
-    assert compared["compared outputs"] == 4 * 10 * config["hidden_size"] * (3 * 4 * 2 + 3 * 4)
-    assert {**compared, "compared outputs": 0} == parts
-    assert "--micro-batch-size 1 would fit" in what_would_fit(demand, demand.total - 1, lora_trained=None, on_gpu=False)
-    monkeypatch.setattr("ladderize.adapt.retrain.task.available_bytes", lambda device: 500_500_000)
-    message = one_sentence(adapt(place, tmp_path / "out"))
-    assert "this needs about 50" in message
-    assert "would" in message
-    assert listing(tmp_path) == []
 
 
 @pytest.mark.parametrize(

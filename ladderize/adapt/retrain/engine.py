@@ -129,8 +129,8 @@ class Engine(ABC):
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        """Forget the gradients. DDP's stay where they are, in its buckets: others beside them would be made anew."""
+        self.optimizer.zero_grad(set_to_none=self.parallel is None)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of the data ranks' ``values``, on every rank; float64. Where ranks of the same rows differ, all of

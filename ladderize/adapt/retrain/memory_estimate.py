@@ -1,24 +1,44 @@
-"""How much memory a training run takes on each device, counted before anything is loaded."""
+"""What a training takes, counted before anything is loaded, and how its steps are cut so that they fit into memory:
+what the user left open is chosen, and it decides no result (beyond rounding). Tests compare the estimate with the peaks
+of real steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from ladderize.adapt.lora.config import LoraOptions
+from ladderize.adapt.methods import LORA
+from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
+from ladderize.adapt.retrain.task import Task, free_bytes
 from ladderize.blocks import LOGITS_AT_ONCE
-from ladderize.checkpoint.llama import head_dim, kv_head_count, parameter_count
+from ladderize.checkpoint.llama import expected_tensors, head_dim, kv_head_count, parameter_count
+from ladderize.console import Console, human_bytes
+from ladderize.errors import UserError
+from ladderize.files.documents import read_own
+from ladderize.files.records import Record
+from ladderize.files.work import ABOUT
 from ladderize.layout import DROPPED, Layout
+from ladderize.memory import available_bytes
+from ladderize.ranks.group import Ranks
+from ladderize.ranks.training import accelerate_settings
+from ladderize.runtime.shards import runnable_sizes
 
 FP32 = 4
 MOMENT_BYTES = 2 * FP32  # Adam's two moments
 OTHER_BYTES = 500_000_000  # of the interpreter and the libraries, roughly
+CUT = "cut"  # key of a work folder's record: how its steps are computed
+SIZES = (2, 4, 8, 16, 32, 64)  # numbers of GPUs to suggest
+FSDP2 = "FSDP2 over {} processes (accelerate launch --config_file examples/accelerate/fsdp2_8_gpus.yaml)"
 
 
 @dataclass(frozen=True)
 class Demand:
     """What decides the memory. trained: numbers that change. adapters: which come on top of the model's own. compute:
-    bytes of what is computed in. compared: layers whose sub-modules are compared with the teacher's. shards: ranks that
-    share the parameters (FSDP2), else 1. tp_size: ranks that share the model and its compute. rows, seq_len: of a
-    micro-batch."""
+    bytes of what is computed in. first: the first layer that something is trained in or before, below which no backward
+    pass goes. compared: layers whose sub-modules are compared with the teacher's. shards: ranks that share the
+    parameters (FSDP2), else 1; reshard: which give up a layer's between forward and backward. tp_size: ranks that share
+    the model and its compute. rows, seq_len: of a micro-batch."""
 
     config: Mapping[str, Any]
     layout: Layout
@@ -26,12 +46,14 @@ class Demand:
     compute: int
     rows: int
     seq_len: int
+    first: int = 0
     adapters: bool = False
     teacher: bool = False
     compared: int = 0
     shared_teacher: bool = False  # frozen parameters that student and teacher have in common are held once
     gradient_checkpointing: bool = False
     shards: int = 1
+    reshard: bool = True
     tp_size: int = 1
 
     def parts(self) -> dict[str, int]:
@@ -59,18 +81,25 @@ class Demand:
         return sum(self.parts().values())
 
     def gathered(self, parameters: int, teacher: int) -> int:
-        """What FSDP2 puts together for a pass beside ``tp_size``: all of a rank's slices at once, as they are computed
-        in, the gradients of the trained ones, and these once more in fp32 to be summed. Otherwise a layer at a time,
-        which is left out."""
-        if self.shards == 1 or self.tp_size == 1:
+        """What FSDP2 puts together for a pass. Beside ``tp_size`` all of a rank's slices at once, as they are computed
+        in, the gradients of the trained ones, and these once more in fp32 to be summed. Else what surrounds the layers,
+        which stays, and two layers at a time (without ``reshard`` all), one with its gradients."""
+        if self.shards == 1:
             return 0
-        numbers = (parameters + teacher) * self.compute + self.trained * (self.compute + FP32)
-        return numbers // self.tp_size
+        if self.tp_size > 1:
+            numbers = (parameters + teacher) * self.compute + self.trained * (self.compute + FP32)
+            return numbers // self.tp_size
+        layers = self.layout.num_layers
+        ends = parameter_count({**self.config, "num_hidden_layers": 0})
+        layer, models = (parameters - ends) // layers, 2 if self.teacher else 1
+        held = models * ends + (2 * layer if self.reshard else models * layers * layer)
+        summed = layer + max(0, self.trained - layers * layer)
+        return held * self.compute + summed * (self.compute + FP32)
 
     def activations(self) -> int:
         """What is kept for the backward pass: counted from the products of a layer, an estimate."""
         tokens = self.rows * self.seq_len
-        layers = [self._layer_numbers(layer) for layer in range(self.layout.num_layers)]
+        layers = [self._layer_numbers(layer) for layer in range(self.first, self.layout.num_layers)]
         if self.gradient_checkpointing:
             return tokens * (int(self.config["hidden_size"]) * FP32 * len(layers) + max(layers) * self._width)
         return tokens * sum(layers) * self._width
@@ -101,31 +130,157 @@ class Demand:
         return numbers * self.compute * kept + min(numbers, LOGITS_AT_ONCE) * FP32 * copies
 
 
-def what_would_fit(
-    demand: Demand, available: int, *, lora_trained: int | None, on_gpu: bool, tp_sizes: Sequence[int] = ()
-) -> str:
-    """Advice for a demand that does not fit: the first of the usual remedies, or of them together, that does.
+def demand_of(task: Task) -> Demand:
+    """Of one process."""
+    if task.options.method == LORA:
+        count = lora_numbers(task.checkpoint.config, task.layers, task.options.lora)
+    else:
+        count = sum(task.checkpoint.tensors[name].numel for name in task.trained)
+    return Demand(
+        config=task.checkpoint.config,
+        layout=task.layout,
+        trained=count,
+        adapters=task.options.method == LORA,
+        compute=task.compute.itemsize,
+        first=0 if task.everything and task.options.method != LORA else min(task.layers, default=0),
+        rows=task.training.micro_batch_size,
+        seq_len=task.training.seq_len,
+        teacher=task.teacher is not None,
+        compared=len(task.compared),
+        shared_teacher=not task.sharded,
+        gradient_checkpointing=bool(task.options.gradient_checkpointing),
+        shards=task.data_ranks if task.sharded else 1,
+        reshard=accelerate_settings().reshard is not False,
+        tp_size=task.tp_size,
+    )
 
-    tp_sizes: into how many ranks the model may be split.
+
+def lora_numbers(config: Mapping[str, Any], layers: Sequence[int], options: LoraOptions) -> int:
+    """How many numbers LoRA trains."""
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    return sum(
+        options.rank * sum(shape)
+        for name, shape in expected_tensors(config).items()
+        if name.startswith(prefixes) and name.endswith(".weight") and name.split(".")[-2] in options.targets
+    )
+
+
+def check_disk(task: Task, folder: Path) -> None:
+    """Refuse to begin what cannot be saved: ``keep`` states and the one being written, and the best one's weights."""
+    needed = demand_of(task).trained * (STATE_BYTES * (task.training.keep + 1) + WEIGHT_BYTES)
+    if needed > (free := free_bytes(folder)):
+        raise UserError(
+            f"{folder} needs {human_bytes(needed)} for the states of the training, but only {human_bytes(free)} are"
+            " free there; choose another --work-dir, or a lower --keep"
+        )
+
+
+# ---- what is chosen ----
+
+
+@dataclass(frozen=True)
+class Cut(Record):
+    """Rows that are computed at once, and whether activations are computed again in the backward pass."""
+
+    micro_batch_size: int
+    gradient_checkpointing: bool
+
+    def __str__(self) -> str:
+        return f"--micro-batch-size {self.micro_batch_size}" + " --gradient-checkpointing" * self.gradient_checkpointing
+
+    @classmethod
+    def of(cls, task: Task) -> "Cut":
+        return cls(task.training.micro_batch_size, bool(task.options.gradient_checkpointing))
+
+    def apply(self, task: Task) -> Task:
+        return replace(
+            task,
+            options=replace(task.options, gradient_checkpointing=self.gradient_checkpointing),
+            training=replace(task.training, micro_batch_size=self.micro_batch_size),
+        )
+
+
+def cuts_of(task: Task) -> list[Cut]:
+    """What may be chosen, as far as the user left it open, the fastest first: fewer rows at once, then activations
+    computed again."""
+    options, own = task.options, max(1, task.training.batch_size // task.data_ranks)
+    asked = options.gradient_checkpointing
+    rows = options.micro_batches(own, task.training.seq_len)
+    return [Cut(count, again) for again in ((False, True) if asked is None else (asked,)) for count in rows]
+
+
+def fitted(task: Task, available: int | None, kept: Cut | None = None) -> Task:
+    """The task computed in the first way that fits into ``available`` bytes (None: unknown), or, where none does, in
+    the one that takes least. kept: of an earlier run, tried first."""
+    cuts = cuts_of(task)
+    ways = [cut.apply(task) for cut in ([kept, *cuts] if kept in cuts else cuts)]
+    return next((way for way in ways if available is None or demand_of(way).total <= available), ways[-1])
+
+
+def others(task: Task, *, on_gpu: bool) -> Iterator[tuple[str, list[Task]]]:
+    """What takes less memory than this task, each in words and in sizes, the least first. on_gpu: where there may be
+    more devices; processes on a CPU share its memory."""
+    options = task.options
+    if options.micro_batch_size is not None or options.gradient_checkpointing is False:
+        left_open = replace(
+            options, micro_batch_size=None, gradient_checkpointing=options.gradient_checkpointing or None
+        )
+        yield "leaving the micro-batch and checkpointing open", [replace(task, options=left_open)]
+    if on_gpu:
+        sizes = set(SIZES) & set(runnable_sizes(task.checkpoint.config, task.layout))
+        tensor = [size for size in sorted(sizes) if size > task.tp_size]
+        yield "--tp-size {}", [replace(task, options=replace(options, tp_size=size)) for size in tensor]
+    if on_gpu and task.tp_size == 1:
+        least = task.data_ranks + task.sharded
+        yield FSDP2, [replace(task, data_ranks=size, sharded=True) for size in SIZES if size >= least]
+    if options.method != LORA:
+        yield "--method lora", [replace(task, options=replace(options, method=LORA))]
+
+
+def remedies(task: Task, available: int, *, on_gpu: bool) -> str:
+    """What would fit, with figures: of each kind the least."""
+    found = []
+    for words, tasks in others(task, on_gpu=on_gpu):
+        able = (fitted(each, available) for each in tasks)
+        other = next((each for each in able if demand_of(each).total <= available), None)
+        if other is not None:
+            size = other.data_ranks if other.sharded else other.tp_size
+            found.append(f"{words.format(size)}: {human_bytes(demand_of(other).total)}")
+    if found:
+        return f"{'; '.join(found)} for each process would fit"
+    shorter = "a shorter --seq-len, or " if task.training.seq_len > 512 else ""
+    return f"{shorter}devices with more memory would be needed"
+
+
+def fit(task: Task, ranks: Ranks, folder: Path, console: Console) -> Task:
+    """The task in a way that fits into the memory that is free, which is said; raises UserError where none does. All
+    ranks call it.
+
+    folder: of unfinished work, which goes on in the way that it began if that still fits.
     """
-    lean, words = replace(demand, rows=1, gradient_checkpointing=True), "--gradient-checkpointing"
-    remedies: list[tuple[str, Demand]] = []
-    if demand.rows > 1:
-        remedies.append(("--micro-batch-size 1", replace(demand, rows=1)))
-    if not demand.gradient_checkpointing:
-        remedies.append((words + (" with --micro-batch-size 1" if demand.rows > 1 else ""), lean))
-    words = f"with {words} and --micro-batch-size 1"
-    if lora_trained is not None:
-        remedies.append((f"--method lora {words}", replace(lean, trained=lora_trained, adapters=True)))
-    for ranks in (2, 4, 8, 16, 32, 64) if on_gpu else ():  # processes on a CPU share its memory
-        if ranks > demand.tp_size and ranks in tp_sizes:
-            remedies.append((f"--tp-size {ranks}, on as many GPUs, {words}", replace(lean, tp_size=ranks)))
-        if ranks > demand.shards and demand.tp_size == 1:
-            launch = f"{ranks} GPUs (accelerate launch --use_fsdp --fsdp_version 2 --num_processes {ranks})"
-            remedies.append((f"{launch} {words}", replace(lean, shards=ranks)))
-    for words, remedy in remedies:
-        if remedy.total <= available:
-            return f"{words} would fit"
-    if demand.seq_len > 512:
-        return "a shorter --seq-len, or devices with more memory, would be needed"
-    return "devices with more memory would be needed"
+    kept: Cut | None = ranks.broadcast(read_cut(folder) if ranks.is_main and task.options.resume else None)
+    own, on_gpu = available_bytes(ranks.device), ranks.device.type == "cuda"
+    if own is not None and not on_gpu:
+        own //= ranks.local_size  # the processes of a machine share its memory
+    available = min((free for free in ranks.gather(own) if free is not None), default=None)
+    chosen = fitted(task, available, kept)
+    demand, cut = demand_of(chosen), Cut.of(chosen)
+    parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in demand.parts().items() if value)
+    console.note(f"memory of each process: about {human_bytes(demand.total)} ({parts})")
+    if available is not None and demand.total > available:
+        raise UserError(
+            f"this needs about {human_bytes(demand.total)} for each process, with {cut}, and {human_bytes(available)}"
+            f" are free; {remedies(task, available, on_gpu=on_gpu)}"
+        )
+    if cut != (first := cuts_of(task)[0]):
+        why = "as the run began" if cut == kept else f"to fit into the {human_bytes(available or 0)} that are free"
+        console.note(f"computed with {cut}, {why}; {first} takes {human_bytes(demand_of(first.apply(task)).total)}")
+    return chosen
+
+
+def read_cut(folder: Path) -> Cut | None:
+    """How the steps of unfinished work were computed, if it says so."""
+    try:
+        return Cut.from_dict(read_own(folder / ABOUT).get(CUT), folder / ABOUT)
+    except UserError:
+        return None

@@ -278,7 +278,9 @@ class RetrainOptions:
         shown="2048 to 65536 tokens: a 2000th of --max-tokens; blocks: 2048 tokens",
     )
     micro_batch_size: int | None = option(
-        "Rows computed at once on one device. It decides the memory, not the result.", min=1, shown="8192 tokens"
+        "Rows computed at once on one device. It decides the memory, not the result.",
+        min=1,
+        shown="8192 tokens, or what fits",
     )
     lr: float | None = option(
         "Peak learning rate.",
@@ -293,7 +295,10 @@ class RetrainOptions:
     min_lr: float = option("Final learning rate, as a fraction of the peak.", 0.0, min=0.0, max=1.0, shown="0")
     weight_decay: float = option("AdamW's weight decay, of matrices only.", 0.0, min=0.0, shown="0")
     max_gradient: float = option("Clip the gradient's norm to this.", 1.0, shown="1")
-    gradient_checkpointing: bool = option("Recompute activations instead of keeping them.", False)
+    gradient_checkpointing: bool | None = option(
+        "Recompute activations instead of keeping them.",
+        shown="where nothing else fits",
+    )
     attention: Attention = option(
         "sdpa, eager, flash_attention_2 or flex_attention, as in transformers.", "sdpa", metavar="NAME"
     )
@@ -395,9 +400,7 @@ class RetrainOptions:
                 f" {which}{ranks} {'data-parallel ranks' if which else 'processes'}"
             )
         own = batch_size // ranks
-        micro = self.micro_batch_size or next(
-            rows for rows in range(min(own, max(1, MICRO_BATCH_TOKENS // seq_len)), 0, -1) if own % rows == 0
-        )
+        micro = self.micro_batches(own, seq_len)[0]
         if own % micro:
             raise UserError(
                 f"--micro-batch-size {micro} does not divide the {own} rows of a step that are each process's"
@@ -437,6 +440,16 @@ class RetrainOptions:
             save_every=self.save_every or often,
             keep=self.keep,
         )
+
+    def micro_batches(self, own: int, seq_len: int) -> list[int]:
+        """How many rows may be computed at once of a process's ``own`` rows of a step, most first: what was given, or
+        numbers that divide them, and that the schedule cuts into as many parts."""
+        if self.micro_batch_size is not None:
+            return [self.micro_batch_size]
+        most = min(own, max(1, MICRO_BATCH_TOKENS // seq_len))
+        rows = [count for count in range(most, 0, -1) if own % count == 0]
+        parts = self.schedule.parts(rows[0], seq_len)
+        return [count for count in rows if self.schedule.parts(count, seq_len) == parts]
 
 
 def peak_after_alignment(left: float) -> float:

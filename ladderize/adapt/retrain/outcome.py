@@ -1,7 +1,7 @@
 """What a retraining leaves: a checkpoint or an adapter, with adaptation.json, the record of how it came about."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ladderize.adapt.data.stream import DataCounts
 from ladderize.adapt.lora.config import ADAPTATION, AdapterBase
 from ladderize.adapt.lora.write import adapter_base, check_adapter_target, write_adapter
 from ladderize.adapt.methods import LORA, METRICS, Method
+from ladderize.adapt.retrain.memory_estimate import CUT, Cut
 from ladderize.adapt.retrain.options import DecidingOptions
 from ladderize.adapt.retrain.state import load_trained, read_metrics
 from ladderize.adapt.retrain.task import Task, result_digest
@@ -98,6 +99,7 @@ class Adaptation(Record):
     options: DecidingOptions
     dtype: str
     fingerprints: ModelFingerprints
+    cut: Cut | None = field(default=None, kw_only=True)  # None: written before it was recorded
 
     def card_note(self) -> str:
         """How the weights came about, for the model card."""
@@ -198,6 +200,7 @@ def write_outcome(
         options=task.training.deciding(),
         dtype=identity["dtype"],
         fingerprints=ModelFingerprints(identity["model"], identity["teacher"]),
+        cut=Cut.of(task),
     )
     metrics = {METRICS: work.metrics.read_text()}
     if fingerprint(open_checkpoint(task.model, revision)) != identity["model"]:
@@ -206,7 +209,9 @@ def write_outcome(
             " the model"
         )
     digest = result_digest(task, identity)
-    work.write_about(**{FINISHED: digest})  # a run that is killed from here on may find OUT complete
+    work.write_about(
+        **{FINISHED: digest, CUT: Cut.of(task).to_dict()}
+    )  # a run that is killed from here on may find OUT complete
     if task.options.method == LORA:
         base = adapter_base(task.checkpoint, task.model, revision)
         document = AdapterAdaptation(**vars(adaptation), base=base)

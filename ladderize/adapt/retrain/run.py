@@ -19,14 +19,13 @@ from ladderize.adapt.lora.config import ADAPTATION
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher
+from ladderize.adapt.retrain.memory_estimate import CUT, Cut, check_disk, fit
 from ladderize.adapt.retrain.options import Budget, RetrainOptions, TrainOptions
 from ladderize.adapt.retrain.outcome import Adaptation, check_out, write_outcome
 from ladderize.adapt.retrain.state import TrainingFolder
 from ladderize.adapt.retrain.task import (
     Task,
-    check_disk,
     check_length,
-    check_memory,
     open_task,
     result_digest,
     run_identity,
@@ -238,7 +237,7 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
         return document
     check_out(out, task.sources, options.method, overwrite=overwrite)
     check_length(task, folder)
-    check_memory(task, ranks, console)
+    task = fit(task, ranks, folder, console)
     with console.stage("reading the data"):
         stream, heldout = open_data(task.checkpoint, options, task.training)
         identity = run_identity(task, stream) if ranks.is_main else {}  # it reads all data
@@ -252,6 +251,9 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
                 f"{folder} is visible to the main process only; choose a --work-dir that all machines can see"
             )
         with work:
+            cut = Cut.of(task).to_dict()
+            if ranks.is_main and work.about.get(CUT) != cut:
+                work.write_about(**{CUT: cut})
             trackers = Trackers(
                 options.log_with,
                 options.log_dir or Path(f"{resolved(out)}-logs"),
@@ -348,7 +350,7 @@ def make_engine(task: Task, ranks: Ranks, console: Console) -> Engine:
         ranks.device,
         task.compute,
         attention=options.attention,
-        gradient_checkpointing=options.gradient_checkpointing,
+        gradient_checkpointing=bool(options.gradient_checkpointing),
         mesh=ranks.mesh() if task.sharded else None,
         reshard=accelerate_settings().reshard,
         collecting=bool(task.compared),

@@ -1,7 +1,7 @@
 """What a retraining is about: models, layers and options, checked against each other before anything is loaded."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,29 +10,26 @@ import torch
 
 from ladderize.adapt.data.sources import source_identity
 from ladderize.adapt.data.stream import Stream
-from ladderize.adapt.lora.config import LoraOptions, lora_config
+from ladderize.adapt.lora.config import lora_config
 from ladderize.adapt.methods import CONVERTED, LORA
 from ladderize.adapt.retrain.hf_model import check_attention, trained_tensors
-from ladderize.adapt.retrain.memory_estimate import Demand, what_would_fit
 from ladderize.adapt.retrain.options import RetrainOptions, TrainOptions
-from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
 from ladderize.adapt.teacher import check_pair
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
-from ladderize.checkpoint.llama import EMBEDDING, HEAD, expected_tensors
+from ladderize.checkpoint.llama import EMBEDDING, HEAD
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import Console, human_bytes
+from ladderize.console import human_bytes
 from ladderize.convert.retraining import read_retrainings
 from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.work import run_digest
 from ladderize.layout import Layout, parse_ranges
-from ladderize.memory import available_bytes
 from ladderize.modeling import tokenizer_hash
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import compute_dtype, wants_fsdp
 from ladderize.runtime.schedule import Schedule
-from ladderize.runtime.shards import check_runnable, runnable_sizes
+from ladderize.runtime.shards import check_runnable
 from ladderize.runtime.training.model import check_trainable
 
 METRICS_BYTES = 250  # of a step's line in metrics.jsonl
@@ -89,28 +86,6 @@ class Task:
     def lora(self) -> Any:
         return (
             lora_config(self.checkpoint.config, self.layers, self.options.lora) if self.options.method == LORA else None
-        )
-
-    def demand(self) -> Demand:
-        """Of one process."""
-        if self.options.method == LORA:
-            count = lora_numbers(self.checkpoint.config, self.layers, self.options.lora)
-        else:
-            count = sum(self.checkpoint.tensors[name].numel for name in self.trained)
-        return Demand(
-            config=self.checkpoint.config,
-            layout=self.layout,
-            trained=count,
-            adapters=self.options.method == LORA,
-            compute=self.compute.itemsize,
-            rows=self.training.micro_batch_size,
-            seq_len=self.training.seq_len,
-            teacher=self.teacher is not None,
-            compared=len(self.compared),
-            shared_teacher=not self.sharded,
-            gradient_checkpointing=self.options.gradient_checkpointing,
-            shards=self.data_ranks if self.sharded else 1,
-            tp_size=self.tp_size,
         )
 
 
@@ -197,26 +172,6 @@ def check_tied(checkpoint: Checkpoint, model: str) -> None:
             )
 
 
-def lora_numbers(config: Mapping[str, Any], layers: Sequence[int], options: LoraOptions) -> int:
-    """How many numbers LoRA trains."""
-    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
-    return sum(
-        options.rank * sum(shape)
-        for name, shape in expected_tensors(config).items()
-        if name.startswith(prefixes) and name.endswith(".weight") and name.split(".")[-2] in options.targets
-    )
-
-
-def check_disk(task: Task, folder: Path) -> None:
-    """Refuse to begin what cannot be saved: ``keep`` states and the one being written, and the best one's weights."""
-    needed = task.demand().trained * (STATE_BYTES * (task.training.keep + 1) + WEIGHT_BYTES)
-    if needed > (free := free_bytes(folder)):
-        raise UserError(
-            f"{folder} needs {human_bytes(needed)} for the states of the training, but only {human_bytes(free)} are"
-            " free there; choose another --work-dir, or a lower --keep"
-        )
-
-
 def check_length(task: Task, folder: Path) -> None:
     """Refuse a training whose log alone, a line for each step, would not fit on the disk."""
     steps = task.training.about_steps
@@ -229,28 +184,6 @@ def check_length(task: Task, folder: Path) -> None:
 
 def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(output.existing_parent(folder)).free
-
-
-def check_memory(task: Task, ranks: Ranks, console: Console) -> None:
-    """Say what it takes, and refuse what cannot fit."""
-    demand, available = task.demand(), available_bytes(ranks.device)
-    parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in demand.parts().items() if value)
-    console.note(f"memory of each process: about {human_bytes(demand.total)} ({parts})")
-    if ranks.device.type == "cpu" and available is not None:
-        available //= ranks.local_size  # the processes of a machine share its memory
-    if available is not None and demand.total > available:
-        config, is_lora = task.checkpoint.config, task.options.method == LORA
-        advice = what_would_fit(
-            demand,
-            available,
-            lora_trained=None if is_lora else lora_numbers(config, task.layers, task.options.lora),
-            on_gpu=ranks.device.type == "cuda",
-            tp_sizes=runnable_sizes(config, task.layout),
-        )
-        raise UserError(
-            f"this needs about {human_bytes(demand.total)} for each process, and {human_bytes(available)} are free:"
-            f" {advice}"
-        )
 
 
 def run_identity(task: Task, stream: Stream) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def _model(
         collectives,
         schedule=task.schedule,
         temperature=task.training.objective.temperature,
-        gradient_checkpointing=task.options.gradient_checkpointing and not frozen,
+        gradient_checkpointing=bool(task.options.gradient_checkpointing) and not frozen,
     )
 
 
