@@ -207,8 +207,43 @@ def test_the_fastest_within_the_margin_is_recommended(files):
 def test_an_interval_that_holds_the_margin_shows_nothing(tmp_path):
     summary = summary_of(write_files(tmp_path, spread=2.0))
     assert summary.best is None
-    assert summary.headline == "No layout is shown to be within 1 point of dense."
+    assert summary.headline.startswith("No layout is shown to be within 1 point of dense. The best candidate by")
     assert "no loss" not in (tmp_path / "a.html").read_text().lower()
+
+
+def test_the_best_candidate_is_named_where_no_margin_is_shown(tmp_path):
+    """By divergence, whatever perplexity and tasks say; without, by perplexity; of what is shown to be faster alone."""
+    rng = fresh_rng()
+    names = list(POINTS)
+    divergence, points = ({name: float(rng.uniform(0.01, 0.3)) for name in names} for _ in range(2))
+    nearest = {name: min(names, key=known.get) for name, known in (("divergence", divergence), ("perplexity", points))}
+    write_files(tmp_path, points={name: -value for name, value in points.items()}, speedups=None, spread=5.0)
+
+    def answer():
+        summary = summary_of(tmp_path)
+        assert (summary.best, len(summary.numbers)) == (None, 3)
+        return summary.headline
+
+    def set_divergence(document):
+        for one in document["comparisons"]:
+            one["predictions"]["mean_kl"] = divergence[one["other"].removeprefix("models/")]
+
+    change(tmp_path / "results.json", set_divergence)
+    assert f"The best candidate by divergence is {nearest['divergence']} " in answer()
+    assert f"KL {divergence[nearest['divergence']]:.4f} (" in answer()
+    slow = {name: 0.9 if name == nearest["divergence"] else 1.3 for name in names}
+    write_files(tmp_path, points=None, speedups=slow)
+    assert f"divergence is {min(set(names) - {nearest['divergence']}, key=divergence.get)} " in answer()
+    (tmp_path / "bench.json").unlink()
+    change(tmp_path / "results.json", lambda d: [one.update(predictions=None) for one in d["comparisons"]])
+    assert f"The best candidate by perplexity is {nearest['perplexity']} " in answer()
+
+
+@pytest.mark.parametrize(("repeat", "share"), [(3, "75%"), (4, "88%"), (5, None)])
+def test_few_rounds_are_said(files, repeat, share):
+    change(files / "bench.json", lambda d: d["options"].update(repeat=repeat))
+    text, _ = page_of(files)
+    assert (f"intervals of {repeat} rounds are too narrow: about {share}" in text) == (share is not None)
 
 
 def test_a_speed_up_whose_interval_holds_1_is_none(tmp_path):
@@ -251,7 +286,7 @@ def test_a_comparison_with_another_model_says_nothing_about_dense(tmp_path):
     write_files(tmp_path, points=None, speedups={"ladder": 1.2, "spd": 1.5}, models={**first, **second})
     summary = summary_of(tmp_path)
     assert summary.best is None
-    assert summary.numbers[0]["value"] == "none"
+    assert "The best candidate by divergence is ladder " in summary.headline
 
 
 def test_the_reference_has_its_mean_over_the_same_tasks(files):

@@ -40,12 +40,14 @@ def test_a_sweep_measures_every_point(place, swept):
     assert adapted["timed"] == half["model"]
     assert adapted["tokens"] > 0
     assert (out / adapted["adaptation"] / "metrics.jsonl").is_file()
+    divergences = {}
     for point in document["points"]:
         results = json.loads((out / point["results"]).read_text())
         assert [entry["ladderize"]["model"] for entry in results["models"]] == [point["model"]]
         predictions = results["models"][0]["ladderize"].get("predictions")
         assert (predictions is None) == (point is dense)
         assert point is dense or (predictions["reference"] == str(place / "dense") and predictions["mean_kl"] > 0)
+        divergences |= {predictions["mean_kl"]: point["name"]} if point is not dense else {}
     (bench,) = document["benches"]
     rows = json.loads((out / bench).read_text())["rows"]
     assert [row["model"] for row in rows] == [point["timed"] for point in (dense, first, second, half)]
@@ -57,6 +59,7 @@ def test_a_sweep_measures_every_point(place, swept):
         assert f"\n$ {stage['command']}" in log  # which was run
     assert ran(outcome)[-1].startswith("bench")
     assert "ladderize report" in outcome.stdout
+    assert f"The best candidate by divergence is {divergences[min(divergences)]}" in outcome.stdout
     assert not re.search(r"\dx \[", outcome.stdout)  # one round has no interval
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ladderize.console import Console, human_bytes
 from ladderize.runtime.bench.document import BenchDocument, BenchRow, RuntimeDocument, TimedDocument
 from ladderize.runtime.bench.options import RoundsOptions
-from ladderize.runtime.bench.rows import LEAST_ROUNDS, PHASES, PassCommunication
+from ladderize.runtime.bench.rows import LEAST_ROUNDS, PHASES, PassCommunication, few_rounds
 from ladderize.runtime.schedule import Schedule
 
 LEFT_COLUMNS = ("model", "class", "schedule")
@@ -112,8 +112,8 @@ def runtime_warnings(
     if link is not None and outside:
         sizes = " to ".join(human_bytes(size) for size in sorted({outside[0], outside[-1]}))
         yield f"extrapolated beyond the sizes that {link.name} was measured at: messages of {sizes}"
-    if document.options.repeat < LEAST_ROUNDS:
-        yield f"with fewer than {LEAST_ROUNDS} rounds their scatter is unknown: no intervals; raise --repeat"
+    if few := few_rounds(document.options.repeat):
+        yield few
     if doubtful := [name for name, (low, high) in speedups if low <= 1 <= high]:
         yield (
             f"the rounds disagree by more than the {variants} differ, so these speed-ups may be noise:"

@@ -19,7 +19,20 @@ MODEL_ROW, BASELINE_ROW = "model", "baseline, for timing only"
 PARALLEL, NO_COMM, UNSCHEDULED = "parallel baseline", "no-comm baseline", "sequential baseline"  # their rows
 
 LEAST_ROUNDS = 3  # below, an interval says nothing
+ENOUGH_ROUNDS = 5  # below, an interval is too narrow
 DRAWN_ROUNDS = 2000
+
+
+def few_rounds(repeat: int) -> str:
+    """What is to be known of intervals of so few rounds; empty where they are enough."""
+    if repeat < LEAST_ROUNDS:
+        return f"with fewer than {LEAST_ROUNDS} rounds their scatter is unknown: no intervals; raise --repeat"
+    if repeat < ENOUGH_ROUNDS:  # at the widest they reach from the smallest to the largest, around the true median
+        return (
+            f"intervals of {repeat} rounds are too narrow: about {1 - 2 ** (1 - repeat):.0%} hold the true value, where"
+            f" 95 % should; raise --repeat to {ENOUGH_ROUNDS} or more"
+        )
+    return ""
 
 
 @dataclass(frozen=True)

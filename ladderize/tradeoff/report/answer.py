@@ -1,14 +1,21 @@
 """The answer that a report begins with: a sentence, and three numbers. It claims what intervals show, and no more."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from ladderize.eval.paired.words import margin_text
-from ladderize.tradeoff.report.join import ReportContent
-from ladderize.tradeoff.report.subjects import Setting, Subject, Timing
+from ladderize.runtime.bench.rows import ENOUGH_ROUNDS, few_rounds
+from ladderize.tradeoff.report.documents import find_documents
+from ladderize.tradeoff.report.join import ReportContent, join_documents
+from ladderize.tradeoff.report.options import ReportOptions
+from ladderize.tradeoff.report.subjects import Setting, Subject, Timing, WithInterval
 from ladderize.tradeoff.report.words import (
     control_text,
+    estimate_text,
     interval_text,
     named,
+    perplexity_text,
     points_text,
     speedup_text,
     verdict_text,
@@ -40,17 +47,16 @@ class Answer:
     setting: Setting | None = None  # where its speed-up holds
 
 
+def answer_of(folder: Path) -> Answer:
+    """Of a sweep's folder; raises UserError for documents that are corrupt or do not belong together."""
+    return find_answer(join_documents(find_documents([folder]), ReportOptions()))
+
+
 def find_answer(content: ReportContent) -> Answer:
     """See the module."""
     others = [one for one in content.models if one is not content.reference and not one.is_control]
-    compared = [subject for subject in others if subject.difference is not None]
-    shown = [subject for subject in compared if subject.accuracy is not None and subject.accuracy.verdict == "shown"]
-    if shown:
-        answer = _within_margin(content, shown)
-    elif compared:
-        answer = _none_shown(content, others, compared)
-    else:
-        answer = _without_accuracy(content, others)
+    shown = [subject for subject in others if subject.accuracy is not None and subject.accuracy.verdict == "shown"]
+    answer = _within_margin(content, shown) if shown else _none_shown(content, others)
     return replace(answer, sentences=[*answer.sentences, *_control_sentences(content, answer), *_unfinished(content)])
 
 
@@ -92,6 +98,10 @@ def _unfinished(content: ReportContent) -> list[str]:
             )
     if any(not bench.document.complete for bench in content.found.benches):
         sentences.append("A benchmark was interrupted: its rows are those measured so far.")
+    if few := few_rounds(
+        min((bench.document.options.repeat for bench in content.found.benches), default=ENOUGH_ROUNDS)
+    ):
+        sentences.append(f"Speeds: {few}.")
     return sentences
 
 
@@ -144,55 +154,86 @@ def _within_margin(content: ReportContent, shown: list[Subject]) -> Answer:
         return Answer(headline, numbers, [f"`{MEASURE_SPEED}` measures the speed."], best)
     headline = (
         f"No layout that is shown to be within {margin} of dense is also shown to be faster than dense in any setting"
-        " that was timed."
+        f" that was timed. The best candidate is {named(best)}, shown to be within it."
     )
     timing = max(best.timings, key=lambda timing: timing.whole.value)
     numbers = [_accuracy_number(best, content), _speed_number(timing), _pays_number(shown, content)]
     return Answer(headline, numbers, setting=timing.setting)
 
 
-def _none_shown(content: ReportContent, others: list[Subject], compared: list[Subject]) -> Answer:
+def _none_shown(content: ReportContent, others: list[Subject]) -> Answer:
+    """Nothing is shown to be within the margin, or no task was evaluated: the best candidate, by what was measured."""
     margin = margin_text(content.margin)
-    closest = max(compared, key=lambda s: s.difference.value if s.difference else 0.0)
-    assert closest.accuracy is not None
+    compared = [subject for subject in others if subject.difference is not None]
+    if compared:
+        headline = f"No layout is shown to be within {margin} of dense."
+    elif content.reference is not None and content.reference.accuracy is not None:
+        headline = "The accuracy of no converted model was measured."
+    else:
+        headline = "The accuracy was not measured."
+    candidate = _best_candidate(others)
+    if candidate is None:
+        headline += " So this report cannot say which layout to use."
+        first = KeyNumber(f"Best layout within {margin} of dense", "not known", "no task was evaluated")
+        fastest = _first_fastest(others, content)
+    else:
+        best, measured = candidate
+        headline += f" The best candidate by {measured} is {named(best)}: {_distance_text(best)}."
+        shown = verdict_text(best.accuracy, content.margin) if best.accuracy is not None else "not evaluated on tasks"
+        first = KeyNumber(f"Best candidate, by {measured}", best.layout_words, shown)
+        fastest = _first_fastest([best], content)
+    speed, setting = UNMEASURED_SPEED, None
+    if fastest is not None:
+        subject, timing = fastest
+        what = ("Highest speed-up", subject.name) if candidate is None else ("Its speed-up, end to end",)
+        speed, setting = _speed_number(timing, *what), timing.setting
+    sentences = _what_would_show(candidate[0] if candidate is not None else None, compared)
+    return Answer(headline, [first, speed, _pays_number(others, content)], sentences, setting=setting)
+
+
+def _best_candidate(others: list[Subject]) -> tuple[Subject, str] | None:
+    """The layout nearest to dense, and by what: the divergence of its predictions where any was measured, else the
+    perplexity, else the tasks' estimates; of those that are shown to be faster, where any is. None: nothing was
+    measured."""
+    converted = [one for one in others if not one.is_dense]
+    known = [one for one in converted if any(map(faster, one.timings))] or converted
+    measures: dict[str, Callable[[Subject], WithInterval | None]] = {
+        "divergence": lambda one: one.divergence,
+        "perplexity": lambda one: one.perplexity,
+        "the tasks' estimates": lambda one: None if one.difference is None else one.difference.scaled(-1),
+    }
+    for name, measure in measures.items():
+        if found := [(value.value, one) for one in known if (value := measure(one)) is not None]:
+            return min(found, key=lambda pair: pair[0])[1], name
+    return None
+
+
+def _distance_text(best: Subject) -> str:
+    """How far a candidate is from dense: all that was measured."""
+    parts = [f"KL {estimate_text(best.divergence, 4)} nats per token"] if best.divergence is not None else []
+    parts += [f"perplexity {perplexity_text(best.perplexity)}"] if best.perplexity is not None else []
+    return ", ".join(parts + ([_difference_text(best)] if best.difference is not None else []))
+
+
+def _what_would_show(best: Subject | None, compared: list[Subject]) -> list[str]:
+    """What to do so that the tasks show something. compared: on tasks, with the reference."""
+    if not compared:
+        return [f"`{MEASURE_ACCURACY}` measures it; give results.json to this report."]
+    known = best if best in compared else max(compared, key=lambda one: one.difference.value if one.difference else 0.0)
+    assert known is not None
+    assert known.accuracy is not None
     sentences = []
-    if closest.accuracy.needed:
+    if known.accuracy.needed:
         sentences.append(
-            f"About {closest.accuracy.needed:,} samples would be needed to show it of a model that is as good as dense,"
+            f"About {known.accuracy.needed:,} samples would be needed to show it of a model that is as good as dense,"
             " more of one that is not."
         )
-    if not closest.accuracy.paired:
+    if not known.accuracy.paired:
         sentences.append(
             "The results hold no samples, so these intervals are unpaired and show less than they could: evaluate"
             " again with this version of ladderize, which keeps the samples."
         )
-    nearest = f"closest: {named(closest)}, {_difference_text(closest)}"
-    first = KeyNumber(f"Layouts shown within {margin} of dense", "none", nearest)
-    speed, setting = UNMEASURED_SPEED, None
-    if (fastest := _first_fastest(others, content)) is not None:
-        subject, timing = fastest
-        cost = _difference_text(subject) if subject.accuracy is not None else "accuracy not measured"
-        speed = _speed_number(timing, "Highest speed-up of any layout", f"{subject.name}, {cost}")
-        setting = timing.setting
-    numbers = [first, speed, _pays_number(others, content)]
-    return Answer(f"No layout is shown to be within {margin} of dense.", numbers, sentences, setting=setting)
-
-
-def _without_accuracy(content: ReportContent, others: list[Subject]) -> Answer:
-    known = content.reference is not None and content.reference.accuracy is not None
-    what = "The accuracy of no converted model was measured" if known else "The accuracy was not measured"
-    sentences = [f"`{MEASURE_ACCURACY}` measures it; give results.json to this report."]
-    if perplexed := [(one.perplexity.value, one) for one in others if one.perplexity is not None]:
-        lowest = min(perplexed, key=lambda pair: pair[0])[1]
-        sentences.insert(0, f"{named(lowest)} has the lowest perplexity of the converted models.")
-    label = f"Best layout within {margin_text(content.margin)} of dense"
-    speed, setting = UNMEASURED_SPEED, None
-    if (fastest := _first_fastest(others, content)) is not None:
-        subject, timing = fastest
-        speed, setting = _speed_number(timing, "Highest speed-up", subject.name), timing.setting
-    numbers = [KeyNumber(label, "not known", "no task was evaluated"), speed, _pays_number(others, content)]
-    headline = f"{what}, so this report cannot say which layout to use."
-    return Answer(headline, numbers, sentences, setting=setting)
+    return sentences
 
 
 def _first_fastest(others: list[Subject], content: ReportContent) -> TimedSubject | None:

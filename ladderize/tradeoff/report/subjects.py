@@ -173,6 +173,12 @@ class Subject:
         return self.accuracy.difference if self.accuracy is not None else None
 
     @property
+    def divergence(self) -> WithInterval | None:
+        """The mean KL of its predictions from the reference's, in nats per token."""
+        measured = self.comparison.predictions if self.comparison is not None else None
+        return None if measured is None else WithInterval(measured.mean_kl, measured.low, measured.high)
+
+    @property
     def modes(self) -> tuple[tuple[str, ...], tuple[str, ...], int | None]:
         """What its layout is."""
         return tuple(self.attention_sync), tuple(self.mlp_sync), self.sync_tp_size

@@ -48,6 +48,7 @@ def sweep_command(given: GivenOptions) -> None:
 
     read_yaml(file)  # what is no YAML is found before seconds of imports
     with console.stage(LOADING):
+        from ladderize.tradeoff.report.answer import answer_of
         from ladderize.tradeoff.sweep.run import plan_sweep, sweep_folder
         from ladderize.tradeoff.sweep.shown import TEXT_COLUMNS, sweep_rows
     if own.dry_run:
@@ -64,6 +65,8 @@ def sweep_command(given: GivenOptions) -> None:
     rows = sweep_rows(document, root)
     console.result("")
     console.table(rows, right=[key for key in rows[0] if key not in TEXT_COLUMNS])
+    console.result("")
+    console.prose(answer_of(root).headline)
     console.result(f"\nwrote {root / 'sweep.json'}")
     show_next(console, ("see the trade-off", command_line("report", root, "--out", "report.html")))
     if failed := document.failed:

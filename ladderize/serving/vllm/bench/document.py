@@ -12,7 +12,7 @@ from ladderize.runtime.bench.document import TimedDocument
 from ladderize.runtime.bench.harness import TimedVariant
 from ladderize.runtime.bench.plot import bar_panel
 from ladderize.runtime.bench.report import bounds_text, labelled, rounds_text, short_ms, show_document
-from ladderize.runtime.bench.rows import LEAST_ROUNDS, PHASES, InferenceRow, inference_figures, quartiles
+from ladderize.runtime.bench.rows import LEAST_ROUNDS, PHASES, InferenceRow, few_rounds, inference_figures, quartiles
 from ladderize.runtime.bench.trace import Overlap
 from ladderize.serving.vllm.bench.options import VllmBenchOptions
 
@@ -108,7 +108,6 @@ def show_vllm_bench(document: VllmBenchDocument, console: Console) -> None:
     if not document.rows:
         return
     options, rows = document.options, labelled(document.rows)
-    few = f"with fewer than {LEAST_ROUNDS} rounds their scatter is unknown; raise --repeat"
     show_document(
         document,
         console,
@@ -119,7 +118,7 @@ def show_vllm_bench(document: VllmBenchDocument, console: Console) -> None:
             for title, phase in zip(("Prefill", "Decode, one step"), PHASES, strict=True)
         },
         explanations=_explanations(document),
-        warnings=[few] if options.repeat < LEAST_ROUNDS else [],
+        warnings=list(filter(None, [few_rounds(options.repeat)])),
     )
 
 
