@@ -146,12 +146,12 @@ def test_a_training_that_does_not_fit_is_cut_and_goes_on_so(place, tmp_path, mon
     assert whole["cut"] == {"micro_batch_size": 4, "gradient_checkpointing": False}
     leanest = []
 
-    def fit(task, *given, original=memory_estimate.fit):
+    def fit(task, *given, original=memory_estimate.fit_memory):
         leanest.append(demand_of(cuts_of(task)[-1].apply(task)).total)
         monkeypatch.setattr(memory_estimate, "available_bytes", lambda device: leanest[0])
         return original(task, *given)
 
-    monkeypatch.setattr(retraining, "fit", fit)
+    monkeypatch.setattr(retraining, "fit_memory", fit)
     monkeypatch.setattr(retraining, "write_outcome", lambda *a, **k: (_ for _ in ()).throw(UserError("no outcome")))
     stopped = adapt(place, tmp_path / "out", *distil, steps=2)
     assert "computed with --micro-batch-size 1 --gradient-checkpointing, to fit into the " in stopped.stderr

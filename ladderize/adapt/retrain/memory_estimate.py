@@ -252,7 +252,7 @@ def remedies(task: Task, available: int, *, on_gpu: bool) -> str:
     return f"{shorter}devices with more memory would be needed"
 
 
-def fit(task: Task, ranks: Ranks, folder: Path, console: Console) -> Task:
+def fit_memory(task: Task, ranks: Ranks, folder: Path, console: Console) -> Task:
     """The task in a way that fits into the memory that is free, which is said; raises UserError where none does. All
     ranks call it.
 

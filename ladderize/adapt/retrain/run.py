@@ -19,7 +19,7 @@ from ladderize.adapt.lora.config import ADAPTATION
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher
-from ladderize.adapt.retrain.memory_estimate import CUT, Cut, check_disk, fit
+from ladderize.adapt.retrain.memory_estimate import CUT, Cut, check_disk, fit_memory
 from ladderize.adapt.retrain.options import Budget, RetrainOptions, TrainOptions
 from ladderize.adapt.retrain.outcome import Adaptation, check_out, write_outcome
 from ladderize.adapt.retrain.state import TrainingFolder
@@ -237,7 +237,7 @@ def retrain(ranks: Ranks, job: RetrainJob, console: Console) -> Adaptation | Non
         return document
     check_out(out, task.sources, options.method, overwrite=overwrite)
     check_length(task, folder)
-    task = fit(task, ranks, folder, console)
+    task = fit_memory(task, ranks, folder, console)
     with console.stage("reading the data"):
         stream, heldout = open_data(task.checkpoint, options, task.training)
         identity = run_identity(task, stream) if ranks.is_main else {}  # it reads all data
