@@ -219,6 +219,28 @@ def test_gpu_overlap_of_a_hand_made_trace():
     assert overlap.under_compute_ms == pytest.approx(1.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_communication"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", True),
+        ("ncclSymkDevKernel_AllReduce_AGxLLMC_R_sum_bf16(ncclSymDevWorkArgs4K)", True),
+        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*, vllm::RankSignals, ...)", True),
+        ("void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<...>(...)", True),
+        ("void at::native::one_shot_all_reduce_kernel<c10::BFloat16, 16, 8, false>(...)", True),
+        ("void at::native::multimem_one_shot_all_reduce_kernel<c10::BFloat16, 16>(...)", True),
+        ("at::cuda::spin_kernel(long)", True),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", False),
+        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>(...)", False),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, ...>>(...)", False),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(...)", False),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", False),
+        ("void at::native::index_elementwise_kernel<128, 4, gather...>(...)", False),
+    ],
+)
+def test_kernels_of_communication_are_known_by_their_names(name, is_communication):
+    assert len(gpu_flights([span(name, 0, 10, cat="kernel")])) == is_communication
+
+
 def test_flights_of_nothing():
     assert Overlap.of_flights([]) == Overlap(0.0, 0.0, 0.0)
     assert Overlap.of_flights([Flight(0, 4000, 1000)]).share == 0.25

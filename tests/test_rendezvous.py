@@ -1,12 +1,16 @@
 """Variables of launchers that make no sense, and ranks that do not find each other: one sentence, and soon."""
 
+import itertools
 import os
 import socket
 import sys
 
 import pytest
+import torch
 
-from ladderize.ranks.environment import launch_variables
+from ladderize.errors import UserError
+from ladderize.ranks.environment import STARTERS, launch_variables, launched_place
+from ladderize.ranks.group import rank_device
 from tests import warm
 from tests.helpers import invoke, one_sentence
 
@@ -67,6 +71,45 @@ def test_what_makes_sense_is_read():
     found = launch_variables({**HALF, "LADDERIZE_RENDEZVOUS_SECONDS": "7"})
     assert found.is_group
     assert (found.rank, found.world_size, found.master_port, found.rendezvous_seconds) == (0, 2, 29500, 7)
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        # torchrun, also within a job of Slurm; a shell that starts several processes in one job
+        ({"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, (1, 4)),
+        ({"RANK": "5", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, (5, 8)),
+        # srun, two kinds of mpirun: RANK and WORLD_SIZE by a script
+        ({"RANK": "5", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4"}, (1, 4)),
+        ({"RANK": "5", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, (1, 8)),
+        (
+            {"RANK": "7", "OMPI_COMM_WORLD_RANK": "7", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+            | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            (3, 4),
+        ),
+        ({"RANK": "2", "PMI_RANK": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, (0, 2)),
+        ({"RANK": "6"}, (6, 8)),
+    ],
+)
+def test_a_rank_knows_its_place_on_its_machine_by_every_launcher(monkeypatch, variables, place):
+    for name in [*LAUNCHER, *itertools.chain(*STARTERS)]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**HALF, "WORLD_SIZE": "8", **variables}.items():
+        monkeypatch.setenv(name, value)
+    found = launched_place()
+    assert (found.rank, found.size) == (int(variables["RANK"]), 8)
+    assert (found.local_rank, found.local_size) == place
+
+
+@pytest.mark.parametrize(("local_rank", "gpus", "index"), [(3, 4, 3), (3, 1, 0), (0, 2, 0), (2, 2, None), (7, 4, None)])
+def test_two_ranks_never_get_one_gpu_in_silence(monkeypatch, local_rank, gpus, index):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    if index is None:
+        with pytest.raises(UserError, match=f"process {local_rank} of its machine, .* torch sees {gpus} GPUs"):
+            rank_device("cuda", local_rank)
+    else:
+        assert rank_device("cuda", local_rank) == torch.device("cuda", index)
 
 
 def start(place, rank, size, port, *, seconds, host="localhost"):

@@ -12,6 +12,13 @@ WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE = "WORLD_SIZE", "RANK", "LOCAL_RA
 MASTER_ADDR, MASTER_PORT, OMP_NUM_THREADS = "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"
 RENDEZVOUS_SECONDS = "LADDERIZE_RENDEZVOUS_SECONDS"
 DEFAULT_RENDEZVOUS_SECONDS = 300
+# Of srun and of two kinds of mpirun: the number of this process, its number on this machine, and how many are there.
+# Scripts hand the first on as RANK, and often forget the others.
+STARTERS = (
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 _MOST_PROCESSES = 10**6
 
 
@@ -54,11 +61,17 @@ def launch_variables(environment: Mapping[str, str] = os.environ) -> LaunchVaria
         return int(text)
 
     _check_threads(environment.get(OMP_NUM_THREADS, ""))
+    rank = number(RANK, 0, _MOST_PROCESSES - 1)
+    local_rank, local_size = LOCAL_RANK, LOCAL_WORLD_SIZE
+    if number(LOCAL_RANK, 0, _MOST_PROCESSES - 1) is None and rank is not None:
+        # without RANK's equal they are of the shell that started several, not of this process
+        found_here = [names[1:] for names in STARTERS if environment.get(names[0]) == str(rank)]
+        local_rank, local_size = next(iter(found_here), (local_rank, local_size))
     found = LaunchVariables(
-        rank=number(RANK, 0, _MOST_PROCESSES - 1),
+        rank=rank,
         world_size=number(WORLD_SIZE, 1, _MOST_PROCESSES),
-        local_rank=number(LOCAL_RANK, 0, _MOST_PROCESSES - 1),
-        local_world_size=number(LOCAL_WORLD_SIZE, 1, _MOST_PROCESSES),
+        local_rank=number(local_rank, 0, _MOST_PROCESSES - 1),
+        local_world_size=number(local_size, 1, _MOST_PROCESSES),
         master_addr=environment.get(MASTER_ADDR, "").strip() or None,
         master_port=number(MASTER_PORT, 1, 65535),
         rendezvous_seconds=number(RENDEZVOUS_SECONDS, 1, 10**6) or DEFAULT_RENDEZVOUS_SECONDS,
@@ -138,7 +151,8 @@ def launched_place() -> Place:
     return Place(
         rank=variables.rank,
         size=variables.world_size,
-        local_rank=variables.local_rank or 0,
+        # one that says neither has started all of them here
+        local_rank=variables.rank if variables.local_rank is None else variables.local_rank,
         local_size=variables.local_world_size or variables.world_size,
     )
 

@@ -22,6 +22,7 @@ from ladderize.errors import UsageError, UserError
 from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import (
     ALONE,
+    LOCAL_RANK,
     MASTER_ADDR,
     MASTER_PORT,
     RENDEZVOUS_SECONDS,
@@ -319,10 +320,17 @@ def already_started() -> bool:
 
 
 def rank_device(kind: str, local_rank: int) -> torch.device:
-    """The device of a rank: cpu, or its GPU among those that it sees, which becomes torch's current one."""
+    """The device of a rank: cpu, or its GPU among those that it sees, which becomes torch's current one. Raises
+    UserError where there are fewer GPUs than ranks."""
     if kind != "cuda":
         return torch.device(kind)
-    index = local_rank % torch.cuda.device_count()  # a launcher may show each rank its own GPU only
+    count = torch.cuda.device_count()
+    if local_rank >= count > 1:
+        raise UserError(
+            f"this is process {local_rank} of its machine, counted from 0, but torch sees {count} GPUs here; start as"
+            f" many, or set {LOCAL_RANK} where the launcher does not"
+        )
+    index = local_rank if count > 1 else 0  # a launcher may show each rank its own GPU only
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

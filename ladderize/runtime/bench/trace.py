@@ -21,8 +21,14 @@ from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Traced
 
-# cross_device_reduce: vLLM's own all-reduce; torch.cuda._sleep's kernel stands for communication in emulated runs
-COMMUNICATION_KERNELS = re.compile(r"nccl|spin_kernel|one_shot|two_shot|multimem|cross_device_reduce", re.IGNORECASE)
+# Of NCCL; of torch's symmetric memory; of vLLM's custom all-reduce (cross_device_reduce) and quick reduce; of
+# FlashInfer, TensorRT-LLM and MSCCL++ (all of whose names hold allreduce). torch.cuda._sleep's spin_kernel stands for
+# communication in emulated runs.
+COMMUNICATION_KERNELS = re.compile(
+    r"nccl|nvshmem|one_?shot|two_?shot|multimem|cross_device_reduce|quickreduce|all_?reduce|all_?gather|reduce_?scatter"
+    r"|lamport|spin_kernel",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,13 @@ def _traced_flights(
     document = json.loads(path.read_text(encoding="utf-8"))
     events = document["traceEvents"]
     if on_gpu:
-        return gpu_flights(events), events
+        flights = gpu_flights(events)
+        if traced.sizes and not flights:
+            raise UserError(
+                f"--profile: {len(traced.sizes)} all-reduces ran, but none of the kernels in {path} is known to be"
+                " communication; please report their names"
+            )
+        return flights, events
     flights = cpu_flights(events, [alone(size) * 1e6 for size in traced.sizes])
     path.write_text(json.dumps(document), encoding="utf-8")  # with the row of communication that cpu_flights has added
     return flights, events
