@@ -53,7 +53,17 @@ MAY_IMPORT = {
     | {"convert", "runtime", "eval", "adapt", "workflows", "planning", "tradeoff.report", "serving", "commands"},
     # what runs commands has its own command beside it
     "tradeoff.sweep": LEAVES
-    | {"convert", "runtime", "eval", "adapt", "workflows", "tradeoff.front", "tradeoff.sweep", "commands"},
+    | {
+        "convert",
+        "runtime",
+        "eval",
+        "adapt",
+        "workflows",
+        "tradeoff.front",
+        "tradeoff.report",
+        "tradeoff.sweep",
+        "commands",
+    },
     "demo": LEAVES | {"runtime", "workflows", "tradeoff", "commands", "demo"},
     "cli": LEAVES | {"commands", "tradeoff.sweep.command", "demo.command"},
     "lm_eval": LEAVES,
