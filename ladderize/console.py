@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from ladderize.errors import LadderizeError, UsageError
-from ladderize.ranks.environment import is_main_rank
+from ladderize.ranks.environment import is_main_rank, launched_place
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -34,6 +34,7 @@ class Advance(Protocol):
 LOG_INTERVAL_S = 60.0  # between two lines of progress where stderr is no terminal
 FIRST_LOG_S = 15.0
 LONGEST_ERROR = 1500  # characters
+TURN_S, LAST_S = 2.0, 6.0  # before other ranks than 0 say what is wrong; before one does that another rank has left
 # What a terminal would obey rather than show, but for new lines and tabs; and what turns the text around it
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
@@ -348,7 +349,8 @@ def error_boundary(debug: bool) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
-        _say("Interrupted.")
+        if is_main_rank():  # Ctrl-C reaches all of them
+            _say("Interrupted.")
         sys.exit(INTERRUPTED)
     except (LadderizeError, OSError) as error:
         if debug:
@@ -358,6 +360,10 @@ def error_boundary(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             raise
+        if is_lost_rank(error):
+            time.sleep(LAST_S)
+            _say_error("another process of the group has ended; see what it said")
+            sys.exit(1)
         if is_out_of_memory(error):
             _say_error(
                 f"the memory is exhausted ({sentence(error)[:200]}); give fewer or shorter rows at a time, or a"
@@ -370,9 +376,20 @@ def error_boundary(debug: bool) -> Iterator[None]:
 
 
 def _say_error(text: str) -> None:
-    """A sentence that quotes a name of 5,000 characters loses the middle of it."""
+    """Of what all ranks find rank 0 speaks: the launcher ends the others once one has ended. A sentence that quotes a
+    name of 5,000 characters loses the middle of it."""
+    with contextlib.suppress(ValueError):  # of a launcher that says nonsense, which is said at once
+        time.sleep(TURN_S if launched_place().rank else 0.0)
     text = text if len(text) <= LONGEST_ERROR else f"{text[: LONGEST_ERROR - 500]} [...] {text[-400:]}"
     _say(f"Error: {text}", style="red")
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether this rank could not speak to another one, which gloo says as a plain RuntimeError."""
+    if not isinstance(error, RuntimeError):
+        return False
+    lost = any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))
+    return lost or type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -30,7 +30,9 @@ PLACE = ["dense", "ids.npy", "spd"]
 # Runs ladderize; rank 1 is killed when it has sent its second sum.
 RANK_DIES = """
 import os, signal, sys
+from ladderize import console
 from ladderize.ranks.group import Ranks
+console.LAST_S = 0.0
 summed, count = Ranks.sum, [0]
 def sum(self, values):
     count[0] += 1
@@ -269,6 +271,8 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
 def test_a_rank_that_dies_ends_the_others(pair, tmp_path):
     result = warm.run_group([sys.executable, "-c", RANK_DIES, *command(pair, tmp_path / "out")])
     assert result.returncode
+    *_, last = result.stderr.splitlines()
+    assert last == "Error: another process of the group has ended; see what it said"
     assert "out" not in listing(tmp_path)
     assert align(pair, tmp_path / "out").code == 0
     assert listing(tmp_path) == sorted([*PLACE, "out"])

@@ -77,7 +77,7 @@ def spd(
     None.
 
     Every step is kept in a work folder until OUT is there, so a killed run goes on. Of several processes (accelerate
-    launch, torchrun) rank 0 groups and measures what was won, and all find the sensitivity and repair.
+    launch, torchrun) all share the work, and rank 0 writes.
     """
     model, out, training = str(model), str(out), options.training
     check_launch_of_blocks()
@@ -125,8 +125,7 @@ def spd(
         # the work folder will be gone, and OUT has the file
         selection = replace(selection, sensitivity=replace(selection.sensitivity, file=SENSITIVITY))
         layout = chosen.layout(dense)
-        with ranks.main_first():
-            head_map = group(teacher, selection, options, calibration, work, console)
+        head_map = group(teacher, selection, options, calibration, work, ranks, console)
         # repair: of some layers alignment, of those that are dropped distillation
         repaired = to_repair(selection, options)
         if not repaired:
@@ -243,32 +242,39 @@ def group(
     options: SpdOptions,
     calibration: np.ndarray,
     work: BlockFolder,
+    ranks: Ranks,
     console: Console,
 ) -> HeadMap | None:
-    """The head map of the blocks that get one; read if it was computed before, for the same blocks by the same
-    criterion."""
+    """The head map of the blocks that get one, which the ranks share; read if it was computed before, for the same
+    blocks by the same criterion."""
     layers, path = to_group(selection, options), work.folder / HEAD_MAP
     if not layers:
         return None
     asked = {"layers": layers, "criterion": options.head_grouping}
-    if not path.is_file() or read_json(path).get("asked") != asked:
+    if not ranks.broadcast(path.is_file() and read_json(path).get("asked") == asked):
+        mine = layers[ranks.rank :: ranks.size]
         units = Units.of(teacher.config["num_attention_heads"], kv_head_count(teacher.config), options.sync_tp_size)
         window = torch.from_numpy(calibration[:1])
         dense = teacher.layer(0, Layout.dense(teacher.num_layers))
         per_token = layer_seconds(teacher, dense, window) / window.shape[1]
-        seconds = grouping_seconds(units, len(layers), per_token, window.shape[1])
+        seconds = grouping_seconds(units, len(mine), per_token, window.shape[1])
         console.note(f"grouping the heads of {len(layers)} blocks: about {human_seconds(seconds)}; {units.freedom}")
-        with console.progress("grouping heads", max(layers) + 1) as advance:
-            head_map = group_heads(
+        with console.progress("grouping heads", max(mine, default=-1) + 1) as advance:
+            part = group_heads(
                 teacher,
-                layers,
+                mine,
                 options.sync_tp_size,
                 calibration,
                 criterion=options.head_grouping,
                 seed=options.training.distill.seed,
                 advance=advance,
             )
-        write_json(path, {**head_map.to_dict(), "asked": asked})
+        for other in ranks.gather(part):
+            part.orders.update(other.orders)
+            part.report.update(other.report)
+        if ranks.is_main:
+            write_json(path, {**part.to_dict(), "asked": asked})
+        ranks.barrier()
     return read_head_map(path)
 
 

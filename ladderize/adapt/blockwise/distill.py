@@ -129,12 +129,12 @@ def distill(
     trained anew. Raises UserError if a loss becomes NaN; what was trained before is kept in ``files``.
     """
     options = options.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1])
-    console.note(distillation_announcement(teacher, student, windows, options))
+    console.note(distillation_announcement(teacher, student, windows, options, ranks))
     keys = {layer: partial(student.key, layer, about) for layer in student.layers}
-    done = [layer for layer in student.layers if files.has(layer, keys[layer])]
+    done = ranks.broadcast([layer for layer in student.layers if files.has(layer, keys[layer])])
     if done:
         console.note(f"blocks {format_ranges(done)} are already done")
-    mine = [layer for layer in student.layers[ranks.rank :: ranks.size] if layer not in done]
+    mine = [layer for layer in student.layers if layer not in done][ranks.rank :: ranks.size]
     if not mine:
         return
     pairs = any(needs_pair(student.layout, layer) for layer in mine)
@@ -150,18 +150,19 @@ def distill(
 
 
 def distillation_announcement(
-    teacher: Blocks, student: StudentBlocks, windows: Windows, options: DistillOptions
+    teacher: Blocks, student: StudentBlocks, windows: Windows, options: DistillOptions, ranks: Ranks
 ) -> str:
     """What the training takes, from a step timed here and now. Raises UserError where such a step has no room.
 
-    options: resolved ones.
+    options: resolved ones. ranks: share the blocks.
     """
     hidden, tokens, batch_size = int(teacher.config["hidden_size"]), windows.train.shape[1], options.batch_size or 1
     ids = windows.train[:batch_size]
     # numbers per token that are kept for the backward pass
     kept = 8 * hidden * (student.layout.sync_tp_size or 1) + 4 * int(teacher.config["intermediate_size"])
     step_of = f"a step on {len(ids):,} windows of {tokens:,} tokens"
-    check_room(4 * ids.numel() * kept, teacher.device, step_of, "lower --batch-size or --seq-len")
+    advice = "lower --batch-size or --seq-len"
+    check_room(4 * ids.numel() * kept, teacher.device, step_of, advice, processes=ranks.local_size)
     store = StateStore((*ids.shape, hidden), teacher.dtype, True)
     with torch.no_grad():
         state = teacher.embed(ids)
@@ -174,7 +175,8 @@ def distillation_announcement(
         math.ceil(len(part) / batch_size) for part in (windows.train, windows.heldout, windows.all)
     )
     epoch = train * step + heldout * EVALUATIONS_PER_EPOCH * forward
-    seconds = len(student.layers) * options.epochs * epoch + every * forward * (max(student.layers) + 1)
+    most = math.ceil(len(student.layers) / ranks.size)
+    seconds = most * options.epochs * epoch + every * forward * (max(student.layers) + 1)
     pairs = any(needs_pair(student.layout, layer) for layer in student.layers)
     states = 2 * (1 + pairs) * windows.all.numel() * hidden * teacher.dtype.itemsize
     place = "in memory" if states <= options.max_memory else "on disk"
@@ -183,5 +185,6 @@ def distillation_announcement(
     return (
         f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {tokens} tokens,"
         f" {len(windows.heldout)} held out: at most about {human_seconds(seconds)} for {options.epochs} epochs on"
-        f" {teacher.device}, {human_bytes(states)} of states {place}, {human_bytes(training)} for one block in training"
+        f" {ranks.words}; for each process {human_bytes(states)} of states {place}, {human_bytes(training)} for one"
+        " block in training"
     )
