@@ -63,7 +63,7 @@ def test_a_layout_that_is_named_twice_is_measured_once(place, tmp_path):
         "convert: ladder 0:4",
         "convert: ladder 0:2",
     ]
-    assert len(document["notes"]) == 2
+    assert len(document["notes"]) == 3  # the last is of times
     adapt = [{**spec(place)["adapt"][1], "layouts": "again"}]
     document = planned(place, tmp_path, layouts=layouts, sensitivity=None, adapt=adapt)
     assert [stage["stage"] for stage in document["stages"]].count("adapt") == 1
@@ -116,7 +116,7 @@ def test_a_stage_that_ways_of_adapting_share_runs_once(place, tmp_path):
 def test_a_chain_of_one_stage_is_the_stage(place, tmp_path):
     one = planned(place, tmp_path, adapt=[{"method": "align", "data": str(place / "ids.npy"), "samples": 8}])
     two = planned(place, tmp_path, adapt=[[{"method": "align", "data": str(place / "ids.npy"), "samples": 8}]])
-    assert one == two
+    assert [stage["command"] for stage in one["stages"]] == [stage["command"] for stage in two["stages"]]
     assert "ladder 0:4, align 8 windows" in {stage["title"].partition(": ")[2] for stage in one["stages"]}
 
 
@@ -128,7 +128,11 @@ def test_a_dry_run_writes_nothing_and_says_what_it_does_not_know(place, tmp_path
         "half: spd 0.5 of the layers by sensitivity (sync_tp_size 2)",
         "half: spd 0.5 of the layers by sensitivity (sync_tp_size 2), full",
     ]
-    assert all(stage["seconds"] is None and not stage["kept"] for stage in document["stages"])
+    assert all(
+        stage["seconds"] > 0 and stage["bytes"] is None and not stage["kept"] for stage in document["stages"][:2]
+    )
+    assert min(document["unplanned_seconds"]) > 0
+    assert "their times are guessed from" in document["notes"][-1]
     shown = invoke("sweep", tmp_path / "s.yaml", "--out", tmp_path / "out", "--dry-run")
     assert "unknown" in shown.stdout
     assert listing(tmp_path) == ["s.yaml"]

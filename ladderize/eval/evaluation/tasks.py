@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 def load_tasks(options: EvalOptions, processes: int = 1) -> "TaskManager":
     """lm-eval's task manager, after every task was found and its data opened. processes: that share each task."""
+    return open_tasks(options, processes)[0]
+
+
+def open_tasks(options: EvalOptions, processes: int = 1) -> tuple["TaskManager", dict[str, dict[str, Any]]]:
+    """The same, and what each task or group of ``options.tasks`` holds: lm-eval's tasks by their names."""
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -30,9 +35,10 @@ def load_tasks(options: EvalOptions, processes: int = 1) -> "TaskManager":
                 else "lm-eval's `lm_eval ls tasks` lists them, --include-path adds your own"
             )
             raise UserError(f"there is no task {task!r}; {hint}")
+    opened: dict[str, dict[str, Any]] = {}
     for task in options.tasks:
         try:
-            loaded = manager.load([task])["tasks"]
+            opened[task] = loaded = manager.load([task])["tasks"]
         except Exception as error:  # a task may run any code to get its data
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(
@@ -50,7 +56,7 @@ def load_tasks(options: EvalOptions, processes: int = 1) -> "TaskManager":
                     f"the task {name!r} has {count} samples, fewer than the {processes} processes that share them;"
                     " start fewer processes" + (", or raise --limit" if options.limit else "")
                 )
-    return manager
+    return manager, opened
 
 
 def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any] | None:

@@ -21,7 +21,8 @@ from ladderize.runtime.launch import Report, handing_on_signals, started_process
 PROCESSES, FSDP = "processes", "fsdp"
 # of the sections whose commands can share their work
 LAUNCH_KEYS = {"sensitivity": (PROCESSES,), "adapt": (PROCESSES, FSDP), "eval": (PROCESSES,)}
-SHARDS = (FULL, LORA)  # methods that FSDP2 shards, and that take all GPUs of the machine
+SHARDS = (FULL, LORA)  # methods whose models FSDP2 shards, and whose batch is shared
+OF_ALL_GPUS = (*SHARDS, "sensitivity")  # what takes all GPUs of the machine
 TAKE_ALL_CORES = ("sensitivity", "adapt")  # commands that do so, whatever OMP_NUM_THREADS says
 LOOPBACK = "127.0.0.1"
 
@@ -40,15 +41,21 @@ class Launch:
 
     @classmethod
     def of(cls, given: Given, method: str, gpus: int) -> "Launch":
-        """What a section asks for; where it says nothing of ``processes``, a retraining gets all ``gpus`` of the
-        machine that its batch can be divided by. method: of adapt, or the name of another section's command."""
-        tp_size, batch = int(given.get("tp_size", 1)), given.get("batch_size")
+        """What a section asks for; where it says nothing of ``processes``, what is ``OF_ALL_GPUS`` gets as many of the
+        machine's ``gpus`` as its batch is divisible by. method: of adapt, or the name of another section's command."""
+        tp_size, batch = int(given.get("tp_size", 1)), given.get("batch_size") if method in SHARDS else None
         on_cpu = given.get("device") == "cpu"
         shared = given.get(PROCESSES, 1)
-        if PROCESSES not in given and method in SHARDS and tp_size == 1 and gpus > 1 and not on_cpu:
+        if PROCESSES not in given and method in OF_ALL_GPUS and tp_size == 1 and gpus > 1 and not on_cpu:
             shared = max(n for n in range(1, gpus + 1) if batch is None or int(batch) % n == 0)
         sharded = given.get(FSDP, method in SHARDS and shared > tp_size)
         return cls(shared, sharded, 0 if on_cpu else max(shared, tp_size))
+
+    def words(self, gpus: int) -> str:
+        """Where it runs, on a machine that has ``gpus``."""
+        count, unit = (self.gpus, "GPU") if gpus else (self.processes, "process")
+        many = f"{count} {unit}{'s' if unit == 'GPU' else 'es'}" if count != 1 else f"1 {unit}"
+        return (many if count > 1 or self.gpus * gpus else "") + (", sharded" if self.fsdp else "")
 
     @property
     def variables(self) -> dict[str, str]:

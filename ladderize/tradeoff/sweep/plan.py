@@ -97,6 +97,13 @@ class Planner:
         known = not any(point.is_open and not set(point.group.awaits) & set(lost) for point in points)
         return SweepPlan(named_apart(points), list(sensitivities.values()), benches, notes, known)
 
+    def to_come(self, point: PlannedPoint) -> list[Stage]:
+        """Stages like those that a point will have whose layout is not known yet."""
+        stages = [self.builder.adaptation(asked, None, point.name) for asked in point.asked]
+        if self.spec.evaluation is not None:
+            stages.append(self.builder.evaluation(self.builder.model, point.name, None, None))
+        return stages
+
     def _sensitivities(self) -> list[tuple[str, int | None]]:
         """Those that a layout is chosen by; where none is, those of all kinds of layers that the grid has."""
         if self.spec.sensitivity is None:

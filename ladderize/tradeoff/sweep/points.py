@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from ladderize.adapt.methods import ALIGN, BLOCKS, FULL, LORA
 from ladderize.convert.sensitivity_file import LADDER, SPD
@@ -11,12 +12,13 @@ from ladderize.tradeoff.sweep.sweep_file import AdaptStage, LayoutChoice
 from ladderize.workflows.sweep_document import AS_CONVERTED, THEN, Status
 
 DENSE = "dense"
+Amount = TypeVar("Amount", int, float)
 
 
-def summed(amounts: Iterable[int | None]) -> int | None:
+def summed(amounts: Iterable[Amount | None]) -> Amount | None:
     """None where one is not known, and of none."""
-    known = list(amounts)
-    return sum(amount for amount in known if amount is not None) if known and None not in known else None
+    known: list[Any] = list(amounts)
+    return sum(known) if known and None not in known else None
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ladderize.adapt.methods import ALIGN, FULL, LORA, Method
+from ladderize.checkpoint.llama import check_model
 from ladderize.console import SILENT, Console, human_bytes
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_own, write_json
@@ -23,7 +24,9 @@ from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.group import already_started
 from ladderize.ranks.threads import cores
 from ladderize.tradeoff.sweep.builder import CACHE, Inputs, StageBuilder
+from ladderize.tradeoff.sweep.estimate import Estimator
 from ladderize.tradeoff.sweep.execute import Execution
+from ladderize.tradeoff.sweep.margin import Questions, count_questions, margin_words, questions_needed
 from ladderize.tradeoff.sweep.plan import Planner
 from ladderize.tradeoff.sweep.points import PlannedPoint, SweepPlan, summed
 from ladderize.tradeoff.sweep.shown import Board, PlanDocument
@@ -75,7 +78,9 @@ def sweep(
         if prune and plan.complete:  # first, so that there is room for what follows
             remove_others(root, {stage.output for stage in plan.stages})
         check_room_for(plan, planner)
-        check_tasks(plan, planner, console)
+        questions = check_tasks(plan, planner, console)
+        if questions and questions_needed(questions, spec.margin) > sum(task.count for task in questions):
+            console.note(f"Note: {margin_words(questions, spec.margin)}")
         document = _Sweep(planner, plan, jobs, gpus, command, console).run()
         if prune and document.complete:
             kept = {stage.output for point in document.points for stage in point.stages}
@@ -88,9 +93,15 @@ def sweep(
 def plan_sweep(file: str | Path, out: str | Path | None = None, *, console: Console = SILENT) -> PlanDocument:
     """What ``sweep`` would do: nothing is written. Raises the same errors for what does not fit."""
     spec, root = _asked(file, out)
-    plan = _planner(spec, root, console).plan()
-    check_gpus(plan, root, visible_gpus())
-    return PlanDocument.of(plan, spec.model, spec.revision, root)
+    planner = _planner(spec, root, console)
+    plan, gpus = planner.plan(), visible_gpus()
+    check_gpus(plan, root, gpus)
+    questions = check_tasks(plan, planner, console)
+    with console.stage("measuring this machine"):
+        estimator = Estimator.of(planner.config, check_model(spec.model, spec.revision), questions)
+    document = PlanDocument.of(plan, planner, gpus, estimator)
+    margin = [margin_words(questions, spec.margin)] if questions else []
+    return replace(document, notes=[*document.notes, *margin])
 
 
 def sweep_folder(file: str | Path, out: str | Path | None = None) -> Path:
@@ -138,8 +149,8 @@ def check_gpus(plan: SweepPlan, root: Path, gpus: Sequence[str]) -> None:
 
 def check_room_for(plan: SweepPlan, planner: Planner) -> None:
     """Raise UserError where the disk is certainly too small: found before hours of work, not after."""
-    root, spec = planner.root, planner.spec
-    needed = PlanDocument.of(plan, spec.model, spec.revision, root).disk_bytes
+    root = planner.root
+    needed = PlanDocument.of(plan, planner).disk_bytes
     free = shutil.disk_usage(root).free
     if needed > free:
         raise UserError(
@@ -148,18 +159,16 @@ def check_room_for(plan: SweepPlan, planner: Planner) -> None:
         )
 
 
-def check_tasks(plan: SweepPlan, planner: Planner, console: Console) -> None:
-    """Raise UserError for a task that is not there, before anything runs; where the dense model's evaluation is kept,
-    they are."""
-    stage = plan.points[0].evaluating
-    if stage is None or finished_stage(stage, planner.root) is not None:
-        return
-    options = planner.spec.evaluation
-    if options is not None and options.tasks:
-        from ladderize.eval.evaluation.tasks import load_tasks
-
-        with console.stage("reading the tasks of lm-eval"), console.contained():
-            load_tasks(options)
+def check_tasks(plan: SweepPlan, planner: Planner, console: Console) -> list[Questions] | None:
+    """The questions of all tasks. Raises UserError for a task that is not there, before anything runs; where the dense
+    model's evaluation is kept, they are, and are not read: None."""
+    stage, options = plan.points[0].evaluating, planner.spec.evaluation
+    if stage is None or options is None or finished_stage(stage, planner.root) is not None:
+        return None
+    if not options.tasks:
+        return []
+    with console.stage("reading the tasks of lm-eval"), console.contained():
+        return count_questions(options)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +17,9 @@ from ladderize.files.documents import read_document
 from ladderize.files.records import Record
 from ladderize.runtime.bench.document import BenchDocument
 from ladderize.runtime.bench.rows import LEAST_ROUNDS
-from ladderize.tradeoff.sweep.points import SweepPlan
+from ladderize.tradeoff.sweep.estimate import Estimator
+from ladderize.tradeoff.sweep.plan import Planner
+from ladderize.tradeoff.sweep.points import SweepPlan, summed
 from ladderize.tradeoff.sweep.stages import STAGES, TIMED, FinishedStage, Stage, finished_stage, read_marker
 from ladderize.workflows.sweep_document import StageState, SweepDocument
 
@@ -30,13 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedStage(Record):
-    """seconds, bytes: about what it will take; None: nothing is known to estimate it from, or it is kept."""
+    """seconds, bytes: about what it will take; None: nothing is known to estimate it from, or it is kept. on: how many
+    GPUs, or processes, in words. share: of the machine, while it runs."""
 
     stage: str
     title: str
     output: str
     command: str
     kept: bool
+    on: str
+    share: float
     seconds: float | None = None
     bytes: int | None = None
 
@@ -44,62 +49,101 @@ class PlannedStage(Record):
 @dataclass(frozen=True)
 class PlanDocument(Record):
     """``ladderize sweep --dry-run --json``. unplanned: points whose layout, or whose promotion, is decided by
-    what is not measured yet: their other stages are known then. notes: what the user should know of the file."""
+    what is not measured yet: their other stages are known then. unplanned_seconds: about what each of them will take,
+    of the whole machine's time.
+    notes: what the user should know of the file."""
 
     model: str
     out: str
     stages: list[PlannedStage]
     unplanned: list[str]
+    unplanned_seconds: list[float | None]
     notes: list[str]
 
     @classmethod
-    def of(cls, plan: SweepPlan, model: str, revision: str | None, root: Path) -> "PlanDocument":
-        """With estimates from what earlier runs in the same folder took."""
-        weights = [path.resolve() for path in check_model(model, revision).glob("*.safetensors")]
+    def of(
+        cls, plan: SweepPlan, planner: Planner, gpus: Sequence[str] = (), estimator: Estimator | None = None
+    ) -> "PlanDocument":
+        """With estimates from what earlier runs in the same folder took, else by the estimator."""
+        root, spec = planner.root, planner.spec
+        weights = [path.resolve() for path in check_model(spec.model, spec.revision).glob("*.safetensors")]
         parent = next(place for place in (root, *root.parents) if place.exists())
         size = sum(path.stat().st_size for path in weights)
         are_linked = all(path.stat().st_dev == parent.stat().st_dev for path in weights)
         found = [read_marker(entry) for entry in sorted((root / STAGES).glob("*"))]
         history = [marker for marker in found if marker is not None]
 
+        guessed = []
+
+        def seconds(stage: Stage) -> float | None:
+            known = _seconds(stage, [marker for marker in history if marker.stage == stage.kind])
+            if known is None and estimator is not None:
+                known = estimator.seconds(stage)
+                guessed.append(stage)
+            return known
+
+        def share(stage: Stage) -> float:
+            return max(1, stage.launch.gpus) / len(gpus) if gpus and stage.kind != TIMED else 1.0
+
+        def machine_seconds(stage: Stage) -> float | None:
+            known = seconds(stage)
+            return known * share(stage) if known is not None else None
+
         def planned(stage: Stage) -> PlannedStage:
             known = (stage.kind, stage.title, stage.output, stage.command)
+            where = (stage.launch.words(len(gpus)), share(stage))
             if finished_stage(stage, root) is not None:
-                return PlannedStage(*known, kept=True)
+                return PlannedStage(*known, True, *where)
             alike = [marker for marker in history if marker.stage == stage.kind]
             needed: int | None = round(fmean(marker.bytes for marker in alike)) if alike else None
             if stage.kind == "convert":
                 needed = 0 if are_linked and "head_map" not in stage.identity["recipe"] else size
             elif stage.kind == "adapt":
                 needed = size * (2 if stage.identity["method"] == LORA else 1)
-            return PlannedStage(*known, False, _seconds(stage, alike), needed)
+            return PlannedStage(*known, False, *where, seconds(stage), needed)
 
-        unplanned = [point.name for point in plan.points if point.layout is None or point.is_open]
-        return cls(model, str(root), [planned(stage) for stage in plan.stages], unplanned, plan.notes)
+        stages = [planned(stage) for stage in plan.stages]
+        later = [point for point in plan.points if point.layout is None or point.is_open]
+        times = [
+            summed(map(machine_seconds, planner.to_come(point))) if point.layout is None else None for point in later
+        ]
+        notes = [*plan.notes, *([estimator.words] if estimator is not None and guessed else [])]
+        return cls(spec.model, str(root), stages, [point.name for point in later], times, notes)
 
     @property
     def rows(self) -> list[dict[str, str]]:
         """A row for each stage."""
+
+        def time(seconds: float | None) -> str:
+            return "unknown" if seconds is None else f"about {human_seconds(seconds)}"
+
         rows = []
         for stage in self.stages:
-            time = "unknown" if stage.seconds is None else f"about {human_seconds(stage.seconds)}"
             disk = "unknown" if stage.bytes is None else human_bytes(stage.bytes)
-            about = {"": "kept", "time": "", "disk": ""} if stage.kept else {"": "to run", "time": time, "disk": disk}
+            about = {"": "kept", "on": "", "time": "", "disk": ""}
+            if not stage.kept:
+                about = {"": "to run", "on": stage.on, "time": time(stage.seconds), "disk": disk}
             rows.append({"stage": stage.title, **about})
-        later = {"": "planned when what decides it is measured", "time": "unknown", "disk": "unknown"}
-        return rows + [{"stage": name, **later} for name in self.unplanned]
+        for name, seconds in zip(self.unplanned, self.unplanned_seconds, strict=True):
+            about = {"": "planned when what decides it is measured", "on": "", "time": time(seconds), "disk": "unknown"}
+            rows.append({"stage": name, **about})
+        if not any(row["on"] for row in rows):
+            rows = [{key: text for key, text in row.items() if key != "on"} for row in rows]
+        return rows
 
     @property
     def total(self) -> str:
         """The sum of what is known, and of how many stages nothing is."""
         left = [stage for stage in self.stages if not stage.kept]
-        known = [stage.seconds for stage in left if stage.seconds is not None]
-        missing = len(left) - len(known) + len(self.unplanned)
+        times = [stage.seconds * stage.share if stage.seconds is not None else None for stage in left]
+        times += self.unplanned_seconds
+        known = [seconds for seconds in times if seconds is not None]
+        missing = len(times) - len(known)
         kept = f"{len(self.stages) - len(left)} of {len(self.stages)} stages are kept"
         if not left and not self.unplanned:
             return f"{kept}; nothing is to be run"
-        time = "about " + human_seconds(sum(known)) if known else "an unknown time: no stage like these has run here"
-        if known and missing:
+        time = f"about {human_seconds(sum(known))}"
+        if missing:
             time = f"more than {human_seconds(sum(known))}: of {missing} nothing is known yet"
         return f"{kept}; the others take {time}; at least {human_bytes(self.disk_bytes)} of disk"
 
