@@ -34,7 +34,7 @@ class Advance(Protocol):
 LOG_INTERVAL_S = 60.0  # between two lines of progress where stderr is no terminal
 FIRST_LOG_S = 15.0
 LONGEST_ERROR = 1500  # characters
-TURN_S, LAST_S = 2.0, 6.0  # before other ranks than 0 say what is wrong; before one does that another rank has left
+TURN_S, LAST_S = 3.0, 8.0  # before other ranks than 0 say what is wrong; before one does that another rank has left
 # What a terminal would obey rather than show, but for new lines and tabs; and what turns the text around it
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 

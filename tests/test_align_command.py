@@ -265,6 +265,10 @@ def test_two_processes_solve_the_same_weights(pair, tmp_path):
     assert [row["layer"] for row in json.loads(result.stdout)["layers"]] == [1, 2, 3]
     one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
     assert max(float((one[name] - two[name]).norm() / one[name].norm()) for name in one) < 1e-3
+    one, two = (
+        json.loads((tmp_path / name / "alignment.json").read_text())["heldout_divergence"] for name in ("one", "two")
+    )
+    assert two == pytest.approx(one, rel=1e-3)
     assert listing(tmp_path) == sorted([*PLACE, "one", "two"])
 
 

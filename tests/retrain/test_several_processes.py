@@ -7,7 +7,7 @@ import torch
 
 from ladderize.adapt.retrain.hf_model import HFEngine
 from tests import warm
-from tests.helpers import CLIPPED
+from tests.helpers import CLIPPED, listing
 from tests.retrain.commands import adapt, arguments, losses_of, succeed, weights_of
 
 
@@ -31,6 +31,12 @@ def test_two_processes_make_the_steps_of_one(place, tmp_path):
     succeed(place, tmp_path / "one", *more, steps=4)
     run_group(place, tmp_path / "two", *more)
     check_same_run(tmp_path / "two", tmp_path / "one")
+
+
+def test_two_processes_align_before_they_train(place, tmp_path):
+    """What one writes, all train from."""
+    run_group(place, tmp_path / "two", "--align", "--distill-from", place / "dense")
+    assert listing(tmp_path) == ["two", "two-aligned"]
 
 
 def test_fsdp2_goes_on_where_one_process_stopped(place, tmp_path, monkeypatch):

@@ -69,14 +69,17 @@ class Engine(ABC):
         )
         self.parallel: DistributedDataParallel | None = None
         if data.size > 1 and not sharded:
-            self.parallel = DistributedDataParallel(
-                student,
-                device_ids=[ranks.device] if on_gpu else None,
-                process_group=data.group,
-                gradient_as_bucket_view=True,  # else it would hold a second copy of all gradients
-                broadcast_buffers=False,  # every rank reads the same files
-                init_sync=False,
-            )
+            with warnings.catch_warnings():
+                # newer versions of torch have another name for broadcast_buffers, and say so
+                warnings.simplefilter("ignore", FutureWarning)
+                self.parallel = DistributedDataParallel(
+                    student,
+                    device_ids=[ranks.device] if on_gpu else None,
+                    process_group=data.group,
+                    gradient_as_bucket_view=True,  # else it would hold a second copy of all gradients
+                    broadcast_buffers=False,  # every rank reads the same files
+                    init_sync=False,
+                )
 
     @property
     def has_teacher(self) -> bool:

@@ -102,6 +102,7 @@ def start_aligned(
         revision=revision,
         console=console,
     )
+    join_ranks(options.device).barrier()  # rank 0 alone writes
     return beside
 
 
