@@ -309,6 +309,29 @@ def test_messages_beyond_the_timed_sizes_are_named():
     )
 
 
+def test_all_reduces_over_the_same_wires_stand_side_by_side(tmp_path):
+    """With the speed-ups that a plan over each of them has; the wait that is the host's is the same over all."""
+    documents, waits = {}, set()
+    for link in ("nvlink", "nccl_nvlink_h100", "nvls_multimem_h100"):
+        where = (*H100[:2], "--link", link, "--tp-size", "8")
+        outcome = invoke("plan", "--shape", "8b", *where, "--out", tmp_path / link)
+        assert outcome.code == 0, outcome
+        documents[link] = PlanResult.from_dict(json.loads((tmp_path / link).read_text()), link)
+        waits.add(round(documents[link].rows[0].communication["prefill"].exposed_ms, 6))
+        assert "nvls_multimem_h100 (vLLM)" in outcome.stdout
+        assert "ms of prefill wait are what the host takes" in outcome.stdout
+    assert len(waits) == 1
+    for document in documents.values():
+        assert {one.link for one in document.others} == documents.keys() - {document.link.name}
+        for one in document.others:
+            rows = documents[one.link].rows
+            assert one.speedups == {
+                row.model: [row.speedup_end_to_end, *row.speedup_end_to_end_interval] for row in rows
+            }
+    alone = invoke("plan", "--shape", "8b", *H100[:2], "--link", "20,100", "--tp-size", "8")
+    assert "Speed-up by all-reduce" not in alone.stdout
+
+
 def test_the_list_names_everything():
     outcome = invoke("plan", "--list")
     assert outcome.code == 0

@@ -5,7 +5,7 @@ nats: its perplexity is exp(cost) times the dense one's.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ladderize.convert.sensitivity_file import AlignmentWindows
@@ -28,7 +28,8 @@ class PlannedRow(SpeedRow):
 
     end_to_end_tokens_per_s: new tokens of the whole batch over prefill and all decode steps. parameters: of the model.
     memory_need_bytes: a rank's weights, KV cache and prefill; fits: whether its device has that much, None where that
-    is unknown. peak_memory_bytes: None, it is measured or nothing.
+    is unknown. peak_memory_bytes: None, it is measured or nothing. prefill_start_ms: what the host takes to start the
+    all-reduces of a prefill, which no layout hides and no link shortens.
     """
 
     parameters: int
@@ -41,6 +42,7 @@ class PlannedRow(SpeedRow):
     memory_need_bytes: int
     fits: bool | None
     communication: dict[str, PhaseCommunication]
+    prefill_start_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,22 @@ class GroupLink(Record):
     link: Link
     derived: str | None
     bytes_outside_range: list[int]
+
+
+@dataclass(frozen=True)
+class OtherAllReduce(Record):
+    """What another all-reduce over the same wires would make of one group and batch size.
+
+    vllm: whether vLLM takes this one. speedups: end to end, of each row, [value, low, high]. extrapolated: messages are
+    of other sizes than were timed.
+    """
+
+    link: str
+    ranks: int
+    batch_size: int
+    vllm: bool
+    extrapolated: bool
+    speedups: dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -192,6 +210,7 @@ class PlanResult(Record):
     """All of plan.json but the schema in front. model: what was asked for.
 
     link, links: None and empty where only one rank was asked for. choice: the layout that was chosen, if one was to be.
+    others: other all-reduces than that of ``link``.
     """
 
     LEFT_OUT: ClassVar = ("choice",)
@@ -204,6 +223,7 @@ class PlanResult(Record):
     engine: EngineFacts
     rows: list[PlannedRow]
     choice: PlanChoice | None = None
+    others: list[OtherAllReduce] = field(default_factory=list)
 
     def rows_of(self, ranks: int, batch: int) -> list[PlannedRow]:
         """Of one group at one batch size, the dense model first."""

@@ -26,12 +26,12 @@ from ladderize.planning.passes import (
     predict_pass,
     predict_silent,
 )
-from ladderize.planning.plans.document import NO_WEIGHTS, Basis, GroupLink, PlannedRow
+from ladderize.planning.plans.document import NO_WEIGHTS, Basis, GroupLink, OtherAllReduce, PlannedRow
 from ladderize.planning.plans.options import BOUNDS, PlanModel, PlanOptions
 from ladderize.runtime.bench.cost_model import MemoryNeed, Prediction, cache_bytes, prefill_bytes, weight_bytes
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, NO_COMM, PARALLEL, PHASES, PhaseCommunication
-from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
+from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link, other_all_reduces
 from ladderize.runtime.shards import Shape, check_activation, check_runnable, read_shape
 
 CHOSEN_ROW = "chosen"
@@ -246,6 +246,7 @@ def planned_rows(
         speedups = {phase: [a / b for a, b in zip(dense[phase], own, strict=True)] for phase, own in ms.items()}
         tokens_per_s = [1e3 * batch * new / whole for whole in ms["end_to_end"]]
         decode = ms["decode"][0]
+        communication = {phase: _communication(variant, parts[phase], passes[phase], group) for phase in PHASES}
         yield PlannedRow(
             model=variant.name,
             kind=MODEL_ROW if variant.bound is None else BASELINE_ROW,
@@ -282,7 +283,27 @@ def planned_rows(
             exposed_end_to_end_ms=1e3 * passes["end_to_end"][0].exposed,
             memory_need_bytes=need.total,
             fits=None if memory is None else need.total <= memory * GIB,
-            communication={phase: _communication(variant, parts[phase], passes[phase], group) for phase in PHASES},
+            communication=communication,
+            prefill_start_ms=1e3 * communication["prefill"].all_reduces * parts["prefill"].message_start,
+        )
+
+
+def other_all_reduces_of(
+    model: ModelToPlan, group: PlannedGroup, workload: Workload, variants: Sequence[RowVariant]
+) -> Iterator[OtherAllReduce]:
+    """The same rows over each other all-reduce that is known of the group's link."""
+    for link in other_all_reduces(group.interconnect, group.ranks) if group.interconnect is not None else ():
+        other = dataclasses.replace(group, interconnect=link)
+        yield OtherAllReduce(
+            link=link.name,
+            ranks=group.ranks,
+            batch_size=workload.batch_size,
+            vllm=group.ranks in (link.vllm_ranks or ()),
+            extrapolated=bool(other.taken_link(model, [workload]).bytes_outside_range),
+            speedups={
+                row.model: [row.speedup_end_to_end, *row.speedup_end_to_end_interval]
+                for row in planned_rows(model, other, workload, variants)
+            },
         )
 
 

@@ -21,7 +21,14 @@ from ladderize.planning.plans.costs import read_plan_costs
 from ladderize.planning.plans.document import PlanChoice, PlanResult
 from ladderize.planning.plans.layout_choice import plan_layout
 from ladderize.planning.plans.options import PlanGoal, PlanModel, PlanOptions
-from ladderize.planning.plans.rows import ModelToPlan, PlannedGroup, planned_rows, read_model, row_variants
+from ladderize.planning.plans.rows import (
+    ModelToPlan,
+    PlannedGroup,
+    other_all_reduces_of,
+    planned_rows,
+    read_model,
+    row_variants,
+)
 from ladderize.planning.plans.show import show_choice, show_plan
 from ladderize.runtime.collectives.links import Interconnect, read_interconnect
 
@@ -60,10 +67,11 @@ def plan(
     if goal is not None:
         found, measurer = _choose_layout(model, choice, goal, groups[0], workloads[0], out, console)
     layout = found.chosen.as_layout if found is not None else None
-    rows = []
+    rows, others = [], []
     for group in groups:
         variants = row_variants(model, choice, group.ranks, choosing=layout is not None, chosen=layout)
         rows += [row for workload in workloads for row in planned_rows(model, group, workload, variants)]
+        others += [one for workload in workloads for one in other_all_reduces_of(model, group, workload, variants)]
     result = PlanResult(
         model=choice,
         options=options,
@@ -73,6 +81,7 @@ def plan(
         engine=engine,
         rows=rows,
         choice=found,
+        others=others,
     )
     if out is not None:
         write_json(out, result.to_dict())

@@ -1,7 +1,7 @@
 """plan.json for a person: a table for each group and batch size, and what to know when reading them; and what names
 ``ladderize plan`` knows. Imports no torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,9 @@ def show_plan(result: PlanResult, console: Console) -> None:
             console.result(f"\n{group_words(result, rows[0])} ({rows[0].basis})")
             lines = [_line(row) for row in rows]
             console.table(lines, right=[key for key in lines[0] if key != "layout"])
+    if compared := _by_all_reduce(result):
+        console.result("\nSpeed-up by all-reduce, over the same wires")
+        console.table(compared, right=["ranks", "batch"])
     console.result("")
     for line in (*_verdicts(result), *_explanations(result)):
         console.prose(line)
@@ -63,9 +66,8 @@ def _line(row: PlannedRow) -> dict[str, str]:
     """As narrow as a terminal of 80 columns."""
     low, high = row.speedup_end_to_end_interval
     slow, fast = row.end_to_end_tokens_per_s_interval
-    name = row.model.removesuffix(" baseline") if row.weights == NO_WEIGHTS else Path(row.model).name
     return {
-        "layout": name,
+        "layout": _shown_name(row),
         "prefill": _digits(row.prefill_ms),
         "prefill wait": _digits(row.communication["prefill"].exposed_ms),
         "decode": _digits(row.decode_ms_per_token),
@@ -75,6 +77,33 @@ def _line(row: PlannedRow) -> dict[str, str]:
         "speed-up": f"{row.speedup_end_to_end:.2f}x",
         "band": f"{low:.2f}-{high:.2f}" if high > low else "",
     }
+
+
+def _by_all_reduce(result: PlanResult) -> list[dict[str, str]]:
+    """The speed-ups of all rows over each all-reduce that is known of the link, with their bands."""
+    if result.link is None or not result.others:
+        return []
+    own = result.link
+    names = {one.link: f"{one.link} (vLLM)" if one.vllm else one.link for one in result.others}
+    first = f"{own.name} (vLLM)" if own.vllm_ranks else own.name
+    lines = []
+    for ranks, batch in dict.fromkeys((one.ranks, one.batch_size) for one in result.others):
+        for row in result.rows_of(ranks, batch)[1:]:
+            line = {"ranks": str(ranks), "batch": str(batch), "layout": _shown_name(row)}
+            line |= {first: _speedup_text([row.speedup_end_to_end, *row.speedup_end_to_end_interval])}
+            line |= dict.fromkeys(names.values(), "")
+            beside = [one for one in result.others if (one.ranks, one.batch_size) == (ranks, batch)]
+            lines.append(line | {names[one.link]: _speedup_text(one.speedups[row.model]) for one in beside})
+    return lines
+
+
+def _speedup_text(speedup: Sequence[float]) -> str:
+    value, low, high = speedup
+    return f"{value:.2f}x {low:.2f}-{high:.2f}"
+
+
+def _shown_name(row: PlannedRow) -> str:
+    return row.model.removesuffix(" baseline") if row.weights == NO_WEIGHTS else Path(row.model).name
 
 
 def _digits(value: float) -> str:
@@ -118,13 +147,34 @@ def _explanations(result: PlanResult) -> list[str]:
     if any(row.basis == "predicted" for row in result.rows):
         lines.append(
             "predicted: nothing was timed on such a machine. Speed-ups are more certain than times;"
-            " `ladderize calibrate` narrows both."
+            " `ladderize calibrate` narrows both. Of all models on GPUs, only Llama-70B over nvlink of H100 (not spd)"
+            " was compared with measurements."
         )
-        if any(row.sync_tp_size is not None and row.tp_size > 1 for row in result.rows):
-            lines.append(
-                "No speeds of dropped sync points (spd) are published: no prediction of theirs was ever checked."
-            )
+    if result.others:
+        lines.append("A band holds for one all-reduce, not for the choice among several." + _of_others(result))
+    lines += [line for row in result.rows if (line := _host_bound(result, row))]
     return lines
+
+
+def _of_others(result: PlanResult) -> str:
+    """What is to be known of the all-reduces that are shown beside the link."""
+    text = ""
+    if any(one.vllm for one in result.others) or (result.link is not None and result.link.vllm_ranks):
+        text += " (vLLM): nearest to what vLLM takes; its messages below 0.25 MB go by a kernel of its own."
+    if outside := dict.fromkeys(one.link for one in result.others if one.extrapolated):
+        text += f" Extrapolated to sizes of messages that were not timed: {', '.join(outside)}."
+    return text
+
+
+def _host_bound(result: PlanResult, row: PlannedRow) -> str | None:
+    """Said of a dense prefill whose wait is the host's for the most part."""
+    start, waited = row.prefill_start_ms, row.communication["prefill"].exposed_ms
+    if row is not result.rows_of(row.tp_size, row.batch_size)[0] or start < waited / 2 or not start:
+        return None
+    return (
+        f"{group_words(result, row)}: {_digits(start)} of the {_digits(waited)} ms of prefill wait are what the host"
+        " takes to start all-reduces: no link shortens it, and no layout with as many hides it."
+    )
 
 
 def _warnings(result: PlanResult) -> Iterator[str]:

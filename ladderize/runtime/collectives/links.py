@@ -4,8 +4,9 @@ torch."""
 import csv
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 from ladderize.errors import UsageError, UserError
 from ladderize.files.documents import read_section
@@ -77,8 +78,11 @@ class Interconnect(Record):
     contention: while a message is in flight, compute runs at the rate 1 - contention. relative_error: of a message's
     time, one standard deviation. calibrated: measured on this link itself, by ``ladderize calibrate``. nvlink_gb_s: of
     the NVLink that it was measured over, in one direction; None of other links, and where it is unknown. uncertain:
-    names of figures that were fitted and are uncertain by more than their size.
+    names of figures that were fitted and are uncertain by more than their size. medium: the wires, over which there are
+    other all-reduces, too. vllm_ranks: for which numbers of ranks vLLM takes this one.
     """
+
+    LEFT_OUT: ClassVar = ("medium", "vllm_ranks")
 
     name: str
     rows: list[InterconnectRow]
@@ -89,6 +93,8 @@ class Interconnect(Record):
     any_ranks: Link | None = None
     nvlink_gb_s: float | None = None
     uncertain: list[str] = field(default_factory=list)
+    medium: str | None = None
+    vllm_ranks: list[int] | None = None
 
     def check(self, where: str) -> None:
         """Raise UserError, which begins with ``where``, for figures that no link has."""
@@ -213,19 +219,36 @@ def known_interconnects() -> dict[str, Interconnect]:
     for one in published:
         bus = float(one["beta_gb_s"]) * ring_share(_ranks_of(one)) if one["beta_gb_s"] else None
         row = InterconnectRow(_ranks_of(one), float(one["alpha_us"]), bus, int(one["min_bytes"]), int(one["max_bytes"]))
-        known = interconnects.setdefault(
-            one["path"], Interconnect(one["path"], [], ASSUMED_CONTENTION, ASSUMED_ERROR, False, one["source"])
-        )
-        known.rows.append(row)
+        about: dict[str, Any] = {"medium": one["medium"], "vllm_ranks": [row.ranks] * (one["vllm"] == "yes")}
+        new = Interconnect(one["path"], [row], ASSUMED_CONTENTION, ASSUMED_ERROR, False, one["source"], **about)
+        if (known := interconnects.get(new.name)) is not None:
+            source = new.source if new.source == known.source else f"{known.source}; {new.source}"
+            more: dict[str, Any] = {key: [*getattr(known, key), *getattr(new, key)] for key in ("rows", "vllm_ranks")}
+            new = replace(known, source=source, **more)
+        interconnects[new.name] = new
     rows = [
         InterconnectRow(n, NVLINK_ALPHA_US + NVLINK_ALPHA_PER_RANK_US * (n - 2), NVLINK_BUS_GB_S, *NVLINK_BYTES)
         for n in (2, 4, 8)
     ]
     source = "fitted to the speeds of H100 with NVLink that the Ladder Residual authors published (a line in the ranks)"
     interconnects["nvlink"] = Interconnect(
-        "nvlink", rows, NVLINK_CONTENTION, 0.05, False, source, nvlink_gb_s=NVLINK_DIRECTION_GB_S
+        "nvlink",
+        rows,
+        NVLINK_CONTENTION,
+        0.05,
+        False,
+        source,
+        nvlink_gb_s=NVLINK_DIRECTION_GB_S,
+        medium=interconnects["nccl_nvlink_h100"].medium,
     )
     return interconnects
+
+
+def other_all_reduces(link: Interconnect, ranks: int) -> list[Interconnect]:
+    """Those over the same wires that were timed with so many ranks."""
+    known = known_interconnects().values() if link.medium is not None else ()
+    alike = [one for one in known if one.medium == link.medium and one.name != link.name]
+    return [one for one in alike if any(row.ranks == ranks for row in one.rows)]
 
 
 def _ranks_of(published: Mapping[str, str]) -> int:
