@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ladderize.checkpoint.llama import expected_tensors
 from ladderize.cli import main
 from ladderize.console import printable
 from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
@@ -86,6 +88,22 @@ def save_llama(
     size = sum(p.numel() * dtype.itemsize for p in model.parameters())
     model.to(dtype).save_pretrained(folder, max_shard_size=size // shards + size // 8 if shards > 1 else "5GB")
     return folder
+
+
+def save_sparse(folder: Path, config: dict[str, object], layout: Layout | None = None) -> None:
+    """A checkpoint of any size that takes no room: a header in bfloat16, and a hole."""
+    if layout is not None:
+        config = {**config, "model_type": "ladderized_llama", **layout.to_config()}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header, end = {}, 0
+    for name, shape in expected_tensors(config).items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def edit_json(path: Path, **changes: object) -> None:

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -30,6 +31,7 @@ from ladderize.commands.builder import (
 from ladderize.commands.next_steps import command_line, retrain_command, scoring_file, show_next
 from ladderize.commands.options import LOADING, start_on
 from ladderize.console import Console
+from ladderize.convert.weights import parse_size
 from ladderize.errors import UsageError
 from ladderize.runtime.schedule import Schedule, ScheduleName
 
@@ -65,6 +67,18 @@ class AdaptArguments:
     distill_from: str | None = None
     device: DeviceName | None = None
     threads: int | None = None
+    dry_run: bool = option(
+        "Show what it would take (memory of each process, disk, time), and what would take less, and stop. No weights"
+        " are read.",
+        False,
+    )
+    device_memory: int | None = option(
+        "Memory of a device, such as 80GB, that --dry-run compares with.",
+        metavar="SIZE",
+        parse=partial(parse_size, option="--device-memory"),
+        shown="what is free here",
+        needs="dry_run",
+    )
     plot: Path | None = option("Draw the training curves: STEM.png and STEM.svg.", metavar="STEM")
     overwrite: bool = option(OVERWRITE, False, help="Replace OUT if it is a checkpoint (lora: an adapter).")
     verify: bool = option(NO_VERIFY, True)
@@ -123,24 +137,28 @@ OPTIONS: dict[Method, tuple[type, ...]] = {
         OPTIMISATION: "max_tokens max_steps batch_size lr lr_schedule warmup_steps min_lr weight_decay max_gradient"
         " epochs patience",
         VALIDATION: "eval_data heldout eval_every save_every keep write resume",
-        MEMORY: "micro_batch_size gradient_checkpointing tp_size schedule domino_chunks domino_columns attention"
-        " max_memory dtype device threads",
+        MEMORY: "dry_run device_memory micro_batch_size gradient_checkpointing tp_size schedule domino_chunks"
+        " domino_columns attention max_memory dtype device threads",
         OUTPUT: "log_with log_dir plot work_dir overwrite no_verify json",
         MODELS: "revision",
     },
-    short="data seq_len show_data method distill_from train hidden_weight align lora_rank max_tokens max_steps lr"
-    " eval_data resume micro_batch_size gradient_checkpointing tp_size dtype device plot overwrite json config",
+    short="data seq_len show_data dry_run method distill_from train hidden_weight align lora_rank max_tokens max_steps"
+    " lr eval_data resume micro_batch_size gradient_checkpointing tp_size dtype device plot overwrite json config",
 )
 def adapt(given: GivenOptions) -> None:
     """Retrain a converted checkpoint to win back accuracy, on text and on the dense model's predictions."""
     own = given.fill(AdaptArguments)
-    if own.out is None and not given.params["show_data"]:
+    check_options(own)
+    if own.out is None and not (given.params["show_data"] or own.dry_run):
         raise UsageError("OUT is missing: name the folder to write")
     console = Console(own.as_json)
     with console.stage(LOADING):
         check_effect(own.method, given)
         home = {BLOCKS: "blockwise.distill", ALIGN: "align.align"}.get(own.method, "retrain.run")
         importlib.import_module(f"ladderize.adapt.{home}")
+    if own.dry_run:
+        _forecast(given, own, console)
+        return
     if own.plot is not None:
         from ladderize.figure import check_plot
 
@@ -180,6 +198,32 @@ def _window_options(given: GivenOptions, own: AdaptArguments) -> WindowOptions:
         return given.fill(AlignOptions, data=data[0], layers=own.train)
     layers = own.train if own.train != CONVERTED else None
     return given.fill(BlockwiseOptions, data=data[0], layers=layers, distill=given.fill(DistillOptions))
+
+
+def _forecast(given: GivenOptions, own: AdaptArguments, console: Console) -> None:
+    """--dry-run."""
+    from ladderize.adapt.blockwise.rewrite import LayerForecast, forecast_layers
+    from ladderize.adapt.retrain.forecast import TrainingForecast, forecast_training
+
+    options = adapt_options(given)
+    about: dict[str, Any] = {"device_memory": own.device_memory, "revision": own.revision}
+    found: TrainingForecast | LayerForecast
+    if isinstance(options, RetrainOptions):
+        found = forecast_training(own.model, options, **about)
+    elif isinstance(options, AlignOptions):
+        from ladderize.adapt.align.align import Aligning
+
+        found = forecast_layers(Aligning(), own.model, own.distill_from or "", options, **about)
+    else:
+        from ladderize.adapt.blockwise.distill import Distilling
+
+        assert isinstance(options, BlockwiseOptions)
+        found = forecast_layers(Distilling(), own.model, own.distill_from or "", options, **about)
+    console.document(found.to_dict())
+    console.prose(found.text())
+    if isinstance(found, TrainingForecast):
+        console.result("")
+        console.table(found.rows(), right=["rows at once", "memory of each process", "time"])
 
 
 def _rewrite(given: GivenOptions, own: AdaptArguments, console: Console) -> None:

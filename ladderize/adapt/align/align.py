@@ -114,6 +114,13 @@ class Aligning(LayerMethod[AlignOptions, Alignment]):
     def files(self, work: BlockFolder) -> LayerFiles:
         return work.aligned
 
+    def needs(
+        self, teacher: Blocks, layout: Layout, windows: Windows, options: AlignOptions, ranks: Ranks
+    ) -> tuple[dict[str, int], int]:
+        weights, products = layer_bytes(teacher, layout.sync_tp_size)
+        every = with_random(windows, teacher.config, options.settings())
+        return {"weights of a layer": weights, "its products": products}, states_bytes(teacher, every, ranks)
+
     def work(self, job: LayerJob[AlignOptions]) -> None:
         teacher, config = job.teacher, job.teacher.config
         orders = heads_of(job.own.checkpoint)

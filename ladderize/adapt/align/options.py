@@ -67,6 +67,10 @@ class AlignOptions(AlignSettings, WindowOptions):
         if not 0 <= self.random_share <= MOST_RANDOM:
             raise UsageError(f"--random-share must be between 0 and {MOST_RANDOM}, not {self.random_share:g}")
 
+    @property
+    def states_limit(self) -> int:
+        return self.max_memory
+
     def settings(self) -> AlignSettings:
         return AlignSettings(self.ridge, self.seed, self.random_share)
 

@@ -107,6 +107,13 @@ class Distilling(LayerMethod[BlockwiseOptions, Distillation]):
     def files(self, work: BlockFolder) -> LayerFiles:
         return work.distilled
 
+    def needs(
+        self, teacher: Blocks, layout: Layout, windows: Windows, options: BlockwiseOptions, ranks: Ranks
+    ) -> tuple[dict[str, int], int]:
+        batch_size = options.distill.resolve(int(teacher.config["hidden_size"]), windows.train.shape[1]).batch_size
+        pairs = any(needs_pair(layout, layer) for layer in self.layers(layout, options.layers))
+        return step_bytes(teacher, layout, windows, batch_size or 1), stored_states_bytes(teacher, windows, pairs)
+
     def work(self, job: LayerJob[BlockwiseOptions]) -> None:
         options = job.options.distill
         distill(job.teacher, job.student, job.windows, options, job.files, job.ranks, job.console, about=job.about)
@@ -149,6 +156,26 @@ def distill(
                 files.save(index, weights, report, keys[index]())
 
 
+def step_bytes(teacher: Blocks, layout: Layout, windows: Windows, batch_size: int) -> dict[str, int]:
+    """What training a block takes, by what takes it."""
+    hidden, size = int(teacher.config["hidden_size"]), teacher.dtype.itemsize
+    infos = teacher.checkpoint.tensors
+    block = sum(info.numel for name, info in infos.items() if name.startswith("model.layers.0."))
+    # numbers per token that are kept for the backward pass
+    kept = 8 * hidden * (layout.sync_tp_size or 1) + 4 * int(teacher.config["intermediate_size"])
+    return {
+        "a block in training": 16 * block,  # weights, gradients and Adam's two moments in float32
+        "activations": 4 * windows.train[:batch_size].numel() * kept,
+        "the dense block": block * size,
+        "embedding and head": 2 * int(teacher.config["vocab_size"]) * hidden * size,
+    }
+
+
+def stored_states_bytes(teacher: Blocks, windows: Windows, pairs: bool) -> int:
+    """Of the states before and behind a block, for all windows."""
+    return 2 * (1 + pairs) * windows.all.numel() * int(teacher.config["hidden_size"]) * teacher.dtype.itemsize
+
+
 def distillation_announcement(
     teacher: Blocks, student: StudentBlocks, windows: Windows, options: DistillOptions, ranks: Ranks
 ) -> str:
@@ -158,11 +185,10 @@ def distillation_announcement(
     """
     hidden, tokens, batch_size = int(teacher.config["hidden_size"]), windows.train.shape[1], options.batch_size or 1
     ids = windows.train[:batch_size]
-    # numbers per token that are kept for the backward pass
-    kept = 8 * hidden * (student.layout.sync_tp_size or 1) + 4 * int(teacher.config["intermediate_size"])
+    needed = step_bytes(teacher, student.layout, windows, batch_size)
     step_of = f"a step on {len(ids):,} windows of {tokens:,} tokens"
     advice = "lower --batch-size or --seq-len"
-    check_room(4 * ids.numel() * kept, teacher.device, step_of, advice, processes=ranks.local_size)
+    check_room(needed["activations"], teacher.device, step_of, advice, processes=ranks.local_size)
     store = StateStore((*ids.shape, hidden), teacher.dtype, True)
     with torch.no_grad():
         state = teacher.embed(ids)
@@ -178,10 +204,9 @@ def distillation_announcement(
     most = math.ceil(len(student.layers) / ranks.size)
     seconds = most * options.epochs * epoch + every * forward * (max(student.layers) + 1)
     pairs = any(needs_pair(student.layout, layer) for layer in student.layers)
-    states = 2 * (1 + pairs) * windows.all.numel() * hidden * teacher.dtype.itemsize
+    states = stored_states_bytes(teacher, windows, pairs)
     place = "in memory" if states <= options.max_memory else "on disk"
-    # weights, gradients and Adam's two moments in float32
-    training = 16 * sum(parameter.numel() for parameter in trainer.layer.parameters())
+    training = needed["a block in training"]
     return (
         f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {tokens} tokens,"
         f" {len(windows.heldout)} held out: at most about {human_seconds(seconds)} for {options.epochs} epochs on"

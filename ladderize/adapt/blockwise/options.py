@@ -46,6 +46,11 @@ class WindowOptions:
         (spec,) = parse_specs([self.data])
         return spec
 
+    @property
+    def states_limit(self) -> int:
+        """Bytes of states that a process keeps in memory."""
+        raise NotImplementedError
+
     def settings(self) -> Record:
         """What decides the result besides data, models and layers: for the record, and for a killed run to know its
         work."""
@@ -95,6 +100,10 @@ class BlockwiseOptions(WindowOptions):
         super().__post_init__()
         check_options(self.distill)
         check_training(self.dtype, self.distill.lr)
+
+    @property
+    def states_limit(self) -> int:
+        return self.distill.max_memory
 
     def settings(self) -> DistillSettings:
         return DistillSettings(**{own.name: getattr(self.distill, own.name) for own in fields(DistillSettings)})

@@ -18,7 +18,7 @@ from ladderize.adapt.teacher import check_improved, check_pair, check_related, t
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_streams
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import Console, to_json
+from ladderize.console import Console, human_bytes, to_json
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
@@ -29,7 +29,8 @@ from ladderize.files.records import OwnRecord, Record
 from ladderize.files.regular import resolved
 from ladderize.files.work import FINISHED, RUN, EarlierRun, run_digest, work_folder
 from ladderize.layout import Layout, format_ranges
-from ladderize.ranks.group import Ranks, join_ranks
+from ladderize.memory import available_bytes
+from ladderize.ranks.group import Ranks, join_ranks, launched
 from ladderize.ranks.training import compute_dtype
 
 # ---- documents ----
@@ -143,6 +144,40 @@ def perplexity_rows(perplexities: Mapping[str, Perplexity], divergences: Mapping
         }
         for number, (name, value) in enumerate(perplexities.items())
     ]
+
+
+@dataclass(frozen=True)
+class LayerForecast(Record):
+    """What a method would take (``--dry-run``). memory_parts: of each process on its device, by what takes them.
+    states_bytes: of the models' states for all windows, in each process's memory up to ``max_memory``, else on the
+    disk."""
+
+    model: str
+    method: str
+    layers: list[int]
+    samples: int
+    heldout: int
+    seq_len: int
+    memory_bytes: int
+    memory_parts: dict[str, int]
+    states_bytes: int
+    states_on_disk: bool
+    output_bytes: int
+    device_memory_bytes: int | None
+
+    def text(self) -> str:
+        parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in self.memory_parts.items())
+        place = "on the disk" if self.states_on_disk else "in the machine's memory"
+        free = ""
+        if self.device_memory_bytes is not None:
+            fits = "fits" if self.memory_bytes <= self.device_memory_bytes else "does not fit"
+            free = f" It {fits} into {human_bytes(self.device_memory_bytes)}."
+        return (
+            f"{self.method}, layers {format_ranges(self.layers)}, one at a time, on {self.samples:,} windows of"
+            f" {self.seq_len} tokens, {self.heldout} held out. Memory of each process:"
+            f" {human_bytes(self.memory_bytes)} ({parts}); {human_bytes(self.states_bytes)} of states {place}; at most"
+            f" {human_bytes(self.output_bytes)} for OUT.{free}"
+        )
 
 
 # ---- from a command to a checkpoint ----
@@ -265,6 +300,12 @@ class LayerMethod(ABC, Generic[MethodOptions, Document]):
         """Where finished layers lie."""
 
     @abstractmethod
+    def needs(
+        self, teacher: Blocks, layout: Layout, windows: Windows, options: MethodOptions, ranks: Ranks
+    ) -> tuple[dict[str, int], int]:
+        """Of each process: bytes on its device, by what takes them, and bytes of states. Reads no weights."""
+
+    @abstractmethod
     def work(self, job: LayerJob[MethodOptions]) -> None:
         """Make every layer that ``job.files`` does not hold yet. All ranks call it."""
 
@@ -290,11 +331,7 @@ def rewrite(
     options.source.files()  # that they are there
     ranks = join_ranks(options.device)
     checkpoint, dense = open_checkpoint(model, revision), open_checkpoint(teacher_name)
-    layout = check_pair(checkpoint, dense, model, teacher_name)
-    if layout.is_dense:
-        raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
-    if method.needs_source:
-        check_related(checkpoint, dense, model, teacher_name)
+    layout = layout_to_rewrite(method, checkpoint, dense, model, teacher_name)
     layers = method.layers(layout, options.layers)
     run = CheckpointRun(
         out, f"{method.key}.json", options.work_dir, (checkpoint, dense), ranks, console, overwrite=overwrite
@@ -342,6 +379,53 @@ def rewrite(
         changes = Changes(replace=files.tensors(layers), record={method.key: told}, note=document.card_note)
         run.write(work, model, Recipe(), document, changes, revision=revision, verify=verify)
     return document
+
+
+def layout_to_rewrite(
+    method: LayerMethod[Any, Any], checkpoint: Checkpoint, dense: Checkpoint, model: str, teacher_name: str
+) -> Layout:
+    """The layout of the pair; raises UserError where ``method`` can do nothing with it."""
+    layout = check_pair(checkpoint, dense, model, teacher_name)
+    if layout.is_dense:
+        raise UserError(f"{model} is dense; there is nothing to distil; convert it first")
+    if method.needs_source:
+        check_related(checkpoint, dense, model, teacher_name)
+    return layout
+
+
+def forecast_layers(
+    method: LayerMethod[MethodOptions, Any],
+    model: str,
+    teacher_name: str,
+    options: MethodOptions,
+    *,
+    device_memory: int | None = None,
+    revision: str | None = None,
+) -> LayerForecast:
+    """What ``rewrite`` would take: the data and headers are read, no weights. device_memory: bytes of each device;
+    None: what is free here."""
+    options.source.files()
+    place, device = launched(), torch.device(options.device)
+    checkpoint, dense = open_checkpoint(model, revision), open_checkpoint(teacher_name)
+    layout = layout_to_rewrite(method, checkpoint, dense, model, teacher_name)
+    layers, windows = method.layers(layout, options.layers), method.windows(dense, options)
+    teacher = Blocks(dense, compute_dtype(options.dtype, stored_dtype(dense)), device)
+    ranks = Ranks(place.rank, place.size, device, place.local_size)
+    parts, states = method.needs(teacher, layout, windows, options, ranks)
+    return LayerForecast(
+        model=model,
+        method=method.name,
+        layers=list(layers),
+        samples=len(windows.train),
+        heldout=len(windows.heldout),
+        seq_len=windows.train.shape[1],
+        memory_bytes=sum(parts.values()),
+        memory_parts=parts,
+        states_bytes=states,
+        states_on_disk=states > options.states_limit,
+        output_bytes=checkpoint.weight_bytes,
+        device_memory_bytes=device_memory if device_memory is not None else available_bytes(device),
+    )
 
 
 # ---- measures ----

@@ -29,7 +29,7 @@ MOMENT_BYTES = 2 * FP32  # Adam's two moments
 OTHER_BYTES = 500_000_000  # of the interpreter and the libraries, roughly
 CUT = "cut"  # key of a work folder's record: how its steps are computed
 SIZES = (2, 4, 8, 16, 32, 64)  # numbers of GPUs to suggest
-FSDP2 = "FSDP2 over {} processes (accelerate launch --config_file examples/accelerate/fsdp2_8_gpus.yaml)"
+FSDP2 = " (accelerate launch --config_file examples/accelerate/fsdp2_8_gpus.yaml)"
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,18 @@ class Demand:
         numbers = self.rows * self.seq_len * int(self.config["hidden_size"])
         return numbers * (4 * self.compared * self.compute + 3 * FP32) if self.compared else 0
 
+    @property
+    def operations(self) -> float:
+        """Floating-point operations for a token, of all ranks together: the products with weights, forward (the
+        teacher's too), backward to the first layer that is trained, and of what is trained. Attention is left out."""
+        ends = parameter_count({**self.config, "num_hidden_layers": 0})
+        head = int(self.config["vocab_size"]) * int(self.config["hidden_size"])
+        layers = parameter_count(self.config) - ends
+        passed = layers * (1 - self.first / self.layout.num_layers)
+        forward = (2 if self.teacher else 1) * (layers + head)
+        again = passed if self.gradient_checkpointing else 0
+        return 2.0 * (forward + passed + head + self.trained + again)
+
     def logits(self) -> int:
         """Logits, their gradient, the teacher's, and fp32 copies of a part of them."""
         numbers = self.rows * self.seq_len * -(-int(self.config["vocab_size"]) // self.tp_size)
@@ -165,9 +177,14 @@ def lora_numbers(config: Mapping[str, Any], layers: Sequence[int], options: Lora
     )
 
 
+def saved_bytes(task: Task) -> int:
+    """Of unfinished work: ``keep`` states and the one being written, and the best one's weights."""
+    return demand_of(task).trained * (STATE_BYTES * (task.training.keep + 1) + WEIGHT_BYTES)
+
+
 def check_disk(task: Task, folder: Path) -> None:
-    """Refuse to begin what cannot be saved: ``keep`` states and the one being written, and the best one's weights."""
-    needed = demand_of(task).trained * (STATE_BYTES * (task.training.keep + 1) + WEIGHT_BYTES)
+    """Refuse to begin what cannot be saved."""
+    needed = saved_bytes(task)
     if needed > (free := free_bytes(folder)):
         raise UserError(
             f"{folder} needs {human_bytes(needed)} for the states of the training, but only {human_bytes(free)} are"
@@ -217,35 +234,47 @@ def fitted(task: Task, available: int | None, kept: Cut | None = None) -> Task:
     return next((way for way in ways if available is None or demand_of(way).total <= available), ways[-1])
 
 
-def others(task: Task, *, on_gpu: bool) -> Iterator[tuple[str, list[Task]]]:
-    """What takes less memory than this task, each in words and in sizes, the least first. on_gpu: where there may be
-    more devices; processes on a CPU share its memory."""
+@dataclass(frozen=True)
+class Kind:
+    """A way to take less memory. words: with a place for the number of processes. hint: how to start them. tasks: in
+    all sizes, the least first."""
+
+    words: str
+    tasks: list[Task]
+    hint: str = ""
+
+    def name(self, task: Task) -> str:
+        return self.words.format(task.data_ranks if task.sharded else task.tp_size)
+
+
+def others(task: Task, *, on_gpu: bool) -> Iterator[Kind]:
+    """What takes less memory than this task. on_gpu: where there may be more devices; processes on a CPU share its
+    memory."""
     options = task.options
     if options.micro_batch_size is not None or options.gradient_checkpointing is False:
-        left_open = replace(
-            options, micro_batch_size=None, gradient_checkpointing=options.gradient_checkpointing or None
-        )
-        yield "leaving the micro-batch and checkpointing open", [replace(task, options=left_open)]
+        again = options.gradient_checkpointing or None
+        left_open = replace(options, micro_batch_size=None, gradient_checkpointing=again)
+        yield Kind("leaving the micro-batch and checkpointing open", [replace(task, options=left_open)])
     if on_gpu:
         sizes = set(SIZES) & set(runnable_sizes(task.checkpoint.config, task.layout))
         tensor = [size for size in sorted(sizes) if size > task.tp_size]
-        yield "--tp-size {}", [replace(task, options=replace(options, tp_size=size)) for size in tensor]
+        yield Kind("--tp-size {}", [replace(task, options=replace(options, tp_size=size)) for size in tensor])
     if on_gpu and task.tp_size == 1:
         least = task.data_ranks + task.sharded
-        yield FSDP2, [replace(task, data_ranks=size, sharded=True) for size in SIZES if size >= least]
+        shards = [replace(task, data_ranks=size, sharded=True) for size in SIZES if size >= least]
+        yield Kind("FSDP2 over {} processes", shards, FSDP2)
     if options.method != LORA:
-        yield "--method lora", [replace(task, options=replace(options, method=LORA))]
+        yield Kind("--method lora", [replace(task, options=replace(options, method=LORA))])
 
 
 def remedies(task: Task, available: int, *, on_gpu: bool) -> str:
     """What would fit, with figures: of each kind the least."""
     found = []
-    for words, tasks in others(task, on_gpu=on_gpu):
-        able = (fitted(each, available) for each in tasks)
+    for kind in others(task, on_gpu=on_gpu):
+        able = (fitted(each, available) for each in kind.tasks)
         other = next((each for each in able if demand_of(each).total <= available), None)
         if other is not None:
-            size = other.data_ranks if other.sharded else other.tp_size
-            found.append(f"{words.format(size)}: {human_bytes(demand_of(other).total)}")
+            found.append(f"{kind.name(other)}{kind.hint}: {human_bytes(demand_of(other).total)}")
     if found:
         return f"{'; '.join(found)} for each process would fit"
     shorter = "a shorter --seq-len, or " if task.training.seq_len > 512 else ""

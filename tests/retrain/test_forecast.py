@@ -1,0 +1,67 @@
+"""``adapt --dry-run``: what a training takes, of checkpoints whose weights nobody reads."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from ladderize.console import human_bytes
+from ladderize.layout import Layout
+from ladderize.runtime.shards import read_shape
+from tests.helpers import ROOT, invoke, one_sentence, save_sparse
+from tests.retrain.commands import arguments
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """An 8B without weights, the same with ladder on its upper half and on all layers, and data."""
+    folder = tmp_path_factory.mktemp("large")
+    config = read_shape("8b")
+    save_sparse(folder / "dense", config)
+    for name, layers in (("upper half", range(16, 32)), ("all", range(32))):
+        save_sparse(folder / name, config, Layout.from_layers(32, ladder=layers))
+    np.save(folder / "ids.npy", np.random.randint(0, 1000, (40, 2048)))
+    return folder
+
+
+def dry_run(large, model, *more):
+    data = ["--data", large / "ids.npy", "--distill-from", large / "dense", "--seq-len", 2048]
+    outcome = invoke("adapt", large / model, "--dry-run", "--device-memory", "80GB", *data, *more, "--json")
+    assert outcome.code == 0, outcome.stderr
+    return json.loads(outcome.stdout)
+
+
+def rows_of_the_page():
+    page = (ROOT / "docs" / "adapt.md").read_text(encoding="utf-8")
+    table = page.split("### What it takes\n")[1].split("\n#")[0]
+    return re.findall(r"^\| `(\w+)` \| ([\w ,]+) \| ([\d.]+) GB, (.*) \| (yes|no: two) \|$", table, re.MULTILINE)
+
+
+def test_the_figures_of_the_page(large):
+    rows = rows_of_the_page()
+    assert len(rows) == 6
+    for method, layers, memory, how, fits in rows:
+        budget = ["--max-tokens", "50M", "--batch-size", 64] if method in ("full", "lora") else []
+        found = dry_run(large, "all" if layers == "all" else "upper half", "--method", method, *budget)
+        if budget:
+            first, two = found["ways"][0], [way for way in found["ways"] if way["processes"] == 2]
+            assert first["fits"] == (fits == "yes")
+            assert all(way["fits"] for way in two)
+            assert how.startswith(f"{first['cut']['micro_batch_size']} row")
+            assert ("checkpointing" in how) == first["cut"]["gradient_checkpointing"]
+            assert first["memory_bytes"] == sum(first["memory_parts"].values())
+            found = first
+        assert human_bytes(found["memory_bytes"]) == f"{memory} GB"
+
+
+def test_what_a_dry_run_says(place, tmp_path):
+    given = [*arguments(place, None, model="upper", steps=3), "--device-memory", "600MB"]
+    assert "--device-memory has no effect without --dry-run" in one_sentence(invoke(*given))
+    outcome = invoke(*given, "--dry-run", "--distill-from", place / "dense")
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stdout.startswith("full, layers 2:4: ")
+    assert "about 3 steps of 4 rows of 48 tokens" in outcome.stdout
+    lines = outcome.stdout.splitlines()
+    for words in ("as asked: 1 process", "--tp-size 2", "--tp-size 4", "FSDP2 over 8 processes", "--method lora"):
+        assert any(line.startswith(words) and " yes " in line for line in lines), words
