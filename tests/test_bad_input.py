@@ -354,8 +354,53 @@ def test_a_broken_pipe_is_no_error(llama):
 def test_inspect_bad_input(llama, tmp_path):
     assert "does not exist" in one_sentence(invoke("inspect", tmp_path / "nothing"))
     assert "does not divide the 8 attention heads" in one_sentence(invoke("inspect", llama, "--tp-size", "3"))
-    edit_json(llama / "config.json", model_type="gpt2")
-    assert "this is a gpt2" in one_sentence(invoke("inspect", llama))
+    edit_json(llama / "config.json", model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    assert "this is a gpt2, not a Llama" in one_sentence(invoke("inspect", llama))
+
+
+PLAN = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "2", "--prompt-len", "9", "--output-len", "9")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, None),
+        ({"model_type": "mistral", "sliding_window": 4096, "hidden_act": "gelu", "rope_parameters": {}}, None),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "it is a mixture of experts (num_local_experts)"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "it has attention over a latent cache (kv_lora_rank)"),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "it has a text model inside another"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "it is no causal language model"),
+        ({"model_type": "qwen3_5", "layer_types": ["linear_attention"]}, "layers of another kind (linear_attention)"),
+        ({"model_type": "arcee"}, "its MLP has no gate"),
+    ],
+)
+def test_a_decoder_that_is_no_llama_is_predicted_by_its_sizes(llama, tmp_path, changes, problem):
+    """As a Llama of these sizes, with a remark; what its sizes do not describe is refused. convert refuses all."""
+    commands = [("inspect", llama), ("plan", llama, *PLAN), ("plan", "--shape", llama, "--dtype", "float32", *PLAN)]
+
+    def documents():
+        outcomes = [invoke(*command, "--json") for command in commands]
+        assert not any(outcome.code for outcome in outcomes), outcomes
+        return [json.loads(outcome.stdout) for outcome in outcomes]
+
+    before = documents()
+    edit_json(llama / "config.json", **{"architectures": ["XForCausalLM"], **changes})
+    if problem is not None:
+        for command in commands:
+            assert problem in one_sentence(invoke(*command))
+    else:
+        remarks = []
+        for own, known in zip(documents(), before, strict=True):
+            remarks.append(own.pop("remark"))
+            assert own | {"model_type": "llama"} == known | {"model_type": "llama"}
+        assert set(remarks) == {remarks[0]}
+        assert "`ladderize convert` refuses this family" in remarks[0]
+        text = invoke(*commands[1])
+        assert remarks[0] in text.stderr
+        assert "ladderize bench" not in text.stdout
+        chosen = invoke(*commands[2], "--min-speedup", "1.1", "--sensitivity", "x.json")
+        assert "no layout is chosen for what is no Llama" in one_sentence(chosen)
+    assert f"this is a {changes['model_type']}, not a Llama" in one_sentence(convert(llama, tmp_path / "out"))
 
 
 def test_a_ladderized_source_with_a_broken_layout(llama, tmp_path):

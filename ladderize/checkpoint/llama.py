@@ -82,6 +82,12 @@ def check_config(config: Mapping[str, Any]) -> None:
             f"this is a {model_type or 'model without model_type'}, not a Llama; model_type must be one of"
             f" {', '.join(SOURCE_TYPES)}"
         )
+    check_sizes(config)
+    check_rope(config)
+
+
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Raise UserError unless this is the config of an unquantised decoder with sensible sizes and numbers."""
     if quantised := config.get("quantization_config") or config.get("compression_config"):
         method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise UserError(
@@ -93,7 +99,6 @@ def check_config(config: Mapping[str, Any]) -> None:
             continue
         if type(value) is not int or not 1 <= value <= most:
             raise UserError(f"config.json: {key} is {value!r}, but must be a positive integer of at most {most:,}")
-    check_rope(config)
     for key, value in _numbers(config):
         if not math.isfinite(value):
             raise UserError(f"config.json: {key} is {value}, which is not a number; repair the file")

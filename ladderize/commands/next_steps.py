@@ -29,6 +29,8 @@ def retrain_command(converted: str, out: str, dense: str, data: str = FILE, *, a
 
 def show_next(console: Console, *steps: tuple[str, str]) -> None:
     """steps: what for, and the command."""
+    if not steps:
+        return
     wide = max(len(purpose) for purpose, _ in steps)
     console.result("\nnext:")
     for purpose, line in steps:

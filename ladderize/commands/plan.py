@@ -12,7 +12,7 @@ from ladderize.commands.options import LOADING, compute_options
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.files.regular import resolved
-from ladderize.planning.plans.document import PlanChoice
+from ladderize.planning.plans.document import PlanChoice, PlanResult
 from ladderize.planning.plans.options import BOUNDS, PlanGoal, PlanModel, PlanOptions, parse_workload
 
 
@@ -67,7 +67,7 @@ def plan(given: GivenOptions) -> None:
         if path is not None:
             console.note(f"wrote {path}")
     if goal is None:
-        _show_next(console, choice, options, calibrated=result.rows[0].basis == "calibrated")
+        _show_next(console, choice, options, result)
     elif choice.model is not None:
         assert result.choice is not None
         _show_next_of_choice(console, choice.model, options, own.recipe_out, result.choice)
@@ -97,7 +97,7 @@ def _goal(given: GivenOptions) -> PlanGoal | None:
     return given.fill(PlanGoal) if names else None
 
 
-def _show_next(console: Console, choice: PlanModel, options: PlanOptions, *, calibrated: bool) -> None:
+def _show_next(console: Console, choice: PlanModel, options: PlanOptions, result: PlanResult) -> None:
     """What to do where the hardware is."""
     target = ["--random-weights", str(choice.shape)] if choice.model is None else [choice.model]
     own: dict[str, object] = {
@@ -108,7 +108,9 @@ def _show_next(console: Console, choice: PlanModel, options: PlanOptions, *, cal
         own |= _layout_words(choice)
     target += [str(word) for option, value in own.items() if value is not None for word in (option, value)]
     steps = [("measure it there", command_line("bench", *target, *_bench_words(options)))]
-    if not calibrated:
+    if result.remark is not None:  # bench takes Llamas
+        steps = []
+    if result.rows[0].basis != "calibrated":
         sizes = ",".join(map(str, options.tp_sizes))
         steps.insert(0, ("calibrate there", command_line("calibrate", "--tp-size", sizes, "--out", "machine.json")))
     show_next(console, *steps)

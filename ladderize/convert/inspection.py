@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from ladderize.checkpoint.llama import check_config, parameter_count
+from ladderize.checkpoint.decoder import check_decoder
+from ladderize.checkpoint.llama import parameter_count
 from ladderize.checkpoint.reading import (
     DTYPE_BYTES,
     FLOAT_DTYPES,
@@ -39,7 +40,9 @@ class TokenCommunication(Record):
 class InspectionReport(Record):
     """The document of ``ladderize inspect``. tp_size: the ranks that bytes are counted for. dense, this: the
     communication of the dense model and of this layout. retrainings: how the weights were retrained, in order.
-    layers: rows of ``Layout.table``."""
+    layers: rows of ``Layout.table``. remark: where it is no Llama."""
+
+    LEFT_OUT: ClassVar = ("remark",)
 
     model: str
     model_type: str
@@ -54,6 +57,7 @@ class InspectionReport(Record):
     dense: TokenCommunication
     this: TokenCommunication
     retrainings: list[Retraining]
+    remark: str | None = None
 
 
 def communication_per_token(layout: Layout, hidden_size: int, dtype_bytes: int, tp_size: int) -> TokenCommunication:
@@ -85,7 +89,7 @@ def inspect_checkpoint(
     model = str(model)
     folder, is_local = resolve_json(model, revision)
     config = read_config(folder)
-    check_config(config)
+    remark = check_decoder(config)
     layout = Layout.from_config(config)
     layout.check_model(config)
     ranks = tp_size or usual_ranks(config, layout)
@@ -113,4 +117,5 @@ def inspect_checkpoint(
         dense=communication_per_token(Layout.dense(layout.num_layers), *sizes),
         this=communication_per_token(layout, *sizes),
         retrainings=read_retrainings(folder),
+        remark=remark,
     )

@@ -210,10 +210,10 @@ class PlanResult(Record):
     """All of plan.json but the schema in front. model: what was asked for.
 
     link, links: None and empty where only one rank was asked for. choice: the layout that was chosen, if one was to be.
-    others: other all-reduces than that of ``link``.
+    others: other all-reduces than that of ``link``. remark: where the model is no Llama.
     """
 
-    LEFT_OUT: ClassVar = ("choice",)
+    LEFT_OUT: ClassVar = ("choice", "remark")
 
     model: PlanModel
     options: PlanOptions
@@ -224,6 +224,7 @@ class PlanResult(Record):
     rows: list[PlannedRow]
     choice: PlanChoice | None = None
     others: list[OtherAllReduce] = field(default_factory=list)
+    remark: str | None = None
 
     def rows_of(self, ranks: int, batch: int) -> list[PlannedRow]:
         """Of one group at one batch size, the dense model first."""

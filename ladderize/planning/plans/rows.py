@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.checkpoint.llama import check_config, check_tensors, most_positions, parameter_count
+from ladderize.checkpoint.decoder import check_decoder
+from ladderize.checkpoint.llama import SOURCE_TYPES, check_tensors, most_positions, parameter_count
 from ladderize.checkpoint.reading import CAST_DTYPES, FLOAT_DTYPES, read_checkpoint, read_config, resolve_json
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import CONFIG_KEYS, DROPPED, OVERLAPPED, Layout
@@ -52,13 +53,15 @@ Parts = Mapping[str, PassParts]  # by phase
 
 @dataclass(frozen=True)
 class ModelToPlan:
-    """folder: of a checkpoint; None: a shape, whose layout is dense. dtype: to compute in."""
+    """folder: of a checkpoint; None: a shape, whose layout is dense. dtype: to compute in. remark: on what is no
+    Llama."""
 
     name: str
     folder: Path | None
     config: dict[str, Any]
     layout: Layout
     dtype: str
+    remark: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,21 +79,23 @@ def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
     folder, is_local, dtype = None, False, "bfloat16"
     if choice.model is None:
         config = {key: value for key, value in read_shape(choice.name, "--shape").items() if key not in CONFIG_KEYS}
-        config |= {"model_type": "llama"}
+        config |= {"model_type": "llama"} if config.get("model_type") in (None, *SOURCE_TYPES) else {}
     else:
         folder, is_local = resolve_json(choice.model, choice.revision)
         config = read_config(folder)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or dtype).removeprefix("torch.")
-    check_config(config)
-    check_activation(config)
+    remark = check_decoder(config)
+    if remark is None:
+        check_activation(config)
     if choice.num_layers is not None:
         config["num_hidden_layers"] = choice.num_layers
     layout = Layout.dense(config["num_hidden_layers"]) if folder is None else Layout.from_config(config)
     layout.check_model(config)
     if folder is not None and is_local:
         checkpoint = read_checkpoint(folder)
-        check_tensors(checkpoint)
-        dtype = FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
+        if remark is None:
+            check_tensors(checkpoint)
+            dtype = FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
     dtype = dtype if choice.dtype == "auto" else choice.dtype
     if dtype not in CAST_DTYPES:
         raise UserError(
@@ -101,7 +106,7 @@ def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
         raise UserError(
             f"{choice.name}: --prompt-len and --output-len make {tokens} tokens, over the model's {most} positions"
         )
-    return ModelToPlan(choice.name, folder, config, layout, dtype)
+    return ModelToPlan(choice.name, folder, config, layout, dtype, remark)
 
 
 def row_variants(

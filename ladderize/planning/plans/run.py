@@ -56,6 +56,8 @@ def plan(
     """
     _check_outputs(options, goal, out, recipe_out, plot)
     model = read_model(choice, options)
+    if model.remark is not None:
+        console.note(model.remark)
     device = read_device(options.hardware)
     engine = _chosen_engine(options, device)
     interconnect = _chosen_link(options)
@@ -82,6 +84,7 @@ def plan(
         rows=rows,
         choice=found,
         others=others,
+        remark=model.remark,
     )
     if out is not None:
         write_json(out, result.to_dict())
@@ -164,6 +167,8 @@ def _choose_layout(
     Raises UserError for costs of another model or of a number of virtual ranks that the group cannot run, and where
     nothing meets the goal; UsageError for a check that cannot be made.
     """
+    if model.remark is not None:
+        raise UserError(f"no layout is chosen for what is no Llama. {model.remark}; leave the target out")
     if not model.layout.is_dense:
         raise UserError(
             f"{model.name} is not dense ({model.layout}); a layout is chosen for the dense model that it was made of"
