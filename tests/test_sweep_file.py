@@ -11,7 +11,7 @@ from ladderize.tradeoff.sweep.launch import Launch
 from ladderize.tradeoff.sweep.stages import Stage
 from ladderize.tradeoff.sweep.sweep_file import sweep_spec
 from tests.helpers import invoke, listing, one_sentence
-from tests.sweeps import FAST, make_place, rerun, spec, write
+from tests.sweeps import FAST, make_place, planner, rerun, spec, write
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,26 @@ def test_a_layout_that_is_named_twice_is_measured_once(place, tmp_path):
     document = planned(place, tmp_path, layouts=layouts, sensitivity=None, adapt=adapt)
     assert [stage["stage"] for stage in document["stages"]].count("adapt") == 1
     assert [stage["stage"] for stage in document["stages"]].count("eval") == 3  # 0:2 is as converted
+
+
+def test_a_layout_is_named_as_it_is_printed(place, tmp_path):
+    """Before and after it is chosen, alone and with others, also where the name holds a comma."""
+    layouts = [{"name": "mixed", "ladder": "2:", "spd": "0", "sync_tp_size": 2}, {"ladder": ["0", "all"]}]
+    layouts.append({"mode": "ladder", "fraction": 0.5})
+    adapt = {"method": "align", "data": str(place / "ids.npy")}
+    content = {"layouts": layouts, "adapt": ["none"], "eval": None}
+    plan = planner(tmp_path, spec(place, **content)).plan()
+    mixed, one, every, chosen = [point.group for point in plan.points[1:]]
+    assert "," in mixed.text
+    names = [mixed.label, mixed.text, f"{one.label},mixed", [mixed.text, every.label], chosen.label]
+    found = []
+    for name in names:
+        content |= {"adapt": [{**adapt, "layouts": name}], "bench": [{**FAST, "layouts": name}]}
+        plan = planner(tmp_path, spec(place, **content)).plan()
+        groups = [point.group for point in plan.points[1:] if point.asked]
+        found.append([group.label for group in groups])
+        assert len(plan.benches[0].needs) == sum(group.converting is not None for group in groups)
+    assert found == [["mixed"], ["mixed"], ["mixed", one.label], ["mixed", every.label], [chosen.label]]
 
 
 def test_the_forms_of_a_chain(place):
@@ -227,7 +247,14 @@ REFUSED = {
         r"adapt\[0\]: Invalid value for '--lr'",
     ),
     "a rank of full": ({"adapt": [{**FULL, "lora_rank": 4}]}, "--lora-rank has no effect with --method full"),
-    "an entry that is not there": ({"adapt": [{**FULL, "layouts": "most"}]}, "layouts names 'most'.*known are half"),
+    "an entry that is not there": (
+        {"adapt": [{**FULL, "layouts": "most"}]},
+        "layouts names 'most'.*known are ladder 2:4; ladder 0:4",
+    ),
+    "two layouts of one name": (
+        {"layouts": [HALF, {"name": "half", "ladder": "1"}]},
+        r"layouts\[1\]: .*layouts\[0\] has the name 'half' already",
+    ),
     "a method's name without its options": ({"adapt": ["align"]}, r"adapt\[0\]: Missing option '--data'"),
     "a chain of nothing": ({"adapt": [{"stages": []}]}, r"adapt\[0\]: stages is \[\], but must be a list"),
     "none in a chain": ({"adapt": [["none", FULL]]}, r"adapt\[0\]: stages\[0\]: method is 'none'"),

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ladderize.adapt.methods import ALIGN, CONVERTED
 from ladderize.checkpoint.llama import check_model
@@ -17,7 +17,15 @@ from ladderize.runtime.bench.options import ModelChoice
 from ladderize.runtime.bench.plan import plan_bench
 from ladderize.runtime.shards import check_runnable
 from ladderize.tradeoff.sweep.builder import StageBuilder
-from ladderize.tradeoff.sweep.points import Held, LayoutGroup, PlannedPoint, SweepPlan, named_apart, point_name
+from ladderize.tradeoff.sweep.points import (
+    Held,
+    LayoutGroup,
+    PlannedPoint,
+    SweepPlan,
+    named_apart,
+    names_one_by_one,
+    point_name,
+)
 from ladderize.tradeoff.sweep.promotion import WAITING, Judge
 from ladderize.tradeoff.sweep.stages import MODEL_FOLDER, SENSITIVITY_JSON, Stage, errors_begin_with, finished_stage
 from ladderize.tradeoff.sweep.sweep_file import AdaptChoice, AdaptStage, BenchChoice, LayoutChoice, SweepSpec
@@ -35,6 +43,7 @@ def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any]) -> None:
         with errors_begin_with(setting.where):
             timed = ModelChoice(models=(model,), dtype=setting.given.get("dtype", "auto"))
             plan_bench(timed, setting.options, setting.link)
+    layouts = []
     for choice in spec.layouts:
         with errors_begin_with(choice.where):
             if choice.sync_tp_size is not None:
@@ -43,14 +52,23 @@ def check_fit(spec: SweepSpec, model: str, config: Mapping[str, Any]) -> None:
             layout.check_model(config)
             if spec.evaluation is not None:
                 check_runnable(config, layout, spec.evaluation.tp_size, name="eval with --tp-size")
-        entry = choice.where.rpartition(": ")[2]
-        for setting in [setting for setting in spec.bench if setting.times(choice.name)]:
+        layouts.append((choice, layout, LayoutGroup((choice,), None if choice.auto else layout).names))
+    known = {name for *_, names in layouts for name in names}
+    for setting in [for_known(setting, known) for setting in spec.bench]:
+        for choice, layout, _ in [one for one in layouts if setting.times(one[-1])]:
+            entry = choice.where.rpartition(": ")[2]
             with errors_begin_with(f"{setting.where} cannot time {entry} (layouts: names those that it times)"):
                 check_runnable(config, layout, setting.options.ranks, name=setting.options.ranks_option)
 
 
 Stop = tuple[int, Held]  # before which stage of adaptation a layout is held, and why
 OF_CONVERTED = ("hidden_weight",)  # options of training that compare converted layers
+Choice = TypeVar("Choice", AdaptChoice, BenchChoice)
+
+
+def for_known(choice: Choice, known: Collection[str]) -> Choice:
+    """With the names that its key ``layouts`` holds one by one."""
+    return replace(choice, layouts=names_one_by_one(choice.layouts, known))
 
 
 @dataclass(frozen=True)
@@ -85,10 +103,11 @@ class Planner:
             for group in groups
             for other in group.choices[1:]
         ]
-        benches = [self._bench(setting, groups, usable) for setting in self.spec.bench]
-        of_all = (stage for setting, stage in zip(self.spec.bench, benches, strict=True) if not setting.layouts)
+        settings = [self._for_these(setting, groups) for setting in self.spec.bench]
+        benches = [self._bench(setting, groups, usable) for setting in settings]
+        of_all = (stage for setting, stage in zip(settings, benches, strict=True) if not setting.layouts)
         judge = Judge(self.root, dense, next(of_all, None), lost)
-        ways = [self._way(choice, groups, judge) for choice in self.spec.adapt]
+        ways = [self._way(self._for_these(choice, groups), groups, judge) for choice in self.spec.adapt]
         notes += [note for way in ways for note in way.notes]
         controls = [way.control for way in ways if way.control is not None]
         points = [dense, *self._points(groups, ways, dense.evaluating), *controls]
@@ -96,6 +115,18 @@ class Planner:
         points = [point for point in points if point in kept.values()]  # of two ways alike the first
         known = not any(point.is_open and not set(point.group.awaits) & set(lost) for point in points)
         return SweepPlan(named_apart(points), list(sensitivities.values()), benches, notes, known)
+
+    @staticmethod
+    def _for_these(choice: Choice, groups: Sequence[LayoutGroup]) -> Choice:
+        """With the names of the layouts that it is for one by one. Raises UserError for one that is none."""
+        known = {name for group in groups for name in group.names}
+        choice = for_known(choice, known)
+        if unknown := [name for name in choice.layouts if name not in known]:
+            raise UserError(
+                f"{choice.where}: layouts names {unknown[0]!r}, but no layout has this name; known are"
+                f" {'; '.join(group.label for group in groups)}"
+            )
+        return choice
 
     def to_come(self, point: PlannedPoint) -> list[Stage]:
         """Stages like those that a point will have whose layout is not known yet."""
@@ -219,7 +250,7 @@ class Planner:
 
     def _bench(self, setting: BenchChoice, groups: Sequence[LayoutGroup], usable: set[str] | None) -> Stage:
         """One model of each layout that the setting times, the dense one first."""
-        timed = [one.converting for one in groups if one.converting is not None and setting.times(*one.names)]
+        timed = [one.converting for one in groups if one.converting is not None and setting.times(one.names)]
         return self.builder.benchmark(setting, [stage for stage in timed if usable is None or stage.key in usable])
 
 

@@ -1,6 +1,6 @@
 """The points of a sweep before they are measured: which model each is, which stages make it, and its name."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -44,8 +44,12 @@ class LayoutGroup:
     converting: Stage | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(choice.name for choice in self.choices if choice.name is not None))
+    def names(self) -> set[str]:
+        """What ``layouts`` of the file may call it: an entry's name, and all that is printed of it, now or before it
+        was chosen."""
+        texts = {self.text, *map(layout_to_come, self.choices)}
+        given = {choice.name for choice in self.choices if choice.name is not None}
+        return given | texts | {f"{name}: {text}" for name in given for text in texts}
 
     @property
     def text(self) -> str:
@@ -135,6 +139,13 @@ class SweepPlan:
         dense, *others = self.points
         listed = [*dense.stages, *self.sensitivities, *(stage for point in others for stage in point.stages)]
         return list({stage.key: stage for stage in (*listed, *self.benches)}.values())
+
+
+def names_one_by_one(layouts: Sequence[str], known: Collection[str]) -> tuple[str, ...]:
+    """The names in a key ``layouts``. One may hold commas; where none is so, they are between several."""
+    return tuple(
+        name.strip() for text in layouts for name in ([text] if text in known else text.split(",")) if name.strip()
+    )
 
 
 def layout_to_come(choice: LayoutChoice) -> str:

@@ -92,7 +92,8 @@ class AdaptStage:
 @dataclass(frozen=True)
 class AdaptChoice:
     """One way of adapting: its stages, each of which reads what the one before wrote; none: as converted. layouts: the
-    entries that it is for, by their names; empty: all. control: the dense model is trained in this way, too."""
+    names of those that it is for, as the file has them; empty: all. control: the dense model is trained in this way,
+    too."""
 
     where: str
     stages: tuple[AdaptStage, ...] = ()
@@ -110,9 +111,9 @@ class BenchChoice:
     given: Given
     layouts: tuple[str, ...] = ()
 
-    def times(self, *entries: str | None) -> bool:
-        """Whether it is for a layout whose entries have these names."""
-        return not self.layouts or any(name in self.layouts for name in entries)
+    def times(self, names: Iterable[str]) -> bool:
+        """Whether it is for a layout that has these names."""
+        return not self.layouts or any(name in self.layouts for name in names)
 
 
 @dataclass(frozen=True)
@@ -178,12 +179,11 @@ def sweep_spec(document: object, where: str, text: str = "") -> SweepSpec:
     layouts = tuple(_layouts(_entries(given, "layouts", where), where, sensitivity is not None))
     if not layouts:
         raise UserError(f"{where}: layouts is empty; write for example '- ladder: all'")
-    known = {layout.name for layout in layouts if layout.name is not None}
     margin = read_value(float, given.get("margin", MARGIN), f"{where}: margin")
     if not 0 < margin <= 100:
         raise UserError(f"{where}: margin is {margin:g}, but must be above 0 and at most 100 points of accuracy")
-    adapt = tuple(_ways(_entries(given, "adapt", where) or [AS_CONVERTED], where, known, data))
-    bench = tuple(_benches(_entries(given, "bench", where), where, known))
+    adapt = tuple(_ways(_entries(given, "adapt", where) or [AS_CONVERTED], where, data))
+    bench = tuple(_benches(_entries(given, "bench", where), where))
     stages = [stage for choice in adapt for stage in choice.stages]
     judged = next((stage for stage in stages if stage.promote is not None), None)
     if judged is not None and evaluation is None:
@@ -266,26 +266,23 @@ def _entries(given: Given, key: str, where: str) -> list[Any]:
     raise UserError(f"{where}: {key} is {value!r}, but must be a list of entries")
 
 
-def _for_layouts(given: dict[str, Any], at: str, known: Collection[str]) -> tuple[str, ...]:
+def _for_layouts(given: dict[str, Any]) -> tuple[str, ...]:
     """Takes the names of layouts that an entry is for out of it."""
     value = given.pop("layouts", ())
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-    names = tuple(dict.fromkeys(str(part).strip() for part in parts if str(part).strip()))
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(
-            f"{at}: layouts names {unknown[0]!r}, but no layout has this name;"
-            f" {'known are ' + ', '.join(sorted(known)) if known else 'give one a name'}"
-        )
-    return names
+    return tuple(str(text).strip() for text in (value if isinstance(value, list | tuple) else [value]))
 
 
 def _layouts(entries: list[Any], where: str, has_sensitivity: bool) -> Iterator[LayoutChoice]:
+    named: dict[str, str] = {}
     for number, entry in enumerate(entries):
         at = f"{where}: layouts[{number}]"
         given = absolute(mapping(entry, at))
         for combination in grid(given, at):
             with errors_begin_with(at):
-                yield _layout(combination, at, has_sensitivity)
+                choice = _layout(combination, at, has_sensitivity)
+            if choice.name is not None and named.setdefault(choice.name, at) != at:
+                raise UserError(f"{at}: {named[choice.name]} has the name {choice.name!r} already; give it another")
+            yield choice
 
 
 def _layout(given: dict[str, Any], at: str, has_sensitivity: bool) -> LayoutChoice:
@@ -321,8 +318,8 @@ def _layout(given: dict[str, Any], at: str, has_sensitivity: bool) -> LayoutChoi
     return choice
 
 
-def _ways(entries: list[Any], where: str, known: Collection[str], data: Given) -> Iterator[AdaptChoice]:
-    """One for each combination of the values that are lists. known: names of layouts. data: of stages that name none.
+def _ways(entries: list[Any], where: str, data: Given) -> Iterator[AdaptChoice]:
+    """One for each combination of the values that are lists. data: of stages that name none.
 
     An entry is ``none``; one stage, which is a method's name or a mapping with ``method`` and its options; or a chain,
     which is a list of stages or a mapping with ``stages``. Raises UserError.
@@ -330,7 +327,7 @@ def _ways(entries: list[Any], where: str, known: Collection[str], data: Given) -
     for number, entry in enumerate(entries):
         at = f"{where}: adapt[{number}]"
         given = mapping(entry, at) if isinstance(entry, Mapping) else {}
-        layouts = _for_layouts(given, at, known)
+        layouts = _for_layouts(given)
         control = read_value(bool, given.pop("control", False), f"{at}: control")
         stage = given if isinstance(entry, Mapping) else entry
         if isinstance(entry, list) or "stages" in given:
@@ -382,12 +379,12 @@ def _check_controlled(stages: Sequence[AdaptStage], at: str) -> None:
             )
 
 
-def _benches(entries: list[Any], where: str, known: Collection[str]) -> Iterator[BenchChoice]:
+def _benches(entries: list[Any], where: str) -> Iterator[BenchChoice]:
     seen = []
     for number, entry in enumerate(entries):
         at = f"{where}: bench[{number}]"
         given = mapping(entry, at)
-        layouts = _for_layouts(given, at, known)
+        layouts = _for_layouts(given)
         for combination in grid(given, at, "bench"):
             options, link = bench_options(combination, at)
             same = (options, link, combination.get("dtype"), layouts)
