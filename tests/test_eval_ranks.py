@@ -118,9 +118,11 @@ def test_a_task_with_fewer_samples_than_processes():
     )
 
 
-def test_one_device_for_several_processes(monkeypatch):
+def test_what_several_processes_cannot_share(monkeypatch):
     place = started_rank_variables(Place(rank=0, size=2, local_rank=0, local_size=2))
     for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="--device cpu:0 is one device, but each process takes its own"):
         run.evaluation_ranks(EvalOptions(perplexity="a.txt", device="cpu:0"))
+    with pytest.raises(UserError, match="2 processes that the launcher started share each model, so --tp-size must be"):
+        run.evaluation_ranks(EvalOptions(perplexity="a.txt", backend="runtime", device="cpu"))

@@ -25,7 +25,7 @@ from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
 from ladderize.eval.paired.samples import ComparedModel, make_entry
 from ladderize.eval.results import EvalResults, EvaluatedModel, ModelResult
 from ladderize.ranks.device import check_device, default_device
-from ladderize.ranks.group import Ranks, already_started, join_ranks
+from ladderize.ranks.group import Ranks, already_started, join_ranks, launched
 from ladderize.ranks.training import check_launch_of_measuring
 
 if TYPE_CHECKING:
@@ -168,6 +168,12 @@ def evaluation_ranks(options: EvalOptions) -> Ranks:
     if not already_started():
         return Ranks(0, 1, torch.device(device))
     check_launch_of_measuring("eval")
+    size = launched().size
+    if options.backend == "runtime" and options.tp_size != size:
+        raise UserError(
+            f"with --backend runtime the {size} processes that the launcher started share each model, so --tp-size must"
+            f" be {size}; to share the questions take --backend hf"
+        )
     return join_ranks(device)
 
 
