@@ -5,6 +5,7 @@ Here is what several rooms share; an option of one room is described beside the 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -30,6 +31,7 @@ class Option:
     metavar: str | None = None  # None: N for an integer, X for another number, nothing for a switch, else typer's
     min: float | None = None  # with an integer here, the value must be one
     max: float | None = None
+    signed: bool = False  # whether a number may be negative
     shown: str | None = None  # the default in words; such an option is None where it is not given
     flags: str = ""  # its names; none: that of the field. A switch whose name begins with --no- makes its field False
     optional: bool = False  # the command line may leave out what the field needs; the command says what is missing
@@ -69,6 +71,15 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def check_number(field: dataclasses.Field, value: Any) -> None:
+    """Raise UsageError for a number that no option takes: infinite or NaN, and, where it is not ``signed``,
+    negative."""
+    signed = OPTION in field.metadata and field.metadata[OPTION].signed
+    if isinstance(value, float) and not (math.isfinite(value) and (signed or value >= 0)):
+        least = "" if signed else " of at least 0"
+        raise UsageError(f"{flag(parameter_name(field))} must be a finite number{least}, not {value:g}")
+
+
 def check_options(options: Any) -> None:
     """Raise UsageError for a field of a dataclass of options that holds none of the words of its annotation, is out of
     its range, or has no effect without another one. None was not given."""
@@ -78,6 +89,7 @@ def check_options(options: Any) -> None:
         value, name = getattr(options, field.name), flag(parameter_name(field))
         if value is None:
             continue
+        check_number(field, value)
         if type(known.min) is int and (type(value) is not int or value < known.min):
             raise UsageError(f"{name} must be an integer of at least {known.min}, not {value!r}")
         if type(known.min) is float and not value >= known.min:
@@ -125,8 +137,10 @@ DTYPE = Option("float32, bfloat16, float16, or auto: as stored.", "DTYPE")
 BACKEND = Option("How ranks communicate.")
 TP_SIZE = Option("Tensor-parallel ranks (processes). Under torchrun: as many as it started.", min=1)
 SEQ_LEN = Option("Tokens per window.", min=2, shown="the rows of ids, else 2048 or the model's limit")
-LOWER_TAU = Option("Sensitivity up to which a block is insensitive.", shown="0.05; 0.02 from 30B parameters")
-UPPER_TAU = Option("Sensitivity above which a block is extremely sensitive.")
+LOWER_TAU = Option(
+    "Sensitivity up to which a block is insensitive.", shown="0.05; 0.02 from 30B parameters", signed=True
+)
+UPPER_TAU = Option("Sensitivity above which a block is extremely sensitive.", signed=True)
 REPLICATE_VOCAB = Option("Keep the whole embedding and LM head on every rank. This saves their all-reduces.")
 COMPILE = Option("Compile the parts between two all-reduces with torch.compile.")
 OVERWRITE = Option("Replace OUT if it is a checkpoint.")

@@ -145,7 +145,7 @@ def retraining(**given):
         (lambda: SensitivityOptions("a.txt", sync_tp_size=2, tau1=3.0, tau2=1.0), "--tau1 3 is above --tau2 1"),
         (lambda: SensitivityOptions("a.txt", sync_tp_size=2, samples=0), "--samples must be an integer of at least 1"),
         (lambda: blockwise(dtype="float16"), "--dtype float16 has too small a range for training"),
-        (lambda: blockwise(distill=DistillOptions(lr=-1.0)), "--lr must be above 0"),
+        (lambda: blockwise(distill=DistillOptions(lr=-1.0)), "--lr must be a finite number of at least 0, not -1"),
         (lambda: blockwise(distill=DistillOptions(epochs=0)), "--epochs must be an integer of at least 1"),
         (lambda: SpdOptions(1, blockwise()), "--sync-tp-size must be an integer of at least 2, not 1"),
         (lambda: SpdOptions(2, blockwise(), distill="some"), "--distill some is not one of all, sensitive"),

@@ -256,7 +256,7 @@ def test_a_finished_file_is_replaced_only_if_asked_for(model, tmp_path):
         (["-p", "x", "--out", "x.jsonl"], "--out has no effect without --from-bos"),
         (["-p", "x", "--batch-size", 3], "--batch-size has no effect without --from-bos"),
         (["-p", "x", "--overwrite"], "--overwrite has no effect without --from-bos"),
-        (["-p", "x", "--temperature", "inf"], "--temperature must be finite and at least 0, not inf"),
+        (["-p", "x", "--temperature", "inf"], "--temperature must be a finite number of at least 0, not inf"),
         (["--from-bos", "--out", "x.jsonl"], "--from-bos needs --num-samples N"),
         (["--from-bos", "--num-samples", 3], "--from-bos needs --out FILE"),
         (["--from-bos", "--num-samples", 3, "--out", "x.txt"], "--out x.txt must end in .jsonl"),

@@ -261,7 +261,7 @@ def test_a_loss_of_nan_is_said_and_nothing_is_written(pair, tmp_path, monkeypatc
         (["--train", "9"], 1, "--train: 9 is out of range"),
         (["--samples", "70"], 1, "gives 72 windows of 16 tokens, and 78 are asked for"),
         (["--lr", "0"], 2, "--lr must be above 0"),
-        (["--lr", "nan"], 2, "--lr must be above 0"),
+        (["--lr", "nan"], 2, "--lr must be a finite number of at least 0, not nan"),
         (["--method", "magic"], 2, "'magic' is not one of"),
         (["--lr", "1e300"], 2, "at most 1000"),
         (["--data", "another.npy"], 2, "--method blocks reads one --data file"),

@@ -100,10 +100,10 @@ def test_lora_is_on_exactly_what_was_asked_for(name):
     ("values", "message"),
     [
         ({"rank": 0}, "--lora-rank must be an integer of at least 1, not 0"),
-        ({"alpha": -1.0}, "above 0"),
-        ({"alpha": float("inf")}, "finite"),
+        ({"alpha": 0.0}, "--lora-alpha must be above 0"),
+        ({"alpha": float("inf")}, "--lora-alpha must be a finite number of at least 0, not inf"),
         ({"dropout": 1.0}, "--lora-dropout must be at most 0.99, not 1.0"),
-        ({"dropout": -0.1}, "--lora-dropout must be at least 0, not -0.1"),
+        ({"dropout": -0.1}, "--lora-dropout must be a finite number of at least 0, not -0.1"),
         ({"targets": ("q_proj", "lm_head")}, "--lora-targets: lm_head is not a projection; a layer has q_proj, k_proj"),
         ({"targets": ()}, "names no projection"),
     ],

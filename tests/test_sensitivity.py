@@ -166,7 +166,7 @@ def test_fewer_windows_than_asked_for_are_all_taken(llama, ids, tmp_path):
         (["--mode", "sweep"], 2, "'sweep' is not one of 'spd', 'ladder', 'each', 'each-ladder'"),
         (["--sync-tp-size", "2", "--seq-len", "65"], 1, "--seq-len 65 is over the model's 64 positions"),
         (["--sync-tp-size", "2", "--tau1", "3", "--tau2", "1"], 2, "--tau1 3 is above --tau2 1"),
-        (["--sync-tp-size", "2", "--tau1", "-inf"], 2, "--tau1 must be finite"),
+        (["--sync-tp-size", "2", "--tau1", "-inf"], 2, "--tau1 must be a finite number, not -inf"),
         (["--sync-tp-size", "2", "--dtype", "int8"], 2, "'int8' is not one of"),
     ],
 )

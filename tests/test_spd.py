@@ -151,7 +151,7 @@ def test_classes_decide_what_a_block_gets(tmp_path, text):
         (["--head-grouping", "magic"], 2, "'magic' is not one of 'error', 'paper', 'none'"),
         (["--distill", "some"], 2, "'some' is not one of 'all', 'sensitive'"),
         (["--samples", "100000"], 1, "too few for 100000 to train on"),
-        (["--lr", "-1", "--repair", "blocks"], 2, "--lr must be above 0"),
+        (["--lr", "-1", "--repair", "blocks"], 2, "--lr must be a finite number of at least 0, not -1"),
         (["--data", "{tmp}/empty.txt"], 1, "empty.txt holds no rows"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ladderize.choices import OPTION, Option, described, flag, parameter_name
+from ladderize.choices import OPTION, Option, check_number, described, flag, parameter_name
 from ladderize.errors import UsageError, UserError
 
 NOT_IN_FILES = {"config", "print_config", "help", "h"}
@@ -298,6 +298,7 @@ def _built(name: str, known: Option, hint: Any, default: Any, panel: str, callba
 
 def _field_value(field: Field, value: Any) -> Any:
     """What the command line has, as the dataclass has it."""
+    check_number(field, value)
     known: Option | None = field.metadata.get(OPTION)
     if known is not None and known.parse is not None:
         return known.parse(value)

@@ -1,6 +1,5 @@
 """The options of ``ladderize eval`` and ``ladderize sensitivity``, with their defaults. Imports no torch."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -155,8 +154,5 @@ class PointOptions(WindowsToScore):
 
 def check_taus(tau1: float | None, tau2: float) -> None:
     """Raise UsageError for impossible thresholds of sensitivity."""
-    for name, value in (("--tau1", tau1), ("--tau2", tau2)):
-        if value is not None and not math.isfinite(value):
-            raise UsageError(f"{name} must be finite, not {value}")
     if tau1 is not None and tau1 > tau2:
         raise UsageError(f"--tau1 {tau1:g} is above --tau2 {tau2:g}")

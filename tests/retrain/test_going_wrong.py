@@ -91,6 +91,7 @@ def test_an_exploding_loss_stops(place, tmp_path, monkeypatch):
         (["--preset", "best"], 2, "'best' is not one of 'ladder-paper'"),
         (["--heldout", "3"], 2, "--heldout has no effect with --eval-data"),
         (["--lr", "0"], 2, "--lr must be above 0"),
+        (["--weight-decay", "inf"], 2, "--weight-decay must be a finite number of at least 0, not inf"),
         (["--log-dir", "x"], 2, "--log-dir has no effect without --log-with"),
         (["--log-with", "pigeon"], 1, "--log-with pigeon is not one of tensorboard, wandb, trackio"),
         (["--log-with", "trackio"], 1, "needs the package trackio, which is not installed"),

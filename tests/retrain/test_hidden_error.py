@@ -176,14 +176,17 @@ def test_without_weight_nothing_is_compared(place, tmp_path):
     ("more", "expected"),
     [
         (("--hidden-weight", 1), "--hidden-weight has no effect without --distill-from"),
-        (("--hidden-weight", -1, "--distill-from", "DENSE"), "--hidden-weight must be a number of at least 0, not -1"),
+        (
+            ("--hidden-weight", -1, "--distill-from", "DENSE"),
+            "--hidden-weight must be a finite number of at least 0, not -1",
+        ),
         (
             ("--hidden-weight", "inf", "--distill-from", "DENSE"),
-            "--hidden-weight must be a number of at least 0, not inf",
+            "--hidden-weight must be a finite number of at least 0, not inf",
         ),
         (
             ("--hidden-weight", "nan", "--distill-from", "DENSE"),
-            "--hidden-weight must be a number of at least 0, not nan",
+            "--hidden-weight must be a finite number of at least 0, not nan",
         ),
         (("--hidden-weight", 1, "--method", "blocks"), "--hidden-weight has no effect with --method blocks"),
     ],

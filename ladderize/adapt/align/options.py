@@ -1,6 +1,5 @@
 """What an alignment is asked to do, and which layers it solves. Imports no torch."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,9 +61,9 @@ class AlignOptions(AlignSettings, WindowOptions):
         super().__post_init__()
         check_training(self.dtype, None)
         check_at_least(self, 1, "tokens")
-        if self.ridge is not None and not 0 < self.ridge < math.inf:
+        if self.ridge == 0:
             raise UsageError(f"--ridge must be above 0, not {self.ridge:g}")
-        if not 0 <= self.random_share <= MOST_RANDOM:
+        if self.random_share > MOST_RANDOM:
             raise UsageError(f"--random-share must be between 0 and {MOST_RANDOM}, not {self.random_share:g}")
 
     @property

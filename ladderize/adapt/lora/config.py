@@ -1,7 +1,6 @@
 """LoRA on the projections of a checkpoint's layers: its options, PEFT's configuration of it, and the names
 in an adapter's folder."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,8 +56,8 @@ class LoraOptions(Record):
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.alpha is not None and not (self.alpha > 0 and math.isfinite(self.alpha)):
-            raise UsageError(f"--lora-alpha must be above 0 and finite, not {self.alpha:g}")
+        if self.alpha == 0:
+            raise UsageError("--lora-alpha must be above 0, not 0")
         if unknown := [name for name in self.targets if name not in LORA_TARGETS]:
             raise UsageError(
                 f"--lora-targets: {', '.join(unknown)} is not a projection; a layer has {', '.join(LORA_TARGETS)}"

@@ -81,8 +81,7 @@ class Objective(Record):
 
     def check(self) -> None:
         """Raise UsageError for impossible weights."""
-        if not (math.isfinite(self.hidden_weight) and self.hidden_weight >= 0):
-            raise UsageError(f"--hidden-weight must be a number of at least 0, not {self.hidden_weight:g}")
+        check_options(self)
         if not 0 < self.temperature <= MOST_TEMPERATURE:
             raise UsageError(
                 f"--temperature must be above 0 and at most {MOST_TEMPERATURE:g}, not {self.temperature:g}"
