@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from io import BufferedReader
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from ladderize.checkpoint.reading import (
 )
 from ladderize.console import sentence
 from ladderize.errors import UserError
+from ladderize.files.output import copy_span
 from ladderize.files.regular import open_regular
 
 if TYPE_CHECKING:
@@ -118,6 +119,11 @@ class TensorReader:
                 if reader.readinto(chunk) != len(chunk):
                     raise _shorter(self.folder / info.file)
                 yield chunk
+
+    def copy(self, info: TensorInfo, writer: BufferedIOBase, advance: Callable[[int], None]) -> None:
+        """Append a tensor's bytes, as they are stored, to a file. advance: is given how many, step by step."""
+        if copy_span(self._open(info.file), writer, info.start, info.stop, advance) != info.nbytes:
+            raise _shorter(self.folder / info.file)
 
     def middle(self, info: TensorInfo, count: int) -> bytes:
         """The ``count`` bytes in the middle of a tensor, or all there are."""

@@ -208,17 +208,28 @@ def transfer(source: Path, target: Path, *, copy: bool, advance: Callable[[int],
                     raise
                 target.unlink(missing_ok=True)
     with source.open("rb", buffering=0) as reader, target.open("xb") as writer:
-        while moved := _move(reader, writer):
-            advance(moved)  # fsync comes at the end, for all files together: the disk is busy meanwhile
-    if target.stat().st_size != size:
+        copy_span(reader, writer, 0, size, advance)  # fsync comes at the end, for all files together
+    if target.stat().st_size != size or source.stat().st_size != size:
         raise UserError(f"{source} changed while it was being copied; nothing was written")
     return "copied"
 
 
-def _move(reader: RawIOBase, writer: BufferedIOBase) -> int:
-    """Copy the next chunk, inside the kernel where it can; returns how many bytes, 0 at the end."""
+def copy_span(
+    reader: RawIOBase | BufferedIOBase, writer: BufferedIOBase, start: int, stop: int, advance: Callable[[int], None]
+) -> int:
+    """Append a file's bytes from ``start`` to ``stop``, inside the kernel where it can; returns how many: fewer
+    where the file ends before. advance: is given what each step copied."""
+    writer.flush()
+    at = start
+    while moved := _copy_some(reader.fileno(), writer, at, min(stop - at, COPIED_AT_ONCE)):
+        at += moved
+        advance(moved)
+    return at - start
+
+
+def _copy_some(descriptor: int, writer: BufferedIOBase, at: int, count: int) -> int:
     try:
-        return os.copy_file_range(reader.fileno(), writer.fileno(), COPIED_AT_ONCE)
+        return os.copy_file_range(descriptor, writer.fileno(), count, at) if count else 0
     except (AttributeError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (
             errno.EXDEV,
@@ -227,7 +238,7 @@ def _move(reader: RawIOBase, writer: BufferedIOBase) -> int:
             errno.EOPNOTSUPP,
         ):
             raise
-        moved = writer.write(reader.read(COPIED_AT_ONCE) or b"")
+        moved = writer.write(os.pread(descriptor, count, at))
         writer.flush()
         return moved
 
