@@ -129,6 +129,26 @@ def distinct_names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(split_names(text)))
 
 
+def ppl_increase(said: float | str, dense: float) -> float:
+    """What --max-ppl-increase allows, in perplexity: ``2%`` of the dense one, or a number. Raises UsageError."""
+    text = str(said).strip()
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UsageError(
+            f"--max-ppl-increase {said} is not an increase of the perplexity; write 2% (of the dense one) or a number"
+            " above 0 such as 0.1 (in perplexity)"
+        )
+    return value / 100 * dense if text.endswith("%") else value
+
+
+def parse_increase(text: str) -> float | str:
+    """The option as options hold it: a number, or per cent as they were said."""
+    return text.strip() if ppl_increase(text, 1.0) and text.strip().endswith("%") else float(text)
+
+
 AS_JSON = Option("Print one JSON document on stdout and nothing else.", flags="--json")
 REVISION = Option("Branch, tag or commit of a model from the hub.")
 DEVICE = Option("Where to compute.", kind=DeviceName, shown="cuda if there is one")
@@ -137,6 +157,12 @@ DTYPE = Option("float32, bfloat16, float16, or auto: as stored.", "DTYPE")
 BACKEND = Option("How ranks communicate.")
 TP_SIZE = Option("Tensor-parallel ranks (processes). Under torchrun: as many as it started.", min=1)
 SEQ_LEN = Option("Tokens per window.", min=2, shown="the rows of ids, else 2048 or the model's limit")
+MOST_INCREASE = Option(
+    "Select layers while their summed sensitivities stay within this increase: 2% of the dense perplexity, or 0.1 in"
+    " perplexity.",
+    "X",
+    parse=parse_increase,
+)
 LOWER_TAU = Option(
     "Sensitivity up to which a block is insensitive.", shown="0.05; 0.02 from 30B parameters", signed=True
 )

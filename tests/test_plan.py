@@ -548,6 +548,7 @@ def test_plan_recipe_convert_bench(dense, costs, tmp_path):
     assert outcome.code == 0, outcome
     choice = PlanResult.from_dict(json.loads((tmp_path / "plan.json").read_text()), "plan.json").choice
     assert choice.verification.made <= 3
+    assert outcome.stderr.count("loading torch") == 1
     assert choice.statement in outcome.stdout
     front = outcome.stdout.partition("The best layouts")[2].partition("Measured")[0]
     (line,) = [line for line in front.splitlines() if "chosen" in line]
@@ -606,6 +607,9 @@ def test_the_choice_is_a_row_with_the_speed_that_it_was_chosen_for(dense, costs)
         assert result.choice.chosen.speedup >= 1.02
         assert result.choice.statement == "not verified"
         assert "not verified" not in outcome.stderr
+        low = (row.speedup_end_to_end_interval if phase == "end_to_end" else row.speedup_interval(phase))[0]
+        assert ("includes 1: it may not be faster" in outcome.stderr) == (low <= 1)
+    assert "\ndense " in choice_of(dense, costs, "--min-speedup", "1.02").stdout
 
 
 def test_choices_that_are_refused(dense, costs, tmp_path):

@@ -122,7 +122,7 @@ def test_how_sure_held_out_windows_are_is_said():
     for stderr, doubts in ((0.0, 0), (100.0, 1)):
         measurer = FakeMeasurer(space, convexity=0.0, pairs=0.0, stderr=stderr)
         chosen, check = verified_choice(space, front, target, measurer, 8)
-        assert check.verified
+        assert (check.verified, check.borderline) == (True, bool(doubts))
         said = [note for note in check.notes if f"with a standard error of {stderr:.4f}" in note]
         assert len(check.notes) == len(said) == doubts
         percent = 100 * math.expm1(chosen.held_out.increase)
@@ -236,5 +236,8 @@ def test_a_verified_plan():
     what = (pass_seconds(), 15, "decode", target_of("60%"), PlanCosts(points, None, 2))
     choice = plan_layout(*what, measurer=measurer, limit=12)
     assert choice.statement == "verified on held-out windows"
+    checked = dataclasses.replace(choice.verification, borderline=True)
+    doubted = dataclasses.replace(choice, verification=checked)
+    assert doubted.statement == "borderline on held-out windows"
     assert choice.chosen.nats == choice.chosen.held_out.increase <= math.log(1.6)
     assert choice.verification.made == len(measurer.asked)

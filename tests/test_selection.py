@@ -95,6 +95,8 @@ def test_by_fraction(tmp_path, values, fraction, layers):
 )
 def test_by_budget(tmp_path, values, most, layers):
     assert chosen(tmp_path, values, max_increase=most).layers == layers
+    percent = f"{1.0001 * most / 0.09}%"  # of the dense 9.0
+    assert chosen(tmp_path, values, max_increase=percent).layers == layers
 
 
 def test_by_class_and_what_is_said(tmp_path):
@@ -128,7 +130,7 @@ def test_nothing_selected_names_the_smallest(tmp_path, how):
     [
         ([], "0,2"),
         (["--spd-fraction", "0.75"], "0:3"),
-        (["--max-ppl-increase", "0.35"], "0:3"),
+        (["--max-ppl-increase", "4%"], "0:3"),  # of 9
         (["--sync-tp-size", "4"], "0,2"),
         (["--ladder", "2:", "--dtype", "bfloat16"], "0,2"),
     ],
@@ -240,8 +242,8 @@ AUTO = ["--spd", "auto", "--sensitivity", "s.json"]
             for value in ("0", "-1", "1.01", "nan", "inf")
         ),
         *(
-            ([*AUTO, "--max-ppl-increase", value], "--max-ppl-increase must be a number above 0")
-            for value in ("0", "-1", "nan", "inf")
+            ([*AUTO, "--max-ppl-increase", value], f"--max-ppl-increase {value} is not an increase of")
+            for value in ("0", "-1", "nan", "inf", "-2%", "a lot")
         ),
         ([*AUTO, "--dense"], "does not go with"),
         ([*AUTO, "--ladder", "auto"], "--spd auto and --ladder auto cannot be combined"),

@@ -59,6 +59,8 @@ def plan(given: GivenOptions) -> None:
     goal = _goal(given)
     if goal is not None and goal.verify is not None:
         with console.stage(LOADING):
+            from ladderize.planning.plans import measure  # noqa: F401  # which takes seconds
+
             goal = dataclasses.replace(goal, device=compute_options(given.params["device"], goal.threads))
     result = ladderize.plan(
         choice, options, goal, out=own.out, recipe_out=own.recipe_out, plot=own.plot, console=console

@@ -1,12 +1,11 @@
 """A recipe: the options that decide what a conversion computes, as a dataclass and as YAML."""
 
 import difflib
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from ladderize.choices import check_options, flag, option
+from ladderize.choices import MOST_INCREASE, check_options, flag, option, ppl_increase
 from ladderize.convert.selection import Selection, select
 from ladderize.convert.sensitivity_file import LADDER, SPD, read_sensitivity
 from ladderize.convert.weights import parse_size
@@ -55,9 +54,7 @@ class Recipe:
     )
     spd_fraction: float | None = option("For --spd auto: fraction of all layers to select (0 to 1).", metavar="F")
     ladder_fraction: float | None = option("For --ladder auto: fraction of all layers to select (0 to 1).", metavar="F")
-    max_ppl_increase: float | None = option(
-        "For auto: select layers while their summed sensitivities stay within X perplexity."
-    )
+    max_ppl_increase: str | float | None = option(MOST_INCREASE)
     attention_sync: tuple[str, ...] | None = None
     mlp_sync: tuple[str, ...] | None = None
 
@@ -116,12 +113,11 @@ class Recipe:
             raise UsageError(f"--{kind} auto needs --sensitivity FILE, as `ladderize sensitivity` writes it")
         if self.fraction is not None and self.max_ppl_increase is not None:
             raise UsageError(f"--{kind}-fraction and --max-ppl-increase both say how much to convert; give one of them")
-        for value, most, name, wanted in (
-            (self.fraction, 1, f"--{kind}-fraction", "above 0 and at most 1"),
-            (self.max_ppl_increase, sys.float_info.max, "--max-ppl-increase", "above 0"),
-        ):
-            if value is not None and (type(value) not in (int, float) or not 0 < value <= most):
-                raise UsageError(f"{name} must be a number {wanted}, not {value!r}")
+        if self.max_ppl_increase is not None:
+            ppl_increase(self.max_ppl_increase, 1.0)
+        share = self.fraction
+        if share is not None and (type(share) not in (int, float) or not 0 < share <= 1):
+            raise UsageError(f"--{kind}-fraction must be a number above 0 and at most 1, not {share!r}")
 
     def _check_modes(self) -> None:
         if self.attention_sync is None and self.mlp_sync is None:

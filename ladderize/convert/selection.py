@@ -6,6 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 
+from ladderize.choices import ppl_increase
 from ladderize.convert.sensitivity_file import INSENSITIVE, AlignmentWindows, CalibrationData, SensitivityDocument
 from ladderize.errors import UserError
 from ladderize.files.records import Record
@@ -61,13 +62,13 @@ class Selection(Record):
 
 
 def select(
-    sensitivity: SensitivityDocument, path: Path, fraction: float | None = None, max_increase: float | None = None
+    sensitivity: SensitivityDocument, path: Path, fraction: float | None = None, max_increase: float | str | None = None
 ) -> Selection:
     """Choose the blocks to convert, least sensitive first (of equals the lower one). Raises UserError for none.
 
     path: of the sensitivity file. fraction: that part of all blocks, in (0, 1], and at least one. max_increase: as many
-    as the sum of their sensitivities (those below 0 count as 0), in perplexity, stays within it. Neither: all of class
-    insensitive.
+    as the sum of their sensitivities (those below 0 count as 0) stays within it, in perplexity or per cent of the dense
+    one. Neither: all of class insensitive.
     """
     kind = sensitivity.kind
     values = [entry.sensitivity for entry in sensitivity.blocks]
@@ -80,9 +81,10 @@ def select(
         chosen = set(ascending[:count])
     elif max_increase is not None:
         sums = dict(zip(ascending, accumulate(max(values[block], 0.0) for block in ascending), strict=True))
-        rule = f"the least sensitive blocks while their sum is at most {max_increase:g} (max_ppl_increase)"
+        most = ppl_increase(max_increase, sensitivity.perplexity[-1])
+        rule = f"the least sensitive blocks while their sum is at most {most:.4g} (max_ppl_increase {max_increase})"
         why = {block: f"sum {sums[block]:.4g}" for block in ascending}
-        chosen = {block for block in ascending if sums[block] <= max_increase}
+        chosen = {block for block in ascending if sums[block] <= most}
     else:
         limit = f"tau1 = {sensitivity.tau1:g}"
         rule = f"every block of class {INSENSITIVE} (at most {limit})"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ladderize.adapt.blockwise.options import BlockwiseOptions
-from ladderize.choices import LOWER_TAU, REVISION, UPPER_TAU, check_options, option
+from ladderize.choices import LOWER_TAU, MOST_INCREASE, REVISION, UPPER_TAU, check_options, option, ppl_increase
 from ladderize.errors import UsageError
 from ladderize.eval.options import check_taus
 
@@ -25,9 +25,7 @@ class SpdOptions:
     spd_fraction: float | None = option(
         "Fraction of all blocks to drop, least sensitive first.", shown=str(DEFAULT_FRACTION)
     )
-    max_ppl_increase: float | None = option(
-        "Instead: drop blocks while their summed sensitivities stay within this perplexity."
-    )
+    max_ppl_increase: str | float | None = option(MOST_INCREASE)
     calibration_samples: int = option(  # the paper's
         "Windows for sensitivity and head grouping, out of --samples.", 128, min=1
     )
@@ -51,6 +49,8 @@ class SpdOptions:
     def __post_init__(self) -> None:
         check_options(self)
         check_taus(self.tau1, self.tau2)
+        if self.max_ppl_increase is not None:
+            ppl_increase(self.max_ppl_increase, 1.0)
         if self.spd_fraction is not None and self.max_ppl_increase is not None:
             raise UsageError("--spd-fraction and --max-ppl-increase both say how much to drop; give one of them")
 

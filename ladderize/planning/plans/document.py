@@ -161,7 +161,8 @@ class FrontPoint(Record):
 class MeasuredCheck(Record):
     """Which layouts were measured, in order. limit: the most measurements that were allowed; made: those that were.
 
-    notes: what happened, a sentence each, such as a choice that was over budget on held-out windows.
+    notes: what happened, a sentence each, such as a choice that was over budget on held-out windows. borderline: the
+    choice is within it there by less than a standard error.
     """
 
     verified: bool
@@ -169,6 +170,7 @@ class MeasuredCheck(Record):
     made: int
     layouts: list[PlannedLayout]
     notes: list[str]
+    borderline: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,8 +203,9 @@ class PlanChoice(Record):
         """Whether the costs of what is chosen were measured on windows that nothing was chosen by."""
         if self.costs == "sweep":
             return "measured by the sweep"
-        is_verified = self.verification is not None and self.verification.verified
-        return "verified on held-out windows" if is_verified else "not verified"
+        if self.verification is None or not self.verification.verified:
+            return "not verified"
+        return f"{'borderline' if self.verification.borderline else 'verified'} on held-out windows"
 
 
 @dataclass(frozen=True)

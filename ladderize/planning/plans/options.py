@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ladderize.checkpoint.llama import MOST_LAYERS
-from ladderize.choices import DEVICE, REVISION, THREADS, Dtype, argument, check_options, option
+from ladderize.choices import DEVICE, REVISION, THREADS, Dtype, argument, check_options, option, ppl_increase
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.runtime.bench.options import (
@@ -140,17 +140,8 @@ class ChoiceTarget(Record):
             if least is not None and not (1 < least < math.inf):
                 raise UsageError(f"--min-speedup must be a number above 1, such as 1.2, not {least:g}")
             return self
-        is_relative = text.strip().endswith("%")
-        try:
-            value = float(text.strip().removesuffix("%"))
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            raise UsageError(
-                f"--max-ppl-increase {text} is not an increase of the perplexity; write 2% (of the dense one) or a"
-                " number above 0 such as 0.1 (in perplexity)"
-            )
-        return replace(self, max_nats=math.log1p(value / 100 if is_relative else value * math.exp(-dense_nll)))
+        dense = math.exp(dense_nll)
+        return replace(self, max_nats=math.log1p(ppl_increase(text, dense) / dense))
 
 
 @dataclass(frozen=True)

@@ -214,9 +214,8 @@ def _measurer(choice: PlanModel, goal: PlanGoal, out: Path | None, console: Cons
         )
     beside = out or goal.sensitivity.with_name(f"{goal.sensitivity.stem}-plan.json")
     folder = work_folder(str(beside), goal.work_dir)
-    with console.stage("loading torch and transformers"):
-        from ladderize.planning.plans.measure import LayoutMeasurer
-        from ladderize.ranks.threads import set_threads
+    from ladderize.planning.plans.measure import LayoutMeasurer
+    from ladderize.ranks.threads import set_threads
 
     set_threads(goal.threads, 1)
     counts: tuple[int | None, int | None] = (goal.align_samples, None)

@@ -70,6 +70,7 @@ def verified_choice(
         made=search.made,
         layouts=[search.described(one) for one in search.candidates()],
         notes=search.notes,
+        borderline=_is_borderline(search, search.held_out.get(chosen.tobytes())),
     )
     return search.described(chosen), check
 
@@ -275,7 +276,14 @@ def _confirmed(search: _Search) -> np.ndarray:
             continue
         cost = search.cost(best, held_out=True)
         if cost <= search.budget:
-            _note_doubt(search, best)
+            found = search.held_out[best.tobytes()]
+            if _is_borderline(search, found):
+                search.notes.append(
+                    f"borderline: on other windows it may well be over budget. {found.windows} held-out windows say"
+                    f" {found.increase:+.4f} nats of {search.budget:.4f}, with a standard error of"
+                    f" {found.increase_stderr or 0:.4f}; to confirm it on more windows, give --held-out-data, or"
+                    " measure the sensitivity with more --samples"
+                )
             return best
         search.notes.append(
             f"{search.space.layout(best)} is over budget on held-out windows ({cost:+.4f} nats of"
@@ -286,15 +294,10 @@ def _confirmed(search: _Search) -> np.ndarray:
     return _unconfirmed(search)
 
 
-def _note_doubt(search: _Search, best: np.ndarray) -> None:
-    """Say where the held-out windows are too few to be sure of."""
-    found = search.held_out[best.tobytes()]
-    if found.increase_stderr is not None and search.budget - found.increase < found.increase_stderr:
-        search.notes.append(
-            f"on other windows it may well be over budget: {found.windows} held-out windows say {found.increase:+.4f}"
-            f" nats of {search.target.max_nats:.4f}, with a standard error of {found.increase_stderr:.4f}; to"
-            " confirm it on more windows, give --held-out-data, or measure the sensitivity with more --samples"
-        )
+def _is_borderline(search: _Search, found: LayoutNll | None) -> bool:
+    """Whether held-out windows are too few to be sure of a layout that is within the budget on them."""
+    error = None if found is None else found.increase_stderr
+    return found is not None and error is not None and search.budget - found.increase < error
 
 
 def _unconfirmed(search: _Search) -> np.ndarray:

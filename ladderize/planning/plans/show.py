@@ -103,7 +103,9 @@ def _speedup_text(speedup: Sequence[float]) -> str:
 
 
 def _shown_name(row: PlannedRow) -> str:
-    return row.model.removesuffix(" baseline") if row.weights == NO_WEIGHTS else Path(row.model).name
+    if row.weights == NO_WEIGHTS:
+        return row.model.removesuffix(" baseline")
+    return Path(row.model).name if not row.layout.endswith(": dense") else "dense"
 
 
 def _digits(value: float) -> str:
@@ -246,6 +248,11 @@ def show_choice(result: PlanResult, choice: PlanChoice, console: Console) -> Non
         console.prose(f"aligned  {alignment_words(choice.aligned)}", indent=9)
     for note in (*choice.notes, *(choice.verification.notes if choice.verification is not None else ())):
         console.prose(f"note     {note}", indent=9)
+    if low <= 1:
+        console.warn(
+            f"the band of its speed-up, {low:.2f} to {high:.2f}, includes 1: it may not be faster than dense on this"
+            " hardware; `ladderize calibrate` narrows the band"
+        )
     if choice.costs == "sensitivity" and choice.verification is None:
         console.warn(
             "costs of single sync points do not add up, so what the choice costs is an estimate, most often too low:"

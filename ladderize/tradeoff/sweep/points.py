@@ -158,7 +158,7 @@ def layout_to_come(choice: LayoutChoice) -> str:
         if kind in choice.auto:
             rule = f"{fraction:g} of the layers" if fraction is not None else "insensitive layers"
             if fraction is None and choice.max_ppl_increase is not None:
-                rule = f"layers up to {choice.max_ppl_increase:g} perplexity"
+                rule = f"layers up to {choice.max_ppl_increase} of perplexity"
             parts.append(f"{kind} {rule} by sensitivity")
         elif layers is not None:
             parts.append(f"{kind} {layers}")

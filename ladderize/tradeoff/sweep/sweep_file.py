@@ -45,7 +45,7 @@ class LayoutChoice:
     sync_tp_size: int | None = None
     ladder_fraction: float | None = None
     spd_fraction: float | None = None
-    max_ppl_increase: float | None = None
+    max_ppl_increase: str | float | None = None
     head_map: str | None = None
 
     @property
