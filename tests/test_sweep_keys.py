@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ladderize.demo.inputs import TASKS
-from ladderize.tradeoff.sweep import builder
-from tests.helpers import SHAPE, invoke, save_llama
-from tests.sweeps import FAST, make_place, planner, read, rerun, spec, stages_of, write
+from ladderize.tradeoff.sweep import builder, run
+from tests.helpers import SHAPE, invoke, one_sentence, save_llama
+from tests.sweeps import FAST, make_place, planner, ran, read, rerun, spec, stages_of, write
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,50 @@ def test_other_data_and_another_model_are_noticed(place, tmp_path):
     (out / model / "notes.txt").write_text("mine")
     assert rerun(place, out, **content) == []
     assert (out / model / "notes.txt").exists()
+
+
+def test_what_is_printed_and_run_by_hand_is_taken(place, tmp_path, monkeypatch):
+    content = spec(place, layouts=[{"mode": "ladder", "fraction": 0.5}], adapt=None)
+    file, out = write(tmp_path / "s.yaml", content), tmp_path / "out"
+
+    def printed():
+        outcome = invoke("sweep", file, "--out", out, "--print-commands")
+        assert outcome.code == 0, outcome.stderr
+        return outcome.stdout.strip().split("\n\n")
+
+    first, *stages, chosen, bench = printed()
+    assert first == f"cd {out}"
+    assert [stage.split(":")[0] for stage in stages] == ["# 1. eval", "# 2. sensitivity to ladder"]
+    assert "ladder 0.5 of the layers by sensitivity: to be printed when" in chosen
+    assert bench.startswith("# bench")
+    assert rerun_by_hand(out, stages, monkeypatch) == ["eval", "sensitivity"]
+    _, *stages = printed()  # the layout is known
+    assert stages[1].endswith(": kept")
+    assert "after 1, 3" in stages[3]
+    assert "after 3, with nothing beside it" in stages[4]
+    assert rerun_by_hand(out, stages[2:], monkeypatch) == ["convert", "eval", "bench"]
+    models = [*out.glob("stages/*/model/*.safetensors"), *out.glob("stages/bench-*/*"), *out.glob("stages/sens*/*")]
+    kept = {path: path.stat().st_mtime_ns for path in models}
+    outcome = invoke("sweep", file, "--out", out)
+    assert outcome.code == 0, outcome.stderr
+    assert [line.split(":")[0] for line in ran(outcome)] == ["eval", "convert", "eval"]  # which find it all there
+    assert {path: path.stat().st_mtime_ns for path in models} == kept
+    monkeypatch.setattr(run, "already_started", lambda: True)
+    assert one_sentence(invoke("sweep", file, "--out", out)).endswith("--print-commands")
+
+
+def rerun_by_hand(out, stages, monkeypatch):
+    """Type what was printed; returns the names of the commands."""
+    out.mkdir(exist_ok=True)
+    monkeypatch.chdir(out)
+    names = []
+    for stage in stages:
+        made, _, line = stage.splitlines()[1].partition(" && ")
+        (out / made.removeprefix("mkdir -p ")).mkdir(parents=True)
+        outcome = invoke(*shlex.split(line)[1:])
+        assert outcome.code == 0, outcome.stderr
+        names.append(shlex.split(line)[1])
+    return names
 
 
 def test_prune_removes_what_the_file_does_not_ask_for(place, tmp_path):

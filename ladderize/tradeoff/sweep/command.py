@@ -22,6 +22,9 @@ class SweepArguments:
         "Keep everything here. The same command goes on with what is there.", metavar="DIR", shown="the file's key out"
     )
     dry_run: bool = option("Show what would run, about how long, and how much disk it takes.", False)
+    print_commands: bool = option(
+        "Print the command of each stage, and what must be done before: for who schedules them. Nothing is run.", False
+    )
     jobs: int | None = option(
         "Stages that run side by side, with GPUs and cores of their own. Never a benchmark.",
         min=1,
@@ -33,7 +36,9 @@ class SweepArguments:
 
 
 @command(
-    SweepArguments, panels={PLAIN_OPTIONS: "jobs", OUTPUT: "out dry_run prune write_example json"}, configurable=False
+    SweepArguments,
+    panels={PLAIN_OPTIONS: "jobs", OUTPUT: "out dry_run print_commands prune write_example json"},
+    configurable=False,
 )
 def sweep_command(given: GivenOptions) -> None:
     """Measure a grid of layouts from conversion to accuracy and speed. What is complete is kept and reused."""
@@ -51,9 +56,12 @@ def sweep_command(given: GivenOptions) -> None:
         from ladderize.tradeoff.report.answer import answer_of
         from ladderize.tradeoff.sweep.run import plan_sweep, sweep_folder
         from ladderize.tradeoff.sweep.shown import TEXT_COLUMNS, sweep_rows
-    if own.dry_run:
+    if own.dry_run or own.print_commands:
         planned = plan_sweep(file, out, console=console)
         console.document(planned.to_dict())
+        if own.print_commands:
+            console.result(planned.script)
+            return
         for note in planned.notes:
             console.note(f"Note: {note}")
         console.table(planned.rows, right=["time", "disk"])

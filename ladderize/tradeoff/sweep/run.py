@@ -35,6 +35,8 @@ from ladderize.tradeoff.sweep.stages import (
     BENCH_JSON,
     MODEL_FOLDER,
     SENSITIVITY_JSON,
+    STAGE_VERSIONS,
+    STAGES,
     TIMED,
     Stage,
     finished_stage,
@@ -64,7 +66,10 @@ def sweep(
     points and stages. Raises UserError for a file, a folder or layouts that do not fit.
     """
     if already_started():
-        raise UserError("a sweep starts its own processes; run it without torchrun or accelerate launch")
+        raise UserError(
+            "a sweep is one process, which starts those of its stages; run it without torchrun, accelerate launch or"
+            " srun, or schedule its stages yourself: --print-commands"
+        )
     gpus = visible_gpus()
     jobs = jobs if jobs is not None else min(len(gpus) or 1, len(cores()))
     if jobs < 1 or jobs > len(cores()):
@@ -126,10 +131,12 @@ def _asked(file: str | Path, out: str | Path | None) -> tuple[SweepSpec, Path]:
 
 
 def _is_sweep(root: Path) -> bool:
-    """Whether a sweep keeps its outputs here, or was killed when it had hardly begun."""
+    """Whether a sweep keeps its outputs here, was killed when it had hardly begun, or had its stages run by hand."""
     if "points" in read_own(root / SWEEP_JSON):
         return True
-    return all(entry.name.startswith(f".{SWEEP_JSON}.") for entry in root.iterdir())
+    stages = [entry.name.partition("-")[0] for entry in (root / STAGES).glob("*")]
+    others = [entry.name for entry in root.iterdir() if entry.name != STAGES]
+    return all(name in STAGE_VERSIONS for name in stages) and all(name.startswith(f".{SWEEP_JSON}.") for name in others)
 
 
 def _planner(spec: SweepSpec, root: Path, console: Console) -> Planner:

@@ -1,5 +1,6 @@
 """What a person sees of a sweep: the plan of ``--dry-run``, the live table while it runs, and the table at its end."""
 
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PlannedStage(Record):
     """seconds, bytes: about what it will take; None: nothing is known to estimate it from, or it is kept. on: how many
-    GPUs, or processes, in words. share: of the machine, while it runs."""
+    GPUs, or processes, in words. share: of the machine, while it runs. needs: outputs that it reads."""
 
     stage: str
     title: str
@@ -42,6 +43,7 @@ class PlannedStage(Record):
     kept: bool
     on: str
     share: float
+    needs: list[str]
     seconds: float | None = None
     bytes: int | None = None
 
@@ -50,14 +52,15 @@ class PlannedStage(Record):
 class PlanDocument(Record):
     """``ladderize sweep --dry-run --json``. unplanned: points whose layout, or whose promotion, is decided by
     what is not measured yet: their other stages are known then. unplanned_seconds: about what each of them will take,
-    of the whole machine's time.
-    notes: what the user should know of the file."""
+    of the whole machine's time. are_layouts_known: so that benchmarks have all their models. notes: what the user
+    should know of the file."""
 
     model: str
     out: str
     stages: list[PlannedStage]
     unplanned: list[str]
     unplanned_seconds: list[float | None]
+    are_layouts_known: bool
     notes: list[str]
 
     @classmethod
@@ -73,6 +76,7 @@ class PlanDocument(Record):
         found = [read_marker(entry) for entry in sorted((root / STAGES).glob("*"))]
         history = [marker for marker in found if marker is not None]
 
+        outputs = {stage.key: stage.output for stage in plan.stages}
         guessed = []
 
         def seconds(stage: Stage) -> float | None:
@@ -91,7 +95,8 @@ class PlanDocument(Record):
 
         def planned(stage: Stage) -> PlannedStage:
             known = (stage.kind, stage.title, stage.output, stage.command)
-            where = (stage.launch.words(len(gpus)), share(stage))
+            needs = [outputs[key] for key in stage.needs if key in outputs]
+            where = (stage.launch.words(len(gpus)), share(stage), needs)
             if finished_stage(stage, root) is not None:
                 return PlannedStage(*known, True, *where)
             alike = [marker for marker in history if marker.stage == stage.kind]
@@ -108,7 +113,8 @@ class PlanDocument(Record):
             summed(map(machine_seconds, planner.to_come(point))) if point.layout is None else None for point in later
         ]
         notes = [*plan.notes, *([estimator.words] if estimator is not None and guessed else [])]
-        return cls(spec.model, str(root), stages, [point.name for point in later], times, notes)
+        known = not any(point.layout is None and point.is_open for point in plan.points)
+        return cls(spec.model, str(root), stages, [point.name for point in later], times, known, notes)
 
     @property
     def rows(self) -> list[dict[str, str]]:
@@ -130,6 +136,25 @@ class PlanDocument(Record):
         if not any(row["on"] for row in rows):
             rows = [{key: text for key, text in row.items() if key != "on"} for row in rows]
         return rows
+
+    @property
+    def script(self) -> str:
+        """The commands of all stages that are to run, as a shell takes them, each with a comment that says what must be
+        done before."""
+        stages = [stage for stage in self.stages if stage.stage != TIMED or self.are_layouts_known]
+        later = [*self.unplanned, *(stage.title for stage in self.stages if stage not in stages)]
+        numbers = {stage.output: number for number, stage in enumerate(stages, 1)}
+        lines = [f"cd {shlex.quote(self.out)}"]
+        for stage in stages:
+            needs = ", ".join(map(str, sorted(numbers[output] for output in stage.needs)))
+            when = f"after {needs}" if needs else "at any time"
+            when = f"{when}, with nothing beside it" if stage.stage == TIMED else when
+            words = [f"{stage.title}: {'kept' if stage.kept else when}", *([stage.on] if stage.on else [])]
+            lines.append(f"\n# {numbers[stage.output]}. {'; on '.join(words)}")
+            if not stage.kept:
+                lines.append(f"mkdir -p {stage.output} && {stage.command}")
+        lines += [f"\n# {name}: to be printed when what decides it is measured" for name in later]
+        return "\n".join(lines)
 
     @property
     def total(self) -> str:
@@ -155,11 +180,12 @@ class PlanDocument(Record):
 def _seconds(stage: Stage, alike: list[FinishedStage]) -> float | None:
     """The mean of earlier stages of the same kind, which of retrainings is for each token."""
     if stage.kind != "adapt":
-        return fmean(marker.seconds for marker in alike) if alike else None
+        times = [marker.seconds for marker in alike if marker.seconds is not None]
+        return fmean(times) if times else None
     same = [one for one in alike if one.identity.get("method") == stage.identity["method"] and one.amount]
     if not same or not stage.amount:
         return None
-    return stage.amount * sum(one.seconds for one in same) / sum(one.amount or 0 for one in same)
+    return stage.amount * sum(one.seconds or 0.0 for one in same) / sum(one.amount or 0 for one in same)
 
 
 # ---- meanwhile ----

@@ -35,6 +35,7 @@ MARKER = "stage.json"  # written when all else in the folder is complete
 LOG = "log.txt"
 MODEL_FOLDER, ADAPTER_FOLDER, PREDICTIONS = "model", "adapter", "predictions"
 RESULTS, SENSITIVITY_JSON, BENCH_JSON = "results.json", "sensitivity.json", "bench.json"
+SAY_COMPLETE = {"sensitivity": SENSITIVITY_JSON, "bench": BENCH_JSON}
 KEY_DIGITS = 16
 COMMANDS = {
     "sensitivity": sensitivity,
@@ -48,8 +49,8 @@ COMMANDS = {
 OF_THE_SWEEP = {
     "sensitivity": "model out sync_tp_size pairs plot overwrite revision json",
     "convert": "src out dense recipe sensitivity dtype max_shard_size copy dry_run overwrite no_verify revision json",
-    "adapt": "model out distill_from align preset resume keep show_data show_data_rows log_with log_dir plot work_dir"
-    " overwrite no_verify revision json",
+    "adapt": "model out distill_from align preset resume keep dry_run show_data show_data_rows log_with log_dir plot"
+    " work_dir overwrite no_verify revision json",
     "eval": "models out keep_predictions reference resume revision no_default_tasks json",
     "bench": "models random_weights layout num_layers sync_tp_size engine revision train schedules seq_len out plot"
     " profile json",
@@ -212,14 +213,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class FinishedStage(Record):
-    """The marker of a complete output. files: path in the folder -> bytes, of everything that belongs to it."""
+    """The marker of a complete output. seconds: None where the command was run by hand. files: path in the folder ->
+    bytes, of everything that belongs to it."""
 
     stage: str
     key: str
     version: int
     title: str
     command: str
-    seconds: float
+    seconds: float | None
     amount: int | None
     bytes: int
     identity: dict[str, Any]
@@ -237,9 +239,13 @@ def read_marker(folder: Path) -> FinishedStage | None:
 
 def finished_stage(stage: Stage, root: Path) -> FinishedStage | None:
     """The marker of a stage's complete output: nothing of it may be missing, or of another size. What somebody added is
-    no reason to make it anew."""
+    no reason to make it anew. A document that says itself that it is complete, and lies there alone, needs none: its
+    command was run by hand, and would do all of it again."""
     folder = root / stage.output
     marker = read_marker(folder)
+    if marker is None and set(files := _files(folder)) == {SAY_COMPLETE.get(stage.kind)}:
+        is_complete = all(read_own(folder / name).get("complete") is True for name in files)
+        return _marker(stage, files, None) if is_complete else None
     if marker is None or marker.key != stage.key or marker.stage != stage.kind:
         return None
     return marker if marker.files.items() <= _files(folder).items() else None
@@ -248,8 +254,11 @@ def finished_stage(stage: Stage, root: Path) -> FinishedStage | None:
 def mark_finished(stage: Stage, root: Path, seconds: float) -> None:
     """Write the marker, last of all."""
     folder = root / stage.output
-    files = _files(folder)
-    marker = FinishedStage(
+    write_json(folder / MARKER, _marker(stage, _files(folder), seconds).to_dict())
+
+
+def _marker(stage: Stage, files: dict[str, int], seconds: float | None) -> FinishedStage:
+    return FinishedStage(
         stage=stage.kind,
         key=stage.key,
         version=STAGE_VERSIONS[stage.kind],
@@ -261,7 +270,6 @@ def mark_finished(stage: Stage, root: Path, seconds: float) -> None:
         identity=dict(stage.identity),
         files=files,
     )
-    write_json(folder / MARKER, marker.to_dict())
 
 
 def prepare(stage: Stage, root: Path) -> None:
