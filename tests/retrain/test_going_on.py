@@ -76,6 +76,27 @@ def test_sigterm_saves_and_stops(place, tmp_path, monkeypatch):
     assert same_weights(weights_of(tmp_path / "out"), weights_of(tmp_path / "whole"))
 
 
+def test_sigterm_in_the_last_step_stops_too(place, tmp_path, monkeypatch):
+    """It says that it does. The same command then writes the output, with the counts of a run that was not stopped."""
+    more = ["--train", "all", "--eval-every", 4]
+    whole = succeed(place, tmp_path / "whole", *more)
+
+    def validate(self, *given, original=training.Trainer.validate, **named):
+        if self.progress.step == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return original(self, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Trainer, "validate", validate)
+        outcome = adapt(place, tmp_path / "out", *more)
+    assert outcome.code == 1
+    assert "stopped by a signal after step 6, which is saved" in one_sentence(outcome)
+    assert not (tmp_path / "out").exists()
+    again = succeed(place, tmp_path / "out", *more)
+    assert {**again, "out": 0, "training_seconds": 0} == {**whole, "out": 0, "training_seconds": 0}
+    assert again["data_counts"]["tokens"] > 0
+
+
 def test_ctrl_c_says_what_happens_and_a_second_one_while_saving_loses_nothing(place, tmp_path, monkeypatch, capfd):
     """The second comes while the state is being written: what was saved before it stays whole."""
     more = ["--save-every", 2, "--eval-every", 100]

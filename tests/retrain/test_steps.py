@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,9 @@ from torch.nn.functional import cross_entropy
 
 import ladderize
 from ladderize.adapt.data_specs import data_sources
+from ladderize.adapt.retrain import outcome
 from ladderize.adapt.retrain import run as retraining
+from ladderize.adapt.retrain import trainer as training
 from ladderize.adapt.retrain.engine import BETAS, EPSILON
 from ladderize.adapt.retrain.hf_model import (
     ModelSetup,
@@ -208,3 +211,22 @@ def test_retrained_weights_are_known_as_such(place, tmp_path):
     )
     same = invoke("convert", out, tmp_path / "same", "--dtype", "bfloat16", "--no-verify")
     assert "Warning" not in same.stderr
+
+
+@pytest.mark.parametrize("more", [["--eval-every", 2], ["--eval-every", 5]])
+def test_the_estimate_counts_every_validation(place, tmp_path, monkeypatch, more):
+    found, scored = [], []
+
+    def validations_left(trainer, original=retraining.validations_left):
+        found.append(original(trainer))
+        return found[0]
+
+    def counted(function):
+        return lambda *given: scored.append(1) or function(*given)
+
+    monkeypatch.setattr(retraining, "validations_left", validations_left)
+    for module, name in ((training, "score"), (training, "score_teacher"), (outcome, "score")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    said = adapt(place, tmp_path / "out", "--distill-from", place / "dense", *more, steps=5).stderr
+    assert re.search(r"about \d+ s on cpu, of which \d+ s validating$", said, re.MULTILINE)
+    assert found == [len(scored)]

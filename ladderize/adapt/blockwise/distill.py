@@ -209,7 +209,8 @@ def distillation_announcement(
     training = needed["a block in training"]
     return (
         f"distilling {len(student.layers)} blocks on {len(windows.train)} windows of {tokens} tokens,"
-        f" {len(windows.heldout)} held out: at most about {human_seconds(seconds)} for {options.epochs} epochs on"
+        f" {len(windows.heldout)} held out: at most about {human_seconds(seconds)} for {options.epochs}"
+        f" epoch{'s' if options.epochs > 1 else ''} on"
         f" {ranks.words}; for each process {human_bytes(states)} of states {place}, {human_bytes(training)} for one"
         " block in training"
     )

@@ -303,7 +303,9 @@ class Stream:
 
     @property
     def counts(self) -> DataCounts:
-        """What was read up to the end of the chunk in use."""
+        """What was read up to the end of the chunk in use, which is made again where a run went on within it."""
+        if self._chunk is None and self._place.yielded:
+            self._advance()
         after = self._chunk.after if self._chunk is not None else self._place.before
         tally = after.tally
         places = tally.rows * self.options.seq_len

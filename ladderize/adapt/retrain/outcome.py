@@ -1,6 +1,6 @@
 """What a retraining leaves: a checkpoint or an adapter, with adaptation.json, the record of how it came about."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -165,8 +165,8 @@ def write_outcome(
     ranks call it."""
     progress, work = trainer.progress, trainer.folder
     chosen = (task.options.write == "best" and progress.best_step) or progress.step
-    with console.stage("validating the weights as they will be stored"):
-        scores = score_stored(trainer, task, chosen)
+    with console.progress("validating the weights as they will be stored", len(trainer.heldout)) as advance:
+        scores = score_stored(trainer, task, chosen, advance)
     trainer.engine.close()  # nothing is computed from here on
     before = progress.before_perplexity
     if scores is not None and before is not None and task.options.write == "best":
@@ -249,11 +249,12 @@ def write_outcome(
     return adaptation
 
 
-def score_stored(trainer: Trainer, task: Task, step: int) -> Scores | None:
-    """Scores of the held-out rows, if there are any, with the weights of ``step``, rounded as they will be stored."""
+def score_stored(trainer: Trainer, task: Task, step: int, advance: Callable[[int], None]) -> Scores | None:
+    """Scores of the held-out rows, if there are any, with the weights of ``step``, rounded as they will be stored.
+    advance: is told of the rows that were scored."""
     load_trained(trainer.folder.state_path(step), trainer.engine)
     if task.options.method != LORA:  # an adapter is stored in fp32
         trainer.engine.round_weights(getattr(torch, stored_dtype(task.checkpoint)))
     if not trainer.heldout:
         return None
-    return score(trainer.engine, trainer.heldout, trainer.options.micro_batch_size)
+    return score(trainer.engine, trainer.heldout, trainer.options.micro_batch_size, advance)

@@ -395,13 +395,25 @@ def announce_training(trainer: Trainer, task: Task, console: Console) -> None:
         f" of {training.seq_len} tokens, peak learning rate {training.schedule.peak:.3g}"
     )
     if rows := trainer.heldout[: training.micro_batch_size]:
-        per_token = probe_seconds(trainer.engine, rows, training) / sum(len(row) for row in rows)
+        probed = sum(len(row) for row in rows) * task.data_ranks
+        step, scoring = (seconds / probed for seconds in probe_seconds(trainer.engine, rows, training))  # of a token
         left = 1 - training.budget.share(trainer.progress.step, trainer.progress.tokens)
-        seconds = left * training.about_steps * training.batch_size * training.seq_len * per_token / task.data_ranks
-        text += f", about {human_seconds(seconds)} on {ranks.device.type}"
+        validating = validations_left(trainer) * sum(map(len, trainer.heldout)) * scoring
+        seconds = left * training.about_steps * training.batch_size * training.seq_len * step + validating
+        text += (
+            f", about {human_seconds(seconds)} on {ranks.device.type}, of which {human_seconds(validating)} validating"
+        )
     console.note(text)
     if ranks.device.type == "cpu" and (advice := tcmalloc_advice()):
         console.note(advice)
+
+
+def validations_left(trainer: Trainer) -> int:
+    """How often the held-out rows are scored from here on: before the first step (the dense model's loss too), every
+    ``eval_every`` steps and after the last, and with the weights as they will be stored."""
+    done, steps, every = trainer.progress.step, trainer.options.about_steps, trainer.options.eval_every
+    first = 0 if done else 1 + trainer.engine.has_teacher
+    return first + max(0, -(-steps // every) - done // every) + 1
 
 
 def show_data_of(model: str, options: RetrainOptions, revision: str | None, rows: int) -> tuple[str, dict[str, Any]]:

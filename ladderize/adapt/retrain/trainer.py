@@ -26,7 +26,7 @@ from ladderize.adapt.data.stream import Stream, StreamPlace, rank_rows
 from ladderize.adapt.retrain.engine import Engine
 from ladderize.adapt.retrain.options import TrainOptions
 from ladderize.adapt.retrain.state import Progress, TrainingFolder, cut_metrics
-from ladderize.console import Console, human_bytes
+from ladderize.console import Advance, Console, human_bytes
 from ladderize.errors import UserError
 from ladderize.memory import peak_bytes
 
@@ -116,8 +116,9 @@ class Trainer:
         progress, options = self.progress, self.options
         spent = options.budget.share(progress.step, progress.tokens)
         if progress.step == 0 and self.heldout:
-            with self.console.stage("validating before the first step"):
-                scores = self.validate(first=True)
+            passes = 2 if self.engine.has_teacher else 1
+            with self.console.progress("validating before the first step", passes * len(self.heldout)) as advance:
+                scores = self.validate(advance, first=True)
             target = f"; dense model (target) {progress.dense_perplexity:.4f}" if progress.dense_perplexity else ""
             self.console.note(f"before training: held-out perplexity {scores.perplexity:.4f}{target}")
         total = options.budget.steps or options.budget.tokens or 1
@@ -137,8 +138,7 @@ class Trainer:
                 self.write(metrics)
                 last = spent >= 1
                 if self.heldout and (progress.step % options.eval_every == 0 or last):
-                    advance(0, detail=f"{detail}, validating")
-                    scores = self.validate()
+                    scores = self.validate(self.countdown(advance, detail))
                     self.console.note(
                         f"step {progress.step}: held-out perplexity {scores.perplexity:.4f} after"
                         f" {progress.tokens:,} tokens"
@@ -150,7 +150,7 @@ class Trainer:
                     self.save(self.stream.place())
                 elif progress.best_step == progress.step:
                     self.save(self.stream.place(), weights_only=True)
-                if asked_to_stop and not last:
+                if asked_to_stop or (last and self.any_rank(stopped())):
                     raise UserError(
                         f"stopped by a signal after step {progress.step}, which is saved in {self.folder.folder}; run"
                         " the same command again to resume"
@@ -247,10 +247,27 @@ class Trainer:
             f"{what}; step {step}, of {shown}, was not applied; {advice} with a lower --lr, or look at these rows"
         )
 
-    def validate(self, *, first: bool = False) -> Scores:
-        """Score the held-out rows, write the result down, and remember the best; ``first``: with the teacher's."""
+    def countdown(self, advance: Advance, detail: str) -> Callable[[int], None]:
+        """For ``validate``: shows how many rows are done behind the ``detail`` of the progress."""
+        done = 0
+
+        def show(rows: int) -> None:
+            nonlocal done
+            done += rows
+            advance(0, detail=f"{detail}, validating {done} of {len(self.heldout)} rows")
+
+        show(0)
+        return show
+
+    def any_rank(self, is_so: bool) -> bool:
+        """Whether it is so on any rank; all of them ask."""
+        return bool(self.engine.ranks.sum(torch.tensor([float(is_so)], device=self.engine.ranks.device))[0])
+
+    def validate(self, advance: Callable[[int], None], *, first: bool = False) -> Scores:
+        """Score the held-out rows, write the result down, and remember the best; ``first``: with the teacher's.
+        advance: is told of the rows that were scored."""
         progress = self.progress
-        scores = score(self.engine, self.heldout, self.options.micro_batch_size)
+        scores = score(self.engine, self.heldout, self.options.micro_batch_size, advance)
         if progress.best_perplexity is None or scores.perplexity < progress.best_perplexity:
             progress.best_step, progress.best_perplexity = progress.step, scores.perplexity
         values = {
@@ -265,7 +282,7 @@ class Trainer:
         if first:
             progress.before_perplexity = scores.perplexity
             if self.engine.has_teacher:
-                dense = score_teacher(self.engine, self.heldout, self.options.micro_batch_size)
+                dense = score_teacher(self.engine, self.heldout, self.options.micro_batch_size, advance)
                 progress.dense_perplexity = values["dense_heldout_perplexity"] = dense.perplexity
         self.write(values)
         return scores
@@ -301,11 +318,14 @@ def explosion_bound(recent: Sequence[float]) -> float:
     return median + max(2 * median, 4.0)
 
 
-def score(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> Scores:
-    """Losses of rows under the model as it is; every rank takes its part and gets the whole result."""
+def score(
+    engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int, advance: Callable[[int], None] = lambda rows: None
+) -> Scores:
+    """Losses of rows under the model as it is; every rank takes its part and gets the whole result. advance: is told
+    how many rows all ranks have scored."""
     sums = torch.zeros(5, device=engine.ranks.device, dtype=torch.float64)
     with engine.evaluating():
-        for own in shares(engine, rows, micro_batch_size):
+        for own in shares(engine, rows, micro_batch_size, advance):
             batch = collate(own)
             sums[:3] += engine.losses(engine.to_device(batch))
             sums[3] += (batch["targets"] >= 0).sum()
@@ -314,10 +334,12 @@ def score(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> S
     return Scores(entropy / scored, divergence / scored, round(scored), hidden / tokens)
 
 
-def score_teacher(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> Scores:
+def score_teacher(
+    engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int, advance: Callable[[int], None] = lambda rows: None
+) -> Scores:
     """Cross-entropy of rows under the dense teacher; every rank takes its part and gets the whole result."""
     sums = torch.zeros(2, device=engine.ranks.device, dtype=torch.float64)
-    for own in shares(engine, rows, micro_batch_size):
+    for own in shares(engine, rows, micro_batch_size, advance):
         batch = engine.to_device(collate(own))
         sums[0] += engine.teacher_entropy(batch)
         sums[1] += (batch["targets"] >= 0).sum()
@@ -325,18 +347,21 @@ def score_teacher(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: i
     return Scores(entropy / tokens, 0.0, round(tokens))
 
 
-def shares(engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int) -> Iterator[list[PackedRow]]:
+def shares(
+    engine: Engine, rows: Sequence[PackedRow], micro_batch_size: int, advance: Callable[[int], None]
+) -> Iterator[list[PackedRow]]:
     """A rank's part of rows in micro-batches, as many on every rank: FSDP gathers parameters in every forward, so a
     rank that has no rows left takes part with an empty one."""
     ranks = engine.data
     for start in range(0, len(rows), micro_batch_size * ranks.size):
         yield list(rows[start + ranks.rank * micro_batch_size : start + (ranks.rank + 1) * micro_batch_size])
+        advance(min(len(rows) - start, micro_batch_size * ranks.size))
 
 
-def probe_seconds(engine: Engine, rows: Sequence[PackedRow], options: TrainOptions) -> float:
-    """What a micro-batch of these rows takes, here and now: the faster of two, whose gradients are thrown away. All
-    ranks take part."""
-    seconds = math.inf
+def probe_seconds(engine: Engine, rows: Sequence[PackedRow], options: TrainOptions) -> tuple[float, float]:
+    """What a micro-batch of these rows takes in training, and in validation, here and now: the faster of two, whose
+    gradients are thrown away. All ranks take part."""
+    seconds = scoring = math.inf
     for _ in range(2):
         begin = time.perf_counter()
         with engine.accumulating(last=True):
@@ -344,5 +369,9 @@ def probe_seconds(engine: Engine, rows: Sequence[PackedRow], options: TrainOptio
             options.objective.total(*losses).backward()
         float(losses.detach()[0])  # waits for the device
         seconds = min(seconds, time.perf_counter() - begin)
+        begin = time.perf_counter()
+        with engine.evaluating():
+            float(engine.losses(engine.to_device(collate(list(rows))))[0])
+        scoring = min(scoring, time.perf_counter() - begin)
     engine.zero_grad()
-    return seconds
+    return seconds, scoring
