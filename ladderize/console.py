@@ -7,21 +7,24 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from ladderize.errors import LadderizeError, UsageError
-from ladderize.ranks.environment import is_main_rank, launched_place
+from ladderize.ranks.environment import WORLD_SIZE, is_main_rank, launched_place
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 SCHEMA_VERSION = 1
-INTERRUPTED = 130  # the exit code after Ctrl-C
+INTERRUPTED, TERMINATED = 130, 143  # the exit codes after Ctrl-C and SIGTERM
 DEBUG = "LADDERIZE_DEBUG"  # in the environment of started ranks: --debug was given
 
 
@@ -342,16 +345,22 @@ def error_boundary(debug: bool) -> Iterator[None]:
     """Turn known exceptions into one sentence on stderr and an exit code; with ``debug`` the traceback comes too."""
     from ladderize.layout import RangeSyntaxError
 
+    terminated: list[int] = []
     try:
-        yield
+        with _terminable(terminated):
+            yield
     except BrokenPipeError:
         # the reader of our stdout went away (`| head`): nothing to say to anybody
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
         if is_main_rank():  # Ctrl-C reaches all of them
-            _say("Interrupted.")
-        sys.exit(INTERRUPTED)
+            _say("Stopped by SIGTERM." if terminated else "Interrupted.")
+        sys.exit(TERMINATED if terminated else INTERRUPTED)
+    except SystemExit as end:
+        if end.code == TERMINATED:  # an engine's own handler
+            _say("Stopped by SIGTERM.")
+        raise
     except (LadderizeError, OSError) as error:
         if debug:
             raise
@@ -373,6 +382,33 @@ def error_boundary(debug: bool) -> Iterator[None]:
         what = f"{type(error).__name__}: {sentence(error)}"
         _say_error(f"unexpected error: {what} (run again with --debug for the traceback)")
         sys.exit(1)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM. KeyboardInterrupt itself, raised amid an import, makes Python end by SIGINT whatever the exit code."""
+
+
+@contextlib.contextmanager
+def _terminable(received: list[int]) -> Iterator[None]:
+    """SIGTERM, which batch systems send before they kill, ends the block as Ctrl-C does, and is put in ``received``; a
+    second one ends the process at once.
+
+    A launcher's rank it ends at once as ever: it may wait for others where no exception gets in.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise _Terminated
+
+    if os.environ.get(WORLD_SIZE, "") not in ("", "1") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say_error(text: str) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import random
+import signal
 import subprocess
 import sys
 
@@ -74,6 +75,23 @@ def test_a_library_is_silent_but_for_its_progress_now_and_then(monkeypatch):
             now += 10
             sys.stderr.write(f"\rrequests:  {percent}%|##  | {percent}/100")
     assert stderr.getvalue().splitlines() == ["requests:  10%|##  | 10/100", "requests:  70%|##  | 70/100"]
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does():
+    before = signal.getsignal(signal.SIGTERM)
+    cleaned = []
+
+    def command():
+        with console.error_boundary(debug=False):
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                cleaned.append(True)
+
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, pytest.raises(SystemExit) as ended:
+        command()
+    assert (ended.value.code, stderr.getvalue(), cleaned) == (143, "Stopped by SIGTERM.\n", [True])
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("colour", [True, False])

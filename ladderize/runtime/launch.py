@@ -7,11 +7,14 @@ and transformers anew in each (benchmarks/start_ranks.py); and the error is one 
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -231,6 +234,11 @@ def start_context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ValueError):  # not the main thread: its owner handles signals
+            # the server inherits it: Ctrl-C, which a terminal sends to it too, would end its imports in a traceback
+            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
+        multiprocessing.forkserver.ensure_running()
     return context
 
 
@@ -370,12 +378,19 @@ def adopt(streams: list[Connection], environment: Mapping[str, str]) -> None:
 def end_with_parent() -> None:
     """Let this process end when the one that started it does, however that ends."""
     parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    if sys.platform == "linux":  # from the kernel: torch's FileStore waits without a file, and lets no thread run
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
 
-    def watch() -> None:
-        if parent is not None:
-            wait([parent.sentinel])
+    def watch(seconds: float | None = None) -> None:
+        if wait([parent.sentinel], seconds):
             os._exit(1)
 
+    watch(0.0)  # it may have ended before
     threading.Thread(target=watch, daemon=True).start()
 
 

@@ -6,8 +6,9 @@ equal and of different length. The texts are as long as the prompts that are tim
 """
 
 import dataclasses
-from concurrent.futures import ProcessPoolExecutor
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from ladderize.console import human_bytes
 from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.memory import available_bytes
+from ladderize.ranks.group import Ranks
 from ladderize.ranks.threads import cores
 from ladderize.runtime.bench.options import BenchOptions
 from ladderize.runtime.decode import Generator
-from ladderize.runtime.launch import end_with_parent, start_context
+from ladderize.runtime.launch import started
 from ladderize.runtime.spec import ModelSpec
 
 TEXTS = 2
@@ -111,11 +113,14 @@ def references(specs: list[ModelSpec], options: BenchOptions) -> dict[str, Refer
                 f"{spec.name}: the fp32 reference of the correctness check takes {human_bytes(need)}, and"
                 f" {human_bytes(free)} are free; --no-check skips it and labels the results unchecked"
             )
-    with ProcessPoolExecutor(1, mp_context=start_context(), initializer=end_with_parent) as pool:
-        return {
-            spec.name: pool.submit(compute_reference, spec, options.device, options.prompt_len).result()
-            for spec in specs
-        }
+    arguments, nowhere = (specs, options.device, options.prompt_len), Path(os.devnull)  # nobody is to be met there
+    with started(_references, [arguments], options.device, None, nowhere, lambda value: None) as process:
+        process.watch()
+        return dict(process.value)
+
+
+def _references(alone: Ranks, specs: list[ModelSpec], device: str, prompt_len: int) -> dict[str, Reference]:
+    return {spec.name: compute_reference(spec, device, prompt_len) for spec in specs}
 
 
 def compute_reference(spec: ModelSpec, device: str, prompt_len: int) -> Reference:

@@ -4,13 +4,10 @@ import contextlib
 import os
 import shlex
 import shutil
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ladderize.adapt.methods import ALIGN, FULL, LORA, Method
@@ -196,23 +193,6 @@ def _owned(root: Path) -> Iterator[None]:
             os.close(lock)
 
 
-@contextmanager
-def _asked_to_end() -> Iterator[None]:
-    """SIGTERM, which batch systems send before they kill, is as Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 @dataclass
 class _Sweep:
     planner: Planner
@@ -224,7 +204,7 @@ class _Sweep:
 
     def run(self) -> SweepDocument:
         root, inputs = self.planner.root, self.planner.builder.inputs
-        with Board(self.console) as board, _asked_to_end():
+        with Board(self.console) as board:
 
             def changed(stage: Stage, state: StageState) -> None:
                 self._write(execution)
