@@ -337,7 +337,10 @@ def human_seconds(seconds: float) -> str:
     """``95`` -> ``1.6 min``."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.2g} min" if seconds < 5400 else f"{seconds / 3600:.2g} h"
+    if seconds < 5400:
+        return f"{seconds / 60:.2g} min"
+    hours = seconds / 3600
+    return f"{hours:.2g} h" if hours < 72 else f"{float(f'{hours / 24:.2g}'):,.0f} days"
 
 
 @contextlib.contextmanager

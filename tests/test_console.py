@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from ladderize import console
-from ladderize.console import Console, table
+from ladderize.console import Console, human_seconds, table
 
 
 def random_rows(seed: int) -> list[dict[str, str]]:
@@ -108,3 +108,11 @@ def test_errors_are_red_on_a_terminal_unless_no_color_is_set(tmp_path, colour):
     assert ("\x1b[31m" in shown) == colour
     assert "Error: " in shown
     assert all(len(line) <= 100 for line in shown.splitlines() if "no-such" not in line)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "1 s"), (89, "89 s"), (96, "1.6 min"), (6000, "1.7 h"), (70 * 3600, "70 h"), (24000 * 3600, "1,000 days")],
+)
+def test_times_are_said_in_a_unit_that_people_use(seconds, text):
+    assert human_seconds(seconds) == text
