@@ -1,16 +1,22 @@
 """What a sweep says of itself before it runs: how long it takes, and whether its margin can be shown."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import yaml
 
+from ladderize.adapt.retrain.forecast import RATE
+from ladderize.console import human_bytes
 from ladderize.demo.inputs import TASKS
+from ladderize.layout import Layout
+from ladderize.runtime.shards import read_shape
 from ladderize.tradeoff.sweep import builder, run
-from ladderize.tradeoff.sweep.estimate import START_SECONDS, Estimator
+from ladderize.tradeoff.sweep.estimate import EFFICIENCY, START_SECONDS, Estimator
 from ladderize.tradeoff.sweep.margin import CHANGED, Questions, margin_words, questions_needed
-from tests.helpers import fresh_rng, invoke
+from tests.helpers import ROOT, fresh_rng, invoke, save_sparse
 from tests.sweeps import make_place, planner, spec, write
 
 
@@ -70,3 +76,46 @@ def test_the_questions_that_a_margin_takes():
     enough = [Questions(needed, 0, needed)]
     assert "too few" not in margin_words(enough, 2.0)
     assert "too few, add tasks" in margin_words([Questions(9, 0, 9)], 2.0)
+
+
+# ---- the tutorial ----
+
+QUESTIONS = {"hellaswag": 10042, "arc_easy": 2376, "arc_challenge": 1172, "winogrande": 1267, "gsm8k": 1319}
+
+
+def test_the_sweep_of_the_tutorial_fits_its_machine(tmp_path, monkeypatch):
+    """Its file, on an 8B whose weights nobody reads and on GPUs that are not there."""
+    page = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    content = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    monkeypatch.chdir(tmp_path)
+    save_sparse(tmp_path / "llama-8b", read_shape("8b"))
+    for name in ("wiki.txt", "wiki-test.txt"):
+        (tmp_path / name).write_text("a" * 1_200_000)
+    (tmp_path / "chat.jsonl").write_text("{}\n")
+    for module in (builder, run):
+        monkeypatch.setattr(module, "visible_gpus", lambda: list(map(str, range(8))))
+    monkeypatch.setattr(builder, "_sha256", lambda path: path.name)
+    tasks = [Questions(count, count * (name == "gsm8k"), count) for name, count in QUESTIONS.items()]
+    monkeypatch.setattr(run, "count_questions", lambda _: tasks)
+    of = Estimator(read_shape("8b"), "cuda", RATE / EFFICIENCY, 3.35e12, 16 * 10**9, tasks)
+    monkeypatch.setattr(run.Estimator, "of", lambda *_: of)
+    outcome = invoke("sweep", write(tmp_path / "sweep.yaml", content), "--dry-run")
+    assert outcome.code == 0, outcome.stderr
+    told = " ".join(page.partition("## 5. ")[2].partition("## 6. ")[0].split())
+    rows = [re.split(r" {2,}", line) for line in outcome.stdout.splitlines()]
+    (training,) = {tuple(row[2:]) for row in rows if row[0].startswith("adapt")}
+    (evaluation,) = {tuple(row[2:4]) for row in rows if row[0].startswith("eval")}
+    total = re.search(r"the others take (about .*?); at least (.*) of disk", outcome.stdout)
+    needed = re.search(r"takes about ([\d,]+) questions.*ask ([\d,]+)$", outcome.stderr, re.MULTILINE)
+    assert training[0] == "8 GPUs, sharded"
+    assert evaluation[0] == "1 GPU"
+    save_sparse(tmp_path / "all", read_shape("8b"), Layout.from_layers(32, ladder=range(32)))
+    full = content["adapt"][1]
+    asked = [word for key, value in full.items() for word in (f"--{key.replace('_', '-')}", value)]
+    forecast = ["--distill-from", "llama-8b", "--dry-run", "--device-memory", "80GB", "--json"]
+    taken = json.loads(invoke("adapt", "all", *asked, *forecast).stdout)
+    (sharded,) = [way for way in taken["ways"] if way["how"] == "FSDP2 over 8 processes"]
+    assert sharded["fits"]
+    sizes = map(human_bytes, (sharded["memory_bytes"], taken["state_bytes"]))
+    for figure in (*training[1:], evaluation[1], *total.groups(), *needed.groups(), *sizes):
+        assert figure in told

@@ -78,7 +78,7 @@ def test_what_is_printed_and_run_by_hand_is_taken(place, tmp_path, monkeypatch):
     _, *stages = printed()  # the layout is known
     assert stages[1].endswith(": kept")
     assert "after 1, 3" in stages[3]
-    assert "after 3, with nothing beside it" in stages[4]
+    assert "after 3; alone" in stages[4]
     assert rerun_by_hand(out, stages[2:], monkeypatch) == ["convert", "eval", "bench"]
     models = [*out.glob("stages/*/model/*.safetensors"), *out.glob("stages/bench-*/*"), *out.glob("stages/sens*/*")]
     kept = {path: path.stat().st_mtime_ns for path in models}

@@ -85,11 +85,13 @@ class Estimator:
             work = self._work(stage.commands[0])
         if work is None:
             return None
-        devices = max(1, stage.launch.gpus) if self.device == "cuda" else 1  # processes share the cores
+        starts, devices = len(stage.commands), max(1, stage.launch.gpus)
         if stage.kind == "bench":
-            devices = asked_by(stage.commands[0]).fill(BenchOptions).tp_size if self.device == "cuda" else 1
+            asked = asked_by(stage.commands[0])
+            starts, devices = len(asked.fill(ModelChoice).models), asked.fill(BenchOptions).tp_size
+        devices = devices if self.device == "cuda" else 1  # processes share the cores
         seconds = work.flops / (EFFICIENCY * self.flops) + work.passes * self.size / self.bandwidth
-        return START_SECONDS * len(stage.commands) + seconds / devices
+        return START_SECONDS * starts + seconds / devices
 
     def _work(self, words: Words) -> Work | None:
         asked, per_token = asked_by(words), 2.0 * parameter_count(self.config)

@@ -96,7 +96,8 @@ class PlanDocument(Record):
         def planned(stage: Stage) -> PlannedStage:
             known = (stage.kind, stage.title, stage.output, stage.command)
             needs = [outputs[key] for key in stage.needs if key in outputs]
-            where = (stage.launch.words(len(gpus)), share(stage), needs)
+            on = stage.launch.words(len(gpus)) if stage.kind != TIMED else "alone"
+            where = (on, share(stage), needs)
             if finished_stage(stage, root) is not None:
                 return PlannedStage(*known, True, *where)
             alike = [marker for marker in history if marker.stage == stage.kind]
@@ -133,8 +134,6 @@ class PlanDocument(Record):
         for name, seconds in zip(self.unplanned, self.unplanned_seconds, strict=True):
             about = {"": "planned when what decides it is measured", "on": "", "time": time(seconds), "disk": "unknown"}
             rows.append({"stage": name, **about})
-        if not any(row["on"] for row in rows):
-            rows = [{key: text for key, text in row.items() if key != "on"} for row in rows]
         return rows
 
     @property
@@ -148,9 +147,8 @@ class PlanDocument(Record):
         for stage in stages:
             needs = ", ".join(map(str, sorted(numbers[output] for output in stage.needs)))
             when = f"after {needs}" if needs else "at any time"
-            when = f"{when}, with nothing beside it" if stage.stage == TIMED else when
             words = [f"{stage.title}: {'kept' if stage.kept else when}", *([stage.on] if stage.on else [])]
-            lines.append(f"\n# {numbers[stage.output]}. {'; on '.join(words)}")
+            lines.append(f"\n# {numbers[stage.output]}. {'; '.join(words)}")
             if not stage.kept:
                 lines.append(f"mkdir -p {stage.output} && {stage.command}")
         lines += [f"\n# {name}: to be printed when what decides it is measured" for name in later]
