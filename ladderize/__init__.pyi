@@ -18,7 +18,7 @@ from ladderize.convert.inspection import inspect_checkpoint as inspect_checkpoin
 from ladderize.convert.pipeline import convert_checkpoint as convert_checkpoint
 from ladderize.convert.plan import ConversionReport as ConversionReport
 from ladderize.convert.point_sensitivity import PointSensitivity as PointSensitivity
-from ladderize.convert.point_sensitivity import read_point_sensitivity as read_point_sensitivity
+from ladderize.convert.read_sensitivity import read_point_sensitivity as read_point_sensitivity
 from ladderize.convert.recipe import Recipe as Recipe
 from ladderize.convert.recipe import read_recipe as read_recipe
 from ladderize.convert.sensitivity_file import SensitivityDocument as SensitivityDocument

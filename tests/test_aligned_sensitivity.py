@@ -14,9 +14,8 @@ from ladderize.adapt.align import align as align_run
 from ladderize.adapt.align.options import short_tokens
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import open_checkpoint, read_windows
-from ladderize.convert.point_sensitivity import read_point_sensitivity
+from ladderize.convert.read_sensitivity import read_point_sensitivity, read_sensitivity
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.sensitivity_file import read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.options import SensitivityOptions
 from ladderize.eval.results import EvalResults

@@ -11,7 +11,7 @@ import torch
 from ladderize.blocks import Blocks, open_checkpoint
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.console import Console
-from ladderize.convert.point_sensitivity import read_point_sensitivity
+from ladderize.convert.read_sensitivity import read_point_sensitivity
 from ladderize.errors import LadderizeError, UserError
 from ladderize.eval.suffixes import Suffixes
 from ladderize.layout import Layout, LayoutError

@@ -14,8 +14,8 @@ from ladderize.convert.point_sensitivity import (
     PointCost,
     point_changes,
     point_costs,
-    read_point_sensitivity,
 )
+from ladderize.convert.read_sensitivity import read_point_sensitivity, read_sensitivity
 from ladderize.errors import UserError
 from ladderize.eval.options import PointOptions
 from ladderize.eval.sensitivity_plot import beyond_sum, draw_points
@@ -154,7 +154,8 @@ def test_intervals_are_of_differences():
     assert (noisy.high - noisy.low) / 2 == pytest.approx(half, rel=0.3)
 
 
-def test_files_of_blocks_tell_what_they_know(llama, ids, tmp_path):
+def test_one_measurement_tells_what_blocks_and_points_cost(llama, ids, tmp_path):
+    """A file of points tells all that files of blocks do, which tell a part of it; convert selects layers by it."""
     assert measuring(llama, ids, tmp_path / "p.json", "--sync-tp-size", 4).code == 0
     points = read_point_sensitivity(tmp_path / "p.json")
     assert (points.num_layers, points.sync_tp_size, points.pairs) == (LAYERS, 4, False)
@@ -171,6 +172,25 @@ def test_files_of_blocks_tell_what_they_know(llama, ids, tmp_path):
             same = known[PointChange(cost.layers, cost.entering, cost.attention)]
             for name in ("nats", "low", "high"):
                 assert getattr(cost, name) == pytest.approx(getattr(same, name), abs=1e-6)
+        kind = "spd" if mode == "each" else "ladder"
+        measured = read_sensitivity(out).blocks
+        for own, block in zip(measured, read_sensitivity(tmp_path / "p.json", kind).blocks, strict=True):
+            for name in ("block", "sensitivity", "low", "high"):
+                assert getattr(own, name) == pytest.approx(getattr(block, name), rel=1e-4, abs=1e-3)
+        count = int(fresh_rng().integers(1, LAYERS))
+        convert = (
+            "convert",
+            llama,
+            tmp_path / "x",
+            f"--{kind}",
+            "auto",
+            f"--{kind}-fraction",
+            count / LAYERS,
+            "--json",
+        )
+        told = json.loads(invoke(*convert, "--dry-run", "--sensitivity", tmp_path / "p.json").stdout)
+        least = sorted(range(LAYERS), key=lambda block: measured[block].sensitivity)[:count]
+        assert [row["block"] for row in told["selection"]["blocks"] if row["selected"]] == sorted(least)
         edit_json(out, nll=[[1.0, 2.0]])
         with pytest.raises(UserError, match="nll has not 5 log-likelihoods"):
             read_point_sensitivity(out)
@@ -207,9 +227,9 @@ def test_files_that_tell_no_costs(llama, ids, tmp_path):
 
 def test_other_readers_say_what_the_file_is(llama, ids, tmp_path):
     path = tmp_path / "sensitivity.json"
-    assert measuring(llama, ids, path, "--sync-tp-size", 2).code == 0
+    assert measuring(llama, ids, path).code == 0
     convert = ("convert", llama, tmp_path / "out", "--spd", "auto", "--sync-tp-size", 2, "--sensitivity", path)
-    assert "measures single sync points (mode points)" in one_sentence(invoke(*convert))
+    assert "was measured without --sync-tp-size, so nothing was dropped" in one_sentence(invoke(*convert))
     assert "no report shows" in one_sentence(invoke("report", path, "--out", tmp_path / "r.html"))
     assert "nothing to report on" in one_sentence(invoke("report", tmp_path, "--out", tmp_path / "r.html"))
 
@@ -225,6 +245,7 @@ def test_the_command(llama, ids, tmp_path):
         assert f"{cost['nats']:+.4f}" in shown.stdout
     assert "beyond the sum" in shown.stdout
     assert f"ladderize plan {llama} --sensitivity {out} " in shown.stdout
+    assert f"--spd auto --sensitivity {out} --sync-tp-size 4 --spd-fraction 0.5" in shown.stdout
     printed = measuring(llama, ids, out, "--sync-tp-size", 4, "--pairs", "--json")
     assert json.loads(printed.stdout) == document
     assert "nothing was measured" in printed.stderr

@@ -9,7 +9,7 @@ from ladderize.commands.builder import DATA, MEASUREMENT, MEMORY, MODELS, OUTPUT
 from ladderize.commands.next_steps import align_command, command_line, show_next
 from ladderize.commands.options import LOADING, start_on
 from ladderize.console import Console
-from ladderize.convert.sensitivity_file import POINTS, Mode, alignment_words, kind_of
+from ladderize.convert.sensitivity_file import LADDER, POINTS, SPD, Mode, alignment_words, kind_of
 from ladderize.errors import UsageError
 from ladderize.eval.options import PointOptions, SensitivityOptions
 from ladderize.files.regular import resolved
@@ -25,8 +25,8 @@ class SensitivityArguments:
     )
     mode: Literal[Mode, "points"] = option(
         "spd, ladder: change blocks from the last one backwards, one more at a time (the paper's sweep). each,"
-        " each-ladder: change one block alone. points: change each sync point alone, and the two of a layer together;"
-        " costs are in nats per token, for ladderize plan.",
+        " each-ladder: change one block alone. points: change each sync point alone, and the two of a layer together:"
+        " what plan chooses by, and all that each and each-ladder measure.",
         SensitivityOptions.mode,
     )
     threads: int | None = option(THREADS)
@@ -93,14 +93,12 @@ def _blocks(own: SensitivityArguments, options: SensitivityOptions, console: Con
         console.result(alignment_words(document.aligned))
     console.note(f"wrote {own.out}")
     kind = kind_of(options.mode)
-    more = [] if kind == "ladder" else ["--sync-tp-size", str(options.sync_tp_size)]
-    target = f"{resolved(own.model).name}-{kind}"  # beside where the user is, also for "." and hub ids
-    auto = command_line("convert", own.model, target, f"--{kind}", "auto", "--sensitivity", own.out, *more)
+    target, step = _conversion(own, kind, options.sync_tp_size)
     if own.plot is not None:
         from ladderize.eval.sensitivity_plot import draw_sensitivity
 
         console.note(f"wrote {' and '.join(map(str, draw_sensitivity(document, own.plot)))}")
-    steps = [("convert with it", f"{auto} --{kind}-fraction 0.5")]
+    steps = [step]
     if options.align:
         steps.append(("align the result", align_command(target, own.model, options.data)))
     show_next(console, *steps)
@@ -130,4 +128,13 @@ def _points(own: SensitivityArguments, options: PointOptions, console: Console) 
     machine = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", options.sync_tp_size or DEFAULT_RANKS)
     words: list[object] = ["--max-ppl-increase", "2%", "--verify", 16, *(["--align"] if options.align else [])]
     chosen = command_line("plan", own.model, "--sensitivity", own.out, *machine, *words)
-    show_next(console, ("choose a layout by it", chosen))
+    step = _conversion(own, LADDER if options.sync_tp_size is None else SPD, options.sync_tp_size)[1]
+    show_next(console, ("choose a layout by it", chosen), step)
+
+
+def _conversion(own: SensitivityArguments, kind: str, ranks: int | None) -> tuple[str, tuple[str, str]]:
+    """Where the result goes, and the command that selects layers by the file."""
+    target = f"{resolved(own.model).name}-{kind}"  # beside where the user is, also for "." and hub ids
+    more = ["--sync-tp-size", ranks] if kind == SPD else []
+    words = ("--sensitivity", own.out, *more, f"--{kind}-fraction", 0.5)
+    return target, ("convert with it", command_line("convert", own.model, target, f"--{kind}", "auto", *words))

@@ -1,28 +1,13 @@
-"""What changes of single sync points cost, in nats per token: the file of ``ladderize sensitivity --mode points``, and
-what those of the modes ``each`` and ``each-ladder`` know of it. Imports no torch."""
+"""What changes of single sync points cost, in nats per token: the file of ``ladderize sensitivity --mode points``.
+Imports no torch."""
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ladderize.convert.sensitivity_file import (
-    INTERVAL,
-    POINTS,
-    RESAMPLES,
-    SensitivityDocument,
-    SensitivityRun,
-    check_follows,
-    kind_of,
-    read_complete,
-    read_sensitivity,
-    read_table,
-)
-from ladderize.errors import UserError
-from ladderize.files.documents import read_document
+from ladderize.convert.sensitivity_file import INTERVAL, RESAMPLES, SensitivityRun
 from ladderize.files.records import Record
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVERLAPPED, Layout, format_ranges
 
@@ -135,63 +120,18 @@ def point_costs(changes: Sequence[PointChange], table: np.ndarray, tokens: int) 
     ]
 
 
-# ---- reading ----
-
-
-def read_point_sensitivity(path: Path) -> PointSensitivity:
-    """Read the costs of single sync points that a sensitivity file knows.
-
-    Mode ``each`` knows those of dropped attention, ``each-ladder`` those of ladder layers. Raises UserError for a
-    malformed or unfinished file, and for one of the paper's sweep, where blocks are changed one more at a time.
-    """
-    content = read_document(path, "sensitivity file")
-    mode = content.get("mode")
-    if mode in ("each", "each-ladder"):
-        return _of_blocks(read_sensitivity(path, kind_of(mode)))
-    if mode != POINTS:
-        raise UserError(
-            f"{path} has the mode {mode!r}, which does not tell what a single sync point costs; measure that with"
-            f" `ladderize sensitivity --mode {POINTS}`"
-        )
-    document = read_complete(PointSensitivity, content, path)
-    for problem in _problems(document):
-        raise UserError(f"{path}: {problem}; measure it again")
-    means = read_table(document.nll, document.data, len(document.costs) + 1, path).mean(0)
-    check_follows(path, "dense_nll", document.dense_nll, means[-1])
-    for cost, mean in zip(document.costs, means, strict=False):
-        check_follows(path, f"the cost of {cost}", cost.nats, mean - means[-1])
-    return document
-
-
-def _problems(document: PointSensitivity) -> Iterator[str]:
-    """What is wrong with the content of a file, which may be anybody's."""
-    if document.num_layers < 1:
-        yield f"num_layers is {document.num_layers}, but must be a positive integer"
-    expected = point_changes(document.num_layers, dropped=document.sync_tp_size is not None, pairs=document.pairs)
-    found = [PointChange(cost.layers, cost.entering, cost.attention, before=cost.before) for cost in document.costs]
-    for cost in document.costs:
-        if not all(map(math.isfinite, (cost.nats, cost.low, cost.high))):
-            yield f"the cost of {cost} is not a number"
-    if missing := Counter(expected) - Counter(found):
-        yield f"it has no cost of {min(missing)}"
-    if unknown := Counter(found) - Counter(expected):
-        yield f"it has a cost of {min(unknown)}, which is no change of this model's, or one that is there already"
-
-
-def _of_blocks(document: SensitivityDocument) -> PointSensitivity:
-    """The costs of blocks that were changed alone, from the table that the file holds."""
-    layers = len(document.blocks)
-    kinds = (BLOCKING, DROPPED) if document.mode == "each" else (OVERLAPPED, OVERLAPPED)
-    changes = [PointChange((layer,), kinds[0] if layer else BLOCKING, kinds[1]) for layer in range(layers)]
-    dense, costs = point_costs(changes, np.array(document.nll), document.data.seq_len - 1)
-    run = {own.name: getattr(document, own.name) for own in fields(SensitivityRun)}
+def point_document(
+    run: SensitivityRun, changes: Sequence[PointChange], nll: list[list[float]], *, num_layers: int, pairs: bool
+) -> PointSensitivity:
+    """What a whole table says of the changes. nll: as in the document."""
+    dense_nll, costs = point_costs(changes, np.array(nll), run.data.seq_len - 1)
     return PointSensitivity(
-        **run,
+        **vars(run),
         complete=True,
-        num_layers=layers,
-        pairs=False,
+        num_layers=num_layers,
+        pairs=pairs,
         interval=INTERVAL,
-        dense_nll=dense,
+        dense_nll=dense_nll,
         costs=costs,
-        nll=document.nll,
+        nll=nll,
     )

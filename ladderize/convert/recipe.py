@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from ladderize.choices import MOST_INCREASE, check_options, flag, option, ppl_increase
+from ladderize.convert.read_sensitivity import read_sensitivity
 from ladderize.convert.selection import Selection, select
-from ladderize.convert.sensitivity_file import LADDER, SPD, read_sensitivity
+from ladderize.convert.sensitivity_file import LADDER, SPD
 from ladderize.convert.weights import parse_size
 from ladderize.errors import UsageError, UserError
 from ladderize.files.parsing import read_yaml

@@ -3,14 +3,13 @@ torch."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 
 from ladderize.errors import UserError
-from ladderize.files.documents import read_document
 from ladderize.files.records import Record
 
 INSENSITIVE = "insensitive"
@@ -21,6 +20,8 @@ MODES: tuple[str, ...] = get_args(Mode)
 SPD, LADDER = "spd", "ladder"  # the kinds of layers that a mode changes blocks to
 POINTS = "points"  # the mode of another document, of single sync points (point_sensitivity.py)
 MOST_NATS = 700.0  # of a token: the perplexity of more is no number
+TAU1, TAU1_LARGE, LARGE = 0.05, 0.02, 30_000_000_000  # the paper's, and from how many parameters on the lower one holds
+TAU2 = 10.0
 RESAMPLES, INTERVAL = 2000, 0.95  # of the bootstrap over windows, and the part of its results between low and high
 
 
@@ -176,45 +177,53 @@ def read_complete(kind: type[Complete], content: Mapping[str, Any], path: Path) 
     return document
 
 
-def read_sensitivity(path: Path, kind: str = SPD) -> SensitivityDocument:
-    """Read a sensitivity.json of blocks that become ``kind`` layers (``spd`` or ``ladder``).
+def block_document(
+    run: SensitivityRun, nll: list[list[float]], *, tau1: float | None = None, tau2: float = TAU2
+) -> SensitivityDocument:
+    """What a whole table says of blocks. nll: as in the document. tau1: by default the paper's for the model's size."""
+    tau1 = default_tau1(run.parameters) if tau1 is None else tau1
+    perplexities, blocks = block_sensitivities(np.array(nll), run.data.seq_len - 1, run.mode, tau1=tau1, tau2=tau2)
+    return SensitivityDocument(
+        **vars(run),
+        complete=True,
+        tau1=tau1,
+        tau2=tau2,
+        interval=INTERVAL,
+        perplexity=perplexities,
+        blocks=blocks,
+        nll=nll,
+    )
 
-    Raises UserError for a malformed or unfinished one, or one that measures the other kind.
+
+def run_of(document: SensitivityRun, **changes: Any) -> SensitivityRun:
+    """What was measured, on what, of a document that says more; with other values."""
+    return SensitivityRun(**{own.name: getattr(document, own.name) for own in fields(SensitivityRun)} | changes)
+
+
+def block_sensitivities(
+    table: np.ndarray, tokens: int, mode: str, *, tau1: float, tau2: float
+) -> tuple[list[float], list[BlockSensitivity]]:
+    """Perplexities [L + 1], and S of each block with its bootstrap interval over windows and its class.
+
+    table: [windows, L + 1] in nats; tokens: scored in each window.
     """
-    content = read_document(path, "sensitivity file")
-    mode = content.get("mode")
-    if mode == POINTS:
-        raise UserError(
-            f"{path} measures single sync points (mode {POINTS}), which `ladderize plan` reads; for --{kind} auto"
-            f" measure blocks with `ladderize sensitivity --mode {kind}`"
-        )
-    if mode not in MODES:
-        raise UserError(f"{path}: mode is {mode!r}, but must be one of {', '.join(MODES)}")
-    if kind_of(mode) != kind:
-        raise UserError(
-            f"{path} measures the sensitivity to --{kind_of(mode)} (mode {mode}), not to --{kind}; measure that with"
-            f" `ladderize sensitivity --mode {kind}`, or select with --{kind_of(mode)} auto"
-        )
-    document = read_complete(SensitivityDocument, content, path)
-    if kind == SPD and document.sync_tp_size is None:
-        raise UserError(f"{path}: sync_tp_size is None, but must be a positive integer")
-    if not math.isfinite(document.tau1):
-        raise UserError(f"{path}: tau1 is {document.tau1}, which is not a number")
+    perplexities = np.exp(table.mean(0) / tokens)
+    rng = np.random.default_rng(0)
+    counts = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES)
+    resampled = perplexity_increases(np.exp(counts @ table / len(table) / tokens), mode)
+    low, high = np.quantile(resampled, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0)
+    values = perplexity_increases(perplexities, mode).tolist()
     blocks = [
-        replace(entry, sensitivity_class=FORMER_CLASSES.get(entry.sensitivity_class, entry.sensitivity_class))
-        for entry in document.blocks
+        BlockSensitivity(block, value, low=least, high=most, sensitivity_class=classify(value, tau1, tau2))
+        for block, (value, least, most) in enumerate(zip(values, low.tolist(), high.tolist(), strict=True))
     ]
-    for number, entry in enumerate(blocks):
-        if entry.block != number:
-            raise UserError(
-                f"{path}: block {number} is called {entry.block}; there must be one for each layer, in order"
-            )
-        if not math.isfinite(entry.sensitivity):
-            raise UserError(f"{path}: the sensitivity of block {number} is {entry.sensitivity}, which is not a number")
-        if (name := entry.sensitivity_class) not in CLASSES:
-            known = ", ".join(CLASSES)
-            raise UserError(f"{path}: the class of block {number} is {name!r}, but must be one of {known}")
-    perplexities = np.exp(read_table(document.nll, document.data, len(blocks) + 1, path).mean(0))
-    for entry, right in zip(blocks, perplexity_increases(perplexities, document.mode), strict=True):
-        check_follows(path, f"the sensitivity of block {entry.block}", entry.sensitivity, right)
-    return replace(document, blocks=blocks)
+    return perplexities.tolist(), blocks
+
+
+def default_tau1(parameters: int) -> float:
+    return TAU1_LARGE if parameters >= LARGE else TAU1
+
+
+def classify(sensitivity: float, tau1: float, tau2: float) -> str:
+    """The paper's three classes: dropped as they are, distilled, regrouped and distilled."""
+    return CLASSES[(sensitivity > tau1) + (sensitivity > tau2)]

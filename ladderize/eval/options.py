@@ -19,7 +19,7 @@ from ladderize.choices import (
     distinct_names,
     option,
 )
-from ladderize.convert.sensitivity_file import POINTS, Mode, changes_to_ladder
+from ladderize.convert.sensitivity_file import POINTS, TAU2, Mode, changes_to_ladder
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.ranks.device import default_device
@@ -128,7 +128,7 @@ class SensitivityOptions(WindowsToScore):
     mode: Mode = "spd"
     sync_tp_size: int | None = option(_DROPPED_FOR)
     tau1: float | None = option(LOWER_TAU)
-    tau2: float = option(UPPER_TAU, 10.0)
+    tau2: float = option(UPPER_TAU, TAU2)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,17 +22,17 @@ from ladderize.checkpoint.llama import parameter_count
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
-from ladderize.convert.point_sensitivity import PointSensitivity, point_changes, point_costs
+from ladderize.convert.point_sensitivity import PointSensitivity, point_changes, point_document
 from ladderize.convert.sensitivity_file import (
-    INTERVAL,
     CalibrationData,
     SensitivityDocument,
     SensitivityRun,
     UnfinishedSensitivity,
+    block_document,
 )
 from ladderize.errors import UserError
 from ladderize.eval.options import PointOptions, SensitivityOptions
-from ladderize.eval.sensitivity import block_sensitivities, column_layouts, default_tau1
+from ladderize.eval.sensitivity import column_layouts
 from ladderize.eval.suffixes import fill_table, is_table
 from ladderize.files.documents import check_writable, read_json, write_json
 from ladderize.files.work import WorkFolder, differences, work_folder
@@ -69,20 +69,7 @@ def measure_sensitivity(
     checkpoint = open_dense(str(model), options)
     layouts = column_layouts(options.mode, int(checkpoint.config["num_hidden_layers"]), options.sync_tp_size)
     run, rows = _measured(checkpoint, str(model), options, layouts, windows, sha256, ranks, previous, save, console)
-    tau1 = options.tau1 if options.tau1 is not None else default_tau1(run.parameters)
-    perplexities, entries = block_sensitivities(
-        np.array(rows), run.data.seq_len - 1, options.mode, tau1=tau1, tau2=options.tau2
-    )
-    return SensitivityDocument(
-        **vars(run),
-        complete=True,
-        tau1=tau1,
-        tau2=options.tau2,
-        interval=INTERVAL,
-        perplexity=perplexities,
-        blocks=entries,
-        nll=rows,
-    )
+    return block_document(run, rows, tau1=options.tau1, tau2=options.tau2)
 
 
 def measure_points(
@@ -103,17 +90,7 @@ def measure_points(
     changes = point_changes(layers, dropped=options.sync_tp_size is not None, pairs=options.pairs)
     layouts = [*(change.layout(layers, options.sync_tp_size) for change in changes), Layout.dense(layers)]
     run, rows = _measured(checkpoint, str(model), options, layouts, None, None, ranks, previous, save, console)
-    dense_nll, costs = point_costs(changes, np.array(rows), run.data.seq_len - 1)
-    return PointSensitivity(
-        **vars(run),
-        complete=True,
-        num_layers=layers,
-        pairs=options.pairs,
-        interval=INTERVAL,
-        dense_nll=dense_nll,
-        costs=costs,
-        nll=rows,
-    )
+    return point_document(run, changes, rows, num_layers=layers, pairs=options.pairs)
 
 
 def open_dense(model: str, options: Options) -> Checkpoint:

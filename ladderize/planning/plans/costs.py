@@ -9,7 +9,8 @@ import numpy as np
 
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint as fingerprint_of
-from ladderize.convert.point_sensitivity import PointSensitivity, read_point_sensitivity
+from ladderize.convert.point_sensitivity import PointSensitivity
+from ladderize.convert.read_sensitivity import read_point_sensitivity
 from ladderize.convert.sensitivity_file import AlignmentWindows
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults, Perplexity

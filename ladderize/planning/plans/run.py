@@ -8,7 +8,7 @@ from ladderize.checkpoint.llama import check_model
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
-from ladderize.convert.point_sensitivity import read_point_sensitivity
+from ladderize.convert.read_sensitivity import read_point_sensitivity
 from ladderize.errors import UsageError, UserError
 from ladderize.figure import check_plot
 from ladderize.files.documents import check_writable, write_json

@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 from ladderize.adapt.methods import METRICS
 from ladderize.adapt.retrain.curves import Curves, read_curves
 from ladderize.choices import flag
-from ladderize.convert.sensitivity_file import SensitivityDocument, kind_of, read_sensitivity
+from ladderize.convert.read_sensitivity import read_sensitivity
+from ladderize.convert.sensitivity_file import SensitivityDocument
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import EvalResults
@@ -244,8 +245,5 @@ READERS: dict[str, tuple[Callable[[Any, Path], Any], Callable[[Any, str], str]]]
     "results": (EvalResults.from_dict, _eval_command),
     "benches": (BenchDocument.from_dict, _bench_command),
     "plans": (PlanResult.from_dict, _plan_command),
-    "sensitivities": (
-        lambda content, path: read_sensitivity(path, kind_of(str(content.get("mode")))),
-        _sensitivity_command,
-    ),
+    "sensitivities": (lambda _, path: read_sensitivity(path), _sensitivity_command),
 }
