@@ -23,12 +23,26 @@ def open_ids(path: Path, key: str | None = None) -> np.ndarray:
         with _archive(path) as archive, archive.open(key + NUMPY_SUFFIX) as member:
             array = np.lib.format.read_array(member, allow_pickle=False)
     else:
-        check_regular(path)
-        with _numpy_errors(path):
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        _check_ids(path, array.shape, array.dtype)
+        array = _mapped(path)
     if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**31:
         raise UserError(f"{path} holds a negative or an impossibly large token id")
+    return array
+
+
+def shape_of_ids(path: Path, key: str | None = None) -> tuple[int, ...]:
+    """The shape of ``open_ids``, from the header alone."""
+    if path.suffix == ".npz":
+        key = pick_array(path, key)
+        with _archive(path) as archive, archive.open(key + NUMPY_SUFFIX) as member:
+            return _read_header(member)[0]
+    return _mapped(path).shape
+
+
+def _mapped(path: Path) -> np.ndarray:
+    check_regular(path)
+    with _numpy_errors(path):
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    _check_ids(path, array.shape, array.dtype)
     return array
 
 

@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 
-from ladderize.adapt.data.sources import TextRows, open_rows
+from ladderize.adapt.data.sources import TextRows, open_rows, row_of_ids
 from ladderize.adapt.data.stream import Stream, fixed_rows
 from ladderize.adapt.data_specs import parse_specs
 from ladderize.errors import UsageError, UserError
@@ -100,11 +100,34 @@ def test_bad_lines_are_named_or_skipped_and_counted(tmp_path, tokenizer):
     write_jsonl(tmp_path / "b.jsonl", [{"input_ids": [3]}] * 3)
     with stream(str(tmp_path / "b.jsonl"), None, heldout=0, skip_bad_rows=True) as opened:
         with pytest.raises(
-            UserError, match="gives no example to train on .3 bad rows, .*b.jsonl, line [123]: gives 1 tokens"
+            UserError, match="gives no example to train on .3 bad rows; .*b.jsonl, line [123]: gives 1 tokens"
         ):
             next(opened)
     with pytest.raises(UserError, match=r"b\.jsonl, line [123]: gives 1 tokens, .*; repair it, or skip"):
         stream(str(tmp_path / "b.jsonl"), None)
+
+
+def test_why_no_row_can_be_scored(tmp_path, tokenizer):
+    long = {"prompt": "once upon a time " * 99, "completion": "the end"}
+    name = write_jsonl(tmp_path / "a.jsonl", [long, long, {"input_ids": [3]}])
+    why = "of 2 nothing that counts is within --seq-len 64; bad rows: 1"
+    skipping = options(skip_bad_rows=True)
+    with pytest.raises(UserError, match=rf"gives no example that can be scored \({why}\)"):
+        fixed_rows(parse_specs([name]), tokenizer, skipping)
+    write_jsonl(tmp_path / "a.jsonl", [long] * 20)
+    with pytest.raises(UserError, match=r"no held-out row can be scored \(of 2 nothing .* or raise --seq-len"):
+        stream(name, tokenizer)
+
+
+def test_rows_of_ids_are_as_long_as_they_are(tmp_path):
+    for name, shape in {"a": (5, 24), "b": (9, 24), "c": (3, 12), "d": (60,)}.items():
+        np.save(tmp_path / f"{name}.npy", np.full(shape, 7))
+    np.savez(tmp_path / "e.npz", ids=np.full((2, 24), 7))
+    length = {"a": 24, "a b": 24, "a c": None, "d": None, "a d": None}
+    for names, expected in length.items():
+        assert row_of_ids(parse_specs([str(tmp_path / f"{name}.npy") for name in names.split()])) == expected
+    assert row_of_ids(parse_specs([str(tmp_path / "a.npy"), str(tmp_path / "e.npz:ids")])) == 24
+    assert row_of_ids(parse_specs(["hub:a/b:train"])) is None
 
 
 def test_files_without_rows(tmp_path, tokenizer):

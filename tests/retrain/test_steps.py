@@ -140,8 +140,14 @@ def test_bfloat16_and_no_packing(place, tmp_path):
 
 
 def test_token_budget_and_document(place, tmp_path):
-    document = succeed(place, tmp_path / "out", "--max-steps", "1", steps=1)
+    rows = [{"input_ids": row, "loss_mask": [0] * (LENGTH - 1) + [1]} for row in np.load(place / "ids.npy").tolist()]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = adapt(place, tmp_path / "out", "--data", tmp_path / "few.jsonl", steps=1, without=["--seq-len"])
+    assert "only 8 of the 192 tokens of the first step count in the loss; --show-data" in few.stderr
+    assert json.loads((tmp_path / "out" / "adaptation.json").read_text())["options"]["seq_len"] == 64
+    document = succeed(place, tmp_path / "whole", "--max-steps", "1", steps=1, without=["--seq-len"])
     assert document["steps"] == 1
+    assert document["options"]["seq_len"] == LENGTH  # of the rows of ids
     outcome = adapt(place, tmp_path / "tokens", "--max-tokens", 500, "--json", without=["--max-steps"])
     assert outcome.code == 0, outcome.stderr
     document = json.loads(outcome.stdout)

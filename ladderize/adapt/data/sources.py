@@ -9,13 +9,14 @@ the bytes are known before it is tokenised, so a sample of it says how many make
 import codecs
 import hashlib
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ladderize.adapt.data_specs import SourceSpec
 from ladderize.data import file_sha256, text_ids
 from ladderize.errors import UserError
-from ladderize.files.id_arrays import open_ids
+from ladderize.files.id_arrays import open_ids, shape_of_ids
 from ladderize.files.regular import split_name
 from ladderize.rows import BadRows, JoinedRows, JsonlRows, ParquetRows, Row, Rows
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 WHOLE_HASH = 1_000_000_000  # bytes; of larger files only the ends are hashed
 LONG_PASSAGE = 16 << 10  # bytes of a text, or ids, for readers that join passages again
 LEAST_PASSAGE = 64  # bytes
+ID_SUFFIXES = (".npy", ".npz")
 TEXT_SAMPLES, SAMPLE_BYTES = 16, 8 << 10
 
 
@@ -56,6 +58,16 @@ def open_rows(
         left_out = f" besides {rows.bad.count} bad ones, first {rows.bad.first[0]}" if rows.bad.count else ""
         raise UserError(f"{spec.name} holds no rows{left_out}")
     return rows
+
+
+def row_of_ids(specs: Sequence[SourceSpec]) -> int | None:
+    """How many ids all rows of these sources have, where they are arrays of rows of ids; else None."""
+    files = [split_name(file) for spec in specs for file in (() if spec.is_streamed else spec.files())]
+    if any(spec.is_streamed for spec in specs) or any(path.suffix not in ID_SUFFIXES for path, _ in files):
+        return None
+    rows = {shape_of_ids(path, key)[1:] for path, key in files}  # of an array of one dimension: ()
+    row = rows.pop() if len(rows) == 1 else ()
+    return row[0] if row and row[0] > 1 else None
 
 
 class TextRows:

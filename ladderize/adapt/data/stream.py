@@ -156,10 +156,12 @@ class ChunkMaker:
         """The rows that the sources set aside, in their order. Raises UserError if there are some, but none can be
         scored."""
         rows = [row for reader in self.readers for row in reader.heldout]
-        examples = _usable(encoder.encode(rows), self.options, self.tally.bad)
+        encoded = encoder.encode(rows)
+        examples = _usable(encoded, self.options, self.tally.bad)
         if rows and not examples:
             raise UserError(
-                f"{self.names}: no held-out row can be scored; give --eval-data FILE, or hold out more (--heldout)"
+                f"{self.names}: no held-out row can be scored ({_why_none(encoded, self.options)}); give --eval-data"
+                " FILE, hold out more (--heldout), or raise --seq-len"
             )
         return self.options.to_rows(examples)
 
@@ -214,8 +216,8 @@ class ChunkMaker:
         if reader.cursor.epoch > epoch and not tally.source_tokens[source]:
             first = f"; the first: {tally.bad.first[0]}" if tally.bad.count else ""
             raise UserError(
-                f"{reader.name} gives no example to train on ({tally.bad.count} bad rows, {tally.dropped} too"
-                f" long{first})"
+                f"{reader.name} gives no example to train on ({tally.bad.count} bad rows; of {tally.dropped} nothing"
+                f" that counts is within --seq-len {self.options.seq_len}{first})"
             )
         return examples
 
@@ -342,15 +344,18 @@ def fixed_rows(
     end."""
     encoder = Encoder(tokenizer, options.seq_len, options.vocab_size)
     examples: list[Example] = []
+    every: list[Encoded] = []
     for spec in specs:
         if spec.is_streamed:
             raise UserError(f"{spec.name}: a stream cannot be used for validation; give a file")
         rows = _open(spec, options)
         for begin in range(0, len(rows), CHUNK_ROWS):
             part = [rows.read(number) for number in range(begin, min(len(rows), begin + CHUNK_ROWS))]
-            examples += _usable(encoder.encode(part), options, BadRows())
+            every += (encoded := encoder.encode(part))
+            examples += _usable(encoded, options, BadRows())
     if not examples:
-        raise UserError(f"{' '.join(spec.name for spec in specs)} gives no example that can be scored")
+        names = " ".join(spec.name for spec in specs)
+        raise UserError(f"{names} gives no example that can be scored ({_why_none(every, options)})")
     return options.to_rows(examples)
 
 
@@ -371,6 +376,12 @@ def _usable(found: Iterable[Encoded], options: StreamOptions, bad: BadRows) -> l
             bad.add(encoded.problem)
         examples += encoded.examples
     return examples
+
+
+def _why_none(found: Sequence[Encoded], options: StreamOptions) -> str:
+    """Why rows gave no example, in words."""
+    cut, bad = sum(encoded.dropped for encoded in found), sum(encoded.problem is not None for encoded in found)
+    return f"of {cut} nothing that counts is within --seq-len {options.seq_len}; bad rows: {bad}"
 
 
 def _unskipped(problem: BadRow) -> BadRow:

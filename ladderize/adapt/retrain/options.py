@@ -384,8 +384,10 @@ class RetrainOptions:
         """Every default worked out for a model and a number of ranks that read different data (all processes /
         ``tp_size``); left_by_alignment: where weights were aligned last, the held-out divergence from the
         dense model after it, in nats per token. Raises UserError for what does not go together."""
+        from ladderize.adapt.data.sources import row_of_ids  # it needs numpy, and the command line does not
+
         positions = int(config.get("max_position_embeddings") or 2048)
-        seq_len = self.seq_len or min(2048, positions)
+        seq_len = self.seq_len or min(row_of_ids(self.data) or 2048, positions)
         if seq_len > positions:
             raise UserError(f"--seq-len {seq_len} is more than the {positions} positions that the model supports")
         per_step = (

@@ -64,6 +64,7 @@ def stop_signals(*, announce: bool) -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
+FEW_SCORED = 0.05  # a share of the tokens that is worth a word
 RECENT, EXPLOSIONS = 50, 3  # steps that a loss is compared with; so many in a row far above them end the run
 
 
@@ -128,9 +129,12 @@ class Trainer:
             stop_signals(announce=self.console.speaks) as stopped,
             self.console.progress(unit, total, done=done) as advance,
         ):
+            begun = progress.step
             while spent < 1:
-                before = progress.tokens
+                before, scored = progress.tokens, progress.scored
                 metrics = self.step(spent, stopped)
+                if progress.step == begun + 1:
+                    self.warn_of_few(progress.scored - scored, progress.tokens - before)
                 spent = options.budget.share(progress.step, progress.tokens)
                 detail = self.bar_detail(metrics)
                 advance(1 if options.budget.steps else progress.tokens - before, detail=detail)
@@ -258,6 +262,13 @@ class Trainer:
 
         show(0)
         return show
+
+    def warn_of_few(self, scored: int, tokens: int) -> None:
+        """Where hardly anything of the first step's rows counts: a mask, or a template, may be meant otherwise."""
+        if scored < FEW_SCORED * tokens:
+            self.console.warn(
+                f"only {scored:,} of the {tokens:,} tokens of the first step count in the loss; --show-data shows which"
+            )
 
     def any_rank(self, is_so: bool) -> bool:
         """Whether it is so on any rank; all of them ask."""
