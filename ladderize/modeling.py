@@ -16,6 +16,11 @@ from ladderize.checkpoint.reading import read_config
 from ladderize.errors import UserError
 
 MODEL_TYPE = "ladderized_llama"
+# transformers' Auto classes -> ours
+AUTO_CLASSES = {"AutoModel": "LadderizedLlamaModel"} | {
+    f"AutoModelFor{task}": f"LadderizedLlamaFor{task}"
+    for task in ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
+}
 
 
 def register() -> None:
@@ -23,17 +28,17 @@ def register() -> None:
 
     ``save_pretrained`` of a model loaded this way writes the two .py files too, as a converted checkpoint has them.
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    import transformers
 
+    from ladderize.convert.remote_code import modeling_ladderized_llama as classes
     from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
-    from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM, LadderizedLlamaModel
 
-    AutoConfig.register(MODEL_TYPE, LadderizedLlamaConfig, exist_ok=True)
-    AutoModel.register(LadderizedLlamaConfig, LadderizedLlamaModel, exist_ok=True)
-    AutoModelForCausalLM.register(LadderizedLlamaConfig, LadderizedLlamaForCausalLM, exist_ok=True)
+    transformers.AutoConfig.register(MODEL_TYPE, LadderizedLlamaConfig, exist_ok=True)
     LadderizedLlamaConfig.register_for_auto_class()
-    LadderizedLlamaModel.register_for_auto_class("AutoModel")
-    LadderizedLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    for auto, name in AUTO_CLASSES.items():
+        own = getattr(classes, name)
+        getattr(transformers, auto).register(LadderizedLlamaConfig, own, exist_ok=True)
+        own.register_for_auto_class(auto)
 
 
 def load(

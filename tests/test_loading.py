@@ -25,6 +25,7 @@ STRANGER = """
 import json, sys
 sys.modules["ladderize"] = None
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoModel, AutoConfig
 path, ids = sys.argv[1], torch.tensor(json.loads(sys.argv[2]))
 model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
@@ -34,6 +35,11 @@ base = AutoModel.from_pretrained(path, trust_remote_code=True)
 with torch.no_grad():
     assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
 assert "LadderizedLlama" in type(model).__name__
+for task in ("SequenceClassification", "TokenClassification", "QuestionAnswering"):
+    other = getattr(transformers, f"AutoModelFor{task}").from_pretrained(path, trust_remote_code=True)
+    assert type(other).__name__ == f"LadderizedLlamaFor{task}"
+    with torch.no_grad():
+        assert torch.equal(other.model(ids).last_hidden_state, base(ids).last_hidden_state)
 if len(sys.argv) > 3:
     model.save_pretrained(sys.argv[3])
 print(json.dumps(logits.tolist()))

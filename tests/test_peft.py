@@ -5,11 +5,13 @@ import logging
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
+from peft.utils import constants
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ladderize.convert.remote_code import modeling_ladderized_llama as modeling
-from tests.helpers import make_model, random_ids
+from tests.helpers import SHAPE, make_model, random_ids
 from tests.oracle import Oracle
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -40,6 +42,23 @@ def slow_calls(monkeypatch):
 
     monkeypatch.setattr(modeling, "sliceable", spy)
     return calls
+
+
+@pytest.mark.parametrize("kind", [LoraConfig, IA3Config])
+def test_what_is_adapted_by_default_is_what_a_llama_adapts(kind):
+    """Whatever of PEFT and ladderize was imported first, and also where ladderize is not installed."""
+    plain = get_peft_model(LlamaForCausalLM(LlamaConfig(**SHAPE)), kind(task_type="CAUSAL_LM"))
+    for mapping in vars(constants).values():
+        if isinstance(mapping, dict):
+            mapping.pop("ladderized_llama", None)
+    own = get_peft_model(make_model("mixed"), kind(task_type="CAUSAL_LM"))
+    shapes = [{name: p.shape for name, p in model.named_parameters() if p.requires_grad} for model in (plain, own)]
+    assert shapes[0] == shapes[1] != {}
+
+
+def test_layers_are_not_replicated():
+    with pytest.raises(ValueError, match="the layout names 4 layers.* cannot be given 5"):
+        with_lora("mixed", ["q_proj"], layer_replication=[[0, 2], [1, 4]])
 
 
 @pytest.mark.parametrize("name", ["ladder all", "spd all 4", "spd with biases", "same layer with biases"])

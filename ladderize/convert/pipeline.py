@@ -27,14 +27,14 @@ from ladderize.errors import UserError
 from ladderize.files import output
 from ladderize.files.regular import resolved
 from ladderize.layout import CONFIG_KEYS, Layout
+from ladderize.modeling import AUTO_CLASSES
 
 RECORD = "ladderize.yaml"
 THERE = "there already"  # how weight files came to an output that an earlier run has written
 REMOTE_CODE = Path(__file__).parent / "remote_code"
 AUTO_MAP = {
     "AutoConfig": "configuration_ladderized_llama.LadderizedLlamaConfig",
-    "AutoModel": "modeling_ladderized_llama.LadderizedLlamaModel",
-    "AutoModelForCausalLM": "modeling_ladderized_llama.LadderizedLlamaForCausalLM",
+    **{auto: f"modeling_ladderized_llama.{name}" for auto, name in AUTO_CLASSES.items()},
 }
 
 

@@ -1,5 +1,7 @@
 """Configuration of a Llama whose sync points are blocking, overlapped or dropped, one by one."""
 
+import sys
+
 from transformers import LlamaConfig
 
 ATTENTION_MODES = ("blocking", "overlapped", "dropped")
@@ -33,6 +35,14 @@ class LadderizedLlamaConfig(LlamaConfig):
         self.attention_sync = list(self.attention_sync or ["blocking"] * self.num_hidden_layers)
         self.mlp_sync = list(self.mlp_sync or ["blocking"] * self.num_hidden_layers)
         self.check_layout()
+
+    def to_dict(self):
+        """What PEFT calls before it looks up which modules of a `model_type` an adapter changes by default: those of a
+        Llama, also where PEFT was imported after this file."""
+        for name, known in vars(sys.modules.get("peft.utils.constants", object)).items():
+            if name.startswith("TRANSFORMERS_MODELS_TO_") and "llama" in known:
+                known.setdefault(self.model_type, known["llama"])
+        return super().to_dict()
 
     def check_layout(self):
         for key, modes, allowed in (

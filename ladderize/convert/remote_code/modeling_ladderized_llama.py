@@ -7,7 +7,12 @@ computes. It needs only torch and transformers.
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers import AutoModel, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import (
@@ -220,6 +225,14 @@ class LadderizedLlamaModel(LadderizedLlamaPreTrainedModel, LlamaModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    def __setattr__(self, name, value):
+        if name == "layers" and len(value) != self.config.num_hidden_layers:
+            raise ValueError(
+                f"the layout names {self.config.num_hidden_layers} layers, one by one, so the model cannot be given"
+                f" {len(value)}: PEFT's layer_replication, and pruning, are for dense models"
+            )
+        super().__setattr__(name, value)
+
 
 class LadderizedLlamaForCausalLM(LadderizedLlamaPreTrainedModel, LlamaForCausalLM):
     def __init__(self, config):
@@ -228,6 +241,15 @@ class LadderizedLlamaForCausalLM(LadderizedLlamaPreTrainedModel, LlamaForCausalL
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+
+class LadderizedLlamaForSequenceClassification(GenericForSequenceClassification, LadderizedLlamaPreTrainedModel): ...
+
+
+class LadderizedLlamaForTokenClassification(GenericForTokenClassification, LadderizedLlamaPreTrainedModel): ...
+
+
+class LadderizedLlamaForQuestionAnswering(GenericForQuestionAnswering, LadderizedLlamaPreTrainedModel): ...
 
 
 def check_engine(config):
@@ -244,7 +266,16 @@ def check_engine(config):
         )
 
 
+# where the three classes above find their base model
+AutoModel.register(LadderizedLlamaConfig, LadderizedLlamaModel, exist_ok=True)
 # by this list transformers' Trainer shifts the labels of label smoothing, and lm-eval knows a causal model
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LadderizedLlamaConfig.model_type] = LadderizedLlamaForCausalLM.__name__
 
-__all__ = ["LadderizedLlamaForCausalLM", "LadderizedLlamaModel", "LadderizedLlamaPreTrainedModel"]
+__all__ = [
+    "LadderizedLlamaForCausalLM",
+    "LadderizedLlamaForQuestionAnswering",
+    "LadderizedLlamaForSequenceClassification",
+    "LadderizedLlamaForTokenClassification",
+    "LadderizedLlamaModel",
+    "LadderizedLlamaPreTrainedModel",
+]
