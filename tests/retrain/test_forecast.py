@@ -9,7 +9,7 @@ import pytest
 from ladderize.console import human_bytes
 from ladderize.layout import Layout
 from ladderize.runtime.shards import read_shape
-from tests.helpers import ROOT, invoke, one_sentence, save_sparse
+from tests.helpers import ROOT, invoke, listing, one_sentence, save_sparse
 from tests.retrain.commands import arguments
 
 
@@ -53,6 +53,15 @@ def test_the_figures_of_the_page(large):
             assert first["memory_bytes"] == sum(first["memory_parts"].values())
             found = first
         assert human_bytes(found["memory_bytes"]) == f"{memory} GB"
+
+
+def test_what_does_not_fit_is_not_aligned_first(place, tmp_path, monkeypatch):
+    monkeypatch.setattr("ladderize.adapt.retrain.forecast.available_bytes", lambda device: 500_500_000)
+    more = ("--align", "--distill-from", place / "dense")
+    message = one_sentence(invoke(*arguments(place, tmp_path / "out", *more, model="upper")))
+    assert re.search(r"this needs about 50\d MB for each process, with --micro-batch-size 1 --gradient-ch", message)
+    assert "are free; --dry-run shows what would fit" in message
+    assert listing(tmp_path) == []
 
 
 def test_what_a_dry_run_says(place, tmp_path):

@@ -18,6 +18,7 @@ from ladderize.adapt.data.stream import Stream, StreamOptions, fixed_rows
 from ladderize.adapt.lora.config import ADAPTATION
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.engine import Engine
+from ladderize.adapt.retrain.forecast import TrainingForecast, forecast_training
 from ladderize.adapt.retrain.hf_model import HFEngine, ModelSetup, build_student, build_teacher
 from ladderize.adapt.retrain.memory_estimate import CUT, Cut, check_disk, fit_memory
 from ladderize.adapt.retrain.options import Budget, RetrainOptions, TrainOptions
@@ -34,7 +35,7 @@ from ladderize.adapt.retrain.tensor_parallel import build_tp_engine
 from ladderize.adapt.retrain.trainer import Trainer, probe_seconds
 from ladderize.blocks import open_checkpoint
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import SILENT, Console, human_count, human_seconds
+from ladderize.console import SILENT, Console, human_bytes, human_count, human_seconds
 from ladderize.convert.retraining import read_retrainings
 from ladderize.errors import UsageError, UserError
 from ladderize.files.regular import resolved
@@ -51,6 +52,16 @@ from ladderize.runtime.launch import check_group_size, run
 def aligned_path(out: str) -> str:
     """The checkpoint beside OUT that retraining starts from."""
     return f"{out.rstrip('/')}-aligned"
+
+
+def check_before_aligning(forecast: TrainingForecast) -> None:
+    """Raise UserError where the training that follows an alignment would not fit: now, and not after it."""
+    asked = forecast.ways[0]
+    if asked.fits is False:
+        raise UserError(
+            f"this needs about {human_bytes(asked.memory_bytes)} for each process, with {asked.cut}, and"
+            f" {human_bytes(forecast.device_memory_bytes or 0)} are free; --dry-run shows what would fit"
+        )
 
 
 def start_aligned(
@@ -89,6 +100,7 @@ def start_aligned(
     folder = work_folder(out, options.work_dir, checkpoint.folder)
     if not EarlierRun(resolved(out), ADAPTATION, folder, overwrite=overwrite).may_have_finished():
         check_out(out, [checkpoint, open_checkpoint(options.distill_from)], options.method, overwrite=overwrite)
+        check_before_aligning(forecast_training(model, options, revision=revision))
     beside = aligned_path(out)
     console.note(f"aligning first; the result stays in {beside}")
     rewrite(  # whatever a launcher says of FSDP is about the training that follows
