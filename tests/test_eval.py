@@ -22,6 +22,7 @@ from ladderize.errors import UserError
 from ladderize.eval.backends.hf import HFModel, score_windows
 from ladderize.eval.evaluation import run
 from ladderize.eval.evaluation.table import comparison_rows, prediction_rows
+from ladderize.eval.evaluation.tasks import load_tasks
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.paired.compare import compare_results
 from ladderize.eval.paired.document import CompareOptions, ComparisonDocument
@@ -34,22 +35,15 @@ from tests.oracle import Oracle
 
 
 @pytest.fixture(scope="module", autouse=True)
-def lm_evals_tasks_are_read_once():
-    """lm-eval reads its thousands of YAML files for every task manager, five seconds long; they stay the same here."""
-    from lm_eval.tasks import _index
-
-    read, own, done = _index.load_yaml, Path(_index.__file__).parent, {}
-
-    def read_once(path, **options):
-        if not Path(path).is_relative_to(own):
-            return read(path, **options)
-        key = (path, *sorted(options.items()))
-        if key not in done:
-            done[key] = read(path, **options)
-        return done[key]
-
+def tasks_of_lm_eval(tmp_path_factory):
+    """One task, ``theirs``, in place of lm-eval's thousands, which it reads for many seconds."""
+    folder = shutil.copytree(TASKS, tmp_path_factory.mktemp("lm_eval") / "tasks")
+    for path in folder.glob("*.yaml"):
+        path.unlink()
+    text = (TASKS / "agreement.yaml").read_text()
+    (folder / "theirs.yaml").write_text(text.replace("task: demo_agreement", "task: theirs"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_index, "load_yaml", read_once)
+        patch.setattr("lm_eval.tasks.manager.__file__", str(folder / "manager.py"))
         yield
 
 
@@ -354,8 +348,9 @@ def task_without_data(folder: Path) -> Path:
         (["--limit", "3", "--perplexity", "x.txt"], 2, "--limit has no effect without --tasks"),
         (["--resume", "--perplexity", "x.txt"], 2, "--resume has no effect without --out"),
         (["--no-default-tasks", "--tasks", "t"], 2, "--no-default-tasks has no effect without --include-path"),
-        ([*demo("agrement")], 1, "similar names: demo_agreement"),
         (["--tasks", "qqqq", "--include-path", TASKS], 1, "there is no task 'qqqq'"),
+        (["--tasks", "their", "--include-path", TASKS], 1, "similar names: theirs"),
+        ([*demo("agrement"), "--no-default-tasks"], 1, "similar names: demo_agreement"),
         (["--tasks", "a", "--seq-len", "9"], 2, "--seq-len has no effect"),
         (["--tasks", "a", "--windows", "9"], 2, "--windows has no effect"),
         (["--tasks", "a", "--include-path", "/no/dir"], 1, "is not a folder"),
@@ -470,6 +465,21 @@ def test_load_never_opens_a_pickle(llama):
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
     with pytest.raises(UserError, match="only pickle weights"):
         load(llama)
+
+
+def test_tasks_of_lm_eval_are_read_where_they_matter(tmp_path):
+    """Not for tasks of --include-path, which hide theirs; a group of it may hold theirs."""
+    folder = shutil.copytree(TASKS, tmp_path / "tasks")
+    (folder / "mixed.yaml").write_text("group: mixed\ntask: [demo_copying, theirs]\n")
+
+    def known(*tasks, **more):
+        return load_tasks(EvalOptions(tasks=tasks, include_path=str(folder), **more)).all_tasks
+
+    assert "theirs" not in known("demo_copying", "demo_agreement")
+    assert {"theirs", "demo_copying"} <= {*known("demo_copying", "theirs")}
+    assert "theirs" in known("mixed")
+    with pytest.raises(UserError, match="the task 'mixed' cannot be loaded"):
+        known("mixed", include_default_tasks=False)
 
 
 def test_fewshot_that_a_task_forbids(tmp_path):

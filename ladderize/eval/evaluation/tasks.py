@@ -2,15 +2,21 @@
 
 import difflib
 import logging
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+from torch.utils.collect_env import get_pretty_env_info
 
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
+
+# what lm-eval's results say of this machine; it would start pip for that after every task
+_environment = cache(get_pretty_env_info)
 
 
 def load_tasks(options: EvalOptions, processes: int = 1) -> "TaskManager":
@@ -20,12 +26,10 @@ def load_tasks(options: EvalOptions, processes: int = 1) -> "TaskManager":
 
 def open_tasks(options: EvalOptions, processes: int = 1) -> tuple["TaskManager", dict[str, dict[str, Any]]]:
     """The same, and what each task or group of ``options.tasks`` holds: lm-eval's tasks by their names."""
-    from lm_eval.tasks import TaskManager
-
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise UserError(f"--include-path {options.include_path} is not a folder")
-    manager = TaskManager(include_path=options.include_path, include_defaults=options.include_default_tasks)
+    manager = _index(options)
     for task in options.tasks:
         if task not in manager.all_tasks:
             near = difflib.get_close_matches(task, manager.all_tasks, n=3)
@@ -59,6 +63,18 @@ def open_tasks(options: EvalOptions, processes: int = 1) -> tuple["TaskManager",
     return manager, opened
 
 
+def _index(options: EvalOptions) -> "TaskManager":
+    """The tasks that lm-eval finds. Its own thousands take many seconds, and are read only where they can matter: a
+    task or a tag of ``include_path`` hides theirs of that name, but a group may hold their tasks."""
+    from lm_eval.tasks import TaskManager
+
+    if options.include_path is not None:
+        own = TaskManager(include_path=options.include_path, include_defaults=False)
+        if not options.include_default_tasks or {*options.tasks} <= {*own.all_subtasks, *own.all_tags}:
+            return own
+    return TaskManager(include_path=options.include_path)
+
+
 def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptions) -> dict[str, Any] | None:
     """One task (or group) with lm-eval's ``simple_evaluate``; the seeds are set anew for each.
 
@@ -69,7 +85,10 @@ def run_task(harness: Any, task: str, manager: "TaskManager", options: EvalOptio
 
     # lm-eval asks git about the current folder, which says nothing of us, and git complains where there is no
     # repository
-    with mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None):
+    with (
+        mock.patch("lm_eval.evaluator.get_git_commit_hash", return_value=None),
+        mock.patch("torch.utils.collect_env.get_pretty_env_info", _environment),
+    ):
         result = simple_evaluate(
             model=harness,
             tasks=[task],
