@@ -126,6 +126,7 @@ def test_ranks_of_a_launcher_are_joined(pair, ids, by_hf, tmp_path):
     shared = ("--perplexity", ids, "--seq-len", 33, "--dtype", "float32", "--out", out, "--device", "cpu")
     tasks = ("--tasks", "demo_agreement", "--limit", 9, "--include-path", TASKS)
     command = ["eval", *pair, *shared, *tasks, "--backend", "runtime", "--tp-size", 2, "--json"]
+    warm.warm_python().preload("lm_eval.evaluator", "lm_eval.models.huggingface")
     outcome = warm.run_group([sys.executable, "-m", "ladderize", *command])
     assert outcome.returncode == 0, outcome.stderr
     document = json.loads(outcome.stdout)

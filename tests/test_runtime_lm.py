@@ -2,9 +2,7 @@
 request, on one rank and two; and lm-eval's own command line."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,17 +10,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 from ladderize import load
 from ladderize.demo.inputs import MODEL
-from ladderize.errors import UsageError, UserError
+from ladderize.errors import UserError
 from ladderize.eval.backends.runtime_lm import RuntimeLM
-from ladderize.lm_eval import check_model_args
+from ladderize.lm_eval import run_lm_eval
 from ladderize.modeling import load_tokenizer
+from tests import warm
 from tests.helpers import ROOT, edit_json, fresh_rng, make_model
-from tests.warm import PATIENCE
 
 WORDS = (
     "the cat cats sees see a dog and on one two plus is many green big it 3 7 ( , . end".split()  # noqa: SIM905
@@ -165,15 +165,6 @@ def test_other_defaults_of_generation_are_refused(tmp_path):
 # ---- lm-eval's own command line ----
 
 
-def lm_eval_results(out: Path, *arguments: object) -> dict:
-    command = [sys.executable, "-m", "ladderize.lm_eval", "run", *map(str, arguments), "--output_path", str(out)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "HF_HOME": str(out / "home")}
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
-    assert outcome.returncode == 0, outcome.stderr[-3000:]
-    (found,) = out.rglob("results_*.json")
-    return json.loads(found.read_text())
-
-
 @pytest.fixture
 def tasks(tmp_path) -> Path:
     """A folder with one task of each kind, for --include_path."""
@@ -195,20 +186,31 @@ def tasks(tmp_path) -> Path:
     return tmp_path / "tasks"
 
 
-@pytest.mark.parametrize("words", [["pretrained=a,tp_size=1,tp_size=2"], ["tp_size=1", "dtype=float32", "tp_size=1"]])
-def test_an_argument_of_the_model_that_is_given_twice(words):
-    with pytest.raises(UsageError, match="--model_args has tp_size 2 times"):
-        check_model_args(["run", "--model", "ladderize", "--model_args", *words, "--tasks", "a,b"])
+def test_an_argument_of_the_model_that_is_given_twice():
+    """Found by lm-eval's command line as users start it, before it reads its tasks."""
+    command = ["-m", "ladderize.lm_eval", "run", "--model", "ladderize", "--tasks", "a,b", "--model_args"]
+    for words in (["pretrained=a,tp_size=1,tp_size=2"], ["tp_size=1", "dtype=float32", "tp_size=1"]):
+        outcome = warm.run([sys.executable, *command, *words])
+        assert outcome.returncode == 2
+        assert outcome.stderr == "Error: --model_args has tp_size 2 times; leave one\n"
 
 
-def test_lm_evals_command_line(tasks, tmp_path):
-    names = "own_choice,own_text,own_generation"
-    common = ["--tasks", names, "--include_path", tasks, "--log_samples"]
-    arguments = f"pretrained={MODEL},dtype=float32"
+def test_lm_evals_command_line(tasks, tmp_path, monkeypatch):
+    """Against lm-eval's function with its own model. Its thousands of tasks, which it reads for many seconds, are left
+    out."""
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(tmp_path / "no tasks" / "manager.py"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    names, arguments = "own_choice,own_text,own_generation", f"pretrained={MODEL},dtype=float32"
     own = ["--model", "ladderize", "--model_args", f"{arguments},tp_size=2,threads=1", "--batch_size", "4"]
-    ours = lm_eval_results(tmp_path / "ours", *own, *common)
-    other = ["--model", "hf", "--model_args", arguments, "--device", "cpu"]
-    theirs = lm_eval_results(tmp_path / "theirs", *other, *common)
+    more = ["--tasks", names, "--include_path", str(tasks), "--log_samples", "--output_path", str(tmp_path / "ours")]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["lm_eval", "run", *own, *more])
+        run_lm_eval()
+    (path,) = tmp_path.rglob("results_*.json")
+    ours = json.loads(path.read_text())
+    manager = TaskManager(include_path=str(tasks))
+    how = {"tasks": names.split(","), "task_manager": manager, "device": "cpu", "log_samples": True}
+    theirs = simple_evaluate(model="hf", model_args=arguments, **how)
     assert ours["config"]["model"] == "ladderize"
     assert ours["results"].keys() == theirs["results"].keys() == set(names.split(","))
     for task, metrics in theirs["results"].items():
@@ -216,13 +218,11 @@ def test_lm_evals_command_line(tasks, tmp_path):
             if isinstance(value, float):
                 assert ours["results"][task][metric] == pytest.approx(value, rel=1e-3), (task, metric)
     for name in ("own_generation", "own_choice"):
-        samples = [
-            [json.loads(line)["resps"] for line in next((tmp_path / side).rglob(f"samples_{name}_*.jsonl")).open()]
-            for side in ("ours", "theirs")
-        ]
-        assert len(samples[0]) == 7
+        (path,) = tmp_path.rglob(f"samples_{name}_*.jsonl")
+        answers = [json.loads(line)["resps"] for line in path.open()]
+        assert len(answers) == 7
         if name == "own_generation":
-            assert samples[0] == samples[1]
+            assert answers == [sample["resps"] for sample in theirs["samples"][name]]
 
 
 def test_lm_eval_finds_the_class_by_its_entry_point():
