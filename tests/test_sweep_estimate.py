@@ -33,7 +33,7 @@ def test_a_stage_takes_what_its_tokens_take(place, tmp_path):
         made = planner(tmp_path, spec(place, layouts=[{"ladder": "0"}], adapt=[adapt], sensitivity=None))
         made = replace(made, builder=replace(made.builder, gpus=gpus))
         (stage,) = made.plan().points[1].adapting
-        return Estimator(made.config, device, 1e6, 1e9, 10**6, None).seconds(stage) - START_SECONDS
+        return Estimator(made.config, device, 1e6 / EFFICIENCY[device], 1e9, 10**6, None).seconds(stage) - START_SECONDS
 
     assert seconds(max_tokens="200k") == pytest.approx(2 * seconds(max_tokens="100k"), rel=0.01)
     assert seconds("cuda", 4, max_tokens="100k") == pytest.approx(seconds(max_tokens="100k") / 4)
@@ -97,7 +97,7 @@ def test_the_sweep_of_the_tutorial_fits_its_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(builder, "_sha256", lambda path: path.name)
     tasks = [Questions(count, count * (name == "gsm8k"), count) for name, count in QUESTIONS.items()]
     monkeypatch.setattr(run, "count_questions", lambda _: tasks)
-    of = Estimator(read_shape("8b"), "cuda", RATE / EFFICIENCY, 3.35e12, 16 * 10**9, tasks)
+    of = Estimator(read_shape("8b"), "cuda", RATE / EFFICIENCY["cuda"], 3.35e12, 16 * 10**9, tasks)
     monkeypatch.setattr(run.Estimator, "of", lambda *_: of)
     outcome = invoke("sweep", write(tmp_path / "sweep.yaml", content), "--dry-run")
     assert outcome.code == 0, outcome.stderr

@@ -23,7 +23,9 @@ from ladderize.tradeoff.sweep.launch import Words
 from ladderize.tradeoff.sweep.margin import Questions
 from ladderize.tradeoff.sweep.stages import Stage, asked_by, errors_begin_with
 
-EFFICIENCY = 0.4  # of the product's rate, that a model's training and evaluation reach
+# of the product's rate, that a model reaches. GPUs: as in adapt's forecast. CPUs: seen of an evaluation and a
+# sensitivity of 31M parameters on 2 cores that others used too (0.76 and 0.91)
+EFFICIENCY = {"cuda": 0.4, "cpu": 0.8}
 START_SECONDS = 10.0  # for imports, the model's weights, and the output
 PROBE_SECONDS, PROBE_BYTES = 0.2, 1 << 28
 QUESTION_TOKENS, ANSWER_TOKENS = 500, 256  # of a question with all its answers; of one that is generated
@@ -75,8 +77,9 @@ class Estimator:
     @property
     def words(self) -> str:
         return (
-            f"no stage like some of these has run here: their times are guessed from {EFFICIENCY:.0%} of the rate of a"
-            f" product of the model's matrices, {human_count(self.flops)} operations per second on {self.device}"
+            "no stage like some of these has run here: their times are guessed from"
+            f" {EFFICIENCY[self.device]:.0%} of the rate of a product of the model's matrices,"
+            f" {human_count(self.flops)} operations per second on {self.device}"
         )
 
     def seconds(self, stage: Stage) -> float | None:
@@ -90,7 +93,7 @@ class Estimator:
             asked = asked_by(stage.commands[0])
             starts, devices = len(asked.fill(ModelChoice).models), asked.fill(BenchOptions).tp_size
         devices = devices if self.device == "cuda" else 1  # processes share the cores
-        seconds = work.flops / (EFFICIENCY * self.flops) + work.passes * self.size / self.bandwidth
+        seconds = work.flops / (EFFICIENCY[self.device] * self.flops) + work.passes * self.size / self.bandwidth
         return START_SECONDS * starts + seconds / devices
 
     def _work(self, words: Words) -> Work | None:
