@@ -9,7 +9,7 @@ SHORT_VERDICTS: Mapping[Verdict, str] = {
     "shown": "shown",
     "not shown": "not shown",
     "too few samples": "too few",
-    "worse": "no",
+    "worse": "worse",
 }
 
 

@@ -70,14 +70,14 @@ def show_calibration(document: CalibrationDocument, console: Console) -> None:
     console.table(residuals, right=["timings", "mean error", "worst"])
     console.result("")
     console.prose(
-        f"{len(document.residuals)} timings; what was fitted to has a mean error of {document.mean_error:.1%}, the"
-        f" worst {document.worst_error:.1%}"
+        f"{len(document.residuals)} timings; the fit misses its own by {document.mean_error:.1%} on average, by"
+        f" {document.worst_error:.1%} at worst"
     )
     for figure in document.figures:
         if figure.is_uncertain:
             console.prose(
-                f"{_title(figure)} is uncertain by more than its size: these timings hardly depend on it, and"
-                " predictions of times like these do not either"
+                f"{_title(figure)} is uncertain by more than its size: these timings hardly depend on it, nor do"
+                " predictions of the same kind; others are guesses"
             )
     for note in document.notes:
         console.prose(note)
