@@ -67,6 +67,9 @@ def test_what_does_not_fit_is_not_aligned_first(place, tmp_path, monkeypatch):
 def test_what_a_dry_run_says(place, tmp_path):
     given = [*arguments(place, None, model="upper", steps=3), "--device-memory", "600MB"]
     assert "--device-memory has no effect without --dry-run" in one_sentence(invoke(*given))
+    here = invoke(*given[:-2], "--dry-run")
+    assert "--tp-size" not in here.stdout  # processes on a CPU share its memory
+    assert "time" not in here.stdout
     outcome = invoke(*given, "--dry-run", "--distill-from", place / "dense")
     assert outcome.code == 0, outcome.stderr
     assert outcome.stdout.startswith("full, layers 2:4: ")

@@ -23,7 +23,7 @@ RATE = 4e14  # operations a second and device that time is said for: 40 % of an 
 @dataclass(frozen=True)
 class TrainingWay(Record):
     """One way to run the training. how: in words. memory_bytes: of each process, and its parts by name. fits: None
-    where the memory is unknown. seconds: at ``RATE``, validation left out."""
+    where the memory is unknown. seconds: at ``RATE``, validation left out; None on a CPU."""
 
     how: str
     processes: int
@@ -31,7 +31,7 @@ class TrainingWay(Record):
     memory_bytes: int
     memory_parts: dict[str, int]
     fits: bool | None
-    seconds: float
+    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,22 @@ class TrainingForecast(Record):
                 "checkpointing": "yes" if way.cut.gradient_checkpointing else "no",
                 "memory of each process": human_bytes(way.memory_bytes),
                 "fits": fits[way.fits],
-                "time": human_seconds(way.seconds),
+                **({} if way.seconds is None else {"time": human_seconds(way.seconds)}),
             }
             for way in self.ways
         ]
 
     def text(self) -> str:
         """What stands above the table."""
-        free = f" A device has {human_bytes(self.device_memory_bytes)}." if self.device_memory_bytes else ""
+        free = f" Each process may take {human_bytes(self.device_memory_bytes)}." if self.device_memory_bytes else ""
+        rate = f"{RATE / 1e12:.0f} TFLOP/s for each process (40 % of an H100's peak)"
+        timed = any(way.seconds is not None for way in self.ways)
+        times = f" Times are estimates at {rate}, without communication and validation." if timed else ""
         return (
             f"{self.method}, layers {format_ranges(self.layers)}: {human_count(self.trained_parameters)} of"
             f" {human_count(self.parameters)} parameters in training, about {self.steps:,} steps of"
             f" {self.batch_size} rows of {self.seq_len} tokens. On the disk at most {human_bytes(self.state_bytes)} of"
-            f" unfinished work, and {human_bytes(self.output_bytes)} for OUT.{free} Times are"
-            f" estimates at {RATE / 1e12:.0f} TFLOP/s for each process (40 % of an H100's peak), without communication"
-            " and validation."
+            f" unfinished work, and {human_bytes(self.output_bytes)} for OUT.{free}{times}"
         )
 
 
@@ -118,7 +119,8 @@ def forecast_training(
         state_bytes=saved_bytes(task),
         output_bytes=4 * demand.trained if is_adapter else task.checkpoint.weight_bytes,
         ways=[
-            training_way(how, fitted(other, device_memory), tokens, device_memory) for how, other in ways(task, on_gpu)
+            training_way(how, fitted(other, device_memory), tokens if on_gpu else None, device_memory)
+            for how, other in ways(task, on_gpu)
         ],
     )
 
@@ -135,7 +137,8 @@ def ways(task: Task, on_gpu: bool) -> Iterator[tuple[str, Task]]:
                 yield kind.name(other), other
 
 
-def training_way(how: str, task: Task, tokens: int, device_memory: int | None) -> TrainingWay:
+def training_way(how: str, task: Task, tokens: int | None, device_memory: int | None) -> TrainingWay:
+    """tokens: to say the time for; None: it is unknown."""
     demand, processes = demand_of(task), task.tp_size * task.data_ranks
     return TrainingWay(
         how=how,
@@ -144,5 +147,5 @@ def training_way(how: str, task: Task, tokens: int, device_memory: int | None) -
         memory_bytes=demand.total,
         memory_parts=demand.parts(),
         fits=None if device_memory is None else demand.total <= device_memory,
-        seconds=tokens * demand.operations / processes / RATE,
+        seconds=None if tokens is None else tokens * demand.operations / processes / RATE,
     )
