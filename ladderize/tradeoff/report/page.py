@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -218,16 +219,22 @@ def check_libraries() -> None:
         raise UserError("a report needs jinja2 and vl-convert-python: pip install 'ladderize[report]'") from None
 
 
-def html_page(page: ReportPage) -> str:
-    """The page as text."""
+@cache
+def _library() -> str:
+    """vega-embed as a script; a second to make, and always the same."""
     import vl_convert
 
+    return _for_script(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+
+
+def html_page(page: ReportPage) -> str:
+    """The page as text."""
     return _render(
         "page.html.j2",
         page=page,
         css=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
         script=(TEMPLATES / "page.js").read_text(encoding="utf-8"),
-        library=_for_script(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")) if page.plots else "",
+        library=_library() if page.plots else "",
         palette=PALETTE,
         specs={plot.name: script_json([panel.spec for panel in plot.panels]) for plot in page.plots},
         pictures={plot.name: [svg_picture(picture_spec([panel])) for panel in plot.panels] for plot in page.plots},
