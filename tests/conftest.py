@@ -25,12 +25,12 @@ SEED = "LADDERIZE_TEST_SEED"
 # The longest files, the longest first: two workers then end together (--dist loadfile with --no-loadscope-reorder
 # takes them in this order).
 LONG_FILES = [
-    "demo", "domino_gradients", "tensor_parallel", "report", "report_browser", "eval", "align_command",
-    "eval_runtime", "answers", "adapt_tp", "runtime_lm", "eval_ranks", "docs", "chat_template", "python_docs",
+    "demo", "domino_gradients", "align_command", "eval", "report_browser", "answers", "adapt_tp", "eval_ranks",
+    "docs", "chat_template", "report", "eval_runtime", "runtime_lm", "python_docs",
     "promotion", "generate", "examples", "api", "aligned_sensitivity", "control", "spd", "runtime", "sweep_keys",
     "sweep_killed", "sweep", "sweep_file", "bench", "bench_training", "calibrate", "planner_verify",
-    "plan", "planner", "planner_files", "planning_model", "requests", "going_on", "model", "corpus", "distill",
-    "several_processes", "house", "compare", "paired",
+    "plan", "planner", "planner_files", "planning_model", "requests", "model", "corpus", "distill",
+    "house", "compare", "paired",
 ]  # fmt: skip
 
 

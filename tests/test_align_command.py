@@ -491,7 +491,7 @@ def test_other_kinds_of_text_get_no_worse(tmp_path):
     prose, kinds = {"stories": 1, "agreement": 1, "copying": 1}, ("stories", "arithmetic")
     write_documents(tmp_path / "prose.jsonl", 1200, test=False, seed=3, weights=prose)
     for kind in kinds:
-        write_documents(tmp_path / f"{kind}.jsonl", 120, test=True, seed=4, weights={kind: 1})
+        write_documents(tmp_path / f"{kind}.jsonl", 60, test=True, seed=4, weights={kind: 1})
     assert invoke("convert", MODEL, tmp_path / "ladder", "--ladder", "4:", "--no-verify").code == 0
     models = {"as converted": tmp_path / "ladder"}
     for name, more in {"aligned": [], "without": ["--random-share", 0]}.items():
