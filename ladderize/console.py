@@ -382,6 +382,9 @@ def error_boundary(debug: bool) -> Iterator[None]:
                 " smaller model"
             )
             sys.exit(1)
+        if type(error).__name__ == "StrictDataclassFieldValidationError":  # transformers' check of a config's types
+            _say_error(f"config.json: {sentence(error)}; repair the file")
+            sys.exit(1)
         what = f"{type(error).__name__}: {sentence(error)}"
         _say_error(f"unexpected error: {what} (run again with --debug for the traceback)")
         sys.exit(1)

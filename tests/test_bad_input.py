@@ -110,6 +110,8 @@ DAMAGE = {
         config(rope_parameters={"rope_type": "linear", "factor": "2"}),
         "factor is '2', but must be a positive number",
     ),
+    "dtype of a number": (config(dtype=1e308), r"dtype is '1e\+308', but must be one of float32"),
+    "no epsilon": (config(rms_norm_eps=None), "rms_norm_eps is None, but must be a positive number"),
     "no positions": (config(max_position_embeddings="many"), "max_position_embeddings is 'many'"),
     "pickle only": (
         lambda source: (source / "model.safetensors").rename(source / "pytorch_model.bin"),

@@ -69,6 +69,7 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "proportional": (),
 }
+STATED_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # buffers that Llama 1 checkpoints carry and no code reads
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -102,6 +103,10 @@ def check_sizes(config: Mapping[str, Any]) -> None:
     for key, value in _numbers(config):
         if not math.isfinite(value):
             raise UserError(f"config.json: {key} is {value}, which is not a number; repair the file")
+    for key in ("dtype", "torch_dtype"):
+        value = config.get(key)
+        if value is not None and str(value).removeprefix("torch.") not in STATED_DTYPES:
+            raise UserError(f"config.json: {key} is {str(value)[:60]!r}, but must be one of {', '.join(STATED_DTYPES)}")
     heads, kv_heads = config["num_attention_heads"], kv_head_count(config)
     if heads % kv_heads:
         raise UserError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
@@ -126,7 +131,8 @@ def check_rope(config: Mapping[str, Any]) -> None:
             raise UserError(f"config.json: a rope_type of {kind} needs {key}; repair the file")
     lists = {"short_factor", "long_factor"}
     numbers = {key: rope[key] for key in (*ROPE_NEEDS[kind], "rope_theta") if key in rope and key not in lists}
-    numbers |= {key: config[key] for key in ("rope_theta", "rms_norm_eps") if config.get(key) is not None}
+    numbers |= {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
+    numbers |= {"rms_norm_eps": config["rms_norm_eps"]} if "rms_norm_eps" in config else {}
     for key, value in numbers.items():
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise UserError(f"config.json: {key} is {repr(value)[:60]}, but must be a positive number")

@@ -137,7 +137,10 @@ def with_peft(
         warnings.simplefilter("ignore")  # of patterns and layers that this one layer does not have
         try:
             inject_adapter_in_model(
-                PeftConfig.from_peft_type(**{k: v for k, v in adapter.config.items() if k != "runtime_config"}), root
+                PeftConfig.from_peft_type(
+                    **{k: v for k, v in adapter.config.items() if k != "runtime_config" and v is not None}
+                ),
+                root,
             )
             result = set_peft_model_state_dict(root, tensors)
         except (ValueError, TypeError, RuntimeError) as error:
