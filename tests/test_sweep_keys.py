@@ -154,10 +154,16 @@ def test_on_how_many_processes_a_stage_runs_is_no_part_of_it(place, tmp_path, mo
     assert started(4, tp_size=2, processes=4)[:2] == (4, True)
     assert started(4, tp_size=2, processes=2)[:2] == (2, False)
     assert len({started(gpus, batch_size=None)[3] for gpus in (0, 1, 2, 3)}) == 3
-    data = {"data": str(place / "ids.npy")}
-    plans = [planner(tmp_path, spec(place, sensitivity={**data, **more})).plan() for more in ({}, {"processes": 2})]
-    (one,), (two,) = (plan.sensitivities for plan in plans)
-    assert one.key == two.key
+
+    def measured(gpus, **more):
+        monkeypatch.setattr(builder, "visible_gpus", lambda: list(map(str, range(gpus))))
+        content = spec(place, sensitivity={"data": str(place / "ids.npy"), **more})
+        (stage,) = planner(tmp_path, content).plan().sensitivities
+        return stage
+
+    one, two, three = measured(0), measured(0, processes=2), measured(3)
+    assert one.key == two.key == three.key
+    assert [stage.launch.processes for stage in (one, two, three)] == [1, 2, 3]
     assert two.command.split()[-len(one.commands[0]) - 1 :] == one.command.split()
 
 

@@ -4,12 +4,14 @@ Imports no torch."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ladderize.convert.sensitivity_file import INTERVAL, RESAMPLES, SensitivityRun
 from ladderize.files.records import Record
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVERLAPPED, Layout, format_ranges
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, order=True)
@@ -103,11 +105,13 @@ def point_changes(num_layers: int, *, dropped: bool, pairs: bool) -> list[PointC
     return changes
 
 
-def point_costs(changes: Sequence[PointChange], table: np.ndarray, tokens: int) -> tuple[float, list[PointCost]]:
+def point_costs(changes: Sequence[PointChange], table: "np.ndarray", tokens: int) -> tuple[float, list[PointCost]]:
     """The dense model's nats per token, and the cost of each change with its bootstrap interval over windows.
 
     table: [windows, changes + 1] in nats, summed over a window's ``tokens`` scored tokens; the dense model is last.
     """
+    import numpy as np
+
     rng = np.random.default_rng(0)
     counts = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES)
     increases = (table[:, :-1] - table[:, -1:]) / tokens
@@ -124,6 +128,8 @@ def point_document(
     run: SensitivityRun, changes: Sequence[PointChange], nll: list[list[float]], *, num_layers: int, pairs: bool
 ) -> PointSensitivity:
     """What a whole table says of the changes. nll: as in the document."""
+    import numpy as np
+
     dense_nll, costs = point_costs(changes, np.array(nll), run.data.seq_len - 1)
     return PointSensitivity(
         **vars(run),

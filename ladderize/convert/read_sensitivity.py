@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from ladderize.convert.point_sensitivity import PointChange, PointSensitivity, point_changes, point_document
 from ladderize.convert.sensitivity_file import (
     CLASSES,
@@ -69,6 +67,8 @@ def read_sensitivity(path: Path, kind: str | None = None) -> SensitivityDocument
         if (name := entry.sensitivity_class) not in CLASSES:
             known = ", ".join(CLASSES)
             raise UserError(f"{path}: the class of block {number} is {name!r}, but must be one of {known}")
+    import numpy as np
+
     perplexities = np.exp(read_table(document.nll, document.data, len(blocks) + 1, path).mean(0))
     for entry, right in zip(blocks, perplexity_increases(perplexities, document.mode), strict=True):
         check_follows(path, f"the sensitivity of block {entry.block}", entry.sensitivity, right)
@@ -117,6 +117,8 @@ def _problems(document: PointSensitivity) -> Iterator[str]:
 
 def _blocks_of(document: PointSensitivity, kind: str, path: Path) -> SensitivityDocument:
     """The sensitivities of blocks that were changed alone, from the table of all single sync points."""
+    import numpy as np
+
     if kind == SPD and document.sync_tp_size is None:
         raise UserError(
             f"{path} was measured without --sync-tp-size, so nothing was dropped; measure it again with that, or"

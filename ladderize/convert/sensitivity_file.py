@@ -5,12 +5,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 from ladderize.errors import UserError
 from ladderize.files.records import Record
+
+if TYPE_CHECKING:
+    import numpy as np
 
 INSENSITIVE = "insensitive"
 CLASSES = (INSENSITIVE, "sensitive", "extremely sensitive")
@@ -134,17 +135,19 @@ def kind_of(mode: str) -> str:
     return LADDER if changes_to_ladder(mode) else SPD
 
 
-def perplexity_increases(perplexities: np.ndarray, mode: str) -> np.ndarray:
+def perplexity_increases(perplexities: "np.ndarray", mode: str) -> "np.ndarray":
     """S of perplexities [..., L + 1]: against the next column in a sweep, against the dense one for each block
     alone."""
     return perplexities[..., :-1] - (perplexities[..., -1:] if mode.startswith("each") else perplexities[..., 1:])
 
 
-def read_table(nll: list[list[float]], data: CalibrationData, columns: int, path: Path) -> np.ndarray:
+def read_table(nll: list[list[float]], data: CalibrationData, columns: int, path: Path) -> "np.ndarray":
     """``nll`` of a finished measurement, which may be anybody's: [windows, columns] in nats per token.
 
     Raises UserError where it is none of these windows and so many models.
     """
+    import numpy as np
+
     tokens = data.seq_len - 1
     if tokens < 1 or not nll or len(nll) != data.samples or {len(row) for row in nll} != {columns}:
         raise UserError(
@@ -181,6 +184,8 @@ def block_document(
     run: SensitivityRun, nll: list[list[float]], *, tau1: float | None = None, tau2: float = TAU2
 ) -> SensitivityDocument:
     """What a whole table says of blocks. nll: as in the document. tau1: by default the paper's for the model's size."""
+    import numpy as np
+
     tau1 = default_tau1(run.parameters) if tau1 is None else tau1
     perplexities, blocks = block_sensitivities(np.array(nll), run.data.seq_len - 1, run.mode, tau1=tau1, tau2=tau2)
     return SensitivityDocument(
@@ -201,12 +206,14 @@ def run_of(document: SensitivityRun, **changes: Any) -> SensitivityRun:
 
 
 def block_sensitivities(
-    table: np.ndarray, tokens: int, mode: str, *, tau1: float, tau2: float
+    table: "np.ndarray", tokens: int, mode: str, *, tau1: float, tau2: float
 ) -> tuple[list[float], list[BlockSensitivity]]:
     """Perplexities [L + 1], and S of each block with its bootstrap interval over windows and its class.
 
     table: [windows, L + 1] in nats; tokens: scored in each window.
     """
+    import numpy as np
+
     perplexities = np.exp(table.mean(0) / tokens)
     rng = np.random.default_rng(0)
     counts = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES)
