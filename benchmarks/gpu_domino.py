@@ -19,7 +19,7 @@ import torch
 from domino import fitting_beta, show_rows, waited_share
 from torch import Tensor
 
-from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.config import expected_tensors
 from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.layout import Layout

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.config import expected_tensors
 from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.decode import rope_table

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear
 
 from ladderize import data
-from ladderize.checkpoint.llama import check_config, check_tensors
+from ladderize.checkpoint.config import check_llama, check_tensors, is_tied, most_positions
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, fetch_weights, read_checkpoint, resolve_json
 from ladderize.checkpoint.tensors import TensorReader
 from ladderize.errors import UserError
@@ -45,7 +45,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     """A checkpoint by folder or hub id, checked as ``convert`` checks its source; raises UserError."""
     folder, is_local = resolve_json(model, revision)
     checkpoint = read_checkpoint(folder if is_local else fetch_weights(model, revision))
-    check_config(checkpoint.config)
+    check_llama(checkpoint.config)
     check_tensors(checkpoint)
     return checkpoint
 
@@ -67,7 +67,7 @@ def read_windows(
     config = checkpoint.config
     tokenizer = load_tokenizer(checkpoint.folder) if data.needs_tokenizer(file) else None
     documents = data.read_documents(file, tokenizer, vocab_size=config["vocab_size"])
-    positions = int(config.get("max_position_embeddings") or 2048)
+    positions = most_positions(config)
     return data.draw_windows(documents, spec=file, positions=positions, seq_len=seq_len, samples=samples, seed=seed)
 
 
@@ -187,7 +187,7 @@ class Blocks:
 
         norm = LlamaRMSNorm(streams[0].shape[-1], eps=self.config.get("rms_norm_eps", 1e-6))
         norm.weight = torch.nn.Parameter(self._end("model.norm.weight"), requires_grad=False)
-        head = self._end("model.embed_tokens.weight" if self.config.get("tie_word_embeddings") else "lm_head.weight")
+        head = self._end("model.embed_tokens.weight" if is_tied(self.config) else "lm_head.weight")
         rows = [norm(stream).flatten(0, 1).to(head.dtype) for stream in streams]
         at_once = max(1, LOGITS_AT_ONCE // (len(rows) * head.shape[0]))
         for number, part in enumerate(beside.split(at_once)):

@@ -1,8 +1,8 @@
-"""Layouts: the mode of each sync point of a tensor-parallel Llama. Imports no torch.
+"""Layouts: the mode of each sync point of a tensor-parallel decoder. Imports no torch.
 
 A layer has two sync points, after attention and after the MLP, where the partial outputs of all ranks are summed:
 
-* ``blocking``: all-reduce, wait, go on (the dense Llama);
+* ``blocking``: all-reduce, wait, go on (the dense model);
 * ``overlapped``: the next sub-module computes while the all-reduce runs (Ladder Residual, arXiv 2501.06589);
 * ``dropped``: no all-reduce; each rank carries its partial into the next sync point (Sync-Point Drop, arXiv
   2502.20727).
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ladderize.errors import LadderizeError
+from ladderize.families.registry import is_authors, is_ladderized, known_family
 
 BLOCKING, OVERLAPPED, DROPPED = "blocking", "overlapped", "dropped"
 ATTENTION_MODES = (BLOCKING, OVERLAPPED, DROPPED)
@@ -154,9 +155,9 @@ class Layout:
         """Read the layout of a config.json: ladderized, the authors' ``llamaLadder``, or dense where nothing is
         said."""
         num_layers = config["num_hidden_layers"]
-        if config.get("model_type") == "llamaLadder":
+        if is_authors(config):
             return cls.from_layers(num_layers, ladder=_authors_ladder_layers(config.get("ladder_layers"), num_layers))
-        if config.get("model_type") != "ladderized_llama":
+        if not is_ladderized(config):
             return cls.dense(num_layers)
         lists = []
         for key in ("attention_sync", "mlp_sync"):
@@ -276,7 +277,7 @@ def usual_ranks(config: Mapping[str, Any], layout: Layout) -> int:
 
 
 def _split_problem(config: Mapping[str, Any], ranks: int) -> str | None:
-    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    heads, kv_heads = config["num_attention_heads"], known_family(config).kv_heads(config)
     if ranks < 1:
         return "must be at least 1"
     if heads % ranks:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ladderize.checkpoint.llama import check_model
+from ladderize.checkpoint.config import check_model
 from ladderize.checkpoint.reading import read_config
 from ladderize.errors import UserError
+from ladderize.families.registry import is_ladderized
 
 MODEL_TYPE = "ladderized_llama"
 # transformers' Auto classes -> ours
@@ -61,7 +62,7 @@ def load(
 
     folder = check_model(model, revision)
     register()
-    if read_config(folder).get("model_type") == MODEL_TYPE:
+    if is_ladderized(read_config(folder)):
         trust_remote_code = False
     if device is not None:
         kwargs["device_map"] = {"": device}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.config import expected_tensors
 from ladderize.cli import main
 from ladderize.console import printable
 from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.config import expected_tensors
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks

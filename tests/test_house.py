@@ -12,10 +12,12 @@ import pytest
 
 import ladderize
 from ladderize.choices import described, parameter_name
+from ladderize.families.registry import BY_TYPE
 from tests.helpers import ROOT
 
 PACKAGE = ROOT / "ladderize"
 LEAVES = {
+    "families",
     "layout",
     "choices",
     "errors",
@@ -210,6 +212,32 @@ def test_a_public_name_means_one_thing():
         for name in public_names(path) - commands:  # a command is called as the function that it calls
             places.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+# ---- one description of a family ----
+
+
+def test_only_the_families_say_what_a_family_is():
+    """What another module wants to know of a family is a field of its description: nothing else asks for a name."""
+    names = {"model_type", *BY_TYPE}
+    problems = []
+    for path in sources():
+        if path.is_relative_to(PACKAGE / "families") or "remote_code" in path.parts:
+            continue
+        for node in ast.walk(tree_of(path)):
+            asks = isinstance(node, ast.Compare) and not any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops)
+            tested = [node] if asks else node.cases if isinstance(node, ast.Match) else []
+            words = {part.value for test in tested for part in ast.walk(test) if isinstance(part, ast.Constant)}
+            if words & names:
+                problems.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert problems == []
+
+
+def test_the_families_need_no_other_module():
+    assert set().union(*map(imports_of, (PACKAGE / "families").glob("*.py"))) <= {
+        "errors",
+        *(f"families.{path.stem}" for path in (PACKAGE / "families").glob("*.py")),
+    }
 
 
 # ---- lines ----

@@ -161,7 +161,7 @@ def test_random_weights_and_bundled_shapes():
     shapes = known_shapes()
     assert list(shapes) == ["1b", "3b", "8b", "70b", "405b"]
     billions = {"1b": 1.24, "3b": 3.21, "8b": 8.03, "70b": 70.6, "405b": 405.9}  # as the model cards count them
-    from ladderize.checkpoint.llama import parameter_count
+    from ladderize.checkpoint.config import parameter_count
 
     for name, config in shapes.items():
         assert parameter_count(config) / 1e9 == pytest.approx(billions[name], rel=0.01)

@@ -4,7 +4,7 @@ and whether training brought the student closer to it."""
 import math
 from pathlib import Path
 
-from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.config import expected_tensors
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import TensorReader, dense_function
 from ladderize.errors import UserError

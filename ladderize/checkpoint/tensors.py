@@ -22,6 +22,8 @@ from ladderize.checkpoint.reading import (
 )
 from ladderize.console import sentence
 from ladderize.errors import UserError
+from ladderize.families.base import Decoder, everywhere
+from ladderize.families.registry import known_family
 from ladderize.files.output import copy_span
 from ladderize.files.regular import open_regular
 
@@ -215,21 +217,20 @@ FINGERPRINT_BYTES = 4096  # of each tensor
 
 
 def dense_function(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a config decides a Llama's function, defaults filled in, so that how it is written does not matter."""
+    """What of a config decides a model's function, defaults filled in, so that how it is written does not matter. Of
+    what only some families have, that which is not as in a plain Llama."""
+    family = known_family(config)
+    full, decoder = family.complete(config), family.describe(config)
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    rope = {"rope_type": rope.pop("type", "default"), "rope_theta": config.get("rope_theta", 10000.0), **rope}
-    heads = config["num_attention_heads"]
+    rope = {"rope_type": rope.pop("type", "default"), "rope_theta": full["rope_theta"], **rope}
+    plain = Decoder(**everywhere(full), qkv_bias=decoder.qkv_bias, o_bias=decoder.o_bias, mlp_bias=decoder.mlp_bias)
     return {
-        "heads": [
-            heads,
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or config["hidden_size"] // heads,
-        ],
+        "heads": [full["num_attention_heads"], full["num_key_value_heads"], full["head_dim"]],
         "rope": {**rope, "rope_theta": float(rope["rope_theta"])},
-        "norm": float(config.get("rms_norm_eps", 1e-6)),
-        "activation": config.get("hidden_act", "silu"),
-        "tied": bool(config.get("tie_word_embeddings", False)),
-    }
+        "norm": float(full["rms_norm_eps"]),
+        "activation": full["hidden_act"],
+        "tied": bool(full["tie_word_embeddings"]),
+    } | {name: value for name, value in vars(decoder).items() if value != getattr(plain, name)}
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ladderize.checkpoint.llama import kv_head_count
+from ladderize.checkpoint.config import kv_head_count
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
 from ladderize.files.records import Record

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ladderize.checkpoint.config import parameter_count
 from ladderize.checkpoint.decoder import check_decoder
-from ladderize.checkpoint.llama import parameter_count
 from ladderize.checkpoint.reading import (
     DTYPE_BYTES,
     FLOAT_DTYPES,
@@ -40,7 +40,7 @@ class TokenCommunication(Record):
 class InspectionReport(Record):
     """The document of ``ladderize inspect``. tp_size: the ranks that bytes are counted for. dense, this: the
     communication of the dense model and of this layout. retrainings: how the weights were retrained, in order.
-    layers: rows of ``Layout.table``. remark: where it is no Llama."""
+    layers: rows of ``Layout.table``. remark: where it is of another family."""
 
     LEFT_OUT: ClassVar = ("remark",)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ladderize.checkpoint.llama import check_config, check_tensors, parameter_count
+from ladderize.checkpoint.config import check_llama, check_tensors, parameter_count
 from ladderize.checkpoint.reading import (
     INDEX,
     PICKLES,
@@ -27,6 +27,7 @@ from ladderize.convert.selection import Selection
 from ladderize.convert.verify import Verification
 from ladderize.convert.weights import Shard, parse_size, plan_shards
 from ladderize.errors import UserError
+from ladderize.families.registry import family_of, is_plain
 from ladderize.files import output
 from ladderize.files.records import Record
 from ladderize.files.regular import check_regular
@@ -105,7 +106,7 @@ def make_plan(
     folder, local = resolve_json(src, revision)
     out = output.check_target(out, folder, overwrite=overwrite)
     config = read_config(folder)
-    check_config(config)
+    check_llama(config)
     before = Layout.from_config(config)
     if isinstance(recipe, Layout):
         recipe.check_layers(before.num_layers)
@@ -113,9 +114,10 @@ def make_plan(
     recipe, selection = recipe.resolve(before)
     after = recipe.layout(before)
     after.check_model(config)
-    if config["model_type"] == "llama" and after.is_dense and not recipe.dense and not changes.replace:
+    if is_plain(config) and after.is_dense and not recipe.dense and not changes.replace:
         raise UserError(
-            f"nothing to convert: {src} is a dense Llama; name layers with --ladder or --spd, or give a --recipe"
+            f"nothing to convert: {src} is a dense {family_of(config).class_prefix}; name layers with --ladder or"
+            " --spd, or give a --recipe"
         )
     if recipe.head_map is not None:
         if changes.head_map is not None:

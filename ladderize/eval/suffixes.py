@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ladderize.blocks import Blocks, State, check_finite, complete, layer_seconds, timed
-from ladderize.checkpoint.llama import parameter_count
+from ladderize.checkpoint.config import parameter_count
 from ladderize.console import Console, human_bytes, human_seconds
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.memory import check_room

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.checkpoint.llama import head_dim, kv_head_count
+from ladderize.checkpoint.config import head_dim, is_tied, kv_head_count
 from ladderize.errors import UserError
+from ladderize.families.registry import complete_config
 from ladderize.files.documents import read_json
 from ladderize.layout import DROPPED, Layout, LayoutError, check_split, fitting_ranks
 
@@ -65,8 +66,8 @@ class Shape:
             config["num_attention_heads"],
             kv_head_count(config),
             head_dim(config),
-            config.get("rms_norm_eps", 1e-6),
-            bool(config.get("tie_word_embeddings")),
+            complete_config(config)["rms_norm_eps"],
+            is_tied(config),
             tp_size,
             rank,
             bool(config.get("attention_bias")),

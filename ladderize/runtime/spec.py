@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ladderize.checkpoint.llama import check_config, check_tensors, expected_tensors, most_positions
+from ladderize.checkpoint.config import check_llama, check_tensors, expected_tensors, most_positions
 from ladderize.checkpoint.reading import FLOAT_DTYPES, fetch_weights, read_checkpoint, read_config, resolve_json
 from ladderize.errors import UserError
 from ladderize.files.documents import read_json
@@ -70,7 +70,7 @@ def shape_spec(
 
 
 def _check(config: dict[str, Any], tp_size: int, option: str) -> Layout:
-    check_config(config)
+    check_llama(config)
     check_activation(config)
     layout = Layout.from_config(config)
     layout.check_model(config)

@@ -18,7 +18,7 @@ import torch
 from ladderize import data
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks, open_checkpoint, read_windows, stored_dtype
-from ladderize.checkpoint.llama import parameter_count
+from ladderize.checkpoint.config import parameter_count
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console

@@ -34,7 +34,7 @@ from ladderize.adapt.blockwise.rewrite import (
 )
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.blocks import Blocks, layer_seconds, open_checkpoint, stored_dtype
-from ladderize.checkpoint.llama import kv_head_count
+from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.choices import Dtype
 from ladderize.console import SILENT, Console, human_seconds

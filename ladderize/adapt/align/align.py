@@ -30,7 +30,7 @@ from ladderize.adapt.blockwise.rewrite import LayerJob, LayerMethod, RewrittenLa
 from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.adapt.methods import ALIGN
 from ladderize.blocks import Blocks, stored_dtype
-from ladderize.checkpoint.llama import kv_head_count
+from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.console import SILENT, Console, human_bytes, human_seconds
 from ladderize.convert.heads import HEAD_MAP, permute_heads, read_head_map

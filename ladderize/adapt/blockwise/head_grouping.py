@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ladderize.blocks import Blocks
-from ladderize.checkpoint.llama import kv_head_count
+from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.convert.heads import GroupingReport, HeadMap
 from ladderize.layout import Layout, check_split

@@ -17,6 +17,7 @@ from ladderize.adapt.blockwise.options import DEFAULT_HELDOUT, DEFAULT_SAMPLES, 
 from ladderize.adapt.data.examples import Encoder
 from ladderize.adapt.data.sources import open_rows
 from ladderize.adapt.data_specs import SourceSpec
+from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.data import draw_windows, needs_tokenizer
 from ladderize.errors import UserError
@@ -48,7 +49,7 @@ def training_windows(
     more rows than that needs; None: 1024 and 64 windows, out of all rows. Fewer where the data give fewer.
     """
     both = options.samples is not None and options.heldout is not None
-    positions = int(checkpoint.config.get("max_position_embeddings") or 2048)
+    positions = most_positions(checkpoint.config)
     enough = None
     if tokens is not None:
         seq_len = options.seq_len or min(2048, positions)

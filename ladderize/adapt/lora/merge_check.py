@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ladderize.adapt.lora.config import ADAPTER_TENSORS
 from ladderize.adapt.lora.read import Adapter
 from ladderize.blocks import Blocks, State, complete, open_checkpoint
+from ladderize.checkpoint.config import most_positions
 from ladderize.checkpoint.reading import Checkpoint, torch_dtype
 from ladderize.checkpoint.tensors import TensorReader
 from ladderize.console import Console, sentence
@@ -99,7 +100,7 @@ def mismatch(adapter: Adapter, what: str) -> UserError:
 
 def random_ids(config: Mapping[str, Any]) -> Tensor:
     """[windows, tokens], the same for every run."""
-    tokens = min(CHECK_TOKENS, int(config.get("max_position_embeddings") or CHECK_TOKENS))
+    tokens = min(CHECK_TOKENS, most_positions(config))
     return torch.randint(config["vocab_size"], (CHECK_WINDOWS, tokens), generator=torch.Generator().manual_seed(0))
 
 

@@ -16,7 +16,7 @@ from ladderize.adapt.lora.config import (
     AdapterBase,
     adapted_layers,
 )
-from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.config import expected_tensors
 from ladderize.checkpoint.reading import FLOAT_DTYPES, PICKLES, TensorInfo, check_entries
 from ladderize.checkpoint.tensors import locate_tensors
 from ladderize.errors import UserError

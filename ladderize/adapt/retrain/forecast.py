@@ -9,7 +9,7 @@ from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.memory_estimate import Cut, demand_of, fitted, others, saved_bytes
 from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.task import Task, open_task
-from ladderize.checkpoint.llama import parameter_count
+from ladderize.checkpoint.config import parameter_count
 from ladderize.console import human_bytes, human_count, human_seconds
 from ladderize.files.records import Record
 from ladderize.layout import format_ranges

@@ -23,7 +23,7 @@ from ladderize.adapt.lora.config import PEFT_PREFIX
 from ladderize.adapt.methods import FLASH, FLEX
 from ladderize.adapt.retrain.engine import Engine, shard, whole
 from ladderize.blocks import LOGITS_AT_ONCE, Blocks
-from ladderize.checkpoint.llama import HEAD
+from ladderize.checkpoint.config import HEAD
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.convert.remote_code.modeling_ladderized_llama import (
     LadderizedLlamaDecoderLayer,

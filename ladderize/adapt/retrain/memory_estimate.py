@@ -12,7 +12,7 @@ from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
 from ladderize.adapt.retrain.task import Task, free_bytes
 from ladderize.blocks import LOGITS_AT_ONCE
-from ladderize.checkpoint.llama import expected_tensors, head_dim, kv_head_count, parameter_count
+from ladderize.checkpoint.config import expected_tensors, head_dim, kv_head_count, parameter_count
 from ladderize.console import Console, human_bytes
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own

@@ -24,6 +24,7 @@ from ladderize.adapt.methods import (
     Write,
     check_training,
 )
+from ladderize.checkpoint.config import most_positions
 from ladderize.choices import DEVICE, SEQ_LEN, THREADS, Dtype, check_options, flag, option, split_names
 from ladderize.errors import UsageError, UserError
 from ladderize.files.records import Record
@@ -386,7 +387,7 @@ class RetrainOptions:
         dense model after it, in nats per token. Raises UserError for what does not go together."""
         from ladderize.adapt.data.sources import row_of_ids  # it needs numpy, and the command line does not
 
-        positions = int(config.get("max_position_embeddings") or 2048)
+        positions = most_positions(config)
         seq_len = self.seq_len or min(row_of_ids(self.data) or 2048, positions)
         if seq_len > positions:
             raise UserError(f"--seq-len {seq_len} is more than the {positions} positions that the model supports")

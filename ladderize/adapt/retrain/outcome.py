@@ -19,7 +19,7 @@ from ladderize.adapt.retrain.task import Task, result_digest
 from ladderize.adapt.retrain.trainer import Scores, Trainer, score
 from ladderize.adapt.teacher import check_improved, share_won_back, target_text
 from ladderize.blocks import open_checkpoint, stored_dtype
-from ladderize.checkpoint.llama import EMBEDDING, HEAD
+from ladderize.checkpoint.config import EMBEDDING, HEAD
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors
 from ladderize.console import Console, human_seconds, to_json

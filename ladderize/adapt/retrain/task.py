@@ -16,7 +16,7 @@ from ladderize.adapt.retrain.hf_model import check_attention, trained_tensors
 from ladderize.adapt.retrain.options import RetrainOptions, TrainOptions
 from ladderize.adapt.teacher import check_pair
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype
-from ladderize.checkpoint.llama import EMBEDDING, HEAD
+from ladderize.checkpoint.config import EMBEDDING, HEAD, is_tied
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import human_bytes
@@ -64,7 +64,7 @@ class Task:
 
     @property
     def tied(self) -> bool:
-        return bool(self.checkpoint.config.get("tie_word_embeddings"))
+        return is_tied(self.checkpoint.config)
 
     @property
     def sources(self) -> list[Checkpoint]:
@@ -163,7 +163,7 @@ def layers_to_train(layout: Layout, train: str) -> tuple[int, ...]:
 
 def check_tied(checkpoint: Checkpoint, model: str) -> None:
     """Raise UserError where config.json ties embedding and LM head, but the file has two different ones."""
-    if checkpoint.config.get("tie_word_embeddings") and HEAD in checkpoint.tensors:
+    if is_tied(checkpoint.config) and HEAD in checkpoint.tensors:
         embedding, head = Blocks(checkpoint, torch.float32, torch.device("cpu")).read([EMBEDDING, HEAD])
         if not torch.equal(embedding, head):
             raise UserError(

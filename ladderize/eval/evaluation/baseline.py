@@ -19,6 +19,7 @@ from ladderize.errors import UserError
 from ladderize.eval.backends.base import EvalModel
 from ladderize.eval.options import EvalOptions
 from ladderize.eval.results import Perplexity, Predictions, perplexity_from_nlls
+from ladderize.families.registry import find_family
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import temporary_folder
 from ladderize.predictions import (
@@ -78,10 +79,9 @@ class Baseline:
             if self.ranks.is_main:
                 weight = read_header(keep, KEPT_HEAD)["weight"]
                 found = read_checkpoint(checkpoint)
-                is_llama = found.config.get("model_type") in ("llama", "ladderized_llama")
                 about = KeptPredictions(
                     model=model.name,
-                    fingerprint=fingerprint(found) if is_llama else None,
+                    fingerprint=fingerprint(found) if find_family(found.config) is not None else None,
                     data_sha256=data_sha,
                     ids_sha256=ids_sha,
                     seq_len=measured.seq_len,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ladderize.checkpoint.llama import check_config
+from ladderize.checkpoint.config import check_llama
 from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.layout import CONFIG_KEYS
@@ -94,7 +94,7 @@ def _configs(options: CalibrateOptions) -> list[dict[str, Any]]:
         return [_made_config(*sizes) for sizes in MADE_SHAPES[options.device]]
     configs = [read_shape(name, "--shape") for name in options.shapes]
     for config in configs:
-        check_config(config)
+        check_llama(config)
     return [
         {**{key: value for key, value in config.items() if key not in CONFIG_KEYS}, "model_type": "llama"}
         for config in configs

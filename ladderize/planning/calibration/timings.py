@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ladderize.checkpoint.llama import check_config
+from ladderize.checkpoint.config import check_llama
 from ladderize.checkpoint.reading import read_config
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
@@ -140,7 +140,7 @@ def _number(row: Mapping[str, str], name: str) -> float:
 
 def _config(model: str) -> dict[str, Any]:
     config = dict(read_shape(model, "shape"))
-    check_config(config)
+    check_llama(config)
     return config
 
 

@@ -213,7 +213,7 @@ class PlanResult(Record):
     """All of plan.json but the schema in front. model: what was asked for.
 
     link, links: None and empty where only one rank was asked for. choice: the layout that was chosen, if one was to be.
-    others: other all-reduces than that of ``link``. remark: where the model is no Llama.
+    others: other all-reduces than that of ``link``. remark: where the model is of another family.
     """
 
     LEFT_OUT: ClassVar = ("choice", "remark")

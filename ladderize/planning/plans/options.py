@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ladderize.checkpoint.llama import MOST_LAYERS
+from ladderize.checkpoint.config import MOST_LAYERS
 from ladderize.choices import DEVICE, REVISION, THREADS, Dtype, argument, check_options, option, ppl_increase
 from ladderize.errors import UsageError
 from ladderize.files.records import Record

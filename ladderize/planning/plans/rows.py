@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ladderize.checkpoint.config import check_tensors, most_positions, parameter_count
 from ladderize.checkpoint.decoder import check_decoder
-from ladderize.checkpoint.llama import SOURCE_TYPES, check_tensors, most_positions, parameter_count
 from ladderize.checkpoint.reading import CAST_DTYPES, FLOAT_DTYPES, read_checkpoint, read_config, resolve_json
 from ladderize.errors import UsageError, UserError
+from ladderize.families.registry import find_family, known_family
 from ladderize.layout import CONFIG_KEYS, DROPPED, OVERLAPPED, Layout
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
 from ladderize.planning.passes import (
@@ -53,8 +54,8 @@ Parts = Mapping[str, PassParts]  # by phase
 
 @dataclass(frozen=True)
 class ModelToPlan:
-    """folder: of a checkpoint; None: a shape, whose layout is dense. dtype: to compute in. remark: on what is no
-    Llama."""
+    """folder: of a checkpoint; None: a shape, whose layout is dense. dtype: to compute in. remark: on what is of
+    another family."""
 
     name: str
     folder: Path | None
@@ -79,7 +80,8 @@ def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
     folder, is_local, dtype = None, False, "bfloat16"
     if choice.model is None:
         config = {key: value for key, value in read_shape(choice.name, "--shape").items() if key not in CONFIG_KEYS}
-        config |= {"model_type": "llama"} if config.get("model_type") in (None, *SOURCE_TYPES) else {}
+        if config.get("model_type") is None or find_family(config) is not None:
+            config["model_type"] = known_family(config).model_type
     else:
         folder, is_local = resolve_json(choice.model, choice.revision)
         config = read_config(folder)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ladderize.checkpoint.llama import check_model
+from ladderize.checkpoint.config import check_model
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SILENT, Console
@@ -168,7 +168,7 @@ def _choose_layout(
     nothing meets the goal; UsageError for a check that cannot be made.
     """
     if model.remark is not None:
-        raise UserError(f"no layout is chosen for what is no Llama. {model.remark}; leave the target out")
+        raise UserError(f"no layout is chosen for a family that is not converted. {model.remark}; leave the target out")
     if not model.layout.is_dense:
         raise UserError(
             f"{model.name} is not dense ({model.layout}); a layout is chosen for the dense model that it was made of"

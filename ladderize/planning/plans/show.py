@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ladderize.checkpoint.llama import parameter_count
+from ladderize.checkpoint.config import parameter_count
 from ladderize.console import Console, human_bytes, human_count
 from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.files.records import Record

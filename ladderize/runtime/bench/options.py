@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from ladderize.checkpoint.llama import MOST_LAYERS
+from ladderize.checkpoint.config import MOST_LAYERS
 from ladderize.choices import (
     BACKEND,
     COMPILE,

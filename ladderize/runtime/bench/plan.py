@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ladderize.checkpoint.llama import check_config, parameter_count
+from ladderize.checkpoint.config import check_llama, parameter_count
 from ladderize.console import human_bytes
 from ladderize.errors import UsageError, UserError
 from ladderize.layout import CONFIG_KEYS
@@ -113,10 +113,10 @@ def chosen_models(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]
             for model in choice.models
         ]
     config = dict(read_shape(choice.random_weights))
-    check_config(config)
+    check_llama(config)
     if choice.num_layers is not None:
         config["num_hidden_layers"] = choice.num_layers
-        check_config(config)
+        check_llama(config)
     config = {key: value for key, value in config.items() if key not in CONFIG_KEYS} | {"model_type": "llama"}
     virtual = choice.sync_tp_size or ranks
     layouts = [(name, named_layout(name, config["num_hidden_layers"], virtual)) for name in layout_names(choice.layout)]

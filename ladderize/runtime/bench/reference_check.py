@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ladderize.checkpoint.llama import parameter_count
+from ladderize.checkpoint.config import parameter_count
 from ladderize.console import human_bytes
 from ladderize.errors import UserError
 from ladderize.files.records import Record

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ladderize.checkpoint.config import most_positions
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.collectives.base import Collectives
@@ -56,7 +57,7 @@ class TPTraining(nn.Module):
         self.weights, self.layout, self.collectives = weights, layout, collectives
         self.schedule, self.temperature, self.recompute = schedule, temperature, gradient_checkpointing
         self.shape = weights.shape
-        positions = int(config.get("max_position_embeddings") or 2048)
+        positions = most_positions(config)
         self.rope = rope_table(dict(config), positions, weights.norm.device)
 
     def forward(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ladderize.checkpoint.llama import EMBEDDING, HEAD, expected_tensors
+from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors
 from ladderize.layout import DROPPED, Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm

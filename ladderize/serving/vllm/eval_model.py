@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ladderize.checkpoint.llama import parameter_count
+from ladderize.checkpoint.config import most_positions, parameter_count
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, read_checkpoint
 from ladderize.errors import UserError
 from ladderize.eval.backends.base import AnsweringModel, open_tokenizer
 from ladderize.eval.options import EvalOptions
+from ladderize.families.registry import find_family
 from ladderize.layout import Layout
 from ladderize.runtime.requests.continuous import Prompt
 from ladderize.runtime.requests.scoring import Ending, EndingScores, WindowScores
@@ -40,7 +41,7 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
     check_vllm()
     checkpoint = read_checkpoint(folder)
     config = checkpoint.config
-    if config.get("model_type") in ("llama", "ladderized_llama") and not config.get("quantization_config"):
+    if find_family(config) is not None and not config.get("quantization_config"):
         check_runnable(config, Layout.from_config(config), options.tp_size)
     tokenizer = open_tokenizer(name, folder, options)
     arguments = {
@@ -75,7 +76,6 @@ class VLLMModel(AnsweringModel):
 
         self.folder, self.batch_size, self.engine = checkpoint.folder, options.batch_size, engine
         served, config = engine.llm.llm_engine.model_config, checkpoint.config
-        is_llama = config.get("model_type") in ("llama", "ladderized_llama")
         stored = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         super().__init__(
             name,
@@ -84,7 +84,7 @@ class VLLMModel(AnsweringModel):
             vocab_size=served.get_vocab_size(),
             positions=served.max_model_len - 1,
             hidden_size=served.get_hidden_size(),
-            parameters=parameter_count(config) if is_llama else stored,
+            parameters=parameter_count(config) if find_family(config) is not None else stored,
             dtype=engine.dtype,
             device=current_platform.device_type,
             backend="vllm",
@@ -179,7 +179,7 @@ def _dtype(checkpoint: Checkpoint, options: EvalOptions) -> str:
 
 def _positions(name: str, config: dict[str, Any], options: EvalOptions) -> int:
     """Tokens of the longest text that is read, which vLLM keeps room for."""
-    positions = int(config.get("max_position_embeddings") or 2048)
+    positions = most_positions(config)
     if options.max_length is not None and options.max_length > positions:
         raise UserError(f"--max-length {options.max_length} is more than the {positions} positions of {name}")
     return options.max_length or positions

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from ladderize.checkpoint.llama import check_config
+from ladderize.checkpoint.config import check_llama
 from ladderize.errors import UserError
 from ladderize.layout import OVERLAPPED, Layout
 from ladderize.modeling import MODEL_TYPE
@@ -62,7 +62,7 @@ def layout_of(vllm_config: "VllmConfig") -> Layout:
     """The layout that a checkpoint's config names. Raises ValueError where the sync points do not fit the model."""
     config = vllm_config.model_config.hf_config.to_dict()
     try:
-        check_config({key: value for key, value in config.items() if key not in QUANTISED})
+        check_llama({key: value for key, value in config.items() if key not in QUANTISED})
         layout = Layout.from_config(config)
         layout.check_model(config)
         check_runnable(config, layout, vllm_config.parallel_config.tensor_parallel_size, name="--tensor-parallel-size")

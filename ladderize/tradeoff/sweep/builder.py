@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.data_specs import SourceSpec, parse_specs
-from ladderize.checkpoint.llama import check_model
+from ladderize.checkpoint.config import check_model
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
 from ladderize.files.documents import read_own, write_json

@@ -12,7 +12,7 @@ import torch
 from ladderize.adapt.blockwise.options import BlockwiseOptions
 from ladderize.adapt.methods import LORA
 from ladderize.adapt.retrain.options import RetrainOptions
-from ladderize.checkpoint.llama import parameter_count
+from ladderize.checkpoint.config import most_positions, parameter_count
 from ladderize.commands.adapt import adapt_options
 from ladderize.console import human_count
 from ladderize.eval.options import EvalOptions, SensitivityOptions
@@ -118,7 +118,7 @@ class Estimator:
 
     @property
     def _seq_len(self) -> int:
-        return min(2048, int(self.config.get("max_position_embeddings") or 2048))
+        return min(2048, most_positions(self.config))
 
     def _forwards(self, words: Words) -> float:
         """Tokens that adapting takes forward through a whole model, or as much work: backward is twice that, without

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ladderize.adapt.methods import ALIGN, CONVERTED
-from ladderize.checkpoint.llama import check_model
+from ladderize.checkpoint.config import check_model
 from ladderize.checkpoint.reading import read_config
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.sensitivity_file import LADDER, SPD

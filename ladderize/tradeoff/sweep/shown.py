@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ladderize.adapt.methods import LORA
-from ladderize.checkpoint.llama import check_model
+from ladderize.checkpoint.config import check_model
 from ladderize.console import Console, human_bytes, human_seconds, printable
 from ladderize.errors import UserError
 from ladderize.eval.results import EvalResults, ModelResult

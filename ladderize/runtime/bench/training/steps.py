@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ladderize.checkpoint.llama import expected_tensors
+from ladderize.checkpoint.config import expected_tensors
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks

@@ -1,4 +1,4 @@
-"""What a Llama config promises about its tensors, and whether a checkpoint keeps the promise."""
+"""What a config promises about a model's tensors, and whether a checkpoint keeps the promise."""
 
 import math
 import re
@@ -15,6 +15,8 @@ from ladderize.checkpoint.reading import (
     resolve_json,
 )
 from ladderize.errors import UserError
+from ladderize.families.llama import LLAMA
+from ladderize.families.registry import complete_config, family_of, find_family, known_family
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 
@@ -30,7 +32,7 @@ OTHER_JSON = (
 
 def check_model(model: str | Path, revision: str | None = None) -> Path:
     """The folder of a checkpoint (a folder or a hub id, which is downloaded), whose config, headers and other JSON were
-    read and found sound; of a Llama every tensor's shape too.
+    read and found sound; of a family that ladderize converts every tensor's shape too.
 
     Raises UserError or LayoutError: for pickle weights, which are never opened, for an adapter, for what is truncated.
     """
@@ -46,15 +48,13 @@ def check_model(model: str | Path, revision: str | None = None) -> Path:
     for name in OTHER_JSON:
         if (folder / name).exists():
             read_json(folder / name)
-    is_llama = config.get("model_type") in ("llama", "ladderized_llama")
-    if is_llama and not (config.get("quantization_config") or config.get("compression_config")):
+    if find_family(config) is not None and not (config.get("quantization_config") or config.get("compression_config")):
         check_config(config)
         Layout.from_config(config).check_model(config)
         check_tensors(Checkpoint(folder, config, tensors))
     return folder
 
 
-SOURCE_TYPES = ("llama", "ladderized_llama", "llamaLadder")
 MOST, MOST_LAYERS, MOST_HEADS = 2**31, 10_000, 65_536  # of no real model; more would only exhaust memory
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 LARGEST = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", *OPTIONAL_SIZES), MOST)
@@ -76,15 +76,19 @@ IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raise UserError unless this is the config of a dense, unquantised Llama with sensible numbers."""
-    model_type = config.get("model_type")
-    if model_type not in SOURCE_TYPES:
-        raise UserError(
-            f"this is a {model_type or 'model without model_type'}, not a Llama; model_type must be one of"
-            f" {', '.join(SOURCE_TYPES)}"
-        )
+    """Raise UserError unless this is the config of a dense, unquantised model of a family that ladderize converts, with
+    sensible numbers."""
+    family = family_of(config)
     check_sizes(config)
     check_rope(config)
+    family.describe(config)
+
+
+def check_llama(config: Mapping[str, Any]) -> None:
+    """``check_config`` for what runs Llamas alone."""
+    check_config(config)
+    if (family := family_of(config)) is not LLAMA:
+        raise UserError(f"this is a {family.class_prefix}; only Llamas run here so far")
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:
@@ -147,40 +151,53 @@ def _numbers(value: Any, key: str = "") -> list[tuple[str, float]]:
 
 
 def kv_head_count(config: Mapping[str, Any]) -> int:
-    return config.get("num_key_value_heads") or config["num_attention_heads"]
+    return known_family(config).kv_heads(config)
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(complete_config(config)["head_dim"])
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the embedding is the LM head too."""
+    return bool(complete_config(config)["tie_word_embeddings"])
 
 
 def most_positions(config: Mapping[str, Any]) -> int:
     """The longest text, prompt and new tokens together, that the config promises to handle."""
-    return int(config.get("max_position_embeddings") or 2048)
+    return int(complete_config(config)["max_position_embeddings"] or 2048)
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every parameter of a Llama with this config: name -> shape. A tied ``lm_head.weight`` is not among them."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * head_dim(config)
-    keys = kv_head_count(config) * head_dim(config)
-    linears = {
-        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
-    }  # fmt: skip
-    biased = {"self_attn": bool(config.get("attention_bias")), "mlp": bool(config.get("mlp_bias"))}
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for name, shape in linears.items():
-            tensors[f"{prefix}{name}.weight"] = shape
-            if biased[name.split(".")[0]]:
-                tensors[f"{prefix}{name}.bias"] = shape[:1]
-        tensors[f"{prefix}input_layernorm.weight"] = tensors[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+    """Every parameter of a model with this config: name -> shape. A tied ``lm_head.weight`` is not among them. Of a
+    family that ladderize does not convert: those of a Llama of the same sizes."""
+    family = known_family(config)
+    full, decoder = family.complete(config), family.describe(config)
+    hidden, inner, dim = full["hidden_size"], full["intermediate_size"], full["head_dim"]
+    queries, keys = full["num_attention_heads"] * dim, full["num_key_value_heads"] * dim
+    projections = {
+        "self_attn.q_proj": (queries, hidden, decoder.qkv_bias),
+        "self_attn.k_proj": (keys, hidden, decoder.qkv_bias),
+        "self_attn.v_proj": (keys, hidden, decoder.qkv_bias),
+        "self_attn.o_proj": (hidden, queries, decoder.o_bias),
+        "mlp.gate_proj": (inner, hidden, decoder.mlp_bias),
+        "mlp.up_proj": (inner, hidden, decoder.mlp_bias),
+        "mlp.down_proj": (hidden, inner, decoder.mlp_bias),
+    }
+    of_layer: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, has_bias) in projections.items():
+        of_layer[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            of_layer[f"{name}.bias"] = (rows,)
+    if decoder.head_norms:
+        of_layer |= dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (dim,))
+    of_layer |= dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (hidden,))
+    tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (full["vocab_size"], hidden)}
+    for layer in range(full["num_hidden_layers"]):
+        tensors |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
     tensors["model.norm.weight"] = (hidden,)
-    if not config.get("tie_word_embeddings"):
-        tensors["lm_head.weight"] = (config["vocab_size"], hidden)
+    if not full["tie_word_embeddings"]:
+        tensors[HEAD] = (full["vocab_size"], hidden)
     return tensors
 
 
@@ -208,8 +225,7 @@ def check_tensors(checkpoint: Checkpoint) -> list[str]:
         if name not in expected and not IGNORED.fullmatch(name) and optional.get(name) != tensor.shape:
             raise UserError(
                 f"{checkpoint.folder}: {tensor.file} holds {name} {list(tensor.shape)}, which is not a tensor of a"
-                " Llama"
-                " with this config.json"
+                f" {family_of(config).class_prefix} with this config.json"
             )
         if tensor.dtype not in FLOAT_DTYPES:
             raise UserError(

@@ -1,0 +1,142 @@
+"""How a family of models is described: what computing needs, and a Llama's sizes do not say. Imports no torch.
+
+All families here have a Llama's layer: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``, the MLP with a gate, and
+a Llama's names of tensors. So both sums of a layer are sync points.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ladderize.errors import UserError
+
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """One model of a family, as its config.json describes it.
+
+    windows: of each layer how many tokens one sees, itself and those just before it; None: all. rope: which layers
+    rotate queries and keys. head_norms: an RMSNorm of each query head and key head before they rotate, one weight
+    [head_dim] for all query heads and one for all key heads. The scales are factors: of the embedding, of the scores
+    before their softmax (None: head_dim ** -0.5), of what attention and the MLP add to the stream, of the logits.
+    """
+
+    windows: tuple[int | None, ...]
+    rope: tuple[bool, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: bool = False
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models that ladderize converts.
+
+    model_type: of config.json. class_prefix: what transformers' classes begin with. read: the description of one model,
+    of a config with the defaults filled in; raises UserError. defaults: what transformers takes where a config leaves a
+    key out. other_types: more names of a dense model's or a converted one's config.
+    """
+
+    model_type: str
+    class_prefix: str
+    read: Callable[[Mapping[str, Any]], Decoder]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    other_types: tuple[str, ...] = ()
+
+    @property
+    def ladderized_type(self) -> str:
+        """The model_type of a converted checkpoint."""
+        return f"ladderized_{self.model_type}"
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Every model_type of the family."""
+        return (self.model_type, self.ladderized_type, *self.other_types)
+
+    def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config with the family's defaults filled in: ``num_key_value_heads`` and ``head_dim`` are numbers."""
+        full = {**COMMON_DEFAULTS, **self.defaults, **config}
+        full["num_key_value_heads"] = self.kv_heads(config)
+        full["head_dim"] = full["head_dim"] or full["hidden_size"] // full["num_attention_heads"]
+        return full
+
+    def kv_heads(self, config: Mapping[str, Any]) -> int:
+        """The number of key-value heads; as many as query heads where it is null."""
+        stated = config.get("num_key_value_heads", self.defaults.get("num_key_value_heads"))
+        return int(stated or config["num_attention_heads"])
+
+    def describe(self, config: Mapping[str, Any]) -> Decoder:
+        """What computing needs of this model; raises UserError for a config that makes no sense in this family."""
+        return self.read(self.complete(config))
+
+
+COMMON_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 2048,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+# ---- what several families' configs say in the same way ----
+
+
+def everywhere(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``windows`` and ``rope`` of a model whose layers all see every token and rotate."""
+    layers = config["num_hidden_layers"]
+    return {"windows": (None,) * layers, "rope": (True,) * layers}
+
+
+def window_of(config: Mapping[str, Any]) -> int | None:
+    """``sliding_window``; raises UserError unless it is null or a positive integer."""
+    window = config["sliding_window"]
+    if window is not None and (type(window) is not int or window < 1):
+        raise UserError(
+            f"config.json: sliding_window is {repr(window)[:60]}, but must be null or a positive number of tokens"
+        )
+    return window
+
+
+def layer_windows(
+    config: Mapping[str, Any], window: int | None, is_sliding: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """The window of each layer that has one: as ``layer_types`` says or, where there is none, ``is_sliding``."""
+    layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    if kinds is None:
+        return tuple(window if is_sliding(layer) else None for layer in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        found = f"has {len(kinds)} entries" if isinstance(kinds, list) else f"is {repr(kinds)[:60]}"
+        raise UserError(f"config.json: layer_types {found}, but must be a list of {layers} kinds, one for each layer")
+    for layer, kind in enumerate(kinds):
+        if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise UserError(
+                f"config.json: layer_types[{layer}] is {repr(kind)[:60]}, but must be {FULL_ATTENTION} or"
+                f" {SLIDING_ATTENTION}; layers of other kinds are not supported"
+            )
+    if window is None and SLIDING_ATTENTION in kinds:
+        raise UserError(
+            f"config.json: layer_types names layers of {SLIDING_ATTENTION}, but no window is in force (sliding_window,"
+            " and use_sliding_window where the family has it); repair the file"
+        )
+    return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
+
+
+def positive(config: Mapping[str, Any], key: str) -> float:
+    """A factor; raises UserError unless it is a positive number."""
+    value = config[key]
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise UserError(f"config.json: {key} is {repr(value)[:60]}, but must be a positive number")
+    return float(value)
