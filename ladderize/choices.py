@@ -33,7 +33,9 @@ class Option:
     max: float | None = None
     signed: bool = False  # whether a number may be negative
     shown: str | None = None  # the default in words; such an option is None where it is not given
-    flags: str = ""  # its names; none: that of the field. A switch whose name begins with --no- makes its field False
+    # its names; none: that of the field. A switch whose name begins with --no- makes its field False; what stands
+    # behind a slash says no to one that is left open where nothing is said
+    flags: str = ""
     optional: bool = False  # the command line may leave out what the field needs; the command says what is missing
     needs: str = ""  # the field of the same dataclass without which it has no effect
     kind: Any = None  # its type on the command line, where that is not the field's
@@ -63,7 +65,8 @@ def described(options: Any) -> list[dataclasses.Field]:
 def parameter_name(field: dataclasses.Field) -> str:
     """The option's name with underscores: in messages, in files of --config, and as a command's parameter."""
     flags = field.metadata[OPTION].flags if OPTION in field.metadata else ""
-    return max(flags.split(), key=len).lstrip("-").replace("-", "_") if flags else field.name
+    names = flags.partition("/")[0].split()
+    return max(names, key=len).lstrip("-").replace("-", "_") if names else field.name
 
 
 def flag(name: str) -> str:
