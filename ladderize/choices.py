@@ -17,6 +17,8 @@ DeviceName = Literal["cpu", "cuda"]
 SendingBackend = Literal["auto", "nccl", "symm_mem", "gloo", "shm"]  # how ranks communicate
 BackendName = Literal[SendingBackend, "none"]
 EngineName = Literal["runtime", "vllm"]  # whose forward pass ``bench`` times
+# what names a shape: those of runtime/shapes.json, the Llamas first
+SHAPE_NAMES = "1b, 3b, 8b, 70b, 405b, qwen3-32b, qwen2.5-72b, mistral-small, granite-8b or a config.json"
 
 MAX_SEED = 2**32 - 1
 OPTION = "option"  # the key of a field's metadata under which its Option is

@@ -25,7 +25,7 @@ from ladderize.layout import DROPPED, Layout
 from ladderize.memory import available_bytes
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import accelerate_settings
-from ladderize.runtime.shards import runnable_sizes
+from ladderize.runtime.shards import runnable_sizes, with_layers
 
 FP32 = 4
 MOMENT_BYTES = 2 * FP32  # Adam's two moments
@@ -93,7 +93,7 @@ class Demand:
             numbers = (parameters + teacher) * self.compute + self.trained * (self.compute + FP32)
             return numbers // self.tp_size
         layers = self.layout.num_layers
-        ends = parameter_count({**self.config, "num_hidden_layers": 0})
+        ends = parameter_count(with_layers(self.config, 0))
         layer, models = (parameters - ends) // layers, 2 if self.teacher else 1
         held = models * ends + (2 * layer if self.reshard else models * layers * layer)
         summed = layer + max(0, self.trained - layers * layer)
@@ -130,7 +130,7 @@ class Demand:
     def operations(self) -> float:
         """Floating-point operations for a token, of all ranks together: the products with weights, forward (the
         teacher's too), backward to the first layer that is trained, and of what is trained. Attention is left out."""
-        ends = parameter_count({**self.config, "num_hidden_layers": 0})
+        ends = parameter_count(with_layers(self.config, 0))
         head = int(self.config["vocab_size"]) * int(self.config["hidden_size"])
         layers = parameter_count(self.config) - ends
         passed = layers * (1 - self.first / self.layout.num_layers)
