@@ -75,9 +75,13 @@ class SimTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, backing: torch.Tensor, memory: Memory) -> "SimTensor":
         made = torch.Tensor._make_wrapper_subclass(
-            cls, backing.size(), strides=backing.stride(), storage_offset=backing.storage_offset(),
-            dtype=backing.dtype, device="meta",
-        )  # fmt: skip
+            cls,
+            backing.size(),
+            strides=backing.stride(),
+            storage_offset=backing.storage_offset(),
+            dtype=backing.dtype,
+            device="meta",
+        )
         made.backing, made.memory = backing, memory
         return made
 
