@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ladderize.checkpoint.config import check_model
+from ladderize.checkpoint.quantised import quantisation_of
 from ladderize.checkpoint.reading import read_config
 from ladderize.errors import UserError
-from ladderize.families.registry import is_ladderized
+from ladderize.families.registry import find_family, is_ladderized
 
 MODEL_TYPE = "ladderized_llama"
 # transformers' Auto classes -> ours
@@ -62,7 +63,11 @@ def load(
 
     folder = check_model(model, revision)
     register()
-    if is_ladderized(read_config(folder)):
+    config = read_config(folder)
+    quantised = quantisation_of(config, folder) if find_family(config) is not None else None
+    if quantised is not None and (problem := quantised.problem_in_transformers) is not None:
+        raise UserError(f"{model}: {problem}; `ladderize eval --backend vllm` and `vllm serve` run them")
+    if is_ladderized(config):
         trust_remote_code = False
     if device is not None:
         kwargs["device_map"] = {"": device}

@@ -29,10 +29,12 @@ class Oracle:
     """``Oracle(state_dict, config)(input_ids)`` -> logits and the complete streams entering each layer, then the normed
     end. ``added`` then says what each sub-module added to the stream, with its bias: (layer, name) -> [..., hidden]."""
 
-    def __init__(self, weights, config, ranks=None):
+    def __init__(self, weights, config, ranks=None, read=lambda x: x):
+        """read: what a projection of a layer does with its rank's input first, such as quantising it."""
         self.weights = dict(weights)
         self.added = {}
         self.config = config
+        self.read = read
         self.ranks = ranks or config.sync_tp_size or 1
 
     def get(self, layer, name):
@@ -44,6 +46,7 @@ class Oracle:
         heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         first = rank * heads // self.ranks
         own = range(first, first + heads // self.ranks)
+        x = self.read(x)
         q = linear(x, self.get(layer, "self_attn.q_proj.weight"), self.get(layer, "self_attn.q_proj.bias"))
         k = linear(x, self.get(layer, "self_attn.k_proj.weight"), self.get(layer, "self_attn.k_proj.bias"))
         v = linear(x, self.get(layer, "self_attn.v_proj.weight"), self.get(layer, "self_attn.v_proj.bias"))
@@ -54,15 +57,17 @@ class Oracle:
             group = head // (heads // kv_heads)
             scores = q[:, head] @ k[:, group].transpose(-1, -2) / d**0.5
             outputs.append(scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1) @ v[:, group])
-        return linear(torch.cat(outputs, -1), part(self.get(layer, "self_attn.o_proj.weight"), 1, rank, self.ranks))
+        o_proj = part(self.get(layer, "self_attn.o_proj.weight"), 1, rank, self.ranks)
+        return linear(self.read(torch.cat(outputs, -1)), o_proj)
 
     def mlp(self, layer, x, rank):
         """One rank's product with its columns of down_proj, without the bias."""
         gate, up, down = (self.get(layer, f"mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
         gate_bias, up_bias = (self.get(layer, f"mlp.{name}_proj.bias") for name in ("gate", "up"))
-        n = self.ranks
+        n, x = self.ranks, self.read(x)
         gated = silu(linear(x, part(gate, 0, rank, n), part(gate_bias, 0, rank, n)))
-        return linear(gated * linear(x, part(up, 0, rank, n), part(up_bias, 0, rank, n)), part(down, 1, rank, n))
+        heads = gated * linear(x, part(up, 0, rank, n), part(up_bias, 0, rank, n))
+        return linear(self.read(heads), part(down, 1, rank, n))
 
     def __call__(self, input_ids, attention_mask=None):
         config, ranks = self.config, range(self.ranks)

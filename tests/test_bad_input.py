@@ -98,7 +98,7 @@ DAMAGE = {
     "escape sequences": (config(model_type="\x1b[31mred\x07"), r"this is a \\x1b\[31mred\\x07, which"),
     "endless name": (config(model_type="x" * 9000), r"this is a x+ \[\.\.\.\] x+, which"),
     "no model type": (config(model_type=None), "model without model_type"),
-    "quantised": (config(quantization_config={"quant_method": "gptq"}), "quantised with gptq"),
+    "quantised": (config(quantization_config={"quant_method": "gptq"}), "has None bits, not 2, 3, 4 or 8"),
     "deeply nested": (text("config.json", DEEP), "nested deeper than 100 levels"),
     "config is a FIFO": (fifo("config.json"), "config.json is a FIFO, not a regular file"),
     "weights are a FIFO": (fifo("model.safetensors"), "is a FIFO, not a regular file"),

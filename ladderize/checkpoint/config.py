@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ladderize.checkpoint.quantised import QUANTISATION_KEYS, plain_config, plain_view, quantisation_of
 from ladderize.checkpoint.reading import (
     FLOAT_DTYPES,
     Checkpoint,
@@ -48,10 +49,10 @@ def check_model(model: str | Path, revision: str | None = None) -> Path:
     for name in OTHER_JSON:
         if (folder / name).exists():
             read_json(folder / name)
-    if find_family(config) is not None and not (config.get("quantization_config") or config.get("compression_config")):
-        check_config(config)
+    if find_family(config) is not None:
+        check_config(plain_config(config))
         Layout.from_config(config).check_model(config)
-        check_tensors(Checkpoint(folder, config, tensors))
+        check_quantised(Checkpoint(folder, config, tensors))
     return folder
 
 
@@ -93,10 +94,11 @@ def check_llama(config: Mapping[str, Any]) -> None:
 
 def check_sizes(config: Mapping[str, Any]) -> None:
     """Raise UserError unless this is the config of an unquantised decoder with sensible sizes and numbers."""
-    if quantised := config.get("quantization_config") or config.get("compression_config"):
+    if quantised := next((config[key] for key in QUANTISATION_KEYS if config.get(key)), None):
         method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else quantised
         raise UserError(
-            f"this checkpoint is quantised with {method}; convert the unquantised model and quantise the result"
+            f"this checkpoint is quantised with {method}; the runtime and what trains or measures layers do not run"
+            " quantised weights, `ladderize eval --backend vllm` and `vllm serve` do"
         )
     for key, most in LARGEST.items():
         value = config.get(key)
@@ -201,6 +203,12 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
+def check_quantised(checkpoint: Checkpoint) -> list[str]:
+    """``check_tensors`` of a checkpoint that may be quantised: of each quantised projection, every tensor too."""
+    quantisation = quantisation_of(checkpoint.config, checkpoint.folder)
+    return check_tensors(plain_view(checkpoint, quantisation, expected_tensors(checkpoint.config)))
+
+
 def parameter_count(config: Mapping[str, Any]) -> int:
     return sum(math.prod(shape) for shape in expected_tensors(config).values())
 
@@ -229,8 +237,8 @@ def check_tensors(checkpoint: Checkpoint) -> list[str]:
             )
         if tensor.dtype not in FLOAT_DTYPES:
             raise UserError(
-                f"{checkpoint.folder}: {name} is stored as {tensor.dtype}, so the checkpoint is quantised; convert the"
-                " unquantised model"
+                f"{checkpoint.folder}: {name} is stored as {tensor.dtype}, which quantised weights are, but config.json"
+                " says of no such quantisation; take the unquantised model"
             )
     stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     stored = sorted({FLOAT_DTYPES[tensor.dtype] for tensor in found.values()})

@@ -31,6 +31,8 @@ def inspect(given: GivenOptions) -> None:
     console.result(f"model       {report.model} ({report.model_type})")
     console.result(f"layout      {report.layout}")
     console.result(f"parameters  {report.parameters:,} stored as {report.dtype}")
+    if report.quantisation is not None:
+        console.prose(f"quantised   {report.quantisation}", indent=12)
     for retraining in report.retrainings:
         console.prose(f"retrained   {retraining.summary()}", indent=12)
     if report.remark is not None:

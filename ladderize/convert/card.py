@@ -76,6 +76,10 @@ def _changes(plan: Plan) -> Iterator[str]:
         sentences.append(f"{replaced} tensors have other values than the source's; `ladderize.yaml` names them.")
     if sentences:
         yield f"**Weights.** {' '.join(sentences)}"
+    if plan.quantisation is not None:
+        problem = plan.quantisation.problem_in_transformers
+        runs = "" if problem is None else f" On the machine that wrote this, {problem}."
+        yield f"**Quantisation.** {plan.quantisation.words}, as in the source.{runs}"
     if plan.changes.note:
         yield plan.changes.note
     for warning in plan.warnings:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from ladderize.checkpoint.config import parameter_count
 from ladderize.checkpoint.decoder import check_decoder
+from ladderize.checkpoint.quantised import plain_config, quantisation_of
 from ladderize.checkpoint.reading import (
     DTYPE_BYTES,
     FLOAT_DTYPES,
@@ -40,9 +41,10 @@ class TokenCommunication(Record):
 class InspectionReport(Record):
     """The document of ``ladderize inspect``. tp_size: the ranks that bytes are counted for. dense, this: the
     communication of the dense model and of this layout. retrainings: how the weights were retrained, in order.
-    layers: rows of ``Layout.table``. remark: where it is of another family."""
+    layers: rows of ``Layout.table``. remark: where it is of another family. quantisation: how the weights are stored,
+    if they are no floats; dtype is then that of the norms."""
 
-    LEFT_OUT: ClassVar = ("remark",)
+    LEFT_OUT: ClassVar = ("remark", "quantisation")
 
     model: str
     model_type: str
@@ -58,6 +60,7 @@ class InspectionReport(Record):
     this: TokenCommunication
     retrainings: list[Retraining]
     remark: str | None = None
+    quantisation: str | None = None
 
 
 def communication_per_token(layout: Layout, hidden_size: int, dtype_bytes: int, tp_size: int) -> TokenCommunication:
@@ -89,7 +92,8 @@ def inspect_checkpoint(
     model = str(model)
     folder, is_local = resolve_json(model, revision)
     config = read_config(folder)
-    remark = check_decoder(config)
+    quantisation = quantisation_of(config, folder)
+    remark = check_decoder(plain_config(config))
     layout = Layout.from_config(config)
     layout.check_model(config)
     ranks = tp_size or usual_ranks(config, layout)
@@ -103,7 +107,8 @@ def inspect_checkpoint(
     if is_local:
         tensors = read_tensors(folder)
         dtype = FLOAT_DTYPES.get(tensors["model.norm.weight"].dtype, dtype) if "model.norm.weight" in tensors else dtype
-        parameters = sum(tensor.numel for tensor in tensors.values())
+        if quantisation is None:
+            parameters = sum(tensor.numel for tensor in tensors.values())
     sizes = (config["hidden_size"], DTYPE_BYTES[STORED_NAMES.get(dtype, "F32")], ranks)
     return InspectionReport(
         model=model,
@@ -118,4 +123,5 @@ def inspect_checkpoint(
         this=communication_per_token(layout, *sizes),
         retrainings=read_retrainings(folder),
         remark=remark,
+        quantisation=quantisation.words if quantisation is not None else None,
     )

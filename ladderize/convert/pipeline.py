@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from ladderize import __version__
+from ladderize.checkpoint.quantised import dense_targets
 from ladderize.checkpoint.reading import INDEX, WEIGHTS, header_sha256
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import SCHEMA_VERSION, SILENT, Console, human_bytes, sentence
@@ -45,6 +46,7 @@ def make_config(plan: Plan) -> dict[str, Any]:
     if plan.recipe.dtype:
         config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": plan.recipe.dtype}
     if plan.after.is_dense:
+        config = dense_targets(config)
         return config | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     return config | {
         "model_type": "ladderized_llama",
@@ -211,7 +213,7 @@ def convert_checkpoint(
                 checked = check(folder)
             if verify:
                 with console.stage("verifying: loading the output in plain transformers"):
-                    verified = verify_output(folder, plan.weight_bytes)
+                    verified = verify_output(folder, plan.weight_bytes, plan.quantisation)
     except OSError as error:
         raise UserError(f"writing OUT {plan.out} failed ({sentence(error)}); nothing was left there") from error
     return dataclasses.replace(report, checked=checked, verified=verified, written=True, weights=dict(how))

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ladderize.checkpoint.config import check_llama, check_tensors, parameter_count
+from ladderize.checkpoint.config import check_llama, check_quantised, expected_tensors, parameter_count
+from ladderize.checkpoint.quantised import (
+    STATIC_SCALES,
+    Quantisation,
+    check_ranks,
+    has_measured_scales,
+    plain_config,
+    quantisation_of,
+)
 from ladderize.checkpoint.reading import (
     INDEX,
     PICKLES,
@@ -79,6 +87,7 @@ class Plan:
     left_behind: list[str]
     remarks: list[str]
     warnings: list[str]
+    quantisation: Quantisation | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -106,7 +115,8 @@ def make_plan(
     folder, local = resolve_json(src, revision)
     out = output.check_target(out, folder, overwrite=overwrite)
     config = read_config(folder)
-    check_llama(config)
+    check_llama(plain_config(config))
+    quantisation = quantisation_of(config, folder)
     before = Layout.from_config(config)
     if isinstance(recipe, Layout):
         recipe.check_layers(before.num_layers)
@@ -133,14 +143,18 @@ def make_plan(
         recipe = dataclasses.replace(recipe, head_map=HEAD_MAP)
         written = {HEAD_MAP: to_json(head_map.to_dict()) + "\n"}
         changes = dataclasses.replace(changes, extra_files={**changes.extra_files, **written})
+    if quantisation is not None:
+        check_unchanged(recipe, changes)
+        check_ranks(config, quantisation, after.sync_tp_size or 1, expected_tensors(config))
     check_extra_files(changes.extra_files)
     if (folder / "adapter_config.json").is_file():
         raise UserError(
             f"{src} holds a PEFT adapter beside its weights; merge it first (merge_and_unload), then convert the result"
         )
     source = read_checkpoint(folder if local else fetch_weights(src, revision))
-    remarks = check_tensors(source)
-    warning = layout_warning(read_retrainings(source.folder), before, after)
+    remarks = check_quantised(source)
+    warnings = [layout_warning(read_retrainings(source.folder), before, after)]
+    warnings += [STATIC_SCALES] if has_measured_scales(source.tensors) and before != after else []
     check_fingerprint(source, src, head_map, selection)
     limit = parse_size(recipe.max_shard_size) if recipe.max_shard_size else None
     moves = head_map.moves(config) if head_map is not None else None
@@ -163,8 +177,20 @@ def make_plan(
         carried=[path for path in carried if str(path) not in changes.extra_files],
         left_behind=left_behind,
         remarks=remarks,
-        warnings=[warning] if warning is not None else [],
+        warnings=[warning for warning in warnings if warning is not None],
+        quantisation=quantisation,
     )
+
+
+def check_unchanged(recipe: Recipe, changes: Changes) -> None:
+    """Raise UserError unless quantised weights stay as they are."""
+    kept = "quantised weights pass through a conversion as they are"
+    if recipe.dtype is not None:
+        raise UserError(f"{kept}, so --dtype {recipe.dtype} is not possible; leave it out")
+    if changes.head_map is not None:
+        raise UserError(f"{kept}, so heads cannot be reordered; group the unquantised model's, then quantise")
+    if changes.replace:
+        raise UserError(f"{kept}, so tensors cannot be replaced; adapt the unquantised model, then quantise")
 
 
 def check_fingerprint(source: Checkpoint, name: str, head_map: HeadMap | None, selection: Selection | None) -> None:

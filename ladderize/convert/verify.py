@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ladderize.checkpoint.quantised import Quantisation
 from ladderize.errors import UserError
 from ladderize.files.records import Record
 from ladderize.files.temporaries import temporary_folder
@@ -25,11 +26,14 @@ class Verification(Record):
     forward: str | None
 
 
-def verify(folder: Path, weight_bytes: int) -> Verification:
+def verify(folder: Path, weight_bytes: int, quantisation: Quantisation | None = None) -> Verification:
     """Load ``folder`` as a stranger would; raises UserError if that fails.
 
-    Keys and shapes are compared on the meta device; up to ``FORWARD_LIMIT`` bytes of weights a forward pass is run.
+    Keys and shapes are compared on the meta device; up to ``FORWARD_LIMIT`` bytes of weights a forward pass is run:
+    of quantised weights only of a format that runs anywhere.
     """
+    runnable = quantisation is None or quantisation.runs_anywhere
+    mode = "run" if weight_bytes <= FORWARD_LIMIT and runnable else "meta"
     script = Path(__file__).with_name("verify_child.py")
     with temporary_folder("verify") as modules:
         environment = {
@@ -38,7 +42,7 @@ def verify(folder: Path, weight_bytes: int) -> Verification:
             "HF_MODULES_CACHE": str(modules),
             "TOKENIZERS_PARALLELISM": "false",
         }
-        command = [sys.executable, str(script), str(folder), "run" if weight_bytes <= FORWARD_LIMIT else "meta"]
+        command = [sys.executable, str(script), str(folder), mode, "floats" if quantisation is None else "quantised"]
         try:
             child = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

@@ -1,6 +1,7 @@
 """Run as a script in a child process: load a written checkpoint as a stranger would, without ladderize.
 
-argv: the folder, and "run" to compute a forward pass too. Prints one JSON document; exits 1 with a sentence on failure.
+argv: the folder; "run" to compute a forward pass too; "quantised" if projections may lack a plain weight. Prints one
+JSON document; exits 1 with a sentence on failure.
 """
 
 import json
@@ -31,6 +32,9 @@ def load_as_a_stranger() -> None:
             found |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     if config.tie_word_embeddings:
         wanted.pop("lm_head.weight", None)
+    if sys.argv[3] == "quantised":
+        modules = {name.rpartition(".")[0] for name in found.keys() - wanted.keys()}
+        wanted = {name: shape for name, shape in wanted.items() if name.rpartition(".")[0] not in modules}
     for name, shape in wanted.items():
         if found.get(name) != shape:
             sys.exit(f"the written checkpoint has {name} as {found.get(name)}, the model wants {shape}")

@@ -101,8 +101,12 @@ class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
         mlp_input = self.post_attention_layernorm(residual + partials)
         gate = column_parallel(self.mlp.gate_proj, mlp_input, self.sync_tp_size)
         up = column_parallel(self.mlp.up_proj, mlp_input, self.sync_tp_size)
+        slices = self.mlp.act_fn(gate) * up
+        if reads_otherwise(base_linear(self.mlp.down_proj)):
+            outputs, bias = row_parallel(self.mlp.down_proj, slices, self.sync_tp_size)
+            return residual, partials.sum(0), outputs.sum(0) if bias is None else outputs.sum(0) + bias
         # down_proj reads the ranks' slices side by side, so that its product already is their sum
-        return residual, partials.sum(0), self.mlp.down_proj(self.mlp.act_fn(gate) * up)
+        return residual, partials.sum(0), self.mlp.down_proj(slices)
 
 
 def row_parallel(projection, inputs, ranks):
@@ -168,6 +172,12 @@ def base_linear(projection):
     return linear
 
 
+def reads_otherwise(linear):
+    """Whether somebody exchanged the forward of a linear layer, as compressed-tensors does to quantise what it reads:
+    each rank then quantises its own part."""
+    return "forward" in vars(linear) and not hasattr(linear, "_hf_hook")
+
+
 def sliceable(projection, inputs):
     """The weight of `projection` and its adapters as [(dropout, A, B, scaling)], for multiplying slice by slice.
 
@@ -178,6 +188,7 @@ def sliceable(projection, inputs):
     weight = linear.weight
     resident = (
         weight.is_floating_point()
+        and not reads_otherwise(linear)
         and weight.device == inputs.device
         and weight.shape == (linear.out_features, linear.in_features)
         and not any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in (linear, projection))
