@@ -17,6 +17,8 @@ DeviceName = Literal["cpu", "cuda"]
 SendingBackend = Literal["auto", "nccl", "symm_mem", "gloo", "shm"]  # how ranks communicate
 BackendName = Literal[SendingBackend, "none"]
 EngineName = Literal["runtime", "vllm"]  # whose forward pass ``bench`` times
+# what names a shape: those of runtime/shapes.json, the Llamas first
+SHAPE_NAMES = "1b, 3b, 8b, 70b, 405b, qwen3-32b, qwen2.5-72b, mistral-small, granite-8b or a config.json"
 
 MAX_SEED = 2**32 - 1
 OPTION = "option"  # the key of a field's metadata under which its Option is
@@ -33,7 +35,9 @@ class Option:
     max: float | None = None
     signed: bool = False  # whether a number may be negative
     shown: str | None = None  # the default in words; such an option is None where it is not given
-    flags: str = ""  # its names; none: that of the field. A switch whose name begins with --no- makes its field False
+    # its names; none: that of the field. A switch whose name begins with --no- makes its field False; what stands
+    # behind a slash says no to one that is left open where nothing is said
+    flags: str = ""
     optional: bool = False  # the command line may leave out what the field needs; the command says what is missing
     needs: str = ""  # the field of the same dataclass without which it has no effect
     kind: Any = None  # its type on the command line, where that is not the field's
@@ -63,7 +67,8 @@ def described(options: Any) -> list[dataclasses.Field]:
 def parameter_name(field: dataclasses.Field) -> str:
     """The option's name with underscores: in messages, in files of --config, and as a command's parameter."""
     flags = field.metadata[OPTION].flags if OPTION in field.metadata else ""
-    return max(flags.split(), key=len).lstrip("-").replace("-", "_") if flags else field.name
+    names = flags.partition("/")[0].split()
+    return max(names, key=len).lstrip("-").replace("-", "_") if names else field.name
 
 
 def flag(name: str) -> str:

@@ -443,7 +443,7 @@ RANDOM, DOMINO = "--random-weights 8b", "--random-weights 8b --schedule domino -
         ("MODEL --profile x", 2, "--profile measures overlap of communication with compute"),
         ("MODEL --out /nowhere/bench.json", 1, "does not exist"),
         ("MODEL --plot /nowhere/bench", 1, "does not exist"),
-        ("--random-weights 9b", 1, "--random-weights 9b is neither one of 1b, 3b, 8b, 70b, 405b nor"),
+        ("--random-weights 9b", 1, "--random-weights 9b is neither one of 1b, 3b, 8b, 70b, 405b, qwen3-32b, "),
         ("MODEL --backend none", 2, "--backend none has no effect with one rank"),
         ("MODEL --backend none --tp-size 2 --profile x", 2, "--backend none has no communication"),
         ("MODEL --emulate-tp 2 --link 1e300,1", 2, "alpha must be from 0"),

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from ladderize.checkpoint import tensors
 from ladderize.checkpoint.reading import read_checkpoint, read_header
 from ladderize.checkpoint.tensors import TensorReader
+from ladderize.choices import SHAPE_NAMES
 from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.loader import CheckpointSource, RandomSource
@@ -159,8 +160,10 @@ def test_a_rank_without_vocabulary():
 
 def test_random_weights_and_bundled_shapes():
     shapes = known_shapes()
-    assert list(shapes) == ["1b", "3b", "8b", "70b", "405b"]
-    billions = {"1b": 1.24, "3b": 3.21, "8b": 8.03, "70b": 70.6, "405b": 405.9}  # as the model cards count them
+    assert ", ".join(shapes) == SHAPE_NAMES.removesuffix(" or a config.json")
+    # as the model cards count them
+    billions = {"1b": 1.24, "3b": 3.21, "8b": 8.03, "70b": 70.6, "405b": 405.9}
+    billions |= {"qwen3-32b": 32.8, "qwen2.5-72b": 72.7, "mistral-small": 23.6, "granite-8b": 8.17}
     from ladderize.checkpoint.config import parameter_count
 
     for name, config in shapes.items():

@@ -230,8 +230,6 @@ def test_other_readers_say_what_the_file_is(llama, ids, tmp_path):
     assert measuring(llama, ids, path).code == 0
     convert = ("convert", llama, tmp_path / "out", "--spd", "auto", "--sync-tp-size", 2, "--sensitivity", path)
     assert "was measured without --sync-tp-size, so nothing was dropped" in one_sentence(invoke(*convert))
-    assert "no report shows" in one_sentence(invoke("report", path, "--out", tmp_path / "r.html"))
-    assert "nothing to report on" in one_sentence(invoke("report", tmp_path, "--out", tmp_path / "r.html"))
 
 
 def test_the_command(llama, ids, tmp_path):
@@ -250,6 +248,12 @@ def test_the_command(llama, ids, tmp_path):
     assert json.loads(printed.stdout) == document
     assert "nothing was measured" in printed.stderr
     assert "holds a measurement with another pairs" in one_sentence(measuring(llama, ids, out, "--sync-tp-size", 4))
+    page = tmp_path / "r.html"
+    assert invoke("report", out, "--out", page).code == 0
+    for cost in (cost for cost in document["costs"] if not cost["before"]):
+        assert f"{cost['nats']:+.5f}" in page.read_text()
+    assert f"{math.exp(document['dense_nll']):.4f}" in page.read_text()
+    assert f"ladderize sensitivity {llama} --mode points" in page.read_text()
     less = measuring(llama, ids, tmp_path / "o.json")
     assert "without --sync-tp-size N nothing is dropped" in less.stderr
     assert "dropped" not in less.stdout

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ import yaml
 from ladderize.adapt.retrain.forecast import RATE
 from ladderize.console import human_bytes
 from ladderize.demo.inputs import TASKS
+from ladderize.errors import UserError
 from ladderize.layout import Layout
 from ladderize.runtime.shards import read_shape
 from ladderize.tradeoff.sweep import builder, run
 from ladderize.tradeoff.sweep.estimate import EFFICIENCY, START_SECONDS, Estimator
 from ladderize.tradeoff.sweep.margin import CHANGED, Questions, margin_words, questions_needed
+from ladderize.tradeoff.sweep.planned import PlanDocument
 from tests.helpers import ROOT, fresh_rng, invoke, save_sparse
 from tests.sweeps import make_place, planner, spec, write
 
@@ -57,6 +60,39 @@ def test_the_dry_run_says_on_what_and_how_long(place, tmp_path, monkeypatch):
     assert shares["convert"] == ("", 0.5)
     assert all(stage["seconds"] >= START_SECONDS for stage in document["stages"])
     assert "these tasks ask 50: too few; raise limit" in document["notes"][-1]
+
+
+def test_what_lies_on_the_disk_while_it_trains(place, tmp_path, monkeypatch):
+    """As much as adapt itself counts, of all that run side by side; what a killed run left is there."""
+    for module in (builder, run):
+        monkeypatch.setattr(module, "visible_gpus", lambda: ["0", "1"])
+    adapt = {"method": "full", "data": str(place / "ids.npy"), "max_steps": 2, "batch_size": 2, "seq_len": 16}
+    ways = [{**adapt, "processes": 1}, {**adapt, "train": "0:1", "processes": 1}, {**adapt, "method": "lora"}]
+    content = spec(place, layouts=[{"ladder": "1:"}], adapt=ways, sensitivity=None, bench=None)
+    made = planner(tmp_path, content)
+    plan = made.plan()
+    (tmp_path / "out").mkdir()
+    of_layers = [PlanDocument.of(plan, made, gpus) for gpus in ([], ["0"], ["0", "1"])]
+    convert = ["convert", place / "dense", tmp_path / "model", "--ladder", "1:"]
+    assert invoke(*convert).code == 0
+    taken = []
+    for way in ways:
+        given = {key: value for key, value in way.items() if key != "processes"}
+        words = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", value)]
+        asked = ["adapt", tmp_path / "model", *words, "--distill-from", place / "dense", "--dry-run", "--json"]
+        taken.append(json.loads(invoke(*asked).stdout)["state_bytes"])
+    assert [one.unfinished_bytes for one in of_layers[0].stages if one.stage == "adapt"] == taken
+    assert taken[1] < taken[0]
+    assert [one.unfinished_bytes for one in of_layers] == [max(taken), max(taken), taken[0] + taken[1]]
+    stage = plan.points[1].adapting[0]
+    left = tmp_path / "out" / stage.output / "model.ladderize-work"
+    left.mkdir(parents=True)
+    (left / "state").write_bytes(bytes(1000))
+    document = PlanDocument.of(plan, made)
+    assert next(one for one in document.stages if one.output == stage.output).unfinished_bytes == taken[0] - 1000
+    monkeypatch.setattr(run.shutil, "disk_usage", lambda _: SimpleNamespace(free=document.output_bytes))
+    with pytest.raises(UserError, match="the sweep needs at least"):
+        run.check_room_for(plan, made)
 
 
 # ---- the margin ----
@@ -105,7 +141,7 @@ def test_the_sweep_of_the_tutorial_fits_its_machine(tmp_path, monkeypatch):
     rows = [re.split(r" {2,}", line) for line in outcome.stdout.splitlines()]
     (training,) = {tuple(row[2:]) for row in rows if row[0].startswith("adapt")}
     (evaluation,) = {tuple(row[2:4]) for row in rows if row[0].startswith("eval")}
-    total = re.search(r"the others take (about .*?); at least (.*) of disk", outcome.stdout)
+    total = re.search(r"the others take (about .*?); at least (.*) of disk, and (.*) while it trains", outcome.stdout)
     needed = re.search(r"takes about ([\d,]+) questions.*ask ([\d,]+)$", outcome.stderr, re.MULTILINE)
     assert training[0] == "8 GPUs, sharded"
     assert evaluation[0] == "1 GPU"
@@ -116,6 +152,12 @@ def test_the_sweep_of_the_tutorial_fits_its_machine(tmp_path, monkeypatch):
     taken = json.loads(invoke("adapt", "all", *asked, *forecast).stdout)
     (sharded,) = [way for way in taken["ways"] if way["how"] == "FSDP2 over 8 processes"]
     assert sharded["fits"]
-    sizes = map(human_bytes, (sharded["memory_bytes"], taken["state_bytes"]))
-    for figure in (*training[1:], evaluation[1], *total.groups(), *needed.groups(), *sizes):
+    assert total[3] == human_bytes(taken["state_bytes"])  # the sweep counts what adapt does
+    for figure in (
+        *training[1:],
+        evaluation[1],
+        *total.groups(),
+        *needed.groups(),
+        human_bytes(sharded["memory_bytes"]),
+    ):
         assert figure in told

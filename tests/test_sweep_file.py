@@ -5,10 +5,11 @@ import re
 
 import pytest
 
+from ladderize.commands.adapt import adapt_options
 from ladderize.tradeoff.sweep import builder, execute, run
 from ladderize.tradeoff.sweep.builder import Inputs
 from ladderize.tradeoff.sweep.launch import Launch
-from ladderize.tradeoff.sweep.stages import Stage
+from ladderize.tradeoff.sweep.stages import Stage, adapt_words, asked_by
 from ladderize.tradeoff.sweep.sweep_file import sweep_spec
 from tests.helpers import invoke, listing, one_sentence
 from tests.sweeps import FAST, make_place, planner, rerun, spec, write
@@ -218,6 +219,14 @@ def test_no_two_stages_share_a_gpu_and_the_widest_waits_for_none_that_is_ready(t
     assert not running._start(left)
     assert started[-1] == "timed"
     assert len(running._start([stage("after", 0)])) == 1
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_a_switch_that_is_left_open_can_be_said_no(place, said):
+    full = {"method": "full", "data": str(place / "ids.npy"), "max_steps": 2, "gradient_checkpointing": said}
+    ((stage,),) = [choice.stages for choice in sweep_spec(spec(place, adapt=[full]), "s.yaml").adapt]
+    (words,) = adapt_words("MODEL", "OUTPUT", "full", "DENSE", stage.given, True)
+    assert adapt_options(asked_by(words)).gradient_checkpointing is said
 
 
 # ---- what is refused ----

@@ -191,11 +191,11 @@ def _made_of(function: Any) -> Any:
 
 def option_words(function: Any, name: str, options: Mapping[str, Any], where: str) -> list[str]:
     """Options as a file has them, as words of a command line. Raises UserError, which begins with ``where``."""
-    words = []
+    words: list[str] = []
     for parameter, value in given_parameters(_made_of(function), name, options, where):
         option = max(parameter.opts, key=len)
         if isinstance(value, bool):
-            words += [option] if value else []
+            words += [option] if value else parameter.secondary_opts[:1]
         else:
             words += [word for item in (value if isinstance(value, list) else [value]) for word in (option, item)]
     return words
@@ -215,7 +215,16 @@ def usage_message(error: Any) -> str:
 
 
 class SwitchesWithoutType:
-    """Shows no type for switches in the help: ``--overwrite`` takes no value."""
+    """Shows no type for switches in the help: ``--overwrite`` takes no value. What says no to one stands in its text:
+    beside its name there is no room."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        both = [(parameter, parameter.secondary_opts) for parameter in self.params]  # type: ignore[attr-defined]
+        for parameter, _ in both:
+            parameter.secondary_opts = []
+        super().format_help(ctx, formatter)  # type: ignore[misc]
+        for parameter, says_no in both:
+            parameter.secondary_opts = says_no
 
     def get_params(self, ctx: Any) -> Any:
         parameters = super().get_params(ctx)  # type: ignore[misc]  # of the class that this is mixed into

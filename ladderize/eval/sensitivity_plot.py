@@ -153,8 +153,13 @@ def pair_rows(document: PointSensitivity) -> Iterator[dict[str, str]]:
 
 
 def draw_points(document: PointSensitivity, stem: Path) -> list[Path]:
-    """Write ``stem``.png and ``stem``.svg: the costs by layer, and of neighbours what they cost beyond their sum;
-    returns their paths."""
+    """Write ``stem``.png and ``stem``.svg; returns their paths."""
+    width = max(560, 28 * document.num_layers)
+    return save_pictures(picture_spec(point_panels(document), title=measured_text(document), width=width), stem)
+
+
+def point_panels(document: PointSensitivity) -> list[PlotPanel]:
+    """The costs by layer, and, where they were measured, what neighbours cost beyond their sum."""
     single, pairs = [], []
     for kind, by_layers in costs_by_kind(document).items():
         for layers, cost in by_layers.items():
@@ -166,9 +171,7 @@ def draw_points(document: PointSensitivity, stem: Path) -> list[Path]:
     if document.pairs:
         title = "What neighbours changed alike cost beyond the sum of each alone"
         panels.append(_points_panel(document, pairs, "layers", title))
-    return save_pictures(
-        picture_spec(panels, title=measured_text(document), width=max(560, 28 * document.num_layers)), stem
-    )
+    return panels
 
 
 def _points_panel(document: PointSensitivity, rows: list[dict[str, Any]], place: str, title: str) -> PlotPanel:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ladderize.errors import UserError
+from ladderize.families.registry import known_family
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import Step, TPLlama
 from ladderize.runtime.sampling import Sampling
@@ -54,12 +55,12 @@ def are_sound(logits: Tensor) -> Tensor:
 
 
 def rope_table(config: dict[str, object], positions: int, device: torch.device) -> Tensor:
-    """cos + i sin [positions, head_dim / 2], from transformers' own rotary embedding: every rope scaling it knows is
-    ours too."""
-    from transformers import LlamaConfig
+    """cos + i sin [positions, head_dim / 2], from transformers' own rotary embedding, which all families share, and its
+    config of this one: every rope scaling it knows is ours too."""
+    from transformers import CONFIG_MAPPING
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    known = LlamaConfig.from_dict(config)
+    known: Any = CONFIG_MAPPING[known_family(config).model_type].from_dict(config)
     rope_type = (known.rope_parameters or {}).get("rope_type", "default")
     if rope_type in ("dynamic", "longrope"):
         raise UserError(

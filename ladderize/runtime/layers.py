@@ -81,6 +81,26 @@ class WideRMSNorm(RMSNorm):
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
+class HeadNorms:
+    """RMSNorm of each query and each key head before rope, in float32: x [..., own heads + own KV heads, head_dim].
+
+    query, key: the weights [head_dim], in the order of the heads' rows (``loader.pair_rope_rows``).
+    """
+
+    __slots__ = ("eps", "key", "query", "weight")
+
+    def __init__(self, query: Tensor, key: Tensor, heads: int, kv_heads: int, eps: float) -> None:
+        self.query, self.key = query, key
+        self.weight = torch.cat((query.float().expand(heads, -1), key.float().expand(kv_heads, -1)))
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        size = x.shape[-1]
+        if x.device.type != "cpu":
+            return F.rms_norm(x, (size,), None, self.eps) * self.weight
+        return F.layer_norm(torch.cat((x, -x), -1), (2 * size,), eps=self.eps)[..., :size] * self.weight  # as RMSNorm
+
+
 def can_pack(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype in _packable()
 
@@ -103,6 +123,7 @@ class AttentionWeights:
     qkv: Linear
     o: list[Linear]
     o_bias: Tensor | None
+    head_norms: HeadNorms | None = None
 
     @property
     def nbytes(self) -> int:

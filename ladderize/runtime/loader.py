@@ -13,7 +13,7 @@ from torch import Tensor
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import TensorReader
 from ladderize.layout import Layout
-from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm, Weights
+from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights
 from ladderize.runtime.shards import Shape, Slice, virtual_ranks
 
 
@@ -110,20 +110,26 @@ def _layer(
             part[1], shape.head_dim
         )
 
-    biased = shape.attention_bias
+    own = shape.decoder
     qkv = fused(
         [
-            paired(rows("self_attn.q_proj", shape.query_rows(), biased)),
-            paired(rows("self_attn.k_proj", shape.kv_rows(), biased)),
-            rows("self_attn.v_proj", shape.kv_rows(), biased),
+            paired(rows("self_attn.q_proj", shape.query_rows(), own.qkv_bias)),
+            paired(rows("self_attn.k_proj", shape.kv_rows(), own.qkv_bias)),
+            rows("self_attn.v_proj", shape.kv_rows(), own.qkv_bias),
         ]
     )
+    head_norms = None
+    if own.head_norms:
+        query, key = (
+            pair_rope_rows(read(f"{prefix}self_attn.{name}_norm.weight"), shape.head_dim) for name in ("q", "k")
+        )
+        head_norms = HeadNorms(query, key, shape.own_heads, shape.own_kv_heads, shape.eps)
     o = [
         Linear(read(f"{prefix}self_attn.o_proj.weight", 1, *bounds), pack=pack_sent)
         for bounds in split(shape.query_rows())
     ]
     gate_up = [
-        fused([rows("mlp.gate_proj", bounds, shape.mlp_bias), rows("mlp.up_proj", bounds, shape.mlp_bias)])
+        fused([rows("mlp.gate_proj", bounds, own.mlp_bias), rows("mlp.up_proj", bounds, own.mlp_bias)])
         for bounds in split(shape.inner_rows())
     ]
     down = Linear(read(f"{prefix}mlp.down_proj.weight", 1, *shape.inner_rows()), pack=pack_sent)
@@ -131,13 +137,14 @@ def _layer(
         norm=RMSNorm(read(f"{prefix}input_layernorm.weight"), shape.eps),
         qkv=qkv,
         o=o,
-        o_bias=read(f"{prefix}self_attn.o_proj.bias") if biased else None,
+        o_bias=read(f"{prefix}self_attn.o_proj.bias") if own.o_bias else None,
+        head_norms=head_norms,
     )
     mlp = MlpWeights(
         norm=RMSNorm(read(f"{prefix}post_attention_layernorm.weight"), shape.eps),
         gate_up=gate_up,
         down=down,
-        down_bias=read(f"{prefix}mlp.down_proj.bias") if shape.mlp_bias else None,
+        down_bias=read(f"{prefix}mlp.down_proj.bias") if own.mlp_bias else None,
     )
     return attention, mlp
 

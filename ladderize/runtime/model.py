@@ -1,4 +1,4 @@
-"""The one tensor-parallel Llama, for every layout: docs/design.md as its forward.
+"""The one tensor-parallel decoder, for every family and layout: docs/design.md as its forward.
 
 Between layers the state is the residual stream, equal on all ranks, and perhaps one all-reduce in flight. Each
 sub-module returns this rank's partial sum; the layout says whether its sum is waited for at once (blocking), after the
@@ -6,10 +6,10 @@ next sub-module (overlapped, Ladder Residual, arXiv 2501.06589) or left out unti
 arXiv 2502.20727).
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ from ladderize.runtime.layers import AttentionWeights, MlpWeights
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule, run_walks
 from ladderize.runtime.shards import Shape
 
+OneOrNone = TypeVar("OneOrNone", Tensor, Tensor | None)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -31,7 +33,9 @@ class Step:
     rope_factors: complex [batch or 1, tokens, 1, head_dim / 2]. columns: the first cache column of the tokens, or a
     tensor of their columns: [tokens], or [batch, tokens] where rows differ. length: the columns of the cache that
     attention sees; 0: a prompt, which sees itself alone. mask: bool [batch or 1, 1, tokens, columns in view], True
-    where a token may look; None: everything, or with ``causal`` everything up to itself.
+    where a token may look; None: everything, or with ``causal`` everything up to itself. depths: [batch, tokens], where
+    the tokens of a prompt stand in their texts, if their columns do not tell how far apart they are. near: the masks of
+    layers with sliding windows, by window; see ``with_windows``.
     """
 
     rope_factors: Tensor
@@ -39,6 +43,32 @@ class Step:
     length: int
     mask: Tensor | None = None
     causal: bool = False
+    depths: Tensor | None = None
+    near: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def with_windows(self, windows: Iterable[int], tokens: int) -> "Step":
+        """The same with a mask for each of ``windows`` that leaves out something: a token sees itself and window - 1
+        before it. tokens: of this pass, in each row."""
+        view, device = self.length or tokens, self.rope_factors.device
+        own = [window for window in windows if window < view]
+        if not own:
+            return self
+        keys = torch.arange(view, device=device) if self.depths is None else self.depths
+        queries: Tensor | int = self.columns if self.depths is None else self.depths
+        if isinstance(queries, int):
+            queries = torch.arange(queries, queries + tokens, device=device)
+        distance = queries.unsqueeze(-1) - keys.unsqueeze(-2)
+        distance = distance[None, None] if distance.ndim == 2 else distance[:, None]
+        seen = self.mask
+        if seen is None and self.causal:
+            seen = distance >= 0
+        near = {window: distance < window for window in own}
+        return replace(self, near=near if seen is None else {window: mask & seen for window, mask in near.items()})
+
+    def seen(self, window: int | None) -> tuple[Tensor | None, bool]:
+        """``mask`` and ``causal`` of a layer with this window; None: without."""
+        near = None if window is None else self.near.get(window)
+        return (self.mask, self.causal) if near is None else (near, False)
 
 
 @dataclass(frozen=True)
@@ -75,7 +105,7 @@ class TakesOutputs(Protocol):
 
 
 class TPLlama:
-    """One rank of a Llama with a layout, for inference and for training; the sums go through ``collectives``.
+    """One rank of a decoder with a layout, for inference and for training; the sums go through ``collectives``.
 
     compile: run the sub-modules between the collectives through torch.compile.
     """
@@ -85,12 +115,15 @@ class TPLlama:
     ) -> None:
         self.shape, self.layout, self.weights, self.collectives = shape, layout, weights, collectives
         self.head = weights.take_head()
+        self.windows = sorted({window for window in shape.decoder.windows if window is not None})
         self.project: Callable[..., Any] = compiled(project) if compile else project
         self.mlp_inner: Callable[..., Any] = compiled(mlp_inner) if compile else mlp_inner
 
     def forward(self, ids: Tensor, step: Step, cache: KVCache, schedule: Schedule = SEQUENTIAL) -> Tensor:
         """ids: [batch, tokens]. Returns the normed end of the residual stream [batch, tokens, hidden], equal on all
-        ranks."""
+        ranks: what the output layer reads, so times ``logits_scale``."""
+        if self.windows:
+            step = step.with_windows(self.windows, ids.shape[1])
         parts = split_parts(ids, step, cache, schedule)
         walks = [self.walk(part.ids, part.step, part.cache, schedule.columns) for part in parts]
         return join_parts(run_walks(walks), ids.shape[0])
@@ -102,7 +135,7 @@ class TPLlama:
         A sub-module's weights are taken before the sum that it reads is waited for. In training that puts the products
         of its weights' gradients behind the start of its input's gradient (see training/linear.py).
         """
-        collectives, layout, weights = self.collectives, self.layout, self.weights
+        collectives, layout, weights, scaled = self.collectives, self.layout, self.weights, self.scaled
         sent: PendingSum | None = self.embed(ids)
         attention, mlp = self.upcoming(0)
         yield
@@ -119,11 +152,10 @@ class TPLlama:
             carry = None
             if layout.attention_sync[index] == DROPPED:
                 carry = list(products)
-                residual, x = self.add_bias(residual, x, attention.o_bias)
+                residual, x = self.add_bias(residual, x, scaled(attention.o_bias))
             else:
-                sent = PendingSum(
-                    collectives, residual, attention.o_bias, products, None if outputs is None else outputs.attention
-                )
+                take = None if outputs is None else outputs.attention
+                sent = PendingSum(collectives, residual, scaled(attention.o_bias), products, take)
                 mlp = weights.mlp(index)
                 yield
                 if layout.attention_sync[index] == BLOCKING:
@@ -134,9 +166,10 @@ class TPLlama:
             if sent is not None:
                 products = iter(list(products))
                 residual, x = sent.wait()
-            sent = PendingSum(collectives, residual, mlp.down_bias, products, None if outputs is None else outputs.mlp)
+            take = None if outputs is None else outputs.mlp
+            sent = PendingSum(collectives, residual, scaled(mlp.down_bias), products, take)
             if outputs is not None and carry is not None:
-                outputs.send_dropped(collectives, carry, attention.o_bias)
+                outputs.send_dropped(collectives, carry, scaled(attention.o_bias))
             if index + 1 < self.shape.layers:
                 attention, mlp = self.upcoming(index + 1)
             else:
@@ -145,7 +178,17 @@ class TPLlama:
             if layout.mlp_sync[index] == BLOCKING:
                 residual, x = sent.wait()
                 sent = None
-        return weights.norm(x)  # the last MLP sync is blocking: nothing is on its way
+        return self.end(x)  # the last MLP sync is blocking: nothing is on its way
+
+    def end(self, x: Tensor) -> Tensor:
+        """What the output layer reads, of the end of the residual stream."""
+        scale = self.shape.decoder.logits_scale
+        return self.weights.norm(x) if scale == 1 else self.weights.norm(x) * scale
+
+    def scaled(self, added: OneOrNone) -> OneOrNone:
+        """A part of what is added to the stream, times the family's factor; nothing is computed where that is 1."""
+        scale = self.shape.decoder.residual_scale
+        return added if added is None or scale == 1 else added * scale
 
     def outputs_of(self, index: int) -> TakesOutputs | None:
         """Who takes what this layer's sub-modules add: somebody in training alone."""
@@ -169,18 +212,20 @@ class TPLlama:
     ) -> Iterator[Tensor]:
         """This rank's part of attention's sum, without o_proj's bias: in ``columns`` parts, or, where the sum is
         dropped, whole for each virtual rank."""
-        query, key, value = self.project(weights, x, step.rope_factors, self.shape)
+        decoder = self.shape.decoder
+        query, key, value = self.project(weights, x, step.rope_factors if decoder.rope[index] else None, self.shape)
         cache.write(index, step.columns, key, value)
         if step.length:
             key, value = cache.read(index, step.length)
         else:
             key, value = key.to(x.dtype), value.to(x.dtype)
-        heads = attend(query.to(key.dtype), key, value, step.mask, step.causal).to(x.dtype)
+        seen = step.seen(decoder.windows[index])
+        heads = attend(query.to(key.dtype), key, value, *seen, scale=decoder.attention_scale).to(x.dtype)
         if self.layout.attention_sync[index] != DROPPED:
-            yield from weights.o[0].products(heads, columns)
+            yield from map(self.scaled, weights.o[0].products(heads, columns))
         else:
             for o, part in zip(weights.o, heads.chunk(len(weights.o), -1), strict=True):
-                yield o(part)
+                yield self.scaled(o(part))
 
     def mlp_products(
         self, weights: MlpWeights, x: Tensor, carry: list[Tensor] | None, columns: int
@@ -191,18 +236,21 @@ class TPLlama:
         Each virtual rank k of this process reads x + carry[k]; the one product with down_proj adds them all up.
         """
         inner = self.mlp_inner(weights, x, carry)
-        for number, product in enumerate(weights.down.products(inner, columns)):
+        for number, product in enumerate(map(self.scaled, weights.down.products(inner, columns))):
             for own in carry or ():
                 product = product + own.chunk(columns, -1)[number]
             yield product
 
     def embed(self, ids: Tensor) -> PendingSum:
         """[batch, tokens] -> the sum [batch, tokens, hidden]; each rank looks up its own part of the vocabulary."""
+        scale = self.shape.decoder.embedding_scale
         if self.shape.replicate_vocab:
-            return PendingSum(Collectives(), None, None, [self.weights.rows(ids)])
+            rows = self.weights.rows(ids)
+            return PendingSum(Collectives(), None, None, [rows if scale == 1 else rows * scale])
         own = ids - self.shape.vocab_start
         inside = (own >= 0) & (own < self.shape.own_vocab)
         rows = self.weights.rows(own.clamp(0, self.shape.own_vocab - 1))
+        rows = rows if scale == 1 else rows * scale
         return PendingSum(self.collectives, None, None, [rows * inside.unsqueeze(-1)])
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -221,12 +269,18 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def project(weights: AttentionWeights, x: Tensor, rope_factors: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+def project(
+    weights: AttentionWeights, x: Tensor, rope_factors: Tensor | None, shape: Shape
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [batch, own heads, tokens, head_dim], float32, of the residual stream [batch, tokens,
-    hidden]."""
+    hidden]. rope_factors: None in a layer without rope."""
     fused = weights.qkv(weights.norm(x)).float().unflatten(-1, (-1, shape.head_dim))
     query_key, value = fused.split((shape.own_heads + shape.own_kv_heads, shape.own_kv_heads), 2)
-    query, key = rotate(query_key, rope_factors).split((shape.own_heads, shape.own_kv_heads), 2)
+    if weights.head_norms is not None:
+        query_key = weights.head_norms(query_key)
+    if rope_factors is not None:
+        query_key = rotate(query_key, rope_factors)
+    query, key = query_key.split((shape.own_heads, shape.own_kv_heads), 2)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
@@ -240,18 +294,21 @@ def rotate(x: Tensor, rope_factors: Tensor) -> Tensor:
     return torch.view_as_real(torch.view_as_complex(pairs) * rope_factors).flatten(-2)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Grouped-query attention. query: [batch, heads, tokens, head_dim]; returns [batch, tokens, heads * head_dim]."""
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, *, scale: float | None = None
+) -> Tensor:
+    """Grouped-query attention. query: [batch, heads, tokens, head_dim]; returns [batch, tokens, heads * head_dim].
+    scale: of the scores; None: head_dim ** -0.5."""
     batch, heads, tokens, dim = query.shape
     groups = keys.shape[1]
     if tokens == 1:
         # the queries of a KV head take the place of tokens: no key is copied, and every SDPA kernel can do it
         folded = query.reshape(batch, groups, heads // groups, dim)
-        return F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(batch, 1, -1)
+        return F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale).reshape(batch, 1, -1)
     if mask is not None and groups != heads:  # kernels that take a mask know no groups
         keys, values = (t.repeat_interleave(heads // groups, 1) for t in (keys, values))
     output = F.scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=keys.shape[1] != heads
+        query, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=keys.shape[1] != heads
     )
     return output.transpose(1, 2).reshape(batch, tokens, -1)
 
@@ -306,7 +363,8 @@ def _rows(step: Step, begin: int, end: int, rows: int) -> Step:
     if not isinstance(columns, int) and columns.ndim == 2:
         columns = columns[begin:end]
     mask = None if step.mask is None else own(step.mask)
-    return replace(step, rope_factors=own(step.rope_factors), columns=columns, mask=mask)
+    near = {window: own(of_window) for window, of_window in step.near.items()}
+    return replace(step, rope_factors=own(step.rope_factors), columns=columns, mask=mask, near=near)
 
 
 def _tokens(step: Step, begin: int, end: int, tokens: int) -> Step:
@@ -320,4 +378,5 @@ def _tokens(step: Step, begin: int, end: int, tokens: int) -> Step:
         seen = torch.arange(length, device=step.rope_factors.device)
         mask, causal = (seen <= seen[before + begin :, None])[None, None], False
     factors = step.rope_factors[:, begin:end]
-    return Step(factors, columns, length, mask, causal)
+    near = {window: of_window[:, :, begin:end, :length] for window, of_window in step.near.items()}
+    return Step(factors, columns, length, mask, causal, near=near)

@@ -12,9 +12,10 @@ from typing import Any
 
 from ladderize.checkpoint.config import head_dim, is_tied, kv_head_count
 from ladderize.errors import UserError
-from ladderize.families.registry import complete_config
+from ladderize.families.base import Decoder
+from ladderize.families.registry import complete_config, known_family
 from ladderize.files.documents import read_json
-from ladderize.layout import DROPPED, Layout, LayoutError, check_split, fitting_ranks
+from ladderize.layout import CONFIG_KEYS, DROPPED, Layout, LayoutError, check_split, fitting_ranks
 
 ACTIVATIONS = ("silu", "swish")
 
@@ -35,8 +36,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama and of one rank's part of it. Every size is a count; ``tp_size`` processes share the
-    model."""
+    """The sizes of a model and of one rank's part of it, and what its family computes. Every size is a count;
+    ``tp_size`` processes share the model."""
 
     vocab: int
     hidden: int
@@ -49,9 +50,8 @@ class Shape:
     tied: bool
     tp_size: int
     rank: int
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    replicate_vocab: bool = False
+    replicate_vocab: bool
+    decoder: Decoder
 
     @classmethod
     def from_config(
@@ -70,9 +70,8 @@ class Shape:
             is_tied(config),
             tp_size,
             rank,
-            bool(config.get("attention_bias")),
-            bool(config.get("mlp_bias")),
             replicate_vocab or tp_size == 1,
+            known_family(config).describe(config),
         )
 
     @property
@@ -155,9 +154,23 @@ SHAPES = Path(__file__).parent / "shapes.json"
 
 
 def known_shapes() -> dict[str, dict[str, Any]]:
-    """The bundled configs of Llama's sizes: facts from the published config.json files."""
+    """The bundled configs of models' sizes: facts from the published config.json files."""
     shapes: dict[str, dict[str, Any]] = json.loads(SHAPES.read_text(encoding="utf-8"))
     return shapes
+
+
+def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of its family's own dense model of the same sizes."""
+    return {key: value for key, value in config.items() if key not in CONFIG_KEYS} | {
+        "model_type": known_family(config).model_type
+    }
+
+
+def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The config of its first layers; what it lists layer by layer is cut as well."""
+    whole = config["num_hidden_layers"]
+    cut = {key: value[:layers] for key, value in config.items() if isinstance(value, list) and len(value) == whole}
+    return {**config, **cut, "num_hidden_layers": layers}
 
 
 def read_shape(name: str, option: str = "--random-weights") -> dict[str, Any]:

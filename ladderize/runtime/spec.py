@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ladderize.checkpoint.config import check_llama, check_tensors, expected_tensors, most_positions
+from ladderize.checkpoint.config import check_config, check_tensors, expected_tensors, most_positions
 from ladderize.checkpoint.reading import FLOAT_DTYPES, fetch_weights, read_checkpoint, read_config, resolve_json
 from ladderize.errors import UserError
+from ladderize.families.registry import known_family
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
@@ -65,12 +66,12 @@ def shape_spec(
     config: dict[str, Any], layout: Layout, *, name: str, tp_size: int, dtype: str = "auto", option: str = "--tp-size"
 ) -> ModelSpec:
     """The same for random weights."""
-    _check({**config, **layout.to_config(), "model_type": "ladderized_llama"}, tp_size, option)
+    _check({**config, **layout.to_config(), "model_type": known_family(config).ladderized_type}, tp_size, option)
     return ModelSpec(name, None, config, layout, _dtype("bfloat16" if dtype == "auto" else dtype))
 
 
 def _check(config: dict[str, Any], tp_size: int, option: str) -> Layout:
-    check_llama(config)
+    check_config(config)
     check_activation(config)
     layout = Layout.from_config(config)
     layout.check_model(config)

@@ -116,7 +116,7 @@ def forecast_training(
         seq_len=training.seq_len,
         tokens=tokens,
         device_memory_bytes=device_memory,
-        state_bytes=saved_bytes(task),
+        state_bytes=saved_bytes(demand.trained, training.keep),
         output_bytes=4 * demand.trained if is_adapter else task.checkpoint.weight_bytes,
         ways=[
             training_way(how, fitted(other, device_memory), tokens if on_gpu else None, device_memory)

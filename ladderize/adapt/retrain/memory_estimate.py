@@ -2,6 +2,7 @@
 what the user left open is chosen, and it decides no result (beyond rounding). Tests compare the estimate with the peaks
 of real steps."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 from ladderize.adapt.lora.config import LoraOptions
 from ladderize.adapt.methods import LORA
+from ladderize.adapt.retrain.hf_model import trained_tensors
+from ladderize.adapt.retrain.options import RetrainOptions
 from ladderize.adapt.retrain.state import STATE_BYTES, WEIGHT_BYTES
-from ladderize.adapt.retrain.task import Task, free_bytes
+from ladderize.adapt.retrain.task import Task, free_bytes, layers_to_train
 from ladderize.blocks import LOGITS_AT_ONCE
 from ladderize.checkpoint.config import expected_tensors, head_dim, kv_head_count, parameter_count
 from ladderize.console import Console, human_bytes
@@ -22,7 +25,7 @@ from ladderize.layout import DROPPED, Layout
 from ladderize.memory import available_bytes
 from ladderize.ranks.group import Ranks
 from ladderize.ranks.training import accelerate_settings
-from ladderize.runtime.shards import runnable_sizes
+from ladderize.runtime.shards import runnable_sizes, with_layers
 
 FP32 = 4
 MOMENT_BYTES = 2 * FP32  # Adam's two moments
@@ -90,7 +93,7 @@ class Demand:
             numbers = (parameters + teacher) * self.compute + self.trained * (self.compute + FP32)
             return numbers // self.tp_size
         layers = self.layout.num_layers
-        ends = parameter_count({**self.config, "num_hidden_layers": 0})
+        ends = parameter_count(with_layers(self.config, 0))
         layer, models = (parameters - ends) // layers, 2 if self.teacher else 1
         held = models * ends + (2 * layer if self.reshard else models * layers * layer)
         summed = layer + max(0, self.trained - layers * layer)
@@ -127,7 +130,7 @@ class Demand:
     def operations(self) -> float:
         """Floating-point operations for a token, of all ranks together: the products with weights, forward (the
         teacher's too), backward to the first layer that is trained, and of what is trained. Attention is left out."""
-        ends = parameter_count({**self.config, "num_hidden_layers": 0})
+        ends = parameter_count(with_layers(self.config, 0))
         head = int(self.config["vocab_size"]) * int(self.config["hidden_size"])
         layers = parameter_count(self.config) - ends
         passed = layers * (1 - self.first / self.layout.num_layers)
@@ -144,14 +147,10 @@ class Demand:
 
 def demand_of(task: Task) -> Demand:
     """Of one process."""
-    if task.options.method == LORA:
-        count = lora_numbers(task.checkpoint.config, task.layers, task.options.lora)
-    else:
-        count = sum(task.checkpoint.tensors[name].numel for name in task.trained)
     return Demand(
         config=task.checkpoint.config,
         layout=task.layout,
-        trained=count,
+        trained=trained_numbers(task.checkpoint.config, task.layout, task.options),
         adapters=task.options.method == LORA,
         compute=task.compute.itemsize,
         first=0 if task.everything and task.options.method != LORA else min(task.layers, default=0),
@@ -167,6 +166,15 @@ def demand_of(task: Task) -> Demand:
     )
 
 
+def trained_numbers(config: Mapping[str, Any], layout: Layout, options: RetrainOptions) -> int:
+    """How many numbers ``full`` or ``lora`` trains of a model of this layout."""
+    layers, shapes = layers_to_train(layout, options.train), expected_tensors(config)
+    if options.method == LORA:
+        return lora_numbers(config, layers, options.lora)
+    tied = bool(config.get("tie_word_embeddings"))
+    return sum(math.prod(shapes[name]) for name in trained_tensors(shapes, layers, options.train == "all", tied=tied))
+
+
 def lora_numbers(config: Mapping[str, Any], layers: Sequence[int], options: LoraOptions) -> int:
     """How many numbers LoRA trains."""
     prefixes = tuple(f"model.layers.{layer}." for layer in layers)
@@ -177,14 +185,14 @@ def lora_numbers(config: Mapping[str, Any], layers: Sequence[int], options: Lora
     )
 
 
-def saved_bytes(task: Task) -> int:
+def saved_bytes(trained: int, keep: int) -> int:
     """Of unfinished work: ``keep`` states and the one being written, and the best one's weights."""
-    return demand_of(task).trained * (STATE_BYTES * (task.training.keep + 1) + WEIGHT_BYTES)
+    return trained * (STATE_BYTES * (keep + 1) + WEIGHT_BYTES)
 
 
 def check_disk(task: Task, folder: Path) -> None:
     """Refuse to begin what cannot be saved."""
-    needed = saved_bytes(task)
+    needed = saved_bytes(demand_of(task).trained, task.training.keep)
     if needed > (free := free_bytes(folder)):
         raise UserError(
             f"{folder} needs {human_bytes(needed)} for the states of the training, but only {human_bytes(free)} are"

@@ -296,8 +296,9 @@ class RetrainOptions:
     weight_decay: float = option("AdamW's weight decay, of matrices only.", 0.0, min=0.0, shown="0")
     max_gradient: float = option("Clip the gradient's norm to this.", 1.0, shown="1")
     gradient_checkpointing: bool | None = option(
-        "Recompute activations instead of keeping them.",
+        "Recompute activations instead of keeping them. --no-gradient-checkpointing: never.",
         shown="where nothing else fits",
+        flags="--gradient-checkpointing/--no-gradient-checkpointing",
     )
     attention: Attention = option(
         "sdpa, eager, flash_attention_2 or flex_attention, as in transformers.", "sdpa", metavar="NAME"

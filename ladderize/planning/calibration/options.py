@@ -8,6 +8,7 @@ from ladderize.choices import (
     BACKEND,
     DEVICE,
     SEED_OF_ROUNDS,
+    SHAPE_NAMES,
     THREADS,
     Dtype,
     Option,
@@ -41,8 +42,8 @@ class CalibrateOptions(Record):
         parse=partial(parse_counts, option="--tp-size"),
     )
     shapes: tuple[str, ...] = option(
-        "Time this shape: 1b, 3b, 8b, 70b, 405b or a config.json. Repeatable; two widths tell most. With --timings: the"
-        " shape of rows that name none.",
+        f"Time this shape: {SHAPE_NAMES}. Repeatable; two widths tell most. With --timings: the shape of rows that name"
+        " none.",
         (),
         metavar="CONFIG",
         flags="--shape",

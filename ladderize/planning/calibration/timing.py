@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from ladderize.checkpoint.config import check_llama
+from ladderize.checkpoint.config import check_config
 from ladderize.console import Console
 from ladderize.errors import UserError
-from ladderize.layout import CONFIG_KEYS
 from ladderize.planning.calibration.document import RankTimings, TimedGroup
 from ladderize.planning.calibration.observations import RUNTIME_ENGINES, Observation, layout_observation
 from ladderize.planning.calibration.options import CalibrateOptions
@@ -24,7 +23,7 @@ from ladderize.runtime.bench.options import BenchOptions, named_layout
 from ladderize.runtime.bench.plan import check_bench_memory
 from ladderize.runtime.collectives.base import Collectives, NoCommunication
 from ladderize.runtime.collectives.choose import choose
-from ladderize.runtime.shards import read_shape
+from ladderize.runtime.shards import dense_config, read_shape
 from ladderize.runtime.spec import ModelSpec, WeightCache, open_generator, shape_spec
 
 # hidden, intermediate, layers, query heads, KV heads: two widths, so that what a kernel costs and what its bytes cost
@@ -94,11 +93,8 @@ def _configs(options: CalibrateOptions) -> list[dict[str, Any]]:
         return [_made_config(*sizes) for sizes in MADE_SHAPES[options.device]]
     configs = [read_shape(name, "--shape") for name in options.shapes]
     for config in configs:
-        check_llama(config)
-    return [
-        {**{key: value for key, value in config.items() if key not in CONFIG_KEYS}, "model_type": "llama"}
-        for config in configs
-    ]
+        check_config(config)
+    return [dense_config(config) for config in configs]
 
 
 def _made_config(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ladderize.checkpoint.config import check_llama
+from ladderize.checkpoint.config import check_config
 from ladderize.checkpoint.reading import read_config
 from ladderize.errors import UserError
 from ladderize.files.documents import read_document
@@ -24,7 +24,7 @@ from ladderize.runtime.bench.document import BenchDocument, BenchRow
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.bench.rows import NO_COMM, PARALLEL
 from ladderize.runtime.collectives.links import LONGEST_US
-from ladderize.runtime.shards import Shape, read_shape
+from ladderize.runtime.shards import Shape, read_shape, with_layers
 
 MODEL_COLUMNS = ("shape", "model")
 COUNT_COLUMNS = {"tp_size": 1, "batch_size": 1, "prompt_len": 1, "output_len": 2}  # and the least of each
@@ -140,7 +140,7 @@ def _number(row: Mapping[str, str], name: str) -> float:
 
 def _config(model: str) -> dict[str, Any]:
     config = dict(read_shape(model, "shape"))
-    check_llama(config)
+    check_config(config)
     return config
 
 
@@ -184,6 +184,6 @@ def _row_config(row: BenchRow, path: Path, shape: str | None) -> dict[str, Any]:
     if shape is None:
         raise UserError(f"{where} has random weights and names no shape; give --shape")
     try:
-        return {**_config(shape), "num_hidden_layers": layers}
+        return with_layers(_config(shape), layers)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ladderize.checkpoint.config import MOST_LAYERS
-from ladderize.choices import DEVICE, REVISION, THREADS, Dtype, argument, check_options, option, ppl_increase
+from ladderize.choices import (
+    DEVICE,
+    REVISION,
+    SHAPE_NAMES,
+    THREADS,
+    Dtype,
+    argument,
+    check_options,
+    option,
+    ppl_increase,
+)
 from ladderize.errors import UsageError
 from ladderize.files.records import Record
 from ladderize.runtime.bench.options import (
@@ -32,9 +42,7 @@ class PlanModel(Record):
     """What is to run: a checkpoint, or a shape without weights. None was not given."""
 
     model: str | None = argument("[MODEL]", "A checkpoint: folder or hub id. Its own layout is a row too.", None)
-    shape: str | None = option(
-        "A shape instead of a checkpoint: 1b, 3b, 8b, 70b, 405b or a config.json.", metavar="CONFIG"
-    )
+    shape: str | None = option(f"A shape instead of a checkpoint: {SHAPE_NAMES}.", metavar="CONFIG")
     layout: str | None = option(
         f"Rows of the tables: {', '.join(LAYOUT_NAMES)}, such a name with a range of layers, ladder=16:32, or"
         f" {' and '.join(BOUNDS)}, which are for comparison. dense is always there.",

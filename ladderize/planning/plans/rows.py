@@ -16,8 +16,8 @@ from ladderize.checkpoint.config import check_tensors, most_positions, parameter
 from ladderize.checkpoint.decoder import check_decoder
 from ladderize.checkpoint.reading import CAST_DTYPES, FLOAT_DTYPES, read_checkpoint, read_config, resolve_json
 from ladderize.errors import UsageError, UserError
-from ladderize.families.registry import find_family, known_family
-from ladderize.layout import CONFIG_KEYS, DROPPED, OVERLAPPED, Layout
+from ladderize.families.registry import find_family
+from ladderize.layout import DROPPED, OVERLAPPED, Layout
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
 from ladderize.planning.passes import (
     WIDTHS,
@@ -34,7 +34,7 @@ from ladderize.runtime.bench.cost_model import MemoryNeed, Prediction, cache_byt
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, NO_COMM, PARALLEL, PHASES, PhaseCommunication
 from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link, other_all_reduces
-from ladderize.runtime.shards import Shape, check_activation, check_runnable, read_shape
+from ladderize.runtime.shards import Shape, check_activation, check_runnable, dense_config, read_shape, with_layers
 
 CHOSEN_ROW = "chosen"
 BOUND_ROWS = dict(zip(BOUNDS, (PARALLEL, NO_COMM), strict=True))
@@ -79,9 +79,9 @@ def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
     """Everything about it that can be checked without its weights; raises UserError or LayoutError."""
     folder, is_local, dtype = None, False, "bfloat16"
     if choice.model is None:
-        config = {key: value for key, value in read_shape(choice.name, "--shape").items() if key not in CONFIG_KEYS}
+        config = read_shape(choice.name, "--shape")
         if config.get("model_type") is None or find_family(config) is not None:
-            config["model_type"] = known_family(config).model_type
+            config = dense_config(config)
     else:
         folder, is_local = resolve_json(choice.model, choice.revision)
         config = read_config(folder)
@@ -90,7 +90,7 @@ def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
     if remark is None:
         check_activation(config)
     if choice.num_layers is not None:
-        config["num_hidden_layers"] = choice.num_layers
+        config = with_layers(config, choice.num_layers)
     layout = Layout.dense(config["num_hidden_layers"]) if folder is None else Layout.from_config(config)
     layout.check_model(config)
     if folder is not None and is_local:

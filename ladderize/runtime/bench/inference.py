@@ -72,12 +72,12 @@ class ParallelLlama(TPLlama):
             attention, mlp = self.weights.attention(index), self.weights.mlp(index)
             (partial,) = self.attention_products(index, attention, x, step, cache, 1)
             (partial_mlp,) = self.mlp_products(mlp, x, None, 1)
-            for bias in (attention.o_bias, mlp.down_bias):
+            for bias in (self.scaled(attention.o_bias), self.scaled(mlp.down_bias)):
                 residual = residual if bias is None else residual + bias
             pending = PendingSum(self.collectives, residual, None, [partial + partial_mlp])
             yield
             residual, x = pending.wait()
-        return self.weights.norm(x)
+        return self.end(x)
 
 
 def random_prompts(vocab: int, batch: int, prompt_len: int, seed: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ from ladderize.choices import (
     REPLICATE_VOCAB,
     REVISION,
     SEED_OF_ROUNDS,
+    SHAPE_NAMES,
     THREADS,
     TP_SIZE,
     BackendName,
@@ -67,9 +68,7 @@ class ModelChoice:
     """What to time: checkpoints, or one shape with random weights in several layouts. None was not given."""
 
     models: tuple[str, ...] = argument("[MODEL]...", "Checkpoints. The first is the reference.", ())
-    random_weights: str | None = option(
-        "Time a shape instead of checkpoints: 1b, 3b, 8b, 70b, 405b or a config.json.", metavar="CONFIG"
-    )
+    random_weights: str | None = option(f"Time a shape instead of checkpoints: {SHAPE_NAMES}.", metavar="CONFIG")
     layout: str | None = option(
         "With --random-weights: layouts, each a name or name=RANGE of layers.",
         metavar="A,B",

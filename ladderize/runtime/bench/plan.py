@@ -8,10 +8,9 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ladderize.checkpoint.config import check_llama, parameter_count
+from ladderize.checkpoint.config import check_config, parameter_count
 from ladderize.console import human_bytes
 from ladderize.errors import UsageError, UserError
-from ladderize.layout import CONFIG_KEYS
 from ladderize.memory import available_bytes
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.bench.cost_model import MemoryNeed, cache_bytes, prefill_bytes, weight_bytes
@@ -27,7 +26,7 @@ from ladderize.runtime.bench.reference_check import checked_specs, longest_check
 from ladderize.runtime.collectives.links import Link, parse_link
 from ladderize.runtime.launch import check_group_size
 from ladderize.runtime.schedule import Schedule
-from ladderize.runtime.shards import Shape, read_shape, virtual_ranks
+from ladderize.runtime.shards import Shape, dense_config, read_shape, virtual_ranks, with_layers
 from ladderize.runtime.spec import ModelSpec, checkpoint_spec, shape_spec
 
 Asked = TypeVar("Asked", bound=GroupOptions)
@@ -112,12 +111,12 @@ def chosen_models(choice: ModelChoice, options: GroupOptions) -> list[ModelSpec]
             checkpoint_spec(model, tp_size=ranks, dtype=choice.dtype, revision=choice.revision, option=asked_by)
             for model in choice.models
         ]
-    config = dict(read_shape(choice.random_weights))
-    check_llama(config)
+    config = read_shape(choice.random_weights)
+    check_config(config)
     if choice.num_layers is not None:
-        config["num_hidden_layers"] = choice.num_layers
-        check_llama(config)
-    config = {key: value for key, value in config.items() if key not in CONFIG_KEYS} | {"model_type": "llama"}
+        config = with_layers(config, choice.num_layers)
+        check_config(config)
+    config = dense_config(config)
     virtual = choice.sync_tp_size or ranks
     layouts = [(name, named_layout(name, config["num_hidden_layers"], virtual)) for name in layout_names(choice.layout)]
     if choice.sync_tp_size is not None and not any(layout.spd_layers for _, layout in layouts):

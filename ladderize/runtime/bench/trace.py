@@ -22,7 +22,7 @@ from ladderize.files.records import Record
 from ladderize.runtime.collectives.observed import TRACED_START, TRACED_WAIT, Traced
 
 # Of NCCL; of torch's symmetric memory; of vLLM's custom all-reduce (cross_device_reduce) and quick reduce; of
-# FlashInfer, TensorRT-LLM and MSCCL++ (all of whose names hold allreduce). torch.cuda._sleep's spin_kernel stands for
+# FlashInfer, TensorRT-LLM and MSCCL++ (all of whose names hold allreduce). The spin_kernel of emulated.py stands for
 # communication in emulated runs.
 COMMUNICATION_KERNELS = re.compile(
     r"nccl|nvshmem|one_?shot|two_?shot|multimem|cross_device_reduce|quickreduce|all_?reduce|all_?gather|reduce_?scatter"

@@ -1,13 +1,13 @@
 """One rank of a group that is not there: every collective becomes a delay of the length that a link is said to take."""
 
 import functools
-import statistics
 import time
 
 import torch
 from torch import Tensor
 
 from ladderize.runtime.collectives.base import Collectives, Handle, side_by_side
+from ladderize.runtime.collectives.gpu import OnStream
 from ladderize.runtime.collectives.links import Link
 
 # Only the long part of a long delay is slept: waking up is late by a fraction of a millisecond, and the core is cold by
@@ -39,29 +39,30 @@ class Emulated(Collectives):
         return self.all_reduce_async(side_by_side(x, self.ranks)).wait()
 
 
-class EmulatedOnGpu(Collectives):
+# Reads the GPU's clock of nanoseconds, which runs at one rate whatever the cores' clock does under a power limit.
+SPIN_KERNEL = """
+extern "C" __global__ void ladderize_spin_kernel(double nanoseconds) {
+    unsigned long long begin, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+    do {
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (now - begin < nanoseconds);
+}
+"""
+
+
+class EmulatedOnGpu(OnStream):
     """The same on a GPU: a kernel that idles for that long, on a communication stream; CUDA graphs can capture it."""
 
     name = "emulated"
 
     def __init__(self, ranks: int, link: Link, device: torch.device) -> None:
-        super().__init__(ranks)
+        super().__init__(ranks, device)
         self.link = link
-        self.stream = torch.cuda.Stream(device)
-        self.cycles_per_second = _cycles_per_second()
+        self.spin = torch.cuda._compile_kernel(SPIN_KERNEL, "ladderize_spin_kernel")
 
-    def all_reduce_async(self, x: Tensor) -> Handle:
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(int(self.link.seconds(x.nbytes) * self.cycles_per_second))
-            through = self.stream.record_event()
-
-        def finish() -> Tensor:
-            # for this message, and not for those that were sent after it
-            torch.cuda.current_stream().wait_event(through)
-            return x
-
-        return Handle(finish)
+    def reduce(self, x: Tensor, total: Tensor) -> None:
+        self.spin(grid=(1, 1, 1), block=(1, 1, 1), args=[self.link.seconds(x.nbytes) * 1e9])
 
     def all_gather(self, x: Tensor) -> Tensor:
         return self.all_reduce_async(side_by_side(x, self.ranks)).wait()
@@ -85,18 +86,3 @@ def sleep_until(deadline: float) -> None:
         time.sleep(left - SLEEP_SLACK)
     while clock() < deadline:
         pass
-
-
-def _cycles_per_second() -> float:
-    """The rate of the clock that the idling kernel counts, measured: its documentation promises none."""
-    cycles = 20_000_000
-    samples = []
-    torch.cuda._sleep(20 * cycles)  # until an idle GPU's clock has risen
-    for _ in range(5):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        torch.cuda._sleep(cycles)
-        stop.record()
-        torch.cuda.synchronize()
-        samples.append(cycles / (start.elapsed_time(stop) / 1e3))
-    return statistics.median(samples[1:])

@@ -1,5 +1,10 @@
 """All-reduces between GPUs."""
 
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,48 +15,73 @@ from ladderize.runtime.collectives.base import Collectives, Handle
 # Up to here one kernel in which every rank reads all peers beats NCCL's ring (vLLM's and TensorRT-LLM's custom
 # all-reduces switch at sizes between 256 KiB and 8 MiB).
 ONE_SHOT_BYTES = 512 * 1024
+# For the other ranks' handles of symmetric memory, which are exchanged at once.
+RENDEZVOUS_TIMEOUT = timedelta(minutes=1)
+# Of communication's streams: of the blocks that wait for a free multiprocessor, theirs go first. A message that queues
+# behind all of the compute that is to hide it hides nothing.
+HIGH = -1
 
 
-class Nccl(Collectives):
-    """NCCL on a stream of its own. ``wait`` orders streams and never blocks the host, so CUDA graphs can capture it."""
+class OnStream(Collectives):
+    """Sums on a stream of its own. ``wait`` orders streams and never blocks the host, so CUDA graphs can capture it.
+
+    A message and its sum are memory of the computing stream, and held until ``wait``. What that stream does later comes
+    after the sum then, so the allocator may give the memory to it again: no ``record_stream``, which would keep it from
+    being used again as long as the host is ahead, and in a capture altogether.
+    """
+
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        super().__init__(ranks)
+        self.stream = torch.cuda.Stream(device, priority=HIGH)
+
+    def place_of_sum(self, x: Tensor) -> Tensor:
+        """Where the sum of ``x`` goes: in its own place, unless a subclass says otherwise."""
+        return x
+
+    def reduce(self, x: Tensor, total: Tensor) -> None:
+        """Write the sum of ``x`` into ``total``, on the current stream."""
+        raise NotImplementedError
+
+    def all_reduce_async(self, x: Tensor) -> Handle:
+        total = self.place_of_sum(x)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.reduce(x, total)
+            through = self.stream.record_event()
+        return Handle(lambda message=x: _ready(message, total, through))  # type: ignore[misc]
+
+
+def _ready(message: Tensor, total: Tensor, through: torch.cuda.Event) -> Tensor:
+    """``total``, for what the current stream does from now on: after this message, and not after those that were sent
+    behind it. message: is held until here."""
+    torch.cuda.current_stream().wait_event(through)
+    return total
+
+
+class Nccl(OnStream):
+    """NCCL."""
 
     name = "nccl"
 
     def __init__(self, group: Ranks) -> None:
-        super().__init__(group.size)
+        super().__init__(group.size, group.device)
         self.group = group.group
-        self.stream = torch.cuda.Stream(group.device)
 
-    def reduce(self, x: Tensor) -> Tensor:
-        """Sum on the current stream."""
+    def reduce(self, x: Tensor, total: Tensor) -> None:
         dist.all_reduce(x, group=self.group)
-        return x
-
-    def all_reduce_async(self, x: Tensor) -> Handle:
-        compute = torch.cuda.current_stream()
-        self.stream.wait_stream(compute)
-        with torch.cuda.stream(self.stream):
-            total = self.reduce(x)
-            through = self.stream.record_event()
-        x.record_stream(self.stream)
-
-        def finish() -> Tensor:
-            waiting = torch.cuda.current_stream()
-            waiting.wait_event(through)  # for this message, and not for those that were sent after it
-            total.record_stream(waiting)
-            return total
-
-        return Handle(finish)
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = torch.empty(self.ranks, *x.shape, dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
+        # torch 2.13 warns of the older name
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts.unbind(0), -1)
 
 
 class SymmetricMemory(Nccl):
     """PyTorch's symmetric memory: small messages by one kernel that reads all peers (or the switch's multicast), large
-    ones by NCCL."""
+    ones by NCCL. All ranks make it together. Raises RuntimeError where it cannot be had, after RENDEZVOUS_TIMEOUT where
+    that is so on another rank."""
 
     name = "symm_mem"
 
@@ -62,17 +92,38 @@ class SymmetricMemory(Nccl):
         own = group.group if group.group is not None else dist.group.WORLD
         assert own is not None
         self.group_name = own.group_name
-        self.buffer = symm_mem.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=group.device)
-        handle = symm_mem.rendezvous(self.buffer, self.group_name)
+        with _limited(own, RENDEZVOUS_TIMEOUT):
+            self.buffer = symm_mem.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device=group.device)
+            handle = symm_mem.rendezvous(self.buffer, self.group_name)
         self.multicast = bool(getattr(handle, "multicast_ptr", 0))
 
-    def reduce(self, x: Tensor) -> Tensor:
-        size = x.nbytes
-        if size > ONE_SHOT_BYTES or size % 16 or x.dtype not in (torch.bfloat16, torch.float32):
-            return super().reduce(x)
+    def by_one_kernel(self, x: Tensor) -> bool:
+        return x.nbytes <= ONE_SHOT_BYTES and x.nbytes % 16 == 0 and x.dtype in (torch.bfloat16, torch.float32)
+
+    def place_of_sum(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x) if self.by_one_kernel(x) else x
+
+    def reduce(self, x: Tensor, total: Tensor) -> None:
+        if not self.by_one_kernel(x):
+            super().reduce(x, total)
+            return
         # one buffer is enough: it is used on one stream only, and each kernel ends with a barrier of all ranks
-        message = self.buffer[:size].view(x.dtype)
-        message.copy_(x.view(-1))
+        message, operators = self.buffer[: x.nbytes].view(x.dtype).view(x.shape), torch.ops.symm_mem
         if self.multicast:
-            return torch.ops.symm_mem.multimem_all_reduce_(message, "sum", self.group_name).clone().view(x.shape)
-        return torch.ops.symm_mem.one_shot_all_reduce(message, "sum", self.group_name).view(x.shape)
+            message.copy_(x)
+            operators.multimem_one_shot_all_reduce_out(message, "sum", self.group_name, total)
+        else:
+            operators.one_shot_all_reduce_copy_out(message, x, "sum", self.group_name, total)
+
+
+@contextlib.contextmanager
+def _limited(group: Any, timeout: timedelta) -> Iterator[None]:
+    """Inside the block the group's store, over which ranks meet, waits for others no longer than ``timeout``: not as
+    long as a collective may take."""
+    store: Any = dist.distributed_c10d._get_process_group_store(group)
+    before = store.timeout
+    store.set_timeout(timeout)
+    try:
+        yield
+    finally:
+        store.set_timeout(before)

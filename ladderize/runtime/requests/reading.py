@@ -139,7 +139,7 @@ class TextReader:
             seen = torch.from_numpy(np.stack([ancestors(row, length) for row in batch]))
             mask = seen[:, None].to(self.device)
         # padding stands on the right: without a mask no token looks that far
-        return self.forward(ids, Step(self.rope[depths].unsqueeze(2), 0, 0, mask, causal=mask is None))
+        return self.forward(ids, Step(self.rope[depths].unsqueeze(2), 0, 0, mask, causal=mask is None, depths=depths))
 
     def _chunked(self, row: TreeRow) -> Tensor:
         """A text that is longer than the budget, piece by piece, with a cache for what was read."""

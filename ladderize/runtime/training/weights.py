@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ladderize.checkpoint.config import EMBEDDING, HEAD, expected_tensors
 from ladderize.layout import DROPPED, Layout
 from ladderize.ranks.group import Ranks
-from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm
+from ladderize.runtime.layers import AttentionWeights, HeadNorms, Linear, MlpWeights, RMSNorm, Weights, WideRMSNorm
 from ladderize.runtime.loader import Source, load_weights, pair_rope_rows, unpair_rope_rows
 from ladderize.runtime.shards import Shape, Slice
 from ladderize.runtime.training.linear import LaterLinear, WeightGradient
@@ -66,7 +66,7 @@ class Piece:
         """Copy this rank's part of a whole tensor to where it lies."""
         targets = [of(parameter)[rows] for parameter, rows in self.parts]
         if self.dim is None:
-            targets[0].copy_(whole)
+            targets[0].copy_(pair_rope_rows(whole, self.head_dim) if self.head_dim else whole)
             return
         size = sum(target.shape[self.dim] for target in targets)
         start = min(self.start, self.shape[self.dim])
@@ -118,6 +118,9 @@ class TrainedAttention(nn.Module):
         self.norm, self.o_bias = _parameter(weights.norm.weight), _parameter(weights.o_bias)
         self.qkv = TrainedLinear(weights.qkv)
         self.o = nn.ModuleList(map(TrainedLinear, weights.o))
+        norms = weights.head_norms
+        self.q_norm = None if norms is None else _parameter(norms.query)
+        self.k_norm = None if norms is None else _parameter(norms.key)
 
 
 class TrainedMlp(nn.Module):
@@ -203,6 +206,9 @@ class TrainedWeights(nn.Module):
         )
         if attention.o_bias is not None:
             yield f"{prefix}o_proj.bias", _replicated(attention.o_bias)
+        if attention.q_norm is not None:
+            yield f"{prefix}q_norm.weight", _replicated(attention.q_norm, shape.head_dim)
+            yield f"{prefix}k_norm.weight", _replicated(attention.k_norm, shape.head_dim)
 
     def _mlp_pieces(self, prefix: str, mlp: Any) -> Iterator[tuple[str, Piece]]:
         shape = self.shape
@@ -229,6 +235,8 @@ class TrainedWeights(nn.Module):
         found: list[Tensor] = [self.norm]
         for index, (attention, mlp) in enumerate(self._layers()):
             found += [attention.norm, mlp.norm]
+            if attention.q_norm is not None:  # of this rank's heads alone
+                found += [attention.q_norm, attention.k_norm]
             if attention.o_bias is not None and self.layout.attention_sync[index] == DROPPED:
                 found.append(attention.o_bias)
         if self.lora is not None:
@@ -304,8 +312,15 @@ class UsedWeights:
 
     def attention(self, layer: int) -> AttentionWeights:
         own: Any = self.weights.attentions[layer]
+        shape = self.weights.shape
         made = AttentionWeights(
-            self._norm(own.norm), self._linear(own.qkv), [self._linear(o) for o in own.o], self._small(own.o_bias)
+            self._norm(own.norm),
+            self._linear(own.qkv),
+            [self._linear(o) for o in own.o],
+            self._small(own.o_bias),
+            HeadNorms(own.q_norm, own.k_norm, shape.own_heads, shape.own_kv_heads, shape.eps)
+            if own.q_norm is not None
+            else None,
         )
         return made if self.weights.lora is None else self.weights.lora.attention(layer, made, self.weights.compute)
 
@@ -399,5 +414,5 @@ def _parameter(tensor: Tensor | None) -> Any:
     return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
 
 
-def _replicated(parameter: Tensor) -> Piece:
-    return Piece(tuple(parameter.shape), ((parameter, slice(None)),))
+def _replicated(parameter: Tensor, head_dim: int = 0) -> Piece:
+    return Piece(tuple(parameter.shape), ((parameter, slice(None)),), head_dim=head_dim)

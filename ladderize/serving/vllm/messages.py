@@ -28,6 +28,7 @@ from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Collectives, Handle
 from ladderize.runtime.collectives.choose import choose
 from ladderize.runtime.collectives.emulated import emulate
+from ladderize.runtime.collectives.gpu import OnStream
 from ladderize.serving.vllm.environment import BACKEND_VARIABLE, MessageBackend
 
 logger = init_logger("vllm.ladderize")
@@ -43,6 +44,7 @@ class Messages:
         define_operators()
         self.name = name
         self.in_flight: deque[Handle] = deque()
+        self.forward: object = None  # vLLM's context of the forward pass that sent last
         backend = MessageBackend.from_environment(os.environ)
         self.emulated = backend.link is not None
         self.collectives, why = _collectives(backend, vllm_config)
@@ -115,9 +117,12 @@ def _messages(name: str) -> Messages:
 
 
 def _start(partial: Tensor, reads: Tensor, messages: str) -> None:
-    sender = _messages(messages)
-    if sender.in_flight:
+    sender, forward = _messages(messages), get_forward_context()
+    if sender.in_flight and sender.forward is forward:
         raise RuntimeError("a message was started while another was in flight")
+    while sender.in_flight:  # of a pass that ended in an error: the other ranks have sent theirs, too
+        sender.in_flight.popleft().wait()
+    sender.forward = forward
     sender.collectives.tidy()
     own = partial.device.type == "cpu" and not sender.collectives.copies
     sender.in_flight.append(sender.collectives.all_reduce_async(partial.clone() if own else partial))
@@ -148,7 +153,7 @@ def _collectives(backend: MessageBackend, vllm_config: VllmConfig) -> tuple[Coll
     if group.world_size == 1:
         return Collectives(), "none, there is one rank"
     if device.type == "cuda":
-        return OnStream(group, device), "vLLM's all-reduces, on a stream of their own"
+        return VllmOnStream(group, device), "vLLM's all-reduces, on a stream of their own"
     if backend.name == "vllm":
         return VllmAllReduce(group), f"none, by {BACKEND_VARIABLE}=vllm: vLLM's all-reduces on CPUs do not overlap"
     ranks = Ranks(group.rank_in_group, group.world_size, device, group=group.cpu_group)
@@ -176,26 +181,15 @@ class VllmAllReduce(Collectives):
         return Handle(lambda: total)
 
 
-class OnStream(VllmAllReduce):
+class VllmOnStream(OnStream):
     """vLLM's all-reduce (custom kernel, symmetric memory or NCCL, as vLLM chooses for the size) on a stream of its own.
+    What it returns stays on that stream: the sum takes the message's place."""
 
-    ``wait`` orders streams and never blocks the host, so CUDA graphs can capture it. The caller keeps ``x`` until
-    ``wait``, and what vLLM's all-reduce returns stays on this stream. So no memory is marked with ``record_stream``,
-    which would keep it from being used again while a graph is captured.
-    """
+    name = "vllm"
 
     def __init__(self, group: GroupCoordinator, device: torch.device) -> None:
-        super().__init__(group)
-        self.stream = torch.cuda.Stream(device)
+        super().__init__(group.world_size, device)
+        self.group = group
 
-    def all_reduce_async(self, x: Tensor) -> Handle:
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            x.copy_(self.group._all_reduce_out_place(x))  # hidden, too
-            through = self.stream.record_event()
-
-        def finish() -> Tensor:
-            torch.cuda.current_stream().wait_event(through)
-            return x
-
-        return Handle(finish)
+    def reduce(self, x: Tensor, total: Tensor) -> None:
+        total.copy_(self.group._all_reduce_out_place(x))

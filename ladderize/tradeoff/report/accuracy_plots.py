@@ -1,13 +1,10 @@
-"""Differences to the dense model, task by task; what adaptation wins back; and how much each block minds a change."""
+"""Differences to the dense model, task by task, and what adaptation wins back."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ladderize.adapt.retrain.curves import dense_perplexities, finite_heldout, heldout_panel
-from ladderize.convert.sensitivity_file import CLASSES, SensitivityDocument
-from ladderize.eval.sensitivity_plot import CLASS_LOOKS, sensitivity_panel
 from ladderize.figure import (
     SIGNED_LABEL,
     PlotPanel,
@@ -21,7 +18,7 @@ from ladderize.figure import (
     nominal,
     quantitative,
 )
-from ladderize.tradeoff.report.documents import FoundCurves, FoundDocument
+from ladderize.tradeoff.report.documents import FoundCurves
 from ladderize.tradeoff.report.join import ReportContent
 from ladderize.tradeoff.report.plot import (
     BY_ACCURACY,
@@ -240,55 +237,5 @@ def _curves_plot(found: list[FoundCurves], commands: list[str]) -> ReportPlot:
         panels=[heldout_panel(runs)],
         table=table,
         legend=[(name, *line_look(number)) for number, name in enumerate(dict.fromkeys(names))],
-        commands=commands,
-    )
-
-
-# ---- sensitivity: of each block, from sensitivity.json ----
-
-MEANINGS = {
-    "spd": "when it joins the dropped blocks after it",
-    "ladder": "when it joins the ladder blocks after it",
-    "each": "when it alone is dropped",
-    "each-ladder": "when it alone is a ladder block",
-}
-
-
-def sensitivity_plots(found: list[FoundDocument[SensitivityDocument]], commands: list[str]) -> list[ReportPlot]:
-    """One plot for each file."""
-    return [
-        _sensitivity_plot(one.document, "sensitivity" if number == 1 else f"sensitivity-{number}", commands)
-        for number, one in enumerate(found, 1)
-    ]
-
-
-def _sensitivity_plot(document: SensitivityDocument, name: str, commands: list[str]) -> ReportPlot:
-    meaning = MEANINGS.get(document.mode, "when it is changed")
-    ranks = f", {document.sync_tp_size} virtual ranks" if document.sync_tp_size else ""
-    aligned = ", after alignment" if document.aligned is not None else ""
-    table = make_table(
-        f"Sensitivity to {document.kind}: the data",
-        (
-            {
-                "block": number_cell(block.block, "{:.0f}"),
-                "increase of perplexity": number_cell(block.sensitivity, "{:.5g}"),
-                "low": number_cell(block.low, "{:.5g}"),
-                "high": number_cell(block.high, "{:.5g}"),
-                "class": block.sensitivity_class,
-            }
-            for block in document.blocks
-        ),
-    )
-    classes = {block.sensitivity_class for block in document.blocks}
-    return ReportPlot(
-        name=name,
-        title=f"Sensitivity of each block to {document.kind}{ranks}{aligned}",
-        caption=f"How far the perplexity of {Path(document.model).name} rises for each block {meaning}, on"
-        f" {document.data.samples} x {document.data.seq_len} tokens. Bars are {document.interval:.0%} bootstrap"
-        f" intervals. Dashed lines: tau1 {document.tau1:g}, tau2 {document.tau2:g}, the ends of the classes.",
-        summary=f"Sensitivity of {len(document.blocks)} blocks to {document.kind}, each with its interval and class.",
-        panels=[sensitivity_panel(document)],
-        table=table,
-        legend=[(kind, *CLASS_LOOKS[kind]) for kind in CLASSES if kind in classes],
         commands=commands,
     )

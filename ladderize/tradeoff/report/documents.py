@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 from ladderize.adapt.methods import METRICS
 from ladderize.adapt.retrain.curves import Curves, read_curves
 from ladderize.choices import flag
-from ladderize.convert.read_sensitivity import read_sensitivity
+from ladderize.convert.point_sensitivity import PointSensitivity
+from ladderize.convert.read_sensitivity import read_point_sensitivity, read_sensitivity
 from ladderize.convert.sensitivity_file import SensitivityDocument
 from ladderize.errors import UserError
 from ladderize.eval.options import EvalOptions
@@ -39,7 +40,6 @@ TELLING_KEYS = {
 NOT_SHOWN = {
     "training": "bench --train, whose steps no report shows; name other files",
     "vllm": "bench --engine vllm, which no report shows; name other files",
-    "points": "sensitivity --mode points, which `ladderize plan` reads and no report shows; name other files",
 }
 STAGE_COMMANDS = 4  # of a sweep's: its own command makes them all
 AnyDocument = TypeVar("AnyDocument")
@@ -76,12 +76,13 @@ class FoundDocuments:
     benches: list[FoundDocument[BenchDocument]] = field(default_factory=list)
     plans: list[FoundDocument[PlanResult]] = field(default_factory=list)
     sensitivities: list[FoundDocument[SensitivityDocument]] = field(default_factory=list)
+    points: list[FoundDocument[PointSensitivity]] = field(default_factory=list)
     curves: list[FoundCurves] = field(default_factory=list)
     seen: set[Path] = field(default_factory=set)
 
     @property
     def empty(self) -> bool:
-        return not (self.sweeps or self.results or self.benches or self.plans or self.sensitivities or self.curves)
+        return not (self.curves or any(getattr(self, kind) for kind in READERS))
 
     def commands(self, *kinds: str) -> list[str]:
         """What made the sweeps, and the documents of these kinds."""
@@ -215,12 +216,14 @@ def _plan_command(document: PlanResult, file: str) -> str:
     return _line("plan", [] if asked.model is None else [asked.model], changed, file)
 
 
-def _sensitivity_command(document: SensitivityDocument, file: str) -> str:
+def _sensitivity_command(document: SensitivityDocument | PointSensitivity, file: str) -> str:
     data = document.data
     given: dict[str, object] = {"mode": document.mode, "data": data.file, "sync_tp_size": document.sync_tp_size}
     given |= {"samples": data.samples, "seq_len": data.seq_len}
     if document.aligned is not None:
         given |= {"align": True, "align_samples": document.aligned.samples}
+    if isinstance(document, PointSensitivity) and document.pairs:
+        given["pairs"] = True
     return _line("sensitivity", [document.model], given, file)
 
 
@@ -246,4 +249,5 @@ READERS: dict[str, tuple[Callable[[Any, Path], Any], Callable[[Any, str], str]]]
     "benches": (BenchDocument.from_dict, _bench_command),
     "plans": (PlanResult.from_dict, _plan_command),
     "sensitivities": (lambda _, path: read_sensitivity(path), _sensitivity_command),
+    "points": (lambda _, path: read_point_sensitivity(path), _sensitivity_command),
 }

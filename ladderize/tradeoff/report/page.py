@@ -19,12 +19,13 @@ from ladderize.files.documents import check_writable
 from ladderize.files.records import Record
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import replacement
-from ladderize.tradeoff.report.accuracy_plots import recovery_plots, sensitivity_plots, task_plots
+from ladderize.tradeoff.report.accuracy_plots import recovery_plots, task_plots
 from ladderize.tradeoff.report.answer import MEASURE_ACCURACY, MEASURE_SPEED, Answer, find_answer
 from ladderize.tradeoff.report.documents import find_documents
 from ladderize.tradeoff.report.join import ReportContent, join_documents
 from ladderize.tradeoff.report.options import ReportOptions
 from ladderize.tradeoff.report.plot import ReportPlot
+from ladderize.tradeoff.report.sensitivity_plots import sensitivity_plots
 from ladderize.tradeoff.report.speed_plots import speed_plots, time_plots
 from ladderize.tradeoff.report.tables import Facts, layout_strips, models_table, setup_facts
 from ladderize.tradeoff.report.tradeoff_plot import tradeoff_plots
@@ -187,7 +188,7 @@ def build_page(content: ReportContent, answer: Answer, title: str | None) -> Rep
         PageSection(
             "sensitivity",
             "Sensitivity",
-            sensitivity_plots(found.sensitivities, found.commands("sensitivities")),
+            sensitivity_plots(found),
             f"The sensitivity of the blocks was not measured. `{MEASURE_SENSITIVITY}` does it.",
         ),
         PageSection(

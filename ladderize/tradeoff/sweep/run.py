@@ -20,13 +20,14 @@ from ladderize.files.temporaries import lock_folder, replacement
 from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.group import already_started
 from ladderize.ranks.threads import cores
+from ladderize.tradeoff.sweep.board import Board
 from ladderize.tradeoff.sweep.builder import CACHE, Inputs, StageBuilder
 from ladderize.tradeoff.sweep.estimate import Estimator
 from ladderize.tradeoff.sweep.execute import Execution
 from ladderize.tradeoff.sweep.margin import Questions, count_questions, margin_words, questions_needed
 from ladderize.tradeoff.sweep.plan import Planner
+from ladderize.tradeoff.sweep.planned import PlanDocument
 from ladderize.tradeoff.sweep.points import PlannedPoint, SweepPlan, summed
-from ladderize.tradeoff.sweep.shown import Board, PlanDocument
 from ladderize.tradeoff.sweep.stages import (
     ADAPTER_FOLDER,
     BENCH_JSON,
@@ -154,7 +155,8 @@ def check_gpus(plan: SweepPlan, root: Path, gpus: Sequence[str]) -> None:
 def check_room_for(plan: SweepPlan, planner: Planner) -> None:
     """Raise UserError where the disk is certainly too small: found before hours of work, not after."""
     root = planner.root
-    needed = PlanDocument.of(plan, planner).disk_bytes
+    document = PlanDocument.of(plan, planner)
+    needed = document.output_bytes + document.unfinished_bytes
     free = shutil.disk_usage(root).free
     if needed > free:
         raise UserError(

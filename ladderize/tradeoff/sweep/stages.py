@@ -290,6 +290,11 @@ def remove_others(root: Path, kept: set[str]) -> None:
             shutil.rmtree(folder)
 
 
+def written_bytes(folder: Path) -> int:
+    """Of everything that a stage has left in its folder, complete or not."""
+    return sum(_files(folder).values())
+
+
 def _files(folder: Path) -> dict[str, int]:
     """Everything in a stage's folder but the log and the marker, with its size."""
     return {

@@ -163,7 +163,7 @@ def weights_key(spec: ModelSpec, shape: Shape) -> tuple[object, ...]:
     """Equal for models that share their weights: the same tensors, cut into the same pieces."""
     apart = tuple(virtual_ranks(spec.layout, layer, shape.tp_size) for layer in range(shape.layers))
     # where a sum is dropped, ranks know only parts of the gradient of its bias
-    dropped = spec.layout.attention_sync if shape.attention_bias else ()
+    dropped = spec.layout.attention_sync if shape.decoder.o_bias else ()
     files = None if spec.folder is None else files_identity(read_checkpoint(spec.folder))
     return files, shape, apart, dropped, spec.dtype
 

@@ -1,0 +1,262 @@
+"""The runtime's paths on a GPU, on the simulated one: the numbers are those of the host, in whatever order a GPU that
+keeps to streams and events may run things."""
+
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as symm_mem
+
+from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
+from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.errors import UserError
+from ladderize.layout import Layout
+from ladderize.ranks.group import Ranks
+from ladderize.runtime.collectives.base import Handle
+from ladderize.runtime.collectives.choose import choose
+from ladderize.runtime.collectives.gpu import HIGH, RENDEZVOUS_TIMEOUT, Nccl
+from ladderize.runtime.decode import BUCKET, are_sound
+from ladderize.runtime.sampling import Sampling
+from ladderize.runtime.schedule import SEQUENTIAL, Schedule
+from tests.groups import make_generator
+from tests.helpers import BIASES, SHAPE, random_ids, randomise
+from tests.simulated_gpu.device import DEVICE, SimulatedGpu
+from tests.simulated_gpu.groups import Alike, AlikeRanks, Store, collectives, process_group
+
+RANKS = 2
+MESSAGES = ("nccl all-reduce", "one_shot_all_reduce_copy", "multimem_one_shot_all_reduce", "ladderize_spin_kernel")
+LAYERS = 2
+LAYOUTS = {
+    "dense": {},
+    "ladder": {"ladder": range(LAYERS)},
+    "spd": {"spd": range(LAYERS), "sync_tp_size": 4},
+    "both": {"ladder": range(LAYERS), "spd": range(LAYERS), "sync_tp_size": 2},
+}
+SCHEDULES = [SEQUENTIAL, Schedule("domino"), Schedule("domino", 3, 2)]
+
+
+@dataclass
+class Flight:
+    """A message in the log. products: that the computing stream was given between its start and its wait."""
+
+    products: int
+    start: int
+    wait: int
+
+
+def flights(gpu):
+    """Every message: the event that is recorded right behind it is the one that is waited for, once."""
+    found = []
+    for start, entry in enumerate(gpu.log):
+        if entry[0] != "run" or entry[2] not in MESSAGES:
+            continue
+        kind, stream, event = gpu.log[start + 1]
+        assert (kind, stream) == ("record", entry[1])
+        assert stream != "main"
+        (wait,) = [place for place, other in enumerate(gpu.log) if other == ("wait", "main", event)]
+        between = gpu.log[start:wait]
+        products = sum(other[:2] == ("run", "main") and other[2] in ("mm", "addmm", "bmm") for other in between)
+        found.append(Flight(products, start, wait))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for name in LAYOUTS:
+        made[name] = tmp_path_factory.mktemp("models") / "m"
+        layout = Layout.from_layers(LAYERS, **LAYOUTS[name])
+        extra = BIASES if name == "spd" else {}
+        config = LadderizedLlamaConfig(
+            **{**SHAPE, "num_hidden_layers": LAYERS, "max_position_embeddings": 600, **extra}, **layout.to_config()
+        )
+        model = LadderizedLlamaForCausalLM(config)
+        randomise(model, seed())
+        model.save_pretrained(made[name])
+    return made
+
+
+def seed():
+    return int(torch.randint(1 << 30, ()))
+
+
+def opened(folder, device, backend, batch, columns, schedule=SEQUENTIAL):
+    generator = make_generator(folder, Ranks(0, 1, device), backend, batch, columns, pack=False)
+    generator.schedule = schedule
+    return generator
+
+
+def run(generator, ids, padding, draws, sampling):
+    """Reads a prompt, and the same with padding and with more tokens: logits, then tokens that were drawn."""
+    model, device = generator.model, generator.device
+    ids, padding, draws = (t.to(device) for t in (ids, padding, draws))
+    plain = model.logits(generator.read(ids))
+    padded = model.logits(generator.read(ids, padding)[:, -1:])[:, 0]
+    sound = are_sound(padded)
+    new = generator.decode_n_tokens(padded.argmax(-1), draws, sampling, sound)
+    return plain, padded, new, sound
+
+
+def assert_alike(found, expected):
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own.cpu(), other, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule.name}{schedule.columns}")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_reading_and_decoding(folders, name, schedule):
+    ids, draws, padding = random_ids(3, 9), torch.rand(3, 4), torch.tensor([0, 4, 2])
+    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9)
+    with torch.inference_mode():
+        expected = run(opened(folders[name], torch.device("cpu"), Alike(RANKS), 3, 20), ids, padding, draws, sampling)
+        with SimulatedGpu(seed(), RANKS) as gpu:
+            generator = opened(folders[name], DEVICE, collectives("nccl", gpu), 3, 20, schedule)
+            gpu.syncs.clear()
+            gpu.log.clear()
+            generator.read(ids.to(DEVICE))
+            products = [flight.products for flight in flights(gpu)]
+            if schedule.columns == 1:
+                assert products == HIDING[name][schedule.is_domino]
+            else:
+                assert all(count > 0 for count in products[1 : -schedule.columns])
+            found = run(generator, ids, padding, draws, sampling)
+            assert not gpu.syncs, "the host waited for the device"
+            assert_alike(found, expected)
+        assert not gpu.problems, gpu.problems[0]
+        assert not gpu.recorded
+
+
+# products that the computing stream is given between a message's start and its wait: the embedding's message first
+HIDING = {
+    "dense": ([0, 0, 0, 0, 0], [0, 4, 4, 2, 2, 4, 4, 2, 2, 0]),
+    "ladder": ([0, 2, 4, 2, 0], [0, 4, 6, 4, 6, 8, 6, 4, 2, 0]),
+    "spd": ([0, 0, 0], [0, 8, 8, 8, 8, 0]),
+    "both": ([0, 4, 0], [0, 6, 10, 10, 6, 0]),
+}
+
+
+@pytest.mark.parametrize("backend", ["one-shot", "multicast", "emulated"])
+def test_backends(folders, backend):
+    """Those beside NCCL, on a layout that overlaps, with messages on either side of what one kernel sums."""
+    ids = random_ids(1, 5)
+    ranks = 1 if backend == "emulated" else RANKS  # its sums are this rank's part alone
+    with torch.inference_mode():
+        host = opened(folders["ladder"], torch.device("cpu"), Alike(RANKS), 1, 20)
+        host.model.collectives.all_reduce_async = lambda x: Handle(lambda: x * ranks)
+        expected = host.model.logits(host.read(ids))
+        with SimulatedGpu(seed(), RANKS) as gpu:
+            made = collectives(backend, gpu)
+            generator = opened(folders["ladder"], DEVICE, made, 1, 20)
+            ids = ids.to(DEVICE)
+            gpu.syncs.clear()
+            gpu.log.clear()
+            found = generator.model.logits(generator.read(ids))
+            assert [flight.products for flight in flights(gpu)][:5] == HIDING["ladder"][0]
+            large = torch.ones(1 << 18, device=DEVICE)
+            total = made.all_reduce(large)
+            assert not gpu.syncs
+            labels = [entry[2] for entry in gpu.log if entry[0] == "run"]
+            assert ("nccl all-reduce" in labels) == (backend != "emulated")
+            assert_alike([found, total], [expected, torch.full((1 << 18,), float(ranks))])
+        assert not gpu.problems, gpu.problems[0]
+        assert {stream.priority for stream in gpu.streams[1:]} == {HIGH}
+        assert not gpu.recorded
+
+
+@pytest.mark.parametrize("backend", ["nccl", "one-shot"])
+def test_a_wait_that_is_left_out_is_found(folders, backend):
+    """By torch's checker of races, and by the numbers; whichever of the waits it is."""
+    ids = random_ids(2, 5)
+
+    def read(left_out):
+        with SimulatedGpu(seed(), RANKS, left_out=left_out) as gpu:
+            generator = opened(folders["ladder"], DEVICE, collectives(backend, gpu), 2, 8, Schedule("domino"))
+            return gpu, generator.read(ids.to(DEVICE)).cpu()
+
+    with torch.inference_mode():
+        sound, expected = read(None)
+        assert not sound.problems
+        for left_out in torch.randperm(sound.waits)[:3].tolist():
+            runs = (read(left_out) for _ in range(20))
+            assert any(gpu.problems and not torch.allclose(found, expected) for gpu, found in runs), left_out
+
+
+def test_memory_that_is_given_back_too_early_is_found():
+    """Without what the handle holds, the allocator has the message again while it is sent."""
+    wrong = 0
+    for _ in range(8):
+        with SimulatedGpu(seed(), RANKS) as gpu:
+            side = torch.cuda.Stream(DEVICE)
+            x = torch.ones(64, device=DEVICE)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                total = x * 2
+            del x
+            torch.cuda.current_stream().wait_stream(side)
+            wrong += not torch.equal(total.cpu(), torch.full((64,), 2.0))
+            assert gpu.problems
+    assert wrong
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_graphs(folders, name):
+    """Decoding through captured graphs, padded and over the edge from one graph's view to the next."""
+    start, steps = BUCKET - 2, 4
+    ids, padding = random_ids(2, start), torch.tensor([0, 7])
+    tokens = random_ids(steps, 2)
+
+    def logits(generator):
+        generator.read(ids.to(generator.device), padding.to(generator.device))
+        # a graph's output is read before the next replay
+        return [generator.decode_one_token(one.to(generator.device)).clone() for one in tokens]
+
+    with torch.inference_mode():
+        expected = logits(opened(folders[name], torch.device("cpu"), Alike(RANKS), 2, 300))
+        with SimulatedGpu(seed(), RANKS) as gpu:
+            generator = opened(folders[name], DEVICE, collectives("one-shot", gpu), 2, 300)
+            generator.graphs = True
+            found = logits(generator)
+            assert_alike(found, expected)
+        assert not gpu.problems, gpu.problems[0]
+        assert not gpu.recorded
+
+
+def test_a_stream_that_is_not_joined_ends_a_capture(folders):
+    with SimulatedGpu(seed(), RANKS) as gpu, torch.inference_mode():
+        made = collectives("nccl", gpu)
+        x = torch.ones(8, device=DEVICE)
+        with pytest.raises(RuntimeError, match="was forked and not joined"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            made.all_reduce_async(x)
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                x.sum().item()
+
+
+def test_what_a_gpu_refuses():
+    with SimulatedGpu(seed()) as gpu:
+        x = torch.ones(3, device=DEVICE)
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.ones(3)
+        assert (x + torch.tensor(1.0)).tolist() == [2, 2, 2]
+        gpu.syncs.clear()
+        assert x[x > 0].shape == (3,)
+        assert gpu.syncs.total() == 1
+
+
+def test_a_rank_that_fails_in_the_rendezvous_leaves_nobody_waiting():
+    """The others wait a minute for it and not as long as a collective may take; then all take NCCL."""
+    store = Store()
+
+    def fail(buffer, group):
+        assert store.timeout == RENDEZVOUS_TIMEOUT
+        raise RuntimeError("a container may not share memory handles")
+
+    with SimulatedGpu(seed(), RANKS), process_group(store), mock.patch.object(symm_mem, "rendezvous", fail):
+        group = AlikeRanks(0, RANKS, DEVICE)
+        chosen, why = choose("auto", group, max_bytes=1 << 20)
+        assert type(chosen) is Nccl
+        assert "may not share memory handles" in why
+        with pytest.raises(UserError, match="--backend symm_mem cannot be used: a container"):
+            choose("symm_mem", group, max_bytes=1 << 20)
+    assert store.timeout == Store().timeout
