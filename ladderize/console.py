@@ -1,5 +1,6 @@
 """What the commands share: results to stdout, progress to stderr, one place that turns errors into sentences."""
 
+import atexit
 import contextlib
 import io
 import itertools
@@ -357,8 +358,9 @@ def error_boundary(debug: bool) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except KeyboardInterrupt:
-        if is_main_rank():  # Ctrl-C reaches all of them
-            _say("Stopped by SIGTERM." if terminated else "Interrupted.")
+        with _deaf():
+            if is_main_rank():  # Ctrl-C reaches all of them
+                _say("Stopped by SIGTERM." if terminated else "Interrupted.")
         sys.exit(TERMINATED if terminated else INTERRUPTED)
     except SystemExit as end:
         if end.code == TERMINATED:  # an engine's own handler
@@ -388,6 +390,22 @@ def error_boundary(debug: bool) -> Iterator[None]:
         what = f"{type(error).__name__}: {sentence(error)}"
         _say_error(f"unexpected error: {what} (run again with --debug for the traceback)")
         sys.exit(1)
+    finally:
+        # as an exception, Ctrl-C while libraries tidy up after all would show as a traceback of theirs
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Nothing interrupts the last words."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Terminated(KeyboardInterrupt):

@@ -169,7 +169,7 @@ def test_greedy_answers_are_those_of_transformers(model, greedy, texts, prompts,
     assert document["tp_size"] == tp_size
     assert document["output_tokens_per_s"] > 0
     assert AnswersDocument.from_dict(document, "stdout").to_dict().items() <= document.items()
-    assert listing(tmp_path) == ["out.jsonl", "prompts.jsonl"]
+    assert listing(tmp_path) == ["out.jsonl", "out.jsonl.run.json", "prompts.jsonl"]
 
 
 def test_a_draw_depends_on_seed_number_and_step_only(model, whole, tokenizer, tmp_path):
@@ -351,7 +351,7 @@ def unfinished(model, lines, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(SampleFile, "append", append_or_fail)
         assert "no space left on device" in failure(command(model, lines, out))
-    assert listing(tmp_path) == ["lines.jsonl", "out.jsonl.ladderize-work", "whole.jsonl"]
+    assert listing(tmp_path) == ["lines.jsonl", "out.jsonl.ladderize-work", "whole.jsonl", "whole.jsonl.run.json"]
     assert len(rows_of(work_of(out) / "samples.jsonl")) == 16
     return out, (tmp_path / "whole.jsonl").read_bytes()
 

@@ -55,7 +55,7 @@ def test_a_line_is_ids_from_bos_to_eos(model, tmp_path):
     outcome = invoke(*command(model, tmp_path / "self.jsonl", 40), "--json")
     assert "no tokenizer: the lines get input_ids without text" in outcome.stderr
     document, rows = json.loads(outcome.stdout), ids_of((tmp_path / "self.jsonl").read_bytes())
-    assert listing(tmp_path) == ["self.jsonl"]
+    assert listing(tmp_path) == ["self.jsonl", "self.jsonl.run.json"]
     assert len(rows) == document["samples"] == 40
     assert document["tokens"] == sum(len(row) - 1 for row in rows)
     assert {row[0] for row in rows} == {SHAPE["bos_token_id"]}
@@ -150,7 +150,7 @@ def unfinished(model, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
         assert "no space left on device" in failure(command(model, tmp_path / "self.jsonl"))
-    assert listing(tmp_path) == ["self.jsonl.ladderize-work", "whole.jsonl"]
+    assert listing(tmp_path) == ["self.jsonl.ladderize-work", "whole.jsonl", "whole.jsonl.run.json"]
     assert listing(work_of(tmp_path / "self.jsonl")) == ["run.json", "samples.jsonl"]
     assert len(ids_of((work_of(tmp_path / "self.jsonl") / "samples.jsonl").read_bytes())) == 8
     return tmp_path / "self.jsonl", whole
@@ -211,6 +211,19 @@ def test_killed_between_the_rename_and_the_end(model, unfinished, monkeypatch):
     assert not work_of(out).exists()
 
 
+def test_killed_after_all_but_before_the_end(model, unfinished):
+    """The same command finds that it is done, and no other command does."""
+    out, whole = unfinished
+    assert write(model, out) == whole
+    outcome = invoke(*command(model, out))
+    assert (outcome.code, "10 samples are already there" in outcome.stderr) == (0, True)
+    for other in ([*command(model, out), "--seed", 5], command(model, out, 9)):
+        assert "already exists" in failure(other)
+    out.write_bytes(whole[:-1])  # somebody's by now
+    assert "already exists" in failure(command(model, out))
+    assert out.read_bytes() == whole[:-1]
+
+
 def test_kill_9_at_any_moment(model, tmp_path):
     out, samples = tmp_path / "self.jsonl", 120
     part = work_of(out) / "samples.jsonl"
@@ -223,7 +236,7 @@ def test_kill_9_at_any_moment(model, tmp_path):
     whole = write(model, tmp_path / "whole.jsonl", samples)
     assert not out.exists() or out.read_bytes() == whole  # a fast run may have come to its end
     assert write(model, out, samples) == whole
-    assert listing(tmp_path) == ["self.jsonl", "whole.jsonl"]
+    assert listing(tmp_path) == [name + end for name in ("self.jsonl", "whole.jsonl") for end in ("", ".run.json")]
 
 
 def test_a_second_run_does_not_touch_the_firsts_work(model, unfinished):
@@ -242,7 +255,7 @@ def test_a_finished_file_is_replaced_only_if_asked_for(model, tmp_path):
     assert out.read_text() == "precious"
     assert invoke(*command(model, out), "--overwrite").code == 0
     assert len(ids_of(out.read_bytes())) == 10
-    assert listing(tmp_path) == ["self.jsonl"]
+    assert listing(tmp_path) == ["self.jsonl", "self.jsonl.run.json"]
 
 
 # ---- what is wrong ----
@@ -282,6 +295,7 @@ def test_bad_models_and_places(tmp_path, monkeypatch):
     assert "exceed the model's 64 positions" in failure(command(model, out, max_new_tokens=64))
     assert invoke(*command(model, out, 1, max_new_tokens=63)).code == 0
     out.unlink()
+    out.with_name("self.jsonl.run.json").unlink()
     edit_json(model / "generation_config.json", bos_token_id=None)
     edit_json(model / "config.json", bos_token_id=1000)
     assert "bos_token_id is 1000, but the model has 97 tokens" in failure(command(model, out))

@@ -11,10 +11,12 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+ADOPTED = "ladderize"  # a file in a folder that a library has made for us
 
 
 def try_lock(descriptor: int) -> bool:
@@ -130,8 +132,24 @@ def replacement(path: Path) -> Iterator[IO[str]]:
 def remove_abandoned(folder: Path, prefix: str) -> None:
     """Remove the temporaries in ``folder`` with names that begin with ``prefix``, unless they are locked."""
     pattern = re.compile(re.escape(prefix) + "[0-9a-f]{8,16}(-old)?")
+    _remove_unlocked(folder, lambda entry: pattern.fullmatch(entry.name) is not None)
+
+
+def adopt_folder(folder: Path, prefix: str) -> None:
+    """Let the next run remove a folder that a library has made, for as long as this process lives, among others whose
+    names begin with ``prefix``. What killed runs have adopted there is removed now."""
+    if (folder / ADOPTED).exists():  # by this process, or by the one that started it
+        return
+    (folder / ADOPTED).touch()
+    try_lock(os.open(folder, os.O_RDONLY))  # until this process ends
+    _remove_unlocked(
+        folder.parent, lambda entry: entry.name.startswith(prefix) and os.path.exists(os.path.join(entry, ADOPTED))
+    )
+
+
+def _remove_unlocked(folder: Path, is_ours: Callable[[os.DirEntry[str]], bool]) -> None:
     with os.scandir(folder) as entries:
-        found = [entry for entry in entries if pattern.fullmatch(entry.name) and not entry.is_symlink()]
+        found = [entry for entry in entries if is_ours(entry) and not entry.is_symlink()]
     for entry in found:
         try:
             if entry.stat(follow_symlinks=False).st_uid != os.getuid():

@@ -12,6 +12,7 @@ import functools
 import gc
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -30,7 +31,7 @@ import torch.distributed as dist
 
 from ladderize.console import DEBUG, is_out_of_memory, sentence
 from ladderize.errors import LadderizeError, UserError
-from ladderize.files.temporaries import temporary_folder
+from ladderize.files.temporaries import adopt_folder, temporary_folder
 from ladderize.ranks.environment import ALONE, Place, started_rank_variables
 from ladderize.ranks.group import INFERENCE_TIMEOUT, Ranks, join_group, launched, rank_device
 from ladderize.ranks.threads import set_threads, take_cores
@@ -234,6 +235,8 @@ def start_context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    # where the server listens: multiprocessing removes it at the end, but not after SIGKILL
+    adopt_folder(Path(multiprocessing.util.get_temp_dir()), "pymp-")
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ValueError):  # not the main thread: its owner handles signals
             # the server inherits it: Ctrl-C, which a terminal sends to it too, would end its imports in a traceback

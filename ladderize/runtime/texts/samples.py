@@ -23,13 +23,14 @@ import torch
 from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.checkpoint.tensors import fingerprint
 from ladderize.console import Console, sentence
+from ladderize.data import file_sha256
 from ladderize.errors import UsageError, UserError
-from ladderize.files.documents import check_writable
+from ladderize.files.documents import check_writable, read_own, write_json
 from ladderize.files.parsing import parse_json
 from ladderize.files.records import Record
 from ladderize.files.regular import read_lines, resolved
 from ladderize.files.temporaries import fsync
-from ladderize.files.work import WorkFolder, work_folder
+from ladderize.files.work import FINISHED, RUN, WorkFolder, run_digest, work_folder
 from ladderize.modeling import load_tokenizer
 from ladderize.ranks.environment import is_main_rank
 from ladderize.ranks.group import Ranks
@@ -111,8 +112,7 @@ def checked_target(out: Path, samples: int | None, batch_size: int | None, overw
     out = resolved(out, "--out ")
     if is_main_rank():
         check_writable(out)
-        # a run that was killed just after its end may still tidy up
-        if out.exists() and not overwrite and not work_folder(str(out), None).exists():
+        if out.exists() and not overwrite and not (_record_of(out).exists() or work_folder(str(out), None).exists()):
             raise _is_there(out)
     return out
 
@@ -183,8 +183,9 @@ class SampleFile(WorkFolder):
     ``samples`` counts what is written, ``counts`` what ``Samples.counted`` does. Raises UserError if OUT is there
     already (unless ``overwrite``), if another run is at work, or if the unfinished work is another run's or unknown.
 
-    What may be killed when: the rename to OUT is the last step but one, and before it the record of the run says
-    ``finished``; so a record without samples tells a run that only had to tidy up.
+    Before the rename to OUT a record beside it says what run is about to make it, and the hash of what it makes: the
+    same command, after it was killed at the very end, finds that it is done. Of --overwrite, which is to work anew, the
+    work folder's record says ``finished``: without samples it tells a run that only had to tidy up.
     """
 
     CONTENT = (*WorkFolder.CONTENT, PART)
@@ -222,12 +223,12 @@ class SampleFile(WorkFolder):
 
     def _go_on(self) -> None:
         out, total = self.what.out, self.what.total
-        if self.about.get("finished") == total and out.is_file() and not self.part.exists():
+        if out.is_file() and not self.part.exists() and self._made_before():
             self._count(out)
             return
         if out.exists() and not self.what.overwrite:
             raise _is_there(out)
-        if "finished" in self.about:
+        if FINISHED in self.about:
             self.write_about()
         self.file = self.part.open("ab", buffering=0)
         self.file.truncate(self._count(self.part))
@@ -235,6 +236,17 @@ class SampleFile(WorkFolder):
             raise UserError(
                 f"{self.folder} holds {self.samples} samples already; ask for as many with --num-samples, or delete it"
             )
+
+    def _made_before(self) -> bool:
+        """Whether an earlier run of this command, which could not end, has made OUT as it is."""
+        if self.what.overwrite:
+            return self.about.get(FINISHED) == self.what.total
+        record = read_own(_record_of(self.what.out))
+        return record.get(RUN) == self._digest and record.get("sha256") == file_sha256(str(self.what.out))
+
+    @property
+    def _digest(self) -> str:
+        return run_digest({**self.identity, "samples": self.what.total})
 
     def _count(self, path: Path) -> int:
         """Count the whole lines; returns where they end: before what a kill or a power failure has left of one."""
@@ -269,7 +281,9 @@ class SampleFile(WorkFolder):
         """Give the file its name, and remove the folder."""
         if self.file is not None:
             os.fsync(self.file.fileno())
-            self.write_about(finished=self.samples)
+            made = {**self.identity, "samples": self.samples, "sha256": file_sha256(str(self.part)), RUN: self._digest}
+            write_json(_record_of(self.what.out), made)
+            self.write_about(**{FINISHED: self.samples})
             os.replace(self.part, self.what.out)
             fsync(self.what.out.parent)
         self.remove()
@@ -281,6 +295,11 @@ class SampleFile(WorkFolder):
             self.file.close()
             self.file = None
         super().__exit__(kind, error, trace)
+
+
+def _record_of(out: Path) -> Path:
+    """What made OUT, beside it."""
+    return out.with_name(out.name + ".run.json")
 
 
 def _is_there(out: Path) -> UserError:
