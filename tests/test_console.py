@@ -94,6 +94,18 @@ def test_sigterm_ends_a_command_as_ctrl_c_does():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_ctrl_c_while_libraries_tidy_up_shows_no_traceback():
+    code = """
+import atexit, signal
+from ladderize.console import error_boundary
+atexit.register(signal.raise_signal, signal.SIGINT)
+with error_boundary(debug=False):
+    print("done")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "done\n", "")
+
+
 @pytest.mark.parametrize("colour", [True, False])
 def test_errors_are_red_on_a_terminal_unless_no_color_is_set(tmp_path, colour):
     master, slave = os.openpty()

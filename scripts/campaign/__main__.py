@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from scripts.campaign.inputs import add_files, give_one
 from scripts.campaign.kills import Killer
+from scripts.campaign.obstacles import no_permission, no_room
 from scripts.campaign.places import COMMANDS, make_place
 from tests import warm
 
@@ -60,6 +61,12 @@ def main() -> int:
             folder = place.parent / f"input-{number}"
             folder.mkdir()
             note("input", give_one(draw, place, folder))
+            shutil.rmtree(folder)
+        for number in range(given.obstacles):
+            folder = place.parent / f"obstacle-{number}"
+            folder.mkdir()
+            name, obstacle = names[number // 2 % len(names)], (no_room, no_permission)[number % 2]
+            note(f"{obstacle.__name__} {name}", obstacle(draw, name, place, folder))
             shutil.rmtree(folder)
     for line, count in sorted(counts.items()):
         print(f"{count:5}  {line}")

@@ -17,8 +17,8 @@ CPU_S = 10.0  # of the whole command, its ranks included: other programs run on 
 WALL_S = 120.0
 STRANGE = (None, True, -1, 0, 0.5, 1e308, 10**30, "", "x" * 9000, "\x1b[31m\u202e", "a|b`c`<b>", [], {}, [[[]]],
            "../../etc/passwd", "nan", "/dev/zero")  # fmt: skip
-WORDS = ("", "-1", "0", "1.5", "nan", "inf", "1e400", "\u0663", "x" * 5000, "a,,b", "9:1", "::", "all,all", "../..", "/",
-         "/dev/zero", "\x1b[31m\u202e", "*", "--", "100%", "cuda:9", "{}", "\n", "-0", "1_0", "0x10")  # fmt: skip
+WORDS = ("", "-1", "0", "1.5", "nan", "inf", "1e400", "\u0663", "x" * 5000, "a,,b", "9:1", "::", "all,all", "../..",
+         "/", "/dev/zero", "\x1b[31m\u202e", "*", "--", "100%", "cuda:9", "{}", "\n", "-0", "1_0", "0x10")  # fmt: skip
 READ = (  # a file, and commands that read it
     ("dense/config.json", ("convert", "generate", "eval", "sensitivity", "bench", "inspect", "spd", "plan", "sweep")),
     ("dense/model.safetensors", ("convert", "generate", "eval", "sensitivity", "bench", "spd", "blocks", "sweep")),
@@ -164,7 +164,7 @@ def give_one(draw: random.Random, place: Path, folder: Path) -> str:
         out = folder / f"out{suffix_of(chosen)}"
         damage(draw, place / name)
         arguments, what = arguments_of(chosen, place, out), name
-    before = {path for path in folder.rglob("*")}
+    before = set(folder.rglob("*"))
     process = start(arguments, cwd=folder)
     begin = time.monotonic()
     while not process.has_ended() and time.monotonic() - begin < WALL_S:

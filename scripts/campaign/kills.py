@@ -69,7 +69,6 @@ class Killer:
                 return f"{way}: again: exit code {process.returncode}: {errors[-400:]}"
             if (found := digest(out, command)) != right:
                 other = sorted(key for key in {**found, **right} if found.get(key) != right.get(key))
-                shutil.copytree(folder, f"/tmp/campaign-other-{os.getpid()}-{self.draw.randrange(1000)}")
                 return f"{way}: another result in {other}"
             own = {"tmp", out.name, out.with_suffix(".yaml").name, f"{out.name}.run.json"}
             rest = sorted(path.name for path in folder.iterdir() if path.name not in own)

@@ -50,8 +50,9 @@ def _eval(place: Path, out: Path, *more: object) -> list[object]:
 
 def _plan(place: Path, out: Path) -> list[object]:
     return ["plan", place / "dense", "--hardware", "a100-80gb", "--link", "nvlink", "--tp-size", 2, "--sync-tp-size", 2,
-            "--prompt-len", 8, "--output-len", 8, "--sensitivity", place / "points.json", "--max-ppl-increase", "50%", "--verify", 3, "--threads", 1,
-            "--device", "cpu", "--out", out, "--recipe-out", out.with_suffix(".yaml")]  # fmt: skip
+            "--prompt-len", 8, "--output-len", 8, "--sensitivity", place / "points.json", "--max-ppl-increase", "50%",
+            "--verify", 3, "--threads", 1, "--device", "cpu", "--out", out, "--recipe-out",
+            out.with_suffix(".yaml")]  # fmt: skip
 
 
 def _calibrate(place: Path, out: Path) -> list[object]:
