@@ -57,7 +57,7 @@ def _plan(place: Path, out: Path) -> list[object]:
 
 def _calibrate(place: Path, out: Path) -> list[object]:
     shapes = [word for width in (32, 64) for word in ("--shape", place / f"shape-{width}.json")]
-    return ["calibrate", *shapes, "--tp-size", "1,2", "--prefill-tokens", 64, "--output-len", 3, "--repeat", 1,
+    return ["calibrate", *shapes, "--tp-size", "1,2", "--prefill-tokens", 32, "--output-len", 3, "--repeat", 1,
             "--warmup", 1, "--threads", 1, "--out", out]  # fmt: skip
 
 
