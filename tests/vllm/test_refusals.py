@@ -36,12 +36,6 @@ def test_tp_size_that_does_not_fit_the_model(refused, name):
     assert "tensor-parallel-size" in refused(name, tensor_parallel_size=3)
 
 
-def test_virtual_ranks_of_quantised_weights(refused):
-    message = refused("spd 4", quantization="fp8", dtype="bfloat16")
-    assert "quantised weights cannot be split into the 4 virtual ranks" in message
-    assert "--tensor-parallel-size 4" in message
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -41,7 +41,7 @@ def open_vllm(name: str, folder: Path, options: EvalOptions, **more: Any) -> "VL
     check_vllm()
     checkpoint = read_checkpoint(folder)
     config = checkpoint.config
-    if find_family(config) is not None and not config.get("quantization_config"):
+    if find_family(config) is not None:
         check_runnable(config, Layout.from_config(config), options.tp_size)
     tokenizer = open_tokenizer(name, folder, options)
     arguments = {

@@ -68,6 +68,38 @@ class VirtualRanks:
                 output[k] += whole.unflatten(1, (2, self.count, -1))[:, :, k].flatten(1)
         return output
 
+    def down(self, projection: nn.Module, heads: Tensor) -> Tensor:
+        """The sum of the virtual ranks' products of ``heads`` [count, tokens, inner / count] with down_proj."""
+        # it reads their slices side by side, so its product is their sum
+        output: Tensor = projection(heads.transpose(0, 1).flatten(1))[0]
+        return output
+
+
+class QuantisedRanks(VirtualRanks):
+    """The same where weights are quantised and packed, so that they cannot be cut: each virtual rank calls the whole
+    projection, with zeros for what others read. That is ``count`` times the work, with the scales that it would find on
+    a process of its own."""
+
+    def row_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
+        base, parts = unwrapped(projection), inputs.unflatten(1, (self.count, -1))
+        outputs = []
+        for k in range(self.count):
+            alone = torch.zeros_like(parts)
+            alone[:, k] = parts[:, k]
+            outputs.append(base.quant_method.apply(base, alone.flatten(1)))
+            if isinstance(projection, BaseLayerWithLoRA):
+                outputs[k] += lora_product(projection, alone.flatten(1), outputs[k].shape[1])
+        return torch.stack(outputs)
+
+    def column_parallel(self, projection: nn.Module, inputs: Tensor) -> Tensor:
+        outputs = [projection(inputs[k])[0].unflatten(1, (2, self.count, -1))[:, :, k] for k in range(self.count)]
+        return torch.stack(outputs).flatten(2)
+
+    def down(self, projection: nn.Module, heads: Tensor) -> Tensor:
+        base = unwrapped(projection)
+        output = self.row_parallel(projection, heads.transpose(0, 1).flatten(1)).sum(0)
+        return output if base.bias is None or base.tp_rank > 0 else output + base.bias
+
 
 def lora_product(projection: BaseLayerWithLoRA, inputs: Tensor, size: int) -> Tensor:
     """What the adapters of a batch's requests add to a product of ``inputs`` [tokens, in]: [tokens, size]."""
@@ -120,10 +152,14 @@ class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
         self.mlp.down_proj.reduce_results = self.mlp_sums
         # the bias belongs to no rank: where no sum follows, this layer adds it to the stream
         self.self_attn.o_proj.skip_bias_add = attention == DROPPED
-        self.virtual = None
+        self.virtual: VirtualRanks | None = None
         if virtual > 1:
-            self.virtual = VirtualRanks(virtual)
-            self.self_attn.o_proj.quant_method = self.mlp.gate_up_proj.quant_method = KeptWeight()
+            cut = (self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
+            if all(isinstance(projection.quant_method, UnquantizedLinearMethod) for projection in cut):
+                self.virtual = VirtualRanks(virtual)
+                self.self_attn.o_proj.quant_method = self.mlp.gate_up_proj.quant_method = KeptWeight()
+            else:
+                self.virtual = QuantisedRanks(virtual)
 
     def forward(
         self, positions: Tensor, delta: Tensor | None, residual: Tensor, pending: Pending | None
@@ -169,9 +205,7 @@ class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
             return mlp(norm(residual + carry)) + carry, residual
         x = norm((residual + carry).flatten(0, 1)).view_as(carry)
         heads = mlp.act_fn(self.virtual.column_parallel(mlp.gate_up_proj, x))
-        # down_proj reads the virtual ranks' slices side by side, so its product is their sum
-        partial, _ = mlp.down_proj(heads.transpose(0, 1).flatten(1))
-        return partial + carry.sum(0), residual
+        return self.virtual.down(mlp.down_proj, heads) + carry.sum(0), residual
 
 
 def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -105,14 +105,10 @@ def _problems(layout: Layout, vllm_config: "VllmConfig", backend: MessageBackend
 
     cpu, cuda = current_platform.is_cpu(), current_platform.is_cuda_alike()
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
-    tp_size, stages, ranks = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, layout.sync_tp_size
+    tp_size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     graphs = cuda and sends(layout, backend) and not vllm_config.model_config.enforce_eager
     return {
         f"--pipeline-parallel-size {stages} is more than the {layout.num_layers} layers": stages > layout.num_layers,
-        f"quantised weights cannot be split into the {ranks} virtual ranks of this layout's dropped sync points; use"
-        f" --tensor-parallel-size {ranks}, where each process is one, or weights that are not quantised": (
-            (ranks or 0) > tp_size and vllm_config.model_config.quantization is not None
-        ),
         f"{BACKEND_VARIABLE}={backend.name} has no effect with one rank; unset it, or raise --tensor-parallel-size": (
             backend.name != "auto" and tp_size == 1 and backend.link is None
         ),

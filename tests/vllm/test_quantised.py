@@ -1,0 +1,54 @@
+"""A converted int8 checkpoint: tokens are those of its layout, whose ranks quantise what they read, computed slowly."""
+
+import pytest
+import torch
+
+from ladderize import convert_checkpoint
+from ladderize.convert.recipe import Recipe
+from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
+from tests.oracle import Oracle
+from tests.quantised import dequantised, save_quantised
+from tests.vllm.jobs import Generate
+from tests.vllm.models import SHAPE, random_prompts
+
+RECIPES = {
+    "ladder": Recipe(ladder="all"),
+    "spd": Recipe(spd="all", sync_tp_size=2),
+    "both": Recipe(ladder="1:", spd="all", sync_tp_size=2),
+}
+
+
+def int8_tokens(x):
+    """What vLLM's CPU kernel makes of each token that a projection reads."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.round(x / scale) * scale
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", RECIPES)
+def test_int8(engines, tmp_path, name, ranks):
+    shape = {key: value for key, value in SHAPE.items() if key not in ("vocab_size", "intermediate_size")}
+    seed = int(torch.randint(1 << 30, ()))
+    source = save_quantised(tmp_path / "src", "int8", seed=seed, **shape, vocab_size=384, intermediate_size=192)
+    convert_checkpoint(source, tmp_path / "out", RECIPES[name], verify=False)
+    config = LadderizedLlamaConfig.from_pretrained(tmp_path / "out")
+    # what is summed is quantised by each virtual rank where sums are dropped, elsewhere by each process
+    parts = config.sync_tp_size or ranks
+    weights = dequantised(source, "int8")
+    reference, exact = Oracle(weights, config, parts, int8_tokens), Oracle(weights, config, parts)
+    prompts = random_prompts(2, 7, 31, 33)
+    (result,) = engines(ranks).run(tmp_path / "out", Generate(prompts, tokens=6), enforce_eager=True)
+    errors, others = [], []
+    for prompt, completion in zip(prompts, result["completions"], strict=True):
+        text = torch.tensor([prompt + completion["tokens"]])
+        expected, unquantised = (
+            oracle(text)[0].log_softmax(-1)[0, len(prompt) - 1 : -1] for oracle in (reference, exact)
+        )
+        for place, (token, values) in enumerate(zip(completion["tokens"], completion["logprobs"], strict=True)):
+            assert expected[place, token] >= expected[place].max() - 0.1
+            for other, value in values.items():
+                errors.append(abs(value - float(expected[place, int(other)])))
+                others.append(abs(value - float(unquantised[place, int(other)])))
+    # a number between two steps may be rounded to the other one, which moves what comes after it a little
+    assert max(errors) < 0.2
+    assert sum(errors) < 0.3 * sum(others), (sum(errors) / len(errors), sum(others) / len(others))
