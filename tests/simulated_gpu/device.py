@@ -73,15 +73,13 @@ class SimTensor(torch.Tensor):
     """A tensor of the simulated GPU. backing: its values, once they are computed."""
 
     @staticmethod
-    def __new__(cls, backing: torch.Tensor, memory: Memory) -> "SimTensor":
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            backing.size(),
-            strides=backing.stride(),
-            storage_offset=backing.storage_offset(),
-            dtype=backing.dtype,
-            device="meta",
-        )
+    def __new__(cls, backing: torch.Tensor, memory: Memory, base: torch.Tensor | None = None) -> "SimTensor":
+        """base: a tensor of the same memory, with which autograd must know that this one shares it."""
+        shape = _shape(backing)
+        if base is not None:
+            storage = base.untyped_storage()
+            shape = shape.new_empty(0).set_(storage, backing.storage_offset(), backing.size(), backing.stride())
+        made = torch.Tensor._make_subclass(cls, shape)
         made.backing, made.memory = backing, memory
         return made
 
@@ -284,6 +282,10 @@ class SimulatedGpu:
                 return self.copied_into(*args[:2])
             if (handler := HANDLERS.get(packet)) is not None:
                 return handler(self, *args, **kwargs)
+            if packet in (aten.index, aten.index_put, aten.index_put_):  # indices may come from the host
+                args = (args[0], [self._index(index) for index in args[1]], *args[2:])
+                leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+                own = [leaf for leaf in leaves if isinstance(leaf, SimTensor)]
             host = [leaf for leaf in leaves if not isinstance(leaf, SimTensor)]
             if any(leaf.ndim for leaf in host) or (host and func.namespace != "aten"):
                 raise RuntimeError(f"{func}: expected all tensors to be on the same device, cuda:0 and cpu were given")
@@ -304,7 +306,7 @@ class SimulatedGpu:
         aliases = [returned.alias_info for returned in schema.returns]
         if not writes and own and (any(aliases) or func.overloadpacket in VIEWS):  # no kernel runs
             made = func(*backings[0], **backings[1])
-            return tree_map_only(torch.Tensor, lambda tensor: SimTensor(tensor, own[0].memory), made)
+            return tree_map_only(torch.Tensor, lambda tensor: SimTensor(tensor, own[0].memory, own[0]), made)
         bools = func.overloadpacket in (aten.index, aten.index_put_, aten.index_put) and any(
             isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
@@ -387,6 +389,9 @@ class SimulatedGpu:
         made_backing = made.backing
         return made
 
+    def _index(self, index: Any) -> Any:
+        return self.uploaded(index) if isinstance(index, torch.Tensor) and not isinstance(index, SimTensor) else index
+
     def downloaded(self, tensor: SimTensor) -> torch.Tensor:
         self.host_waits("copy to host")
         return tensor.backing.clone()
@@ -398,7 +403,7 @@ class SimulatedGpu:
         if not to_device:
             return self.downloaded(tensor).to(dtype)
         if dtype == tensor.dtype and options.get("device") is not None and options.get("memory_format") is None:
-            return SimTensor(tensor.backing, tensor.memory)  # it is there already
+            return SimTensor(tensor.backing, tensor.memory, tensor)  # it is there already
         made = self.new(torch.empty_like(_shape(tensor), dtype=dtype))
         into, values = made.backing, tensor.backing
         self.launch("_to_copy", lambda: into.copy_(values), {tensor.memory.pointer}, {made.memory.pointer})
@@ -578,6 +583,10 @@ class WithIndex(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0].to(DEVICE)
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):  # C++ would make the lists tensors by itself
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            index = tuple(torch.tensor([*part]) if isinstance(part, (list, range)) else part for part in index)
+            args = (args[0], index, *args[2:])
         return func(*map(_with_index, args), **{name: _with_index(value) for name, value in (kwargs or {}).items()})
 
 
@@ -617,4 +626,8 @@ def _shape(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-HANDLERS: dict[Any, Callable[..., Any]] = {}
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    # a view with a bit that says "conjugated" would need the bit on the tensor that C++ sees
+    aten._conj: lambda gpu, tensor: gpu.dispatch(aten.conj_physical.default, (tensor,), {}),
+    aten._neg_view: lambda gpu, tensor: gpu.dispatch(aten.neg.default, (tensor,), {}),
+}

@@ -8,10 +8,7 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
-from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError
-from ladderize.layout import Layout
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.collectives.base import Handle
 from ladderize.runtime.collectives.choose import choose
@@ -20,19 +17,12 @@ from ladderize.runtime.decode import BUCKET, are_sound
 from ladderize.runtime.sampling import Sampling
 from ladderize.runtime.schedule import SEQUENTIAL, Schedule
 from tests.groups import make_generator
-from tests.helpers import BIASES, SHAPE, random_ids, randomise
+from tests.helpers import random_ids
 from tests.simulated_gpu.device import DEVICE, SimulatedGpu
 from tests.simulated_gpu.groups import Alike, AlikeRanks, Store, collectives, process_group
+from tests.simulated_gpu.models import LAYOUTS, RANKS, seed
 
-RANKS = 2
 MESSAGES = ("nccl all-reduce", "one_shot_all_reduce_copy", "multimem_one_shot_all_reduce", "ladderize_spin_kernel")
-LAYERS = 2
-LAYOUTS = {
-    "dense": {},
-    "ladder": {"ladder": range(LAYERS)},
-    "spd": {"spd": range(LAYERS), "sync_tp_size": 4},
-    "both": {"ladder": range(LAYERS), "spd": range(LAYERS), "sync_tp_size": 2},
-}
 SCHEDULES = [SEQUENTIAL, Schedule("domino"), Schedule("domino", 3, 2)]
 
 
@@ -59,26 +49,6 @@ def flights(gpu):
         products = sum(other[:2] == ("run", "main") and other[2] in ("mm", "addmm", "bmm") for other in between)
         found.append(Flight(products, start, wait))
     return found
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    made = {}
-    for name in LAYOUTS:
-        made[name] = tmp_path_factory.mktemp("models") / "m"
-        layout = Layout.from_layers(LAYERS, **LAYOUTS[name])
-        extra = BIASES if name == "spd" else {}
-        config = LadderizedLlamaConfig(
-            **{**SHAPE, "num_hidden_layers": LAYERS, "max_position_embeddings": 600, **extra}, **layout.to_config()
-        )
-        model = LadderizedLlamaForCausalLM(config)
-        randomise(model, seed())
-        model.save_pretrained(made[name])
-    return made
-
-
-def seed():
-    return int(torch.randint(1 << 30, ()))
 
 
 def opened(folder, device, backend, batch, columns, schedule=SEQUENTIAL):

@@ -179,12 +179,14 @@ class ContinuousBatch:
                 if sampling.temperature:
                     draws = [rows[place].draws[len(rows[place].new)] for place in places]  # type: ignore[index]
                     tokens[places] = sample(logits[places], sampling, torch.stack(draws))
-        if not sound:
+        # in one piece: each answer that the host asks of a GPU keeps the GPU idle
+        *new, is_sound = torch.cat((tokens, sound.to(tokens.dtype)[None])).tolist()
+        if not is_sound:
             raise UserError(
                 "the model's logits are NaN or infinite, so nothing was generated from them; check its weights, or"
                 " compute in float32"
             )
-        for row, token in zip(rows, tokens.tolist(), strict=True):
+        for row, token in zip(rows, new, strict=True):
             row.new.append(token)
 
 

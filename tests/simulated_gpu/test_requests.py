@@ -1,0 +1,75 @@
+"""Scoring and continuous batching on the simulated GPU."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ladderize.runtime.requests.continuous import ContinuousBatch, Prompt
+from ladderize.runtime.requests.reading import TextReader
+from ladderize.runtime.requests.scoring import Ending, score_endings, score_windows_of_ids
+from ladderize.runtime.sampling import Sampling
+from tests.helpers import SHAPE, fresh_rng
+from tests.simulated_gpu.device import DEVICE, SimulatedGpu
+from tests.simulated_gpu.groups import Alike, AlikeRanks, collectives
+from tests.simulated_gpu.models import LAYOUTS, RANKS, seed
+from tests.simulated_gpu.test_runtime import opened
+
+HOST = torch.device("cpu")
+
+
+def reader(folder, device, backend):
+    generator = opened(folder, device, backend, 1, 100)
+    return TextReader(generator.model, generator.rope, 24, torch.float32)
+
+
+def texts(*lengths):
+    rng = fresh_rng()
+    return [rng.integers(3, SHAPE["vocab_size"], length) for length in lengths]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_scoring(folders, name):
+    """Endings that share a beginning, a text of several passes, and windows."""
+    begin, long = texts(6, 50)
+    endings = [Ending(np.concatenate([begin, end]), 2) for end in texts(2, 3, 5)] + [Ending(long, 4)]
+    windows = texts(20, 12)
+
+    def scores(device, backend):
+        worker = SimpleNamespace(reader=reader(folders[name], device, backend), group=AlikeRanks(0, RANKS, device))
+        found = score_endings(worker, endings, lambda n: None)
+        return found, score_windows_of_ids(worker, windows, None, None, lambda n: None).nll
+
+    with torch.inference_mode():
+        expected, expected_nll = scores(HOST, Alike(RANKS))
+        with SimulatedGpu(seed(), RANKS) as gpu:
+            found, nll = scores(DEVICE, collectives("nccl", gpu))
+    np.testing.assert_allclose(found.sums, expected.sums, rtol=1e-3)
+    np.testing.assert_array_equal(found.greedy, expected.greedy)
+    np.testing.assert_allclose(nll, expected_nll, rtol=1e-3)
+    assert not gpu.problems, gpu.problems[0]
+
+
+@pytest.mark.parametrize("name", ["ladder", "both"])
+def test_continuous_batching(folders, name):
+    """More texts than rows, greedy and sampled; a prompt that is read in several passes."""
+    samplings = [Sampling(), Sampling(temperature=0.8, top_k=7, seed=3)]
+    prompts = [
+        Prompt(number, ids.tolist(), length, samplings[number % 2])
+        for number, (ids, length) in enumerate(zip(texts(5, 9, 30, 3, 7), (3, 6, 4, 5, 2), strict=True))
+    ]
+
+    def new(device, backend):
+        own = reader(folders[name], device, backend)
+        batch = ContinuousBatch(own, rows=2, longest_prompt=30, longest_text=40, eos=(), tokenizer=None)
+        return batch.run(prompts)
+
+    with torch.inference_mode():
+        expected = new(HOST, Alike(RANKS))
+        with SimulatedGpu(seed(), RANKS) as gpu:
+            found = new(DEVICE, collectives("one-shot", gpu))
+            # once for each new token, or each prompt that was read
+            assert sum(gpu.syncs.values()) <= sum(prompt.max_new_tokens for prompt in prompts)
+    assert found == expected
+    assert not gpu.problems, gpu.problems[0]
