@@ -67,10 +67,11 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """What can still be taken: free memory of a GPU; else of this machine, or of the control group that we live in if
-    that is less."""
+    """What can still be taken: of a GPU what is free, or kept ready by torch's allocator; else of this machine, or of
+    the control group that we live in if that is less."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     found = []
     if MEMINFO.is_file():
         found.append(_table(MEMINFO)["MemAvailable:"] * 1024)

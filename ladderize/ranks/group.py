@@ -184,6 +184,9 @@ INFERENCE_TIMEOUT = timedelta(hours=2)
 # In training one rank measures, or trains its last block, while the others wait: as long as that takes. The launcher
 # ends them if one fails.
 TRAINING_TIMEOUT = timedelta(days=30)
+# Of what GPUs send each other. Who waits for another rank's work does so over the CPU; these messages come from ranks
+# that do the same at the same time, give or take a compilation.
+NCCL_TIMEOUT = timedelta(hours=1)
 
 
 def _unheard(value: Any) -> None:
@@ -295,11 +298,18 @@ class Ranks:
         def subgroup(lines: list[list[int]]) -> Ranks:
             groups = [dist.new_group([_global(self.group, rank) for rank in line], timeout=timeout) for line in lines]
             own, line = next((group, line) for group, line in zip(groups, lines, strict=True) if self.rank in line)
+            _limit_nccl(own, self.device)
             here = sum(hosts[rank] == hosts[self.rank] for rank in line)
             others = self.others + self.local_size - here
             return replace(self, rank=line.index(self.rank), size=len(line), local_size=here, group=own, others=others)
 
         return subgroup(table.t().tolist()), subgroup(table.tolist())
+
+
+def _limit_nccl(group: Any, device: torch.device) -> None:
+    """A group's timeout is of both its backends; NCCL's becomes NCCL_TIMEOUT."""
+    if device.type == "cuda":
+        group._get_backend(device)._set_default_timeout(NCCL_TIMEOUT)
 
 
 def _global(group: Any, rank: int) -> int:
@@ -348,7 +358,15 @@ def join_group(place: Place, device: str, *, timeout: timedelta, init_method: st
             {"init_method": init_method} if init_method is not None else {"store": meet(launch_variables(), timeout)}
         )
         with silenced(1):
-            dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=timeout, **meeting)
+            dist.init_process_group(
+                backend,
+                rank=place.rank,
+                world_size=place.size,
+                timeout=timeout,
+                device_id=ranks.device if device == "cuda" else None,  # else NCCL guesses a rank's GPU from its number
+                **meeting,
+            )
+        _limit_nccl(dist.group.WORLD, ranks.device)
     return ranks
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ladderize.errors import UserError
 from ladderize.families.registry import known_family
+from ladderize.memory import check_room
 from ladderize.runtime.kv_cache import KVCache
 from ladderize.runtime.model import Step, TPLlama
 from ladderize.runtime.sampling import Sampling
@@ -47,6 +48,25 @@ def sample(logits: Tensor, sampling: Sampling, draw: Tensor) -> Tensor:
     place = (cumulative <= (draw * total).unsqueeze(-1)).sum(-1)
     place = torch.minimum(place, kept.sum(-1) - 1)
     return order.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+
+
+def check_mask(rows: int, tokens: int, device: torch.device) -> None:
+    """Raise UserError where there is no room for a mask of rows of different lengths: bool, what is made on the way to
+    it, and what attention adds to the scores."""
+    check_room(
+        rows * tokens * tokens * 4,
+        device,
+        f"the mask of {rows:,} prompts of different lengths up to {tokens:,} tokens",
+        "generate fewer texts at a time, or prompts of one length",
+    )
+
+
+def view_length(columns: int, cache: KVCache) -> int:
+    """The columns of a cache to have in view where ``columns`` are used: on a GPU a multiple of BUCKET, since cuDNN
+    plans anew for every other shape."""
+    if cache.keys.device.type == "cpu":
+        return columns
+    return min(cache.columns, -(-columns // BUCKET) * BUCKET)
 
 
 def are_sound(logits: Tensor) -> Tensor:
@@ -113,6 +133,7 @@ class Generator:
         if padding is None:
             mask, positions = None, columns[None]
         else:
+            check_mask(ids.shape[0], tokens, self.device)
             real = columns[None] >= padding[:, None]
             # a column of padding sees itself alone: a row of the mask that allows nothing would make NaN
             mask = (columns[:, None] >= columns) & real[:, None, :] | torch.eye(
@@ -128,7 +149,7 @@ class Generator:
             raise UserError(f"the cache of {self.cache.columns} positions is full")
         position, self.position = self.position, self.position + 1
         if self.graphs:
-            length = min(self.cache.columns, -(-self.position // BUCKET) * BUCKET)
+            length = view_length(self.position, self.cache)
             if length not in self._captured:
                 self._pool = self._pool or torch.cuda.graph_pool_handle()
                 self._captured[length] = CapturedStep(self, length, self._pool)

@@ -124,7 +124,7 @@ class TPLlama:
         ranks: what the output layer reads, so times ``logits_scale``."""
         if self.windows:
             step = step.with_windows(self.windows, ids.shape[1])
-        parts = split_parts(ids, step, cache, schedule)
+        parts = split_parts(ids, with_usable_mask(step, cache), cache, schedule)
         walks = [self.walk(part.ids, part.step, part.cache, schedule.columns) for part in parts]
         return join_parts(run_walks(walks), ids.shape[0])
 
@@ -324,6 +324,15 @@ def mlp_inner(weights: MlpWeights, x: Tensor, carry: list[Tensor] | None) -> Ten
 def gated(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def with_usable_mask(step: Step, cache: KVCache) -> Step:
+    """On a GPU ``step`` with what is added to the scores in place of a bool mask, in the dtype of keys: attention would
+    make that of it once more in every layer."""
+    if step.mask is None or step.mask.device.type == "cpu":
+        return step
+    added = torch.zeros(step.mask.shape, dtype=cache.keys.dtype, device=step.mask.device)
+    return replace(step, mask=added.masked_fill_(~step.mask, -torch.inf))
 
 
 # ---- the parts that a schedule cuts a pass into: by rows, or one row along its tokens ----

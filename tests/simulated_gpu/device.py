@@ -184,7 +184,7 @@ class Graph:
     """A captured graph: its nodes, which every replay runs anew."""
 
     def __init__(self, gpu: "SimulatedGpu") -> None:
-        self.gpu, self.nodes, self.replays = gpu, list[Node](), 0
+        self.gpu, self.nodes = gpu, list[Node]()
 
     def replay(self) -> None:
         gpu, stream = self.gpu, self.gpu.current
@@ -196,7 +196,7 @@ class Graph:
             again[node] = gpu.add(Node(node.label, node.stream, node.run, inside or before))
         inner = {other for node in self.nodes for other in node.after}
         stream.frontier = [again[node] for node in self.nodes if node not in inner] or before
-        self.replays += 1
+        gpu.replays += 1
 
 
 class Dispatching(TorchDispatchMode):
@@ -224,6 +224,7 @@ class SimulatedGpu:
         self.streams, self.pending, self.kept = list[Stream](), list[Node](), list[Event]()
         self.log, self.problems = list[tuple[Any, ...]](), list[Any]()
         self.left_out, self.waits = left_out, 0
+        self.replays = 0  # of graphs
         self.recorded = list[Stream]()
         self.known: dict[tuple[Any, ...], Any] = {}  # shapes of results
         self.syncs = Counter[str]()

@@ -103,6 +103,23 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def captured(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """``run``, on a GPU as a CUDA graph: launched one by one from the host, small messages take as long as their
+    launches. All ranks call it."""
+    if device.type != "cuda":
+        return run
+    side = torch.cuda.Stream(device)  # a warm-up beforehand, as capturing asks for
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
 class AloneTimes:
     """Seconds of one collective with nothing beside it, by its name and the size of its message; measured when first
     asked for."""
@@ -134,13 +151,18 @@ class AloneTimes:
         message = torch.zeros(size, dtype=torch.uint8, device=self.group.device)
         message = message.view(torch.bfloat16 if size % self.dtype.itemsize else self.dtype)
         communicate = getattr(self.collectives, collective)
+
+        def back_to_back() -> None:
+            for _ in range(ALONE_REPEAT):  # after a barrier ranks do not start at once
+                communicate(message)
+
+        run = captured(back_to_back, self.group.device)
         samples = []
         for _ in range(ALONE_ROUNDS):
             self.group.barrier()
             synchronize(self.group.device)
             begin = time.perf_counter()
-            for _ in range(ALONE_REPEAT):  # back to back: after a barrier ranks do not start at once
-                communicate(message)
+            run()
             synchronize(self.group.device)
             samples.append(max(self.group.gather(time.perf_counter() - begin)) / ALONE_REPEAT)
         return statistics.median(samples[1:])

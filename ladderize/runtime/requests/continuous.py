@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ladderize.errors import UserError
-from ladderize.runtime.decode import are_sound, sample
+from ladderize.runtime.decode import are_sound, sample, view_length
 from ladderize.runtime.kv_cache import CacheRows, KVCache
 from ladderize.runtime.model import Step
 from ladderize.runtime.requests.reading import TextReader, padded
@@ -158,7 +158,7 @@ class ContinuousBatch:
         count, device = len(self.rows), self.reader.device
         ids = torch.tensor([row.new[-1] for row in self.rows], device=device)[:, None]
         positions = torch.tensor([row.length for row in self.rows], device=device)
-        view = max(row.length for row in self.rows) + 1
+        view = view_length(max(row.length for row in self.rows) + 1, self.cache)
         seen = torch.arange(view, device=device) <= positions[:, None]
         step = Step(self.reader.rope[positions][:, None, None], positions[:, None], view, seen[:, None, None])
         cache = KVCache(self.cache.keys[:, :count], self.cache.values[:, :count])
