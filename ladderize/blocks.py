@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, linear
 
 from ladderize import data
-from ladderize.checkpoint.config import check_llama, check_tensors, is_tied, most_positions
+from ladderize.checkpoint.config import check_config, check_tensors, is_tied, most_positions
 from ladderize.checkpoint.reading import FLOAT_DTYPES, Checkpoint, fetch_weights, read_checkpoint, resolve_json
 from ladderize.checkpoint.tensors import TensorReader
 from ladderize.errors import UserError
+from ladderize.families.registry import complete_config, family_of
 from ladderize.layout import Layout
-from ladderize.modeling import load_tokenizer
+from ladderize.modeling import dense_class, ladderized_class, load_tokenizer
 
 # Of the logits so many numbers are held at once, in float32: a vocabulary of 128,000 makes a gigabyte of 2048 tokens.
 LOGITS_AT_ONCE = 1 << 26
@@ -45,7 +46,7 @@ def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     """A checkpoint by folder or hub id, checked as ``convert`` checks its source; raises UserError."""
     folder, is_local = resolve_json(model, revision)
     checkpoint = read_checkpoint(folder if is_local else fetch_weights(model, revision))
-    check_llama(checkpoint.config)
+    check_config(checkpoint.config)
     check_tensors(checkpoint)
     return checkpoint
 
@@ -80,7 +81,10 @@ class Blocks:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
         self.layout = Layout.from_config(checkpoint.config)
+        self.family = family_of(checkpoint.config)
+        self.decoder = self.family.describe(checkpoint.config)
         self._rope: dict[int, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int, int], Tensor] = {}
         self._ends: dict[str, Tensor] = {}
 
     @property
@@ -105,47 +109,59 @@ class Blocks:
 
     def layer(self, index: int, layout: Layout, weights: Mapping[str, Tensor] | None = None) -> torch.nn.Module:
         """Layer ``index`` of ``layout``, in eval mode, over ``weights`` (not copied), or over its own, read anew."""
-        from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaDecoderLayer
-
         with torch.device("meta"):
-            layer = LadderizedLlamaDecoderLayer(self.model_config(layout), index)
+            layer = ladderized_class(self.family, "DecoderLayer")(self.model_config(layout), index)
         layer.load_state_dict(dict(self.weights(index) if weights is None else weights), assign=True)
-        return layer.eval()
+        return cast(torch.nn.Module, layer.eval())
 
     def model_config(self, layout: Layout) -> Any:
-        from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
-
         stated = {
             key: value
             for key, value in self.config.items()
             if key not in ("auto_map", "architectures", "ladder_layers")
         }
-        config = LadderizedLlamaConfig.from_dict({**stated, "model_type": "ladderized_llama", **layout.to_config()})
+        config = ladderized_class(self.family, "Config").from_dict(
+            {**stated, "model_type": self.family.ladderized_type, **layout.to_config()}
+        )
         config._attn_implementation = "sdpa"
         return config
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids: [batch, tokens] -> [batch, tokens, hidden], the state that enters layer 0."""
-        return torch.nn.functional.embedding(ids.to(self.device), self._end("model.embed_tokens.weight"))
+        embedded = torch.nn.functional.embedding(ids.to(self.device), self._end("model.embed_tokens.weight"))
+        return embedded * self.decoder.embedding_scale
 
     def run(self, layer: torch.nn.Module, state: State) -> State:
-        """The state that leaves ``layer``; every row is a full window, attended to causally."""
+        """The state that leaves ``layer``; every row is a full window, attended to causally, as far back as the layer's
+        own window."""
         complete = state[0] if isinstance(state, tuple) else state
         tokens = complete.shape[1]
         positions = torch.arange(tokens, device=self.device)[None]
         return cast(
             State,
             layer(
-                state, attention_mask=None, position_ids=positions, position_embeddings=self.position_embeddings(tokens)
+                state,
+                attention_mask=self.mask(cast(Any, layer).self_attn.layer_idx, tokens),
+                position_ids=positions,
+                position_embeddings=self.position_embeddings(tokens),
             ),
         )
 
+    def mask(self, layer: int, tokens: int) -> Tensor | None:
+        """Which tokens each one sees in this layer, bool [1, 1, tokens, tokens]; None: all up to itself."""
+        window = self.decoder.windows[layer]
+        if window is None or window >= tokens:
+            return None
+        if (window, tokens) not in self._masks:
+            seen = torch.ones(tokens, tokens, dtype=torch.bool, device=self.device).tril().triu(1 - window)
+            self._masks[window, tokens] = seen[None, None]
+        return self._masks[window, tokens]
+
     def position_embeddings(self, tokens: int) -> tuple[Tensor, Tensor]:
         """cos and sin of the positions 0 .. tokens - 1: [1, tokens, head_dim] each."""
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
         if tokens not in self._rope:
-            rotary = LlamaRotaryEmbedding(self.model_config(Layout.dense(self.num_layers))).to(self.device)
+            config = self.model_config(Layout.dense(self.num_layers))
+            rotary = dense_class(self.family, "RotaryEmbedding")(config).to(self.device)
             probe = torch.empty(1, dtype=self.dtype, device=self.device)
             self._rope[tokens] = rotary(probe, torch.arange(tokens, device=self.device)[None])
         return self._rope[tokens]
@@ -183,15 +199,15 @@ class Blocks:
     def _logits(self, streams: Sequence[Tensor], beside: Tensor) -> Iterator[tuple[list[Tensor], Tensor]]:
         """Of each stream [batch, tokens, hidden] the float32 logits [some tokens, vocab], and the part of ``beside``
         [batch * tokens] that goes with them; so many tokens at a time as have room."""
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-        norm = LlamaRMSNorm(streams[0].shape[-1], eps=self.config.get("rms_norm_eps", 1e-6))
+        eps = complete_config(self.config)["rms_norm_eps"]
+        norm = dense_class(self.family, "RMSNorm")(streams[0].shape[-1], eps=eps)
         norm.weight = torch.nn.Parameter(self._end("model.norm.weight"), requires_grad=False)
         head = self._end("model.embed_tokens.weight" if is_tied(self.config) else "lm_head.weight")
         rows = [norm(stream).flatten(0, 1).to(head.dtype) for stream in streams]
+        scale = self.decoder.logits_scale
         at_once = max(1, LOGITS_AT_ONCE // (len(rows) * head.shape[0]))
         for number, part in enumerate(beside.split(at_once)):
-            yield [linear(own.split(at_once)[number], head).float() for own in rows], part
+            yield [linear(own.split(at_once)[number], head).float().mul_(scale) for own in rows], part
 
     def ends_differ(self, other: "Blocks") -> bool:
         """Whether what surrounds the layers, embedding, final norm and LM head, has other values in ``other``."""

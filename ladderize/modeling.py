@@ -5,6 +5,7 @@ Nothing happens at import.
 """
 
 import hashlib
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,32 +16,56 @@ from ladderize.checkpoint.config import check_model
 from ladderize.checkpoint.quantised import quantisation_of
 from ladderize.checkpoint.reading import read_config
 from ladderize.errors import UserError
-from ladderize.families.registry import find_family, is_ladderized
+from ladderize.families.base import Family
+from ladderize.families.llama import LLAMA
+from ladderize.families.registry import SUPPORTED, find_family, is_ladderized
 
-MODEL_TYPE = "ladderized_llama"
-# transformers' Auto classes -> ours
-AUTO_CLASSES = {"AutoModel": "LadderizedLlamaModel"} | {
-    f"AutoModelFor{task}": f"LadderizedLlamaFor{task}"
+MODEL_TYPE = LLAMA.ladderized_type
+# transformers' Auto classes of models -> what of ours they make
+AUTO_MODELS = {"AutoModel": "Model"} | {
+    f"AutoModelFor{task}": f"For{task}"
     for task in ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
 }
 
 
-def register() -> None:
-    """Tell transformers' Auto classes about ladderized Llamas; they then load without ``trust_remote_code``.
+def ladderized_name(family: Family, what: str) -> str:
+    """The name of a class of converted models, with its module: what is ``Config``, ``Model``, ``ForCausalLM``, ..."""
+    kind = "configuration" if what == "Config" else "modeling"
+    return f"{kind}_ladderized_{family.model_type}.Ladderized{family.class_prefix}{what}"
 
-    ``save_pretrained`` of a model loaded this way writes the two .py files too, as a converted checkpoint has them.
+
+def auto_map(family: Family) -> dict[str, str]:
+    """transformers' Auto classes -> the names of ours, as config.json has them."""
+    return {auto: ladderized_name(family, what) for auto, what in {"AutoConfig": "Config", **AUTO_MODELS}.items()}
+
+
+def ladderized_class(family: Family, what: str) -> Any:
+    """A class of converted models, ``Config``, ``DecoderLayer``, ``ForCausalLM``, ..., as every checkpoint has it."""
+    module, name = ladderized_name(family, what).split(".")
+    return getattr(import_module(f"ladderize.convert.remote_code.{module}"), name)
+
+
+def dense_class(family: Family, what: str) -> Any:
+    """transformers' own class of a family: ``RMSNorm``, ``RotaryEmbedding``, ``ForCausalLM``, ..."""
+    module = import_module(f"transformers.models.{family.model_type}.modeling_{family.model_type}")
+    return getattr(module, f"{family.class_prefix}{what}")
+
+
+def register() -> None:
+    """Tell transformers' Auto classes about converted models; they then load without ``trust_remote_code``.
+
+    ``save_pretrained`` of a model loaded this way writes the .py files too, as a converted checkpoint has them.
     """
     import transformers
 
-    from ladderize.convert.remote_code import modeling_ladderized_llama as classes
-    from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
-
-    transformers.AutoConfig.register(MODEL_TYPE, LadderizedLlamaConfig, exist_ok=True)
-    LadderizedLlamaConfig.register_for_auto_class()
-    for auto, name in AUTO_CLASSES.items():
-        own = getattr(classes, name)
-        getattr(transformers, auto).register(LadderizedLlamaConfig, own, exist_ok=True)
-        own.register_for_auto_class(auto)
+    for family in SUPPORTED:
+        config = ladderized_class(family, "Config")
+        transformers.AutoConfig.register(family.ladderized_type, config, exist_ok=True)
+        config.register_for_auto_class()
+        for auto, what in AUTO_MODELS.items():
+            own = ladderized_class(family, what)
+            getattr(transformers, auto).register(config, own, exist_ok=True)
+            own.register_for_auto_class(auto)
 
 
 def load(

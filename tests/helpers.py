@@ -13,14 +13,15 @@ from unittest import mock
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ladderize.checkpoint.config import expected_tensors
 from ladderize.cli import main
 from ladderize.console import printable
-from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
 from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.families.registry import family_of
 from ladderize.layout import Layout, parse_ranges
+from ladderize.modeling import ladderized_class
 from ladderize.runtime.decode import Sampling, sample
 from tests.warm import PATIENCE
 
@@ -50,6 +51,20 @@ LAYOUTS = {
     "same layer with biases": ("1:3", "1:4", 2, BIASES),
 }
 
+# model_type -> what its models here have beside SHAPE, so that everything of the family matters in a few tokens
+FAMILIES = {
+    "llama": {},
+    "mistral": {"head_dim": 6, "sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    "qwen3": {"head_dim": 8, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3},
+    "granite": {
+        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4},
+        **{"logits_scaling": 2.0, "attention_bias": True, "mlp_bias": True},
+    },
+    "smollm3": {"use_sliding_window": True, "sliding_window": 4, "no_rope_layers": [1, 0, 1, 0]},
+}
+OTHER_FAMILIES = [name for name in FAMILIES if name != "llama"]
+
 # Adam's first step is as long for a gradient that all but cancels, of which rounding decides the sign. Gradients that
 # are clipped to this norm leave of such a one less than Adam's epsilon: then runs that round otherwise train the same.
 CLIPPED = ("--max-gradient", 1e-4)
@@ -71,19 +86,30 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             parameter.add_(noise.to(parameter.dtype))
 
 
-def make_model(name: str, *, seed: int | None = None, **extra: object) -> LadderizedLlamaForCausalLM:
+def make_model(
+    name: str, *, seed: int | None = None, model_type: str = "llama", **extra: object
+) -> LadderizedLlamaForCausalLM:
     """A random model with one of LAYOUTS; a fresh seed each time unless one is given."""
-    config = LadderizedLlamaConfig(**{**SHAPE, **LAYOUTS[name][3], **extra}, **make_layout(name).to_config())
-    model = LadderizedLlamaForCausalLM(config).eval()
+    family, layout = family_of({"model_type": model_type}), make_layout(name).to_config()
+    sizes = {**SHAPE, **FAMILIES[model_type], **LAYOUTS[name][3], **extra}
+    config = ladderized_class(family, "Config")(**sizes, **layout)
+    model = ladderized_class(family, "ForCausalLM")(config).eval()
     randomise(model, int(torch.randint(1 << 30, ())) if seed is None else seed)
     return model
 
 
 def save_llama(
-    folder: Path, *, shards: int = 1, dtype: torch.dtype = torch.float32, seed: int = 0, **extra: object
+    folder: Path,
+    *,
+    shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    model_type: str = "llama",
+    **extra: object,
 ) -> Path:
-    """Write a plain random Llama with transformers."""
-    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **extra}))
+    """Write a plain random Llama, or a model of another of FAMILIES, with transformers."""
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **FAMILIES[model_type], **extra})
+    model = AutoModelForCausalLM.from_config(config)
     randomise(model, seed)
     size = sum(p.numel() * dtype.itemsize for p in model.parameters())
     model.to(dtype).save_pretrained(folder, max_shard_size=size // shards + size // 8 if shards > 1 else "5GB")

@@ -1,4 +1,5 @@
-"""The oracle: a Llama with sync points, written line by line after docs/design.md, for reading and not for speed.
+"""The oracle: a decoder with sync points, written line by line after docs/design.md and the equations that its family
+was published with, for reading and not for speed.
 
 Every rank is computed apart, with its own slices of the weights, in fp32 or fp64, without cache, without any code of
 the package. It understands batches padded on the left through ``attention_mask``.
@@ -25,6 +26,27 @@ def part(tensor, dim, rank, ranks):
     return tensor.chunk(ranks, dim)[rank] if tensor is not None else None
 
 
+class Equations:
+    """What a family computes otherwise than Llama, from its config: the window and the rotation of each layer, and
+    factors. Norms of heads and biases are there where the weights are."""
+
+    def __init__(self, config):
+        layers = range(config.num_hidden_layers)
+        self.windows, self.rotates = [None for _ in layers], [True for _ in layers]
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.of_scores, self.of_embedding, self.of_sums, self.of_logits = self.head_dim**-0.5, 1.0, 1.0, 1.0
+        family = config.model_type.removeprefix("ladderized_")
+        if family == "mistral":
+            self.windows = [config.sliding_window for _ in layers]
+        if family in ("qwen2", "qwen3", "smollm3") and config.use_sliding_window:
+            self.windows = [config.sliding_window if config.layer_types[i][0] == "s" else None for i in layers]
+        if family == "smollm3":
+            self.rotates = [config.no_rope_layers[i] == 1 for i in layers]
+        if family == "granite":
+            self.of_scores, self.of_embedding = config.attention_multiplier, config.embedding_multiplier
+            self.of_sums, self.of_logits = config.residual_multiplier, 1 / config.logits_scaling
+
+
 class Oracle:
     """``Oracle(state_dict, config)(input_ids)`` -> logits and the complete streams entering each layer, then the normed
     end. ``added`` then says what each sub-module added to the stream, with its bias: (layer, name) -> [..., hidden]."""
@@ -35,6 +57,7 @@ class Oracle:
         self.added = {}
         self.config = config
         self.read = read
+        self.family = Equations(config)
         self.ranks = ranks or config.sync_tp_size or 1
 
     def get(self, layer, name):
@@ -43,7 +66,7 @@ class Oracle:
     def attention(self, layer, x, positions, allowed, rank):
         """One rank's product with its columns of o_proj, without the bias."""
         config = self.config
-        heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        heads, kv_heads, d = config.num_attention_heads, config.num_key_value_heads, self.family.head_dim
         first = rank * heads // self.ranks
         own = range(first, first + heads // self.ranks)
         x = self.read(x)
@@ -51,11 +74,18 @@ class Oracle:
         k = linear(x, self.get(layer, "self_attn.k_proj.weight"), self.get(layer, "self_attn.k_proj.bias"))
         v = linear(x, self.get(layer, "self_attn.v_proj.weight"), self.get(layer, "self_attn.v_proj.bias"))
         q, k, v = (t.unflatten(-1, (-1, d)).transpose(1, 2) for t in (q, k, v))
-        q, k = (rotate(t, positions, config.rope_parameters["rope_theta"]) for t in (q, k))
+        if (norm := self.get(layer, "self_attn.q_norm.weight")) is not None:
+            q = rms_norm(q, norm, config.rms_norm_eps)
+            k = rms_norm(k, self.get(layer, "self_attn.k_norm.weight"), config.rms_norm_eps)
+        if self.family.rotates[layer]:
+            q, k = (rotate(t, positions, config.rope_parameters["rope_theta"]) for t in (q, k))
+        if (window := self.family.windows[layer]) is not None:
+            token = torch.arange(x.shape[1])
+            allowed = allowed & (token[:, None] - token[None, :] < window)
         outputs = []
         for head in own:
             group = head // (heads // kv_heads)
-            scores = q[:, head] @ k[:, group].transpose(-1, -2) / d**0.5
+            scores = q[:, head] @ k[:, group].transpose(-1, -2) * self.family.of_scores
             outputs.append(scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1) @ v[:, group])
         o_proj = part(self.get(layer, "self_attn.o_proj.weight"), 1, rank, self.ranks)
         return linear(self.read(torch.cat(outputs, -1)), o_proj)
@@ -76,7 +106,7 @@ class Oracle:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril() & mask.bool()[:, None, :]
 
-        residual = self.weights["model.embed_tokens.weight"][input_ids]
+        residual = self.weights["model.embed_tokens.weight"][input_ids] * self.family.of_embedding
         nothing = torch.zeros_like(residual)
         carry = [nothing for _ in ranks]
         pending = None  # (the sum of an all-reduce in flight, the bias that goes with it)
@@ -88,7 +118,7 @@ class Oracle:
                     layer, ("input_layernorm" if name == "attention" else "post_attention_layernorm") + ".weight"
                 )
                 bias = self.get(layer, "self_attn.o_proj.bias" if name == "attention" else "mlp.down_proj.bias")
-                bias = nothing if bias is None else bias
+                bias = nothing if bias is None else bias * self.family.of_sums
                 partial, own = [], []
                 for rank in ranks:
                     x = rms_norm(residual + carry[rank], norm, config.rms_norm_eps)
@@ -96,6 +126,7 @@ class Oracle:
                         product = self.attention(layer, x, positions, allowed, rank)
                     else:
                         product = self.mlp(layer, x, rank)
+                    product = product * self.family.of_sums
                     own.append(product)
                     partial.append(product + carry[rank])
                 self.added[layer, name] = sum(own) + bias
@@ -115,7 +146,7 @@ class Oracle:
         hidden = rms_norm(residual, self.weights["model.norm.weight"], config.rms_norm_eps)
         streams.append(hidden)
         head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
-        return linear(hidden, head), streams
+        return linear(hidden, head) * self.family.of_logits, streams
 
 
 def assert_likeliest(logits_of, prompt, tokens, tolerance=1e-3):

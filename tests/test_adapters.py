@@ -7,7 +7,7 @@ from peft import LoraConfig, inject_adapter_in_model
 
 from ladderize.adapt.lora.config import LORA_TARGETS
 from ladderize.adapt.retrain.hf_model import initial_adapter
-from ladderize.convert.remote_code.modeling_ladderized_llama import column_parallel, row_parallel
+from ladderize.convert.remote_code.modeling_ladderized import column_parallel, row_parallel
 from ladderize.layout import Layout
 from ladderize.runtime.layers import AttentionWeights, Linear, MlpWeights, RMSNorm
 from ladderize.runtime.loader import pair_rope_rows

@@ -1,13 +1,25 @@
 """Families of models: their descriptions against transformers' own classes."""
 
+import ast
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.utils import constants
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ladderize.checkpoint.config import check_config, expected_tensors, head_dim, kv_head_count
+from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.recipe import Recipe
+from ladderize.convert.remote_code import modeling_ladderized_llama as llama_classes
 from ladderize.errors import UserError
 from ladderize.families.registry import SUPPORTED, decoder_of, family_of
-from tests.helpers import SHAPE
+from ladderize.modeling import dense_class, load
+from tests.helpers import FAMILIES, OTHER_FAMILIES, SHAPE, invoke, make_model, one_sentence, random_ids, save_llama
+from tests.oracle import Oracle, assert_likeliest
 
 SIZES = {**SHAPE, "head_dim": 8}
 # model_type -> what its configs may say beside sizes
@@ -42,7 +54,7 @@ def config_json(model_type: str, **extra: object) -> dict[str, object]:
 
 
 def test_every_family_is_tested():
-    assert set(VARIANTS) == {family.model_type for family in SUPPORTED}
+    assert set(VARIANTS) == set(FAMILIES) == {family.model_type for family in SUPPORTED}
 
 
 @pytest.mark.parametrize(("model_type", "extra"), CASES)
@@ -80,6 +92,110 @@ def test_defaults_are_those_of_transformers(family):
         if key in known and known[key] is not None and key not in ("sliding_window", "no_rope_layers"):
             assert value == known[key], key
     assert kv_head_count(stated) == kv_head_count(known)
+
+
+# ---- the class of a converted checkpoint ----
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+SOME_LAYOUTS = ["dense", "ladder all", "spd all 4", "mixed", "same layer"]
+
+
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
+@pytest.mark.parametrize("model_type", OTHER_FAMILIES)
+def test_logits_are_the_oracles(model_type, layout):
+    """Also of a batch that is padded on the left, and with windows shorter than the texts."""
+    model = make_model(layout, model_type=model_type)
+    ids, mask = random_ids(2, 11), torch.ones(2, 11, dtype=torch.long)
+    mask[1, :3] = 0
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask).logits
+        expected, streams = Oracle(model.state_dict(), model.config)(ids, mask)
+        states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    kept = mask.bool()
+    torch.testing.assert_close(found[kept], expected[kept], **TOLERANCE)
+    for own, stream in zip(states, streams, strict=True):
+        torch.testing.assert_close(own[kept], stream[kept], **TOLERANCE)
+
+
+@pytest.mark.parametrize("model_type", OTHER_FAMILIES)
+def test_the_dense_layout_is_transformers_own_class(model_type):
+    model = make_model("dense", model_type=model_type)
+    own = dense_class(family_of({"model_type": model_type}), "ForCausalLM")
+    config = model.config.to_dict() | {"model_type": model_type}
+    dense = own(own.config_class.from_dict(config)).eval()
+    dense.load_state_dict(model.state_dict())
+    ids = random_ids(2, 11)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, dense(ids).logits)
+
+
+@pytest.mark.parametrize("model_type", OTHER_FAMILIES)
+def test_tokens_with_a_cache_are_the_oracles(model_type):
+    """Longer than every window, which a cache forgets what lies before."""
+    model = make_model("mixed", model_type=model_type)
+    ids = random_ids(1, 7)
+    new = model.generate(ids, max_new_tokens=8, do_sample=False)[0, 7:].tolist()
+    oracle = Oracle(model.state_dict(), model.config)
+    with torch.no_grad():
+        assert_likeliest(lambda text: oracle(torch.tensor([text]))[0][0], ids[0].tolist(), new)
+
+
+def test_the_classes_of_families_differ_only_by_name():
+    """But for Mistral's window, which is no attribute of its attention."""
+    folder = Path(llama_classes.__file__).parent
+    for kind in ("configuration", "modeling"):
+        texts = set()
+        for family in SUPPORTED:
+            text = (folder / f"{kind}_ladderized_{family.model_type}.py").read_text()
+            text = text.replace(family.class_prefix, "X").replace(f"{family.model_type}", "x")
+            body = "\n    @property\n    def sliding_window(self):\n        return self.config.sliding_window\n"
+            texts.add(ast.dump(ast.parse(text.replace(body, " ...\n"))))
+        assert len(texts) == 1, kind
+
+
+# ---- conversion, and what reads a converted checkpoint ----
+
+
+@pytest.mark.parametrize("model_type", OTHER_FAMILIES)
+def test_to_a_layout_and_back(model_type, tmp_path):
+    """Verified by a stranger without ladderize; dense again it is the source, byte for byte."""
+    save_llama(tmp_path / "src", model_type=model_type)
+    report = convert_checkpoint(tmp_path / "src", tmp_path / "out", Recipe(ladder="1:", spd="0:2", sync_tp_size=2))
+    prefix = family_of({"model_type": model_type}).class_prefix
+    assert report.verified.model_class == f"Ladderized{prefix}ForCausalLM"
+    model, ids = load(tmp_path / "out"), random_ids(1, 9)
+    expected, _ = Oracle(model.state_dict(), model.config)(ids)
+    torch.testing.assert_close(model(ids).logits, expected, **TOLERANCE)
+    model.save_pretrained(tmp_path / "again")
+    assert {path.name for path in (tmp_path / "again").glob("*.py")} == {
+        path.name for path in (tmp_path / "out").glob("*.py")
+    }
+    inspected = json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)
+    assert (inspected["model_type"], "remark" in inspected) == (f"ladderized_{model_type}", False)
+    back = convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense=True), verify=False)
+    assert (back.layout, back.weights) == ("4 layers: dense", {"linked": 1})
+    for name in ("config.json", "model.safetensors"):
+        before, after = ((tmp_path / folder / name).read_bytes() for folder in ("src", "back"))
+        assert before == after or json.loads(before) == json.loads(after)
+    assert f"A dense {prefix}" in (tmp_path / "back" / "README.md").read_text()
+
+
+def test_heads_without_their_norms(tmp_path):
+    save_llama(tmp_path / "src", model_type="qwen3")
+    tensors = load_file(tmp_path / "src" / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_norm.weight"]
+    save_file(tensors, tmp_path / "src" / "model.safetensors", {"format": "pt"})
+    outcome = invoke("convert", tmp_path / "src", tmp_path / "out", "--ladder", "all")
+    assert "the tensor model.layers.1.self_attn.k_norm.weight is missing" in one_sentence(outcome)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])  # PEFT has no default for the others
+def test_peft_adapts_what_it_adapts_in_the_dense_model(model_type):
+    targets = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[model_type]
+    model = get_peft_model(make_model("mixed", model_type=model_type), LoraConfig(r=2))
+    adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert adapted == set(targets)
 
 
 SLIDES = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}

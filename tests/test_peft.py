@@ -10,7 +10,7 @@ from peft.utils import constants
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ladderize.convert.remote_code import modeling_ladderized_llama as modeling
+from ladderize.convert.remote_code import modeling_ladderized as modeling
 from tests.helpers import SHAPE, make_model, random_ids
 from tests.oracle import Oracle
 

@@ -15,7 +15,7 @@ RELATED = 0.5  # fine-tuning moves weights by a few percent of their size; those
 
 
 def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_name: str) -> Layout:
-    """The student's layout. Raises UserError unless the teacher is a dense Llama of the same shape and function."""
+    """The student's layout. Raises UserError unless the teacher is a dense model of the same shape and function."""
     layout, dense = Layout.from_config(student.config), Layout.from_config(teacher.config)
     if not dense.is_dense:
         raise UserError(
@@ -26,7 +26,7 @@ def check_pair(student: Checkpoint, teacher: Checkpoint, model: str, teacher_nam
             f"--distill-from {teacher_name} has other shapes than {model}; name the model that it was converted from"
         )
     ours, theirs = dense_function(student.config), dense_function(teacher.config)
-    if different := [key for key in ours if ours[key] != theirs[key]]:
+    if different := sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)):
         raise UserError(
             f"--distill-from {teacher_name} computes otherwise than {model} ({', '.join(different)}); name the model"
             " that it was converted from"

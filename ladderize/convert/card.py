@@ -8,6 +8,7 @@ import yaml
 
 from ladderize import __version__
 from ladderize.convert.plan import Plan
+from ladderize.families.registry import family_of
 from ladderize.files.parsing import parse_yaml
 from ladderize.layout import format_ranges, usual_ranks
 
@@ -56,10 +57,11 @@ def make_card(plan: Plan) -> str:
 
 
 def _dense_paragraphs(plan: Plan) -> Iterator[str]:
+    name = family_of(plan.source.config).class_prefix
     again = f" (which was: {plan.before})" if not plan.before.is_dense else ""
     yield (
-        f"A dense Llama, made of `{plan.source_name}`{again} with ladderize {__version__}. "
-        "Every sync point is blocking; any Llama tool reads it."
+        f"A dense {name}, made of `{plan.source_name}`{again} with ladderize {__version__}. "
+        f"Every sync point is blocking; any tool for a {name} reads it."
     )
     yield from _changes(plan)
 

@@ -25,18 +25,15 @@ from ladderize.convert.recipe import Recipe
 from ladderize.convert.verify import verify as verify_output
 from ladderize.convert.weights import index_for, write_shard
 from ladderize.errors import UserError
+from ladderize.families.registry import family_of
 from ladderize.files import output
 from ladderize.files.regular import resolved
 from ladderize.layout import CONFIG_KEYS, Layout
-from ladderize.modeling import AUTO_CLASSES
+from ladderize.modeling import auto_map
 
 RECORD = "ladderize.yaml"
 THERE = "there already"  # how weight files came to an output that an earlier run has written
 REMOTE_CODE = Path(__file__).parent / "remote_code"
-AUTO_MAP = {
-    "AutoConfig": "configuration_ladderized_llama.LadderizedLlamaConfig",
-    **{auto: f"modeling_ladderized_llama.{name}" for auto, name in AUTO_CLASSES.items()},
-}
 
 
 def make_config(plan: Plan) -> dict[str, Any]:
@@ -45,13 +42,14 @@ def make_config(plan: Plan) -> dict[str, Any]:
     config = {key: value for key, value in plan.source.config.items() if key not in dropped_keys}
     if plan.recipe.dtype:
         config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": plan.recipe.dtype}
+    family = family_of(config)
     if plan.after.is_dense:
         config = dense_targets(config)
-        return config | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        return config | {"model_type": family.model_type, "architectures": [f"{family.class_prefix}ForCausalLM"]}
     return config | {
-        "model_type": "ladderized_llama",
-        "architectures": ["LadderizedLlamaForCausalLM"],
-        "auto_map": AUTO_MAP,
+        "model_type": family.ladderized_type,
+        "architectures": [f"Ladderized{family.class_prefix}ForCausalLM"],
+        "auto_map": auto_map(family),
         **plan.after.to_config(),
     }
 
@@ -141,8 +139,10 @@ def write(plan: Plan, folder: Path, *, copy: bool, advance: Callable[[int], None
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(make_config(plan), indent=2, allow_nan=False) + "\n")
     if not plan.after.is_dense:
-        for code in sorted(REMOTE_CODE.glob("*_ladderized_llama.py")):
-            shutil.copyfile(code, folder / code.name)
+        family = family_of(plan.source.config)
+        for name in ("ladderized", f"ladderized_{family.model_type}"):  # what all families share, and this one's
+            for kind in ("configuration", "modeling"):
+                shutil.copyfile(REMOTE_CODE / f"{kind}_{name}.py", folder / f"{kind}_{name}.py")
     (folder / RECORD).write_text(record_text(plan), encoding="utf-8")
     if (card := source_card(source)) is not None:
         shutil.copyfile(card, folder / "README.source.md")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ladderize.checkpoint.config import check_llama, check_quantised, expected_tensors, parameter_count
+from ladderize.checkpoint.config import check_config, check_quantised, expected_tensors, parameter_count
 from ladderize.checkpoint.quantised import (
     STATIC_SCALES,
     Quantisation,
@@ -115,7 +115,7 @@ def make_plan(
     folder, local = resolve_json(src, revision)
     out = output.check_target(out, folder, overwrite=overwrite)
     config = read_config(folder)
-    check_llama(plain_config(config))
+    check_config(plain_config(config))
     quantisation = quantisation_of(config, folder)
     before = Layout.from_config(config)
     if isinstance(recipe, Layout):

@@ -43,7 +43,7 @@ class Recipe:
     sync_tp_size: int | None = option(
         "With --spd: TP size that OUT is made for (virtual ranks). It also runs on TP sizes that divide it.", min=1
     )
-    dense: bool = option("Make every sync point blocking again: an ordinary Llama.", False)
+    dense: bool = option("Make every sync point blocking again: the family's own plain model.", False)
     dtype: Literal["float32", "float16", "bfloat16"] | None = option(
         "Dtype to store weights in: float32, bfloat16 or float16.", metavar="DTYPE", shown="as in SRC"
     )

@@ -7,7 +7,7 @@ o_proj and down_proj, r the complete stream and a what a sub-module adds, of the
 * the projections that read (q, k, v; gate, up) minimise |W x_S - W_T x_T|^2, in a dropped layer each virtual rank's
   rows with the input of its own;
 * the projections that write (o, down) minimise |W h_S - (r_T + a_T - r_S)|^2, which also repairs what earlier layers
-  left wrong.
+  left wrong. Where a family scales what they add (Granite), the target is divided by that.
 
 Relatives: ReplaceMe (arXiv 2505.02819) puts a linear map in the place of pruned blocks; GPTAQ (arXiv 2504.02692)
 calibrates quantised weights against the full-precision model's own inputs.
@@ -31,7 +31,7 @@ from ladderize.adapt.align.ridge import Batches, RankRows, affine, refit, with_o
 from ladderize.adapt.blockwise.hidden_states import StateStore
 from ladderize.adapt.blockwise.windows import Windows
 from ladderize.blocks import Blocks
-from ladderize.convert.remote_code.modeling_ladderized_llama import column_parallel, row_parallel
+from ladderize.convert.remote_code.modeling_ladderized import column_parallel, row_parallel
 from ladderize.errors import UserError
 from ladderize.layout import BLOCKING, DROPPED, Layout
 from ladderize.ranks.group import Ranks
@@ -122,7 +122,7 @@ class Side:
         # of a layer whose sum is dropped, attention ends before o_proj: here that of every layer does
         apart = Layout((DROPPED,) * blocks.num_layers, (BLOCKING,) * blocks.num_layers, 1)
         self.layer = blocks.layer(index, apart, weights)
-        self.blocks, self.index = blocks, index
+        self.blocks, self.index, self.scale = blocks, index, blocks.decoder.residual_scale
         self.attention_sync, self.mlp_sync = layout.attention_sync[index], layout.mlp_sync[index]
         self.virtual_ranks = (layout.sync_tp_size or 1) if self.attention_sync == DROPPED else 1
 
@@ -141,7 +141,8 @@ class Side:
         """What o_proj reads: [batch, tokens, heads * head_dim]."""
         with self._narrow():
             rope = self.blocks.position_embeddings(stream.shape[1])
-            heads: Tensor = self.layer.get_submodule("self_attn")(self.attention_input(stream), rope)[0]
+            mask = self.blocks.mask(self.index, stream.shape[1])
+            heads: Tensor = self.layer.get_submodule("self_attn")(self.attention_input(stream), rope, mask)[0]
         return heads
 
     def after_attention(self, complete: Tensor, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,8 +151,8 @@ class Side:
         only summed together with the MLP's output (dropped)."""
         with self._narrow():
             partials, bias = row_parallel(self.projection("self_attn.o_proj"), heads, self.virtual_ranks)
-        partials = partials.float()
-        base = complete if bias is None else complete + bias
+        partials = partials.float() * self.scale
+        base = complete if bias is None else complete + bias * self.scale
         attended = base + partials.sum(0)
         if self.attention_sync == DROPPED:
             return base + partials, attended, base
@@ -174,7 +175,7 @@ class Side:
         """[batch, tokens, intermediate] -> [batch, tokens, hidden], float32."""
         with self._narrow():
             output: Tensor = self.projection("mlp.down_proj")(inner)
-        return output.float()
+        return output.float() * self.scale
 
     def _narrow(self) -> torch.autocast:
         dtype = self.blocks.dtype
@@ -247,7 +248,8 @@ class LayerAlignment:
 
     def _attention_writes(self, rows: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         streams = self.streams
-        return [streams.read("heads", rows)], streams.read("dense", rows) - streams.read("complete", rows)
+        missing = streams.read("dense", rows) - streams.read("complete", rows)
+        return [streams.read("heads", rows)], missing / self.own.scale
 
     def _mlp_reads(self, rows: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         reads, _, _ = self._after_attention(rows)
@@ -255,7 +257,7 @@ class LayerAlignment:
 
     def _mlp_writes(self, rows: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         reads, attended, _ = self._after_attention(rows)
-        return [self.own.inner(reads)], self.streams.read("dense", rows) - attended
+        return [self.own.inner(reads)], (self.streams.read("dense", rows) - attended) / self.own.scale
 
     def _fit(
         self, names: Sequence[str], tokens: Callable[[Tensor], tuple[Sequence[Tensor], Tensor]]

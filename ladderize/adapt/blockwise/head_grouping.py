@@ -15,13 +15,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ladderize.blocks import Blocks
 from ladderize.checkpoint.config import kv_head_count
@@ -149,13 +148,8 @@ class Probe:
     """
 
     def __init__(self, layer: Any, residual: Tensor, partials: Tensor, ranks: int) -> None:
-        self.norm, self.mlp, self.residual, self.partials, self.ranks = (
-            layer.post_attention_layernorm,
-            layer.mlp,
-            residual,
-            partials,
-            ranks,
-        )
+        self.norm, self.mlp, self.scaled = layer.post_attention_layernorm, layer.mlp, layer.scaled
+        self.residual, self.partials, self.ranks = residual, partials, ranks
         everything = residual + partials.sum(0)
         self.target = sum(
             (self.slice(rank, everything) for rank in range(ranks)), torch.zeros((), device=residual.device)
@@ -166,7 +160,8 @@ class Probe:
         sums are exact."""
         x = self.norm(seen)
         gate, up = (_rows(projection, rank, self.ranks, x) for projection in (self.mlp.gate_proj, self.mlp.up_proj))
-        return linear(self.mlp.act_fn(gate) * up, self.mlp.down_proj.weight.chunk(self.ranks, 1)[rank]).float()
+        output = linear(self.mlp.act_fn(gate) * up, self.mlp.down_proj.weight.chunk(self.ranks, 1)[rank])
+        return cast(Tensor, self.scaled(output.float()))
 
     def output(self, rank: int, members: Iterable[int]) -> Tensor:
         """The same where the rank has the heads of ``members``."""
@@ -359,7 +354,7 @@ def _observe(blocks: Blocks, layer: Any, states: list[Tensor], units: Units, see
         kept = torch.randperm(state.shape[1], generator=generator)[: -(-GROUPING_TOKENS // len(states))].to(
             state.device
         )
-        residuals.append(state[0, kept] if bias is None else state[0, kept] + bias)
+        residuals.append(state[0, kept] if bias is None else state[0, kept] + layer.scaled(bias))
         attended.append(heads[0, kept])
     by_head = (
         torch.cat(attended).unflatten(-1, (-1, layer.self_attn.head_dim)).transpose(0, 1)
@@ -367,7 +362,7 @@ def _observe(blocks: Blocks, layer: Any, states: list[Tensor], units: Units, see
     columns = layer.self_attn.o_proj.weight.unflatten(1, (len(by_head), -1)).permute(
         1, 2, 0
     )  # [heads, head_dim, hidden]
-    products = by_head @ columns
+    products = layer.scaled(by_head @ columns)
     partials = torch.stack([products[members].sum(0) for members in units.heads])
     between = (between_heads / len(states)).double().numpy()
     distance = np.array([[between[np.ix_(one, other)].sum() for other in units.heads] for one in units.heads])
@@ -380,12 +375,11 @@ def _attention(blocks: Blocks, layer: Any, state: Tensor) -> tuple[Tensor, Tenso
     float32."""
     attention, tokens = layer.self_attn, state.shape[1]
     x, rope = layer.input_layernorm(state), blocks.position_embeddings(tokens)
-    heads, _ = attention(x, position_embeddings=rope, attention_mask=None)
-    query, key = (
-        p(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj)
-    )
-    query, key = apply_rotary_pos_emb(query, key, *rope)
+    seen = blocks.mask(attention.layer_idx, tokens)
+    heads, _ = attention(x, position_embeddings=rope, attention_mask=seen)
+    query, key, _ = attention.query_key_value(x, rope)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = (query @ key.transpose(-1, -2)).float() * attention.scaling
-    future = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
-    return heads, scores.masked_fill(future, -torch.inf).softmax(-1)
+    if seen is None:
+        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()
+    return heads, scores.masked_fill(~seen, -torch.inf).softmax(-1)

@@ -25,13 +25,11 @@ from ladderize.adapt.retrain.engine import Engine, shard, whole
 from ladderize.blocks import LOGITS_AT_ONCE, Blocks
 from ladderize.checkpoint.config import HEAD
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.convert.remote_code.modeling_ladderized_llama import (
-    LadderizedLlamaDecoderLayer,
-    LadderizedLlamaForCausalLM,
-    base_linear,
-)
+from ladderize.convert.remote_code.modeling_ladderized import base_linear
 from ladderize.errors import UserError
+from ladderize.families.registry import decoder_of
 from ladderize.layout import Layout
+from ladderize.modeling import ladderized_class
 from ladderize.ranks.group import Ranks
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
 from ladderize.runtime.training.weights import Piece
@@ -84,6 +82,7 @@ class ScoredLogits(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.scale = decoder_of(model.config.to_dict()).logits_scale
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, targets: Tensor, outputs: SubModuleOutputs | None = None
@@ -99,7 +98,7 @@ class ScoredLogits(nn.Module):
         more = {} if outputs is None else {"sub_module_outputs": outputs}
         hidden = self.model.model(**rows, use_cache=False, **more).last_hidden_state
         logits: Tensor = self.model.lm_head(hidden.view(*targets.shape, -1)[targets >= 0])
-        return logits
+        return logits if self.scale == 1 else logits * self.scale
 
 
 class TrainedModel(nn.Module):
@@ -136,15 +135,22 @@ class TrainedModel(nn.Module):
 # ---- the model ----
 
 
-class CollectingLayer(LadderizedLlamaDecoderLayer):
-    """The same layer, which also hands on what its sub-modules add to the stream.
+class CollectingLayer:
+    """Before a layer's class among the bases of another: the same layer, which also hands on what its sub-modules add
+    to the stream.
 
     They leave ``forward`` as its results: so they are kept once where a layer is computed again for its backward pass
     (activation checkpointing), and FSDP2 knows that gradients come through them.
     """
 
+    self_attn: Any
+    attention_sync: str
+    with_outputs: Callable[..., tuple[Any, Tensor, Tensor]]
+    scaled: Callable[[Tensor], Tensor]
+
     def __call__(self, *args: Any, sub_module_outputs: SubModuleOutputs | None = None, **kwargs: Any) -> Any:
-        state, attention, mlp = super().__call__(*args, **kwargs)
+        layer: Any = super()
+        state, attention, mlp = layer.__call__(*args, **kwargs)
         own = None if sub_module_outputs is None else sub_module_outputs.of(self.self_attn.layer_idx)
         if own is not None:
             own.attention(attention)
@@ -154,7 +160,7 @@ class CollectingLayer(LadderizedLlamaDecoderLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state, attention, mlp = self.with_outputs(*args, **kwargs)
         if self.attention_sync == "dropped" and (bias := base_linear(self.self_attn.o_proj).bias) is not None:
-            attention = attention + bias
+            attention = attention + self.scaled(bias)
         return state, attention, mlp
 
 
@@ -253,14 +259,16 @@ def initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def _meta_model(checkpoint: Checkpoint, layout: Layout, setup: ModelSetup) -> Any:
-    config = Blocks(checkpoint, setup.compute, setup.device).model_config(layout)
+    blocks = Blocks(checkpoint, setup.compute, setup.device)
+    config, family = blocks.model_config(layout), blocks.family
     config._attn_implementation = setup.attention
     with torch.device("meta"):
-        model = LadderizedLlamaForCausalLM(config)
+        model = ladderized_class(family, "ForCausalLM")(config)
         if setup.collecting:
-            model.model.layers = nn.ModuleList(
-                CollectingLayer(config, layer) for layer in range(len(model.model.layers))
-            )
+            own = ladderized_class(family, "DecoderLayer")
+            collecting = type(f"Collecting{own.__name__}", (CollectingLayer, own), {})
+            for layer in model.model.layers:
+                layer.__class__ = collecting
         return model
 
 
@@ -268,9 +276,8 @@ def _materialise(
     outer: nn.Module, model: Any, parameter: Callable[[str, torch.Size], nn.Parameter], setup: ModelSetup
 ) -> None:
     """Put real parameters in place of meta ones, and shard them: layer by layer, then what surrounds the layers."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(setup.device)
+    rotary = type(model.model.rotary_emb)
+    model.model.rotary_emb = rotary(model.config).to(setup.device)
     for index, layer in enumerate(model.model.layers):
         _fill(layer, f"model.layers.{index}.", parameter)
         if setup.mesh is not None:

@@ -1,77 +1,9 @@
 """Configuration of a Llama whose sync points are blocking, overlapped or dropped, one by one."""
 
-import sys
-
 from transformers import LlamaConfig
 
-ATTENTION_MODES = ("blocking", "overlapped", "dropped")
-MLP_MODES = ("blocking", "overlapped")
+from .configuration_ladderized import LadderizedConfig
 
 
-class LadderizedLlamaConfig(LlamaConfig):
-    """A `LlamaConfig` plus a layout.
-
-    attention_sync: the mode of each layer's attention sync point: "blocking" (dense Llama), "overlapped" (Ladder
-        Residual, arXiv 2501.06589) or "dropped" (Sync-Point Drop, arXiv 2502.20727).
-    mlp_sync: the same for each layer's MLP sync point: "blocking" or "overlapped"; the last is "blocking".
-    sync_tp_size: the number of virtual ranks that the dropped sync points were made for; None when none is dropped.
-
-    Left out, all three mean a dense Llama. An impossible layout raises ValueError.
-    """
-
+class LadderizedLlamaConfig(LadderizedConfig, LlamaConfig):
     model_type = "ladderized_llama"
-    # The state between two layers can be a pair of tensors, which pipeline stages do not hand on.
-    base_model_pp_plan = None
-
-    attention_sync: list[str] | None = None
-    mlp_sync: list[str] | None = None
-    sync_tp_size: int | None = None
-
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        for key in ("attention_sync", "mlp_sync"):
-            if not isinstance(getattr(self, key), list | tuple | None):
-                raise ValueError(f"{key} is {getattr(self, key)!r}, but must be a list of modes, one for each layer")
-        self.attention_sync = list(self.attention_sync or ["blocking"] * self.num_hidden_layers)
-        self.mlp_sync = list(self.mlp_sync or ["blocking"] * self.num_hidden_layers)
-        self.check_layout()
-
-    def to_dict(self):
-        """What PEFT calls before it looks up which modules of a `model_type` an adapter changes by default: those of a
-        Llama, also where PEFT was imported after this file."""
-        for name, known in vars(sys.modules.get("peft.utils.constants", object)).items():
-            if name.startswith("TRANSFORMERS_MODELS_TO_") and "llama" in known:
-                known.setdefault(self.model_type, known["llama"])
-        return super().to_dict()
-
-    def check_layout(self):
-        for key, modes, allowed in (
-            ("attention_sync", self.attention_sync, ATTENTION_MODES),
-            ("mlp_sync", self.mlp_sync, MLP_MODES),
-        ):
-            if len(modes) != self.num_hidden_layers:
-                raise ValueError(f"{key} has {len(modes)} entries for {self.num_hidden_layers} layers")
-            for layer, mode in enumerate(modes):
-                if mode not in allowed:
-                    raise ValueError(f"{key}[{layer}] is {mode!r}, but must be one of {', '.join(allowed)}")
-        if self.mlp_sync[-1] != "blocking":
-            raise ValueError(
-                f"the last mlp_sync must be 'blocking', not {self.mlp_sync[-1]!r}: nothing follows to hide it"
-            )
-        if ("dropped" in self.attention_sync) != (self.sync_tp_size is not None):
-            raise ValueError(
-                f"sync_tp_size is {self.sync_tp_size}: it goes with dropped sync points, and only with them"
-            )
-        if self.sync_tp_size is not None:
-            n, kv_heads = self.sync_tp_size, self.num_key_value_heads
-            if (
-                type(n) is not int
-                or n < 1
-                or self.num_attention_heads % n
-                or self.intermediate_size % n
-                or (kv_heads % n and n % kv_heads)
-            ):
-                raise ValueError(
-                    f"sync_tp_size {n} does not fit {self.num_attention_heads} heads, {kv_heads} key-value heads "
-                    f"and intermediate size {self.intermediate_size}"
-                )

@@ -13,6 +13,7 @@ from torch import Tensor
 from ladderize.errors import UserError
 from ladderize.eval.backends.base import EvalModel, open_tokenizer
 from ladderize.eval.options import EvalOptions
+from ladderize.families.registry import decoder_of, find_family
 from ladderize.layout import LayoutError
 from ladderize.memory import check_room
 from ladderize.modeling import load
@@ -132,7 +133,7 @@ def score_windows(
     windows. reference: a folder of predictions for the same windows. Raises UserError where memory does not do.
     """
     chosen = range(len(windows)) if chosen is None else chosen
-    plain = no_plain_head(model) is None
+    plain, scale = no_plain_head(model) is None, logits_scale(model)
     check_scoring_room(model, windows, batch_size, plain=plain, compared=reference is not None)
     embedding = next(model.get_input_embeddings().parameters())
     head: Any = model.get_output_embeddings()
@@ -148,7 +149,7 @@ def score_windows(
         for batch in window_batches(windows, chosen, batch_size):
             ids = torch.from_numpy(np.stack([windows[index] for index in batch])).to(embedding.device)
             if plain:
-                found: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                found: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state * scale
             else:
                 found = model(input_ids=ids, use_cache=False).logits
             for row, index in enumerate(batch):
@@ -168,8 +169,14 @@ def window_batches(windows: list[np.ndarray], chosen: range, batch_size: int) ->
         start = stop
 
 
+def logits_scale(model: "PreTrainedModel") -> float:
+    """What the logits of a model are multiplied with; 1 for a family that ladderize does not know."""
+    config = model.config.to_dict()
+    return 1.0 if find_family(config) is None else decoder_of(config).logits_scale
+
+
 def no_plain_head(model: "PreTrainedModel") -> str | None:
-    """Why this model's logits are not its output layer's product with its final states; None where they are.
+    """Why this model's logits are not its output layer's product with its scaled final states; None where they are.
 
     Some architectures scale or cap their logits. It is tried out, on a few tokens.
     """
@@ -180,7 +187,7 @@ def no_plain_head(model: "PreTrainedModel") -> str | None:
     ids = torch.arange(min(PROBE_TOKENS, model.config.vocab_size), device=device)[None]
     with torch.inference_mode():
         expected = model(input_ids=ids, use_cache=False).logits.float()
-        found = layer(body(input_ids=ids, use_cache=False).last_hidden_state).float()
+        found = layer(body(input_ids=ids, use_cache=False).last_hidden_state * logits_scale(model)).float()
     if found.shape != expected.shape or (found - expected).abs().max() > 1e-6 * expected.abs().max():
         return "its architecture changes its logits after its output layer"
     return None

@@ -1,0 +1,280 @@
+"""Decoders whose sync points are blocking, overlapped (Ladder Residual) or dropped (Sync-Point Drop).
+
+Under tensor parallelism every layer has two sync points, where the partial outputs of all ranks are summed into the
+residual stream: after attention and after the MLP. This file computes, on one device, what such a group of ranks
+computes; its classes stand before a family's own among the bases of that family's. It needs only torch and
+transformers.
+"""
+
+import torch
+from torch import nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+class HeadsOnlyAttention:
+    """A family's attention up to, but without, `o_proj`: in a dropped layer its product stays split by rank."""
+
+    def query_key_value(self, hidden_states, position_embeddings):
+        """[batch, heads, tokens, head_dim] each, as attention reads them."""
+        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            projection(hidden_states).view(heads) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if hasattr(self, "q_norm"):  # of each head
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        if getattr(self, "use_rope", True):
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        return query, key, value
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+        query, key, value = self.query_key_value(hidden_states, position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        kwargs = {"sliding_window": self.sliding_window, **kwargs} if hasattr(self, "sliding_window") else kwargs
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = attend(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )
+        return output.flatten(-2), weights
+
+
+class LadderizedDecoderLayer:
+    """One layer. `hidden_states` is the complete residual stream; `visible` is what this layer's attention may read
+    of it: the stream without the MLP all-reduce that is still in flight (None: nothing is in flight).
+
+    Returns the complete stream, or, when the own MLP sync point is overlapped, the pair (complete, visible).
+    A class of it names `heads_only`, the family's attention without `o_proj`.
+    """
+
+    residual_multiplier = 1.0  # of what attention and the MLP add to the stream; some families have another
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.lay_out(config, layer_idx)
+
+    def lay_out(self, config, layer_idx):
+        """Make of the family's own layer, whose attributes are there, one of the layout."""
+        self.attention_sync = config.attention_sync[layer_idx]
+        self.mlp_sync = config.mlp_sync[layer_idx]
+        self.sync_tp_size = config.sync_tp_size
+        if self.attention_sync == "dropped":
+            self.self_attn.__class__ = self.heads_only
+
+    def __call__(self, hidden_states, *args, **kwargs):
+        # The model hands on what the layer before returned. Reentrant checkpointing wants bare tensors as arguments.
+        state = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        return super().__call__(*state, *args, **kwargs)
+
+    def forward(self, hidden_states, visible=None, **kwargs):
+        return self.with_outputs(hidden_states, visible, **kwargs)[0]
+
+    def with_outputs(self, hidden_states, visible=None, **kwargs):
+        """What `forward` returns, and what attention and the MLP add to the stream, which training may compare with the
+        dense model's. Of a dropped attention that is without the bias of o_proj."""
+        attention_input = self.input_layernorm(hidden_states if visible is None else visible)
+        attention_output, _ = self.self_attn(attention_input, **kwargs)
+        if self.attention_sync == "dropped":
+            visible, attention_output, mlp_output = self.dropped_mlp(hidden_states, attention_output)
+            complete = visible + (mlp_output + attention_output)
+        else:
+            attention_output = self.scaled(attention_output)
+            visible = hidden_states + attention_output
+            mlp_input = visible if self.attention_sync == "blocking" else hidden_states
+            mlp_output = self.scaled(self.mlp(self.post_attention_layernorm(mlp_input)))
+            complete = visible + mlp_output
+        state = complete if self.mlp_sync == "blocking" else (complete, visible)
+        return state, attention_output, mlp_output
+
+    def scaled(self, output):
+        """What is added to the stream of what attention or the MLP computed."""
+        return output if self.residual_multiplier == 1 else output * self.residual_multiplier
+
+    def dropped_mlp(self, residual, heads):
+        """SPD's block: rank k's MLP reads the residual plus its own partial P_k only; P_k is summed with the MLP's
+        output.
+
+        residual: [batch, tokens, hidden]; heads: [batch, tokens, heads * head_dim].
+        Returns the residual plus the bias of o_proj, and the sums over the ranks of P_k and of MLP_k.
+        """
+        partials, bias = row_parallel(self.self_attn.o_proj, heads, self.sync_tp_size)
+        partials = self.scaled(partials)
+        residual = residual if bias is None else residual + self.scaled(bias)
+        mlp_input = self.post_attention_layernorm(residual + partials)
+        gate = column_parallel(self.mlp.gate_proj, mlp_input, self.sync_tp_size)
+        up = column_parallel(self.mlp.up_proj, mlp_input, self.sync_tp_size)
+        slices = self.mlp.act_fn(gate) * up
+        if reads_otherwise(base_linear(self.mlp.down_proj)):
+            outputs, bias = row_parallel(self.mlp.down_proj, slices, self.sync_tp_size)
+            output = outputs.sum(0) if bias is None else outputs.sum(0) + bias
+        else:  # down_proj reads the ranks' slices side by side, so that its product already is their sum
+            output = self.mlp.down_proj(slices)
+        return residual, partials.sum(0), self.scaled(output)
+
+
+def row_parallel(projection, inputs, ranks):
+    """The ranks' partial products of a row-parallel projection, and its bias, which belongs to no rank.
+
+    inputs: [..., in]; rank k owns the k-th contiguous part of them. Returns [ranks, ..., out], whose sum is the product
+    without bias, and the bias or None.
+    """
+
+    def multiply(weight, inputs):
+        return torch.einsum("...nd,hnd->n...h", inputs.unflatten(-1, (ranks, -1)), weight.unflatten(1, (ranks, -1)))
+
+    parts = sliceable(projection, inputs)
+    if parts is None:
+        parts = inputs.unflatten(-1, (ranks, -1))
+        alone = (
+            nn.functional.pad(parts[..., k : k + 1, :], (0, 0, k, ranks - 1 - k)).flatten(-2) for k in range(ranks)
+        )
+        bias = projection(torch.zeros_like(inputs))
+        return torch.stack([projection(masked) for masked in alone]) - bias, bias
+    weight, adapters = parts
+    output = multiply(weight, inputs)
+    for dropout, lora_a, lora_b, scaling in adapters:
+        low = multiply(lora_a, dropout(inputs.to(lora_a.dtype)))
+        output = output + (nn.functional.linear(low, lora_b) * scaling).to(output.dtype)
+    return output, base_linear(projection).bias
+
+
+def column_parallel(projection, inputs, ranks):
+    """The ranks' outputs of a column-parallel projection, side by side, bias included.
+
+    inputs: [ranks, ..., in], one for each rank; rank k computes the k-th contiguous part of the outputs.
+    Returns [..., out].
+    """
+
+    def multiply(weight, inputs):
+        return torch.einsum("n...h,noh->...no", inputs, weight.unflatten(0, (ranks, -1))).flatten(-2)
+
+    parts = sliceable(projection, inputs)
+    if parts is None:
+        whole = (projection(inputs[k]).unflatten(-1, (ranks, -1)) for k in range(ranks))
+        return torch.cat([output[..., k, :] for k, output in enumerate(whole)], dim=-1)
+    weight, adapters = parts
+    output = multiply(weight, inputs)
+    bias = base_linear(projection).bias
+    output = output if bias is None else output + bias
+    for dropout, lora_a, lora_b, scaling in adapters:
+        kept = dropout(torch.ones_like(inputs[0], dtype=lora_a.dtype))  # drawn once: real ranks share their seed
+        low = nn.functional.linear(inputs.to(lora_a.dtype) * kept, lora_a)
+        output = output + (multiply(lora_b, low) * scaling).to(output.dtype)
+    return output
+
+
+def base_linear(projection):
+    """The nn.Linear under `projection`, which PEFT may have wrapped. Anything else cannot be split by rank safely."""
+    linear = projection.get_base_layer() if hasattr(projection, "get_base_layer") else projection
+    if not isinstance(linear, nn.Linear) or type(linear.weight).__name__ == "DTensor":
+        raise RuntimeError(
+            f"this layout has dropped sync points, which need whole weights, but {type(linear).__name__} is sharded or"
+            " replaced by another framework's layer: run it in vLLM with ladderize's plugin (pip install"
+            ' "ladderize[vllm]"), with ladderize\'s own runtime, or in plain transformers on one device'
+        )
+    return linear
+
+
+def reads_otherwise(linear):
+    """Whether somebody exchanged the forward of a linear layer, as compressed-tensors does to quantise what it reads:
+    each rank then quantises its own part."""
+    return "forward" in vars(linear) and not hasattr(linear, "_hf_hook")
+
+
+def sliceable(projection, inputs):
+    """The weight of `projection` and its adapters as [(dropout, A, B, scaling)], for multiplying slice by slice.
+
+    None where only the module itself knows its product: quantised or offloaded weights, adapters other than plain
+    LoRA, somebody's hooks. Then the caller calls it once for each rank: exact, but `ranks` times the work.
+    """
+    linear = base_linear(projection)
+    weight = linear.weight
+    resident = (
+        weight.is_floating_point()
+        and not reads_otherwise(linear)
+        and weight.device == inputs.device
+        and weight.shape == (linear.out_features, linear.in_features)
+        and not any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in (linear, projection))
+    )
+    adapters = [] if projection is linear else plain_lora(projection)
+    if resident and type(linear) is nn.Linear and adapters is not None:
+        return weight, adapters
+    logger.warning_once(
+        f"{type(projection).__name__}: weight or adapter cannot be sliced by virtual rank; calling the whole module"
+        " once for each rank instead (the same result, slower)"
+    )
+    return None
+
+
+def plain_lora(layer):
+    """[(dropout, A, B, scaling)] of the active adapters if `layer` is PEFT's LoRA without variants, else None."""
+    if not type(layer).__module__.startswith("peft.tuners.lora.") or (layer.disable_adapters and layer.merged):
+        return None
+    if layer.disable_adapters or layer.merged:
+        return []
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if any(name in layer.lora_variant or layer.lora_bias[name] for name in active):
+        return None
+    return [
+        (layer.lora_dropout[name], layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+        for name in active
+    ]
+
+
+class LadderizedModel:
+    """A class of it names `layer_class`, the family's layer with a layout."""
+
+    def __init__(self, config):
+        check_engine(config)
+        super().__init__(config)
+        for index, layer in enumerate(self.layers):  # made of the family's own, which are not built twice
+            layer.__class__ = self.layer_class
+            layer.lay_out(config, index)
+
+    def __setattr__(self, name, value):
+        if name == "layers" and len(value) != self.config.num_hidden_layers:
+            raise ValueError(
+                f"the layout names {self.config.num_hidden_layers} layers, one by one, so the model cannot be given"
+                f" {len(value)}: PEFT's layer_replication, and pruning, are for dense models"
+            )
+        super().__setattr__(name, value)
+
+
+class LadderizedForCausalLM:
+    """A class of it names `model_class`, the family's model with a layout."""
+
+    def __init__(self, config):
+        PreTrainedModel.__init__(self, config)  # the family's own would build its dense model
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+def check_engine(config):
+    """Raise ValueError where another engine will replace every nn.Linear, at any tensor-parallel size, of a layout that
+    has dropped sync points. Engines name their attention before they build a model."""
+    engine = config._attn_implementation if config._attn_implementation in ("vllm", "vllm_mla", "sglang") else None
+    if getattr(getattr(config, "distributed_config", None), "tp_size", None) not in (None, 1):
+        engine = "transformers' tensor parallelism"
+    if config.sync_tp_size is not None and engine is not None:
+        raise ValueError(
+            f"this layout drops sync points for {config.sync_tp_size} virtual ranks, and {engine} cannot run it:"
+            " use vLLM with ladderize's plugin (pip install \"ladderize[vllm]\"), ladderize's own runtime, or plain"
+            " transformers on one device"
+        )
+
+
+def make_known(config_class, model_class, causal_class):
+    """Tell transformers about a family's classes."""
+    # where the classes for sequences, tokens and questions find their base model
+    AutoModel.register(config_class, model_class, exist_ok=True)
+    # by this list transformers' Trainer shifts the labels of label smoothing, and lm-eval knows a causal model
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = causal_class.__name__
