@@ -3,30 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.helpers import SHAPE, randomise
-
-# windows are shorter than the tests' prompts; layers with and without them, or without rope, take turns
-FAMILIES = {
-    "mistral": {"sliding_window": 6, "head_dim": 8},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
-    "qwen3": {
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "head_dim": 8,
-        "attention_bias": True,
-    },
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.2,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 2.5,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": True,
-    },
-    "smollm3": {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0, 1, 0]},
-}
+from tests.helpers import FAMILIES, SHAPE, randomise
 
 
 def make_family_model(family: str, **more: object) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from ladderize.convert.remote_code import modeling_ladderized_llama as llama_cla
 from ladderize.errors import UserError
 from ladderize.families.registry import SUPPORTED, decoder_of, family_of
 from ladderize.modeling import dense_class, load
-from tests.helpers import FAMILIES, OTHER_FAMILIES, SHAPE, invoke, make_model, one_sentence, random_ids, save_llama
+from tests.helpers import FAMILIES, SHAPE, invoke, make_model, one_sentence, random_ids, save_llama
 from tests.oracle import Oracle, assert_likeliest
 
 SIZES = {**SHAPE, "head_dim": 8}
@@ -54,7 +54,7 @@ def config_json(model_type: str, **extra: object) -> dict[str, object]:
 
 
 def test_every_family_is_tested():
-    assert set(VARIANTS) == set(FAMILIES) == {family.model_type for family in SUPPORTED}
+    assert set(VARIANTS) == {"llama", *FAMILIES} == {family.model_type for family in SUPPORTED}
 
 
 @pytest.mark.parametrize(("model_type", "extra"), CASES)
@@ -101,7 +101,7 @@ SOME_LAYOUTS = ["dense", "ladder all", "spd all 4", "mixed", "same layer"]
 
 
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
-@pytest.mark.parametrize("model_type", OTHER_FAMILIES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_logits_are_the_oracles(model_type, layout):
     """Also of a batch that is padded on the left, and with windows shorter than the texts."""
     model = make_model(layout, model_type=model_type)
@@ -117,7 +117,7 @@ def test_logits_are_the_oracles(model_type, layout):
         torch.testing.assert_close(own[kept], stream[kept], **TOLERANCE)
 
 
-@pytest.mark.parametrize("model_type", OTHER_FAMILIES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_dense_layout_is_transformers_own_class(model_type):
     model = make_model("dense", model_type=model_type)
     own = dense_class(family_of({"model_type": model_type}), "ForCausalLM")
@@ -129,7 +129,7 @@ def test_the_dense_layout_is_transformers_own_class(model_type):
         assert torch.equal(model(ids).logits, dense(ids).logits)
 
 
-@pytest.mark.parametrize("model_type", OTHER_FAMILIES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_tokens_with_a_cache_are_the_oracles(model_type):
     """Longer than every window, which a cache forgets what lies before."""
     model = make_model("mixed", model_type=model_type)
@@ -156,7 +156,7 @@ def test_the_classes_of_families_differ_only_by_name():
 # ---- conversion, and what reads a converted checkpoint ----
 
 
-@pytest.mark.parametrize("model_type", OTHER_FAMILIES)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_to_a_layout_and_back(model_type, tmp_path):
     """Verified by a stranger without ladderize; dense again it is the source, byte for byte."""
     save_llama(tmp_path / "src", model_type=model_type)

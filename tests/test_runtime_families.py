@@ -10,9 +10,9 @@ from ladderize.runtime.decode import FixedStep, Generator
 from ladderize.runtime.requests.continuous import ContinuousBatch, Prompt
 from ladderize.runtime.requests.reading import TextReader
 from ladderize.runtime.schedule import Schedule
-from tests.families import FAMILIES, make_family_model
+from tests.families import make_family_model
 from tests.groups import make_generator
-from tests.helpers import fresh_rng, random_ids
+from tests.helpers import FAMILIES, fresh_rng, random_ids
 from tests.oracle import assert_likeliest
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
