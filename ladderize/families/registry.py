@@ -29,10 +29,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
         return family
     stated = config.get("model_type")
     reason = REFUSED.get(str(stated)) or next(unlike_a_llama(config), None)
+    why = f": {reason}" if stated and reason else ""
     raise UserError(
-        f"this is a {stated or 'model without model_type'}, which ladderize does not convert"
-        f"{f': {reason}' if stated and reason else ''}; model_type must be one of"
-        f" {', '.join(family.model_type for family in SUPPORTED)}"
+        f"this is a {stated or 'model without model_type'}, which ladderize does not convert{why}; model_type must be"
+        f" one of {', '.join(family.model_type for family in SUPPORTED)}"
     )
 
 
