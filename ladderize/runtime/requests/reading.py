@@ -134,12 +134,12 @@ class TextReader:
     def _at_once(self, batch: list[TreeRow], length: int) -> Tensor:
         ids = self._table([row.tokens for row in batch], length)
         depths = self._table([row.depths for row in batch], length)
-        mask = None
-        if not all(row.is_chain for row in batch):
-            seen = torch.from_numpy(np.stack([ancestors(row, length) for row in batch]))
-            mask = seen[:, None].to(self.device)
-        # padding stands on the right: without a mask no token looks that far
-        return self.forward(ids, Step(self.rope[depths].unsqueeze(2), 0, 0, mask, causal=mask is None, depths=depths))
+        factors = self.rope[depths].unsqueeze(2)
+        if all(row.is_chain for row in batch):
+            # padding stands on the right: without a mask no token looks that far
+            return self.forward(ids, Step(factors, 0, 0, causal=True))
+        seen = torch.from_numpy(np.stack([ancestors(row, length) for row in batch]))
+        return self.forward(ids, Step(factors, 0, 0, seen[:, None].to(self.device), depths=depths))
 
     def _chunked(self, row: TreeRow) -> Tensor:
         """A text that is longer than the budget, piece by piece, with a cache for what was read."""
