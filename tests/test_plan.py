@@ -25,6 +25,7 @@ from ladderize.planning.plans.document import PlanResult
 from ladderize.runtime.collectives.links import read_interconnect
 from ladderize.workflows.sweep_document import SweepDocument, SweepPoint
 from tests.helpers import ROOT, SHAPE, fresh_rng, invoke, make_layout, one_sentence, save_llama
+from tests.quantised import save_quantised
 
 H100 = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "8")
 TINY = ("--prompt-len", "12", "--output-len", "9")
@@ -168,6 +169,50 @@ def test_figures_are_those_of_a_slow_walk(dense, hardware, tmp_path, name):
             assert row.communication["prefill"].all_reduces == 8 - own.count(DROPPED)
             assert row.attention_sync == list(own.attention_sync)
     assert result.rows_of(2, batches[0])[0].model == (str(model) if layout.is_dense else "dense")
+
+
+def test_fp8_weights_gain_more_of_a_layout():
+    """Compute gets shorter and messages do not: ladder wins more of a large model, whose weights need half."""
+    shape = ("--shape", "70b", *H100, "--layout", "ladder")
+    floats, fp8 = planned(*shape), planned(*shape, "--weights", "fp8")
+    assert fp8.model.weights == "fp8"
+    assert floats.model.weights == "float"
+    for before, after in zip(floats.rows, fp8.rows, strict=True):
+        assert after.decode_ms_per_token < before.decode_ms_per_token
+        for phase in ("prefill", "decode"):
+            assert after.communication[phase].alone_ms == before.communication[phase].alone_ms
+        projections = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672) // 8
+        assert before.weight_bytes - after.weight_bytes == projections
+        assert (after.dtype, after.kv_cache_bytes) == ("bfloat16", before.kv_cache_bytes)
+    assert fp8.rows[1].speedup_decode > floats.rows[1].speedup_decode
+    outcome = invoke("plan", *shape, "--weights", "fp8")
+    assert "70b, bfloat16, FP8 weights; prompt 1024" in outcome.stdout
+    assert "ladderize bench" not in outcome.stdout + outcome.stderr  # which runs no FP8
+    outcome = invoke("plan", "--shape", "8b", "--hardware", "a100-80gb", "--tp-size", "1", "--weights", "fp8")
+    assert "device a100-80gb has no matmul_tflop_s for float8" in " ".join(outcome.stderr.split())
+
+
+@pytest.mark.parametrize("name", ["FP8 dynamic", "FP8 blocks", "modelopt"])
+def test_a_quantised_checkpoint_is_planned_as_fp8(tmp_path, name):
+    source = save_quantised(tmp_path / "src", name)
+    words = ("--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "2", *TINY, "--dtype", "bfloat16")
+    found = planned(source, *words)
+    assert found.model.weights == "fp8"
+    same = planned("--shape", source / "config.json", *words)
+    assert [row.end_to_end_ms for row in same.rows] == [row.end_to_end_ms for row in found.rows]
+    assert planned(source, *words, "--weights", "float").rows[0].weight_bytes > found.rows[0].weight_bytes
+
+
+def test_other_quantised_weights_are_no_fp8(tmp_path):
+    source = save_quantised(tmp_path / "src", "W4A16")
+    words = (source, "--hardware", "h100-sxm", "--link", "nvlink", "--tp-size", "2", *TINY, "--dtype", "bfloat16")
+    outcome = invoke("plan", *words)
+    assert outcome.code == 1
+    assert (
+        "known of floats and of FP8, but its weights are others (compressed-tensors pack-quantized: int4"
+        in " ".join(outcome.stderr.split())
+    )
+    assert planned(*words, "--weights", "fp8").model.weights == "fp8"
 
 
 def test_bounds_and_bands_of_a_known_shape():

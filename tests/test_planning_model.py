@@ -149,6 +149,43 @@ def test_without_a_limit_of_arithmetic_decoding_reads_weights_and_cache(ranks):
     assert predict_silent(parts).total == pytest.approx(2 * (numbers + 4 * hidden) / (rate * 1e9), rel=2e-3)
 
 
+def fp8_parts(config, device, workload, **how):
+    return pass_parts(config, device, BARE, None, how.get("ranks", 1), "bfloat16", workload, weights="fp8")
+
+
+def test_arithmetic_of_fp8():
+    """Projections take the rate of FP8; attention's scores and the LM head that of the dtype."""
+    config, batch, prompt = random_config(), random.randint(1, 5), random.randint(2, 99)
+    slow, fast = random.uniform(0.1, 5), random.uniform(6, 9)
+    device = dataclasses.replace(only(), matmul_tflop_s={"bfloat16": slow, "float8": fast})
+    parts = fp8_parts(config, device, Workload(batch, prompt, 2))["prefill"]
+    scores = 4 * batch * prompt * (prompt + 1) / 2 * config["num_attention_heads"] * config["head_dim"]
+    products = 2 * batch * prompt * layer_weights(config)
+    head = 2 * batch * config["hidden_size"] * config["vocab_size"]
+    expected = config["num_hidden_layers"] * (products / fast + scores / slow) + head / slow
+    assert predict_silent(parts).total == pytest.approx(expected / 1e12)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_bytes_of_fp8(ranks):
+    """A weight is one byte, and so is a number that a product reads; attention's output is rounded by a kernel that
+    reads two."""
+    config, prompt, rate = random_config(), random.randint(2, 99), random.uniform(1, 99)
+    device = dataclasses.replace(only(gb_s=rate), matmul_tflop_s={"bfloat16": INSTANT, "float8": INSTANT})
+    parts = fp8_parts(config, device, Workload(1, prompt, 2), ranks=ranks)["decode"]
+    hidden, inner, width = config["hidden_size"], config["intermediate_size"] // ranks, config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"] // ranks, max(1, config["num_key_value_heads"] // ranks)
+    outputs = (heads + 2 * kv_heads) * width
+    weights = hidden * outputs + heads * width * hidden + 3 * hidden * inner
+    read, written = hidden + heads * width + hidden + inner, outputs + hidden + 2 * inner + hidden
+    cache = 2 * kv_heads * width * (prompt + 1)
+    layer = weights + read + (2 + 1) * heads * width + 2 * written + 2 * cache
+    vocab = math.ceil(config["vocab_size"] / ranks)
+    rest = 2 * (hidden * vocab + 5 * hidden + vocab)
+    expected = (config["num_hidden_layers"] * layer + rest) / (rate * 1e9)
+    assert predict_silent(parts).total == pytest.approx(expected, rel=2e-3)
+
+
 def test_engines_read_and_write_what_they_say():
     """Each fact by itself, where only bandwidth counts."""
     config, rate = random_config(), 1.0
@@ -255,6 +292,8 @@ def test_sizes_that_do_not_fit_are_refused():
         parts_of(config, a_device(), ranks=4)
     with pytest.raises(UserError, match="no matmul_tflop_s for float32, but for bfloat16"):
         pass_parts(random_config(), a_device(), BARE, None, 1, "float32", Workload(1, 2, 2))
+    with pytest.raises(UserError, match="no matmul_tflop_s for float8, but for bfloat16; choose .* other --weights"):
+        fp8_parts(random_config(), a_device(), Workload(1, 2, 2))
 
 
 # ---- layouts ----

@@ -12,6 +12,7 @@ from ladderize.commands.options import LOADING, compute_options
 from ladderize.console import Console
 from ladderize.errors import UsageError
 from ladderize.files.regular import resolved
+from ladderize.planning.passes import FP8
 from ladderize.planning.plans.document import PlanChoice, PlanResult
 from ladderize.planning.plans.options import BOUNDS, PlanGoal, PlanModel, PlanOptions, parse_workload
 
@@ -32,7 +33,7 @@ class PlanArguments:
     PlanOptions,
     PlanGoal,
     panels={
-        MODELS: "shape num_layers dtype revision",
+        MODELS: "shape num_layers dtype weights revision",
         MEMORY: "hardware link tp_size engine",
         LAYOUT: "layout sync_tp_size",
         MEASUREMENT: "batch_size prompt_len output_len workload",
@@ -110,7 +111,7 @@ def _show_next(console: Console, choice: PlanModel, options: PlanOptions, result
         own |= _layout_words(choice)
     target += [str(word) for option, value in own.items() if value is not None for word in (option, value)]
     steps = [("measure it there", command_line("bench", *target, *_bench_words(options)))]
-    if result.remark is not None:  # bench takes Llamas
+    if result.remark is not None or result.model.weights == FP8:  # bench takes neither other families nor FP8
         steps = []
     if result.rows[0].basis != "calibrated":
         sizes = ",".join(map(str, options.tp_sizes))

@@ -117,7 +117,7 @@ class DeviceSpec(Record):
         if dtype not in self.matmul_tflop_s:
             raise UserError(
                 f"device {self.name} has no matmul_tflop_s for {dtype}, but for {', '.join(self.matmul_tflop_s)};"
-                " choose another --dtype, or add the figure to the device's file"
+                " choose another --dtype or other --weights, or add the figure to the device's file"
             )
         return self.matmul_tflop_s[dtype] * 1e12
 

@@ -20,6 +20,8 @@ from ladderize.runtime.collectives.links import NO_LINK, Interconnect, Link
 from ladderize.runtime.shards import Shape
 
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4}
+FLOAT_WEIGHTS, FP8 = "float", "fp8"  # how the weights of projections are stored: as the dtype, or in 8 bits
+FP8_RATE = "float8"  # of products of 8-bit floats, in a device's matmul_tflop_s
 THIN_ROWS = (2, 256)  # of products that are neither a matrix times a vector nor large
 
 
@@ -66,9 +68,11 @@ def pass_parts(
     dtype: str,
     workload: Workload,
     sync_tp_size: int | None = None,
+    weights: str = FLOAT_WEIGHTS,
 ) -> dict[str, PassParts]:
     """Of the phases ``prefill`` and ``decode`` (the mean step). interconnect: None where nothing is sent. sync_tp_size:
-    virtual ranks of dropped sync points; None where none is dropped.
+    virtual ranks of dropped sync points; None where none is dropped. weights: FLOAT_WEIGHTS, or FP8: its products read
+    8 bits and write ``dtype``, in which messages are sent.
 
     Raises LayoutError for sizes that the ranks do not divide, and UserError for a dtype that the device has no peak
     for, or a link that is not known with so many ranks.
@@ -79,8 +83,11 @@ def pass_parts(
     # step j of output_len - 1 sees the prompt and j new tokens
     seen = end if engine.whole_cache else prompt + workload.output_len / 2
     passes = {
-        "prefill": _Pass(shape, engine, device, dtype, batch, prompt, float(end if engine.masked_prefill else prompt)),
-        "decode": _Pass(shape, engine, device, dtype, batch, 1, seen),
+        "prefill": _Pass(
+            *(shape, engine, device, dtype, weights, batch, prompt),
+            float(end if engine.masked_prefill else prompt),
+        ),
+        "decode": _Pass(shape, engine, device, dtype, weights, batch, 1, seen),
     }
     link, contention = (NO_LINK, 0.0) if interconnect is None else (interconnect.at(ranks), interconnect.contention)
     # one CUDA graph starts a decode step as a whole
@@ -92,13 +99,25 @@ class _Pass:
     """One forward pass: ``batch`` times ``tokens`` rows, each token with ``seen`` columns of the cache in view."""
 
     def __init__(
-        self, shape: Shape, engine: EngineFacts, device: DeviceSpec, dtype: str, batch: int, tokens: int, seen: float
+        self,
+        shape: Shape,
+        engine: EngineFacts,
+        device: DeviceSpec,
+        dtype: str,
+        weights: str,
+        batch: int,
+        tokens: int,
+        seen: float,
     ) -> None:
         self.shape, self.engine, self.device = shape, engine, device
         self.batch, self.tokens, self.seen = batch, tokens, seen
         self.rows = batch * tokens
         self.width = WIDTHS[dtype]
         self.flop_s = device.peak_flop_s(dtype) * device.matmul_share
+        self.quantises = weights == FP8
+        rate = device.peak_flop_s(FP8_RATE) * device.matmul_share if self.quantises else self.flop_s
+        # of a projection: bytes of a weight and of a number that it reads, and operations/s
+        self.projection = (1, 1, rate) if self.quantises else (self.width, self.width, rate)
         self.bytes_s = device.memory_bandwidth_gb_s * 1e9 * device.bandwidth_share
         self.stream = self.rows * shape.hidden * self.width  # bytes of the residual stream
         self.own_query = shape.own_heads * shape.head_dim
@@ -107,14 +126,17 @@ class _Pass:
     # ---- seconds of what a device does ----
 
     def product(self, rows: float, inner: float, outer: float) -> float:
-        """[rows, inner] times [inner, outer], without its start."""
-        size = self.width * (inner * outer + rows * (inner + outer))
-        seconds = self.roofline(2 * rows * inner * outer, size)
+        """Of a projection: [rows, inner] times [inner, outer], without its start."""
+        return self.multiplied(rows, inner, outer, *self.projection)
+
+    def multiplied(self, rows: float, inner: float, outer: float, weight: int, read: int, flop_s: float) -> float:
+        size = weight * inner * outer + rows * (read * inner + self.width * outer)
+        seconds = self.roofline(2 * rows * inner * outer, size, flop_s)
         is_thin = THIN_ROWS[0] <= rows <= THIN_ROWS[1]
         return seconds * (1 + self.device.thin_share) + self.device.thin_us * 1e-6 if is_thin else seconds
 
-    def roofline(self, flop: float, size: float) -> float:
-        times = flop / self.flop_s, size / self.bytes_s
+    def roofline(self, flop: float, size: float, flop_s: float) -> float:
+        times = flop / flop_s, size / self.bytes_s
         return max(times) + self.device.serial_share * min(times)
 
     def moved(self, size: float) -> float:
@@ -170,6 +192,9 @@ class _Pass:
         output = virtual * self.product(self.rows, self.own_query / virtual, self.shape.hidden)
         elsewhere = engine.stream_passes * self.stream + engine.head_passes * self.rows * self.own_qkv * self.width
         kernels = engine.attention_kernels + virtual - 1
+        if self.quantises:  # norms and activations write 8 bits by themselves, attention does not
+            elsewhere += self.rows * self.own_query * (self.width + 1)
+            kernels += 1
         return self.qkv_product() + self.scores() + output + self.moved(elsewhere) + self.started(kernels)
 
     def scores(self) -> float:
@@ -183,7 +208,7 @@ class _Pass:
             pairs = self.tokens * (self.tokens + 1) / 2
         pairs *= self.batch * shape.own_heads
         written = self.moved(engine.score_passes * pairs * width) if self.tokens > 1 else 0.0
-        return self.roofline(4 * pairs * shape.head_dim, cache) + written
+        return self.roofline(4 * pairs * shape.head_dim, cache, self.flop_s) + written
 
     def mlp(self, virtual: int) -> float:
         engine, inner = self.engine, self.shape.own_inner
@@ -211,7 +236,7 @@ class _Pass:
     def rest(self) -> float:
         engine, shape = self.engine, self.shape
         rows = self.rows if engine.all_logits else self.batch
-        head = self.product(rows, shape.hidden, shape.own_vocab)
+        head = self.multiplied(rows, shape.hidden, shape.own_vocab, self.width, self.width, self.flop_s)
         sampled = engine.logit_passes * self.batch * shape.vocab * 4
         return head + self.moved(4 * self.stream + sampled) + self.started(engine.rest_kernels)
 

@@ -34,6 +34,7 @@ MOST_ROWS = 1 << 20  # of a batch
 BOUNDS = ("parallel", "no-comm")  # what is no layout: rows for comparison
 LEAST_MEASUREMENTS = 2  # of --verify: one to choose by, one to confirm
 TimedPhase = Literal["end_to_end", "prefill", "decode"]  # what of a workload is to be fast
+PlanWeights = Literal["auto", "fp8", "float"]  # how the weights of projections are stored; float: as --dtype
 WORKLOAD_KEYS = {"prompt": "prompt_len", "output": "output_len", "batch": "batch_size"}
 
 
@@ -53,6 +54,12 @@ class PlanModel(Record):
     sync_tp_size: int | None = option("Virtual ranks of spd.", min=1, shown="as many as ranks")
     dtype: Dtype = option(
         "float32, bfloat16, float16, or auto: as stored, bfloat16 for a shape.", "auto", metavar="DTYPE"
+    )
+    weights: PlanWeights = option(
+        "fp8: projections multiply 8-bit floats, all-reduces stay as they are. auto: as a checkpoint stores them,"
+        " floats for a shape.",
+        "auto",
+        metavar="auto|fp8|float",
     )
     revision: str | None = option(REVISION)
 

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ladderize.checkpoint.config import check_tensors, most_positions, parameter_count
+from ladderize.checkpoint.config import check_quantised, most_positions, parameter_count
 from ladderize.checkpoint.decoder import check_decoder
+from ladderize.checkpoint.quantised import Quantisation, plain_config, quantisation_of
 from ladderize.checkpoint.reading import CAST_DTYPES, FLOAT_DTYPES, read_checkpoint, read_config, resolve_json
 from ladderize.errors import UsageError, UserError
 from ladderize.families.registry import find_family
 from ladderize.layout import DROPPED, OVERLAPPED, Layout
 from ladderize.planning.hardware import DeviceSpec, EngineFacts
 from ladderize.planning.passes import (
+    FP8,
     WIDTHS,
     PassParts,
     Workload,
@@ -29,7 +31,7 @@ from ladderize.planning.passes import (
     predict_silent,
 )
 from ladderize.planning.plans.document import NO_WEIGHTS, Basis, GroupLink, OtherAllReduce, PlannedRow
-from ladderize.planning.plans.options import BOUNDS, PlanModel, PlanOptions
+from ladderize.planning.plans.options import BOUNDS, PlanModel, PlanOptions, PlanWeights
 from ladderize.runtime.bench.cost_model import MemoryNeed, Prediction, cache_bytes, prefill_bytes, weight_bytes
 from ladderize.runtime.bench.options import named_layout
 from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, NO_COMM, PARALLEL, PHASES, PhaseCommunication
@@ -63,6 +65,7 @@ class ModelToPlan:
     layout: Layout
     dtype: str
     remark: str | None = None
+    weights: PlanWeights = "float"
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
         folder, is_local = resolve_json(choice.model, choice.revision)
         config = read_config(folder)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or dtype).removeprefix("torch.")
+    quantisation = quantisation_of(config, folder)
+    config = plain_config(config)
     remark = check_decoder(config)
     if remark is None:
         check_activation(config)
@@ -96,7 +101,7 @@ def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
     if folder is not None and is_local:
         checkpoint = read_checkpoint(folder)
         if remark is None:
-            check_tensors(checkpoint)
+            check_quantised(checkpoint)
             dtype = FLOAT_DTYPES[checkpoint.tensors["model.norm.weight"].dtype]
     dtype = dtype if choice.dtype == "auto" else choice.dtype
     if dtype not in CAST_DTYPES:
@@ -108,7 +113,20 @@ def read_model(choice: PlanModel, options: PlanOptions) -> ModelToPlan:
         raise UserError(
             f"{choice.name}: --prompt-len and --output-len make {tokens} tokens, over the model's {most} positions"
         )
-    return ModelToPlan(choice.name, folder, config, layout, dtype, remark)
+    return ModelToPlan(choice.name, folder, config, layout, dtype, remark, _weights(choice, quantisation))
+
+
+def _weights(choice: PlanModel, quantisation: Quantisation | None) -> PlanWeights:
+    """How times take the weights. Raises UserError for a checkpoint that is quantised in another way, unless --weights
+    says what to take it for."""
+    if choice.weights != "auto" or quantisation is None:
+        return "float" if choice.weights == "auto" else choice.weights
+    if not quantisation.is_fp8:
+        raise UserError(
+            f"{choice.name}: how long products take is known of floats and of FP8, but its weights are others"
+            f" ({quantisation.words}); give --weights fp8 or --weights float to plan as if they were these"
+        )
+    return "fp8"
 
 
 def row_variants(
@@ -216,7 +234,7 @@ class PlannedGroup:
     def parts(self, model: ModelToPlan, workload: Workload, sync_tp_size: int | None) -> Parts:
         """By phase; raises UserError where the device or the link has no figures for it."""
         how = (self.device, self.engine, self.interconnect, self.ranks, model.dtype, workload)
-        return pass_parts(model.config, *how, sync_tp_size)
+        return pass_parts(model.config, *how, sync_tp_size, model.weights)
 
     def taken_link(self, model: ModelToPlan, workloads: Sequence[Workload]) -> GroupLink:
         """The link as it is taken, with the sizes of messages beyond those that it was timed at."""
@@ -230,7 +248,7 @@ class PlannedGroup:
         shape = Shape.from_config(model.config, tp_size=self.ranks, rank=0, replicate_vocab=engine.replicate_vocab)
         columns = workload.prompt_len + workload.output_len
         return MemoryNeed(
-            weight_bytes(shape, width, packed=False),
+            weight_bytes(shape, width, packed=False, projections=1 if model.weights == FP8 else None),
             cache_bytes(shape, batch, columns, width if engine.cache_bytes is None else engine.cache_bytes),
             prefill_bytes(shape, batch, workload.prompt_len, width),
         )

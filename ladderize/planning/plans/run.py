@@ -75,7 +75,7 @@ def plan(
         rows += [row for workload in workloads for row in planned_rows(model, group, workload, variants)]
         others += [one for workload in workloads for one in other_all_reduces_of(model, group, workload, variants)]
     result = PlanResult(
-        model=choice,
+        model=replace(choice, weights=model.weights),
         options=options,
         device=device,
         link=interconnect,

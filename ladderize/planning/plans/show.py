@@ -10,6 +10,7 @@ from ladderize.console import Console, human_bytes, human_count
 from ladderize.convert.sensitivity_file import alignment_words
 from ladderize.files.records import Record
 from ladderize.planning.hardware import DeviceSpec, EngineFacts, known_devices, known_engines
+from ladderize.planning.passes import FP8
 from ladderize.planning.plans.chosen_files import cost_words, shown_increase
 from ladderize.planning.plans.document import (
     NO_WEIGHTS,
@@ -56,9 +57,10 @@ def group_words(result: PlanResult, row: PlannedRow) -> str:
 
 def _heading(result: PlanResult) -> str:
     options = result.options
+    weights = ", FP8 weights" if result.model.weights == FP8 else ""
     return (
-        f"{result.model.name}, {result.rows[0].dtype}; prompt {options.prompt_len}, output {options.output_len}; engine"
-        f" assumed: {result.engine.name} (`ladderize plan --list` says what that is)"
+        f"{result.model.name}, {result.rows[0].dtype}{weights}; prompt {options.prompt_len}, output"
+        f" {options.output_len}; engine assumed: {result.engine.name} (`ladderize plan --list` says what that is)"
     )
 
 

@@ -99,12 +99,14 @@ class MemoryNeed:
         return self.weights + self.kv_cache + self.prefill
 
 
-def weight_bytes(shape: Shape, width: int, *, packed: bool) -> int:
-    """One rank's weights at ``width`` bytes each. packed: the LM head is a copy even of a tied embedding."""
+def weight_bytes(shape: Shape, width: int, *, packed: bool, projections: int | None = None) -> int:
+    """One rank's weights at ``width`` bytes each. packed: the LM head is a copy even of a tied embedding. projections:
+    the bytes of their weights, where these are others."""
     attention = (2 * shape.own_heads + 2 * shape.own_kv_heads) * shape.head_dim * shape.hidden
-    layer = attention + 3 * shape.own_inner * shape.hidden + 2 * shape.hidden
+    layer = attention + 3 * shape.own_inner * shape.hidden
     tables = 1 if shape.tied and not packed else 2
-    return width * (shape.layers * layer + tables * shape.own_vocab * shape.hidden)
+    others = 2 * shape.layers * shape.hidden + tables * shape.own_vocab * shape.hidden
+    return shape.layers * layer * (projections or width) + width * others
 
 
 def cache_bytes(shape: Shape, batch: int, columns: int, width: int) -> int:
