@@ -20,7 +20,7 @@ STRANGE = (None, True, -1, 0, 0.5, 1e308, 10**30, "", "x" * 9000, "\x1b[31m\u202
 WORDS = ("", "-1", "0", "1.5", "nan", "inf", "1e400", "\u0663", "x" * 5000, "a,,b", "9:1", "::", "all,all", "../..",
          "/", "/dev/zero", "\x1b[31m\u202e", "*", "--", "100%", "cuda:9", "{}", "\n", "-0", "1_0", "0x10")  # fmt: skip
 READ = (  # a file, and commands that read it
-    ("dense/config.json", ("convert", "generate", "eval", "sensitivity", "bench", "inspect", "spd", "plan", "sweep")),
+    ("dense/config.json", ("convert", "generate", "eval", "sensitivity", "bench", "spd", "plan", "sweep")),
     ("dense/model.safetensors", ("convert", "generate", "eval", "sensitivity", "bench", "spd", "blocks", "sweep")),
     ("spd/config.json", ("eval", "full", "align", "bench", "inspect", "blocks")),
     ("spd/ladderize.yaml", ("eval", "full", "inspect")),
@@ -30,18 +30,22 @@ READ = (  # a file, and commands that read it
     ("s.json", ("convert by sensitivity", "sensitivity", "report of sensitivity")),
     ("points.json", ("plan", "plan alone", "convert by points")),
     ("ids.npy", ("eval", "sensitivity", "full", "align", "blocks", "spd", "plan")),
-    ("shape-32.json", ("calibrate", "bench of a shape", "plan of a shape")),
-    ("found/results.json", ("report", "compare")),
-    ("found/bench.json", ("report", "calibrate by timings")),
-    ("machine.json", ("plan of a machine", "bench over a link")),
+    ("shape-256.json", ("calibrate", "bench of a shape", "plan of a shape")),
+    ("found/results.json", ("report",)),
+    ("eval.json", ("compare", "report of results")),
+    ("found/bench.json", ("report",)),
+    ("machine.json", ("plan of a machine",)),
     ("timings.csv", ("calibrate by table",)),
-    ("rows.jsonl", ("full of rows", "eval of rows", "answers")),
+    ("rows.jsonl", ("full of rows", "eval of rows")),
     ("recipe.yaml", ("convert by recipe",)),
     ("options.yaml", ("eval of a file",)),
     ("sweep.yaml", ("sweep", "sweep alone")),
 )
-TIMINGS = """engine,shape,hardware,layout,tp_size,batch_size,prompt_len,output_len,phase,seconds
-runtime,8b,h100-sxm,dense,1,1,1024,512,decode,0.010
+TIMINGS = """shape,dtype,tp_size,batch_size,prompt_len,output_len,variant,prefill_ms,decode_ms_per_token
+8b,bfloat16,2,1,512,128,dense,20,5.1
+8b,bfloat16,2,16,512,128,dense,290,5.9
+8b,bfloat16,4,1,512,128,dense,15,3.4
+8b,bfloat16,4,16,512,128,dense,190,4.1
 """
 
 
@@ -59,29 +63,27 @@ def add_files(place: Path) -> None:
 def arguments_of(name: str, place: Path, out: Path) -> list[object]:
     dense = place / "dense"
     others: dict[str, list[object]] = {
-        "inspect": ["inspect", dense, place / "spd"],
+        "inspect": ["inspect", place / "spd"],
         "convert by sensitivity": ["convert", dense, out, "--spd", "auto", "--sensitivity", place / "s.json"],
         "convert by points": ["convert", dense, out, "--spd", "auto", "--sensitivity", place / "points.json"],
         "convert by recipe": ["convert", dense, out, "--recipe", place / "recipe.yaml"],
         "plan alone": ["plan", dense, "--hardware", "a100-80gb", "--link", "nvlink", "--tp-size", 2, "--sensitivity",
-                       place / "points.json", "--max-ppl-increase", "50%", "--sync-tp-size", 2],
-        "plan of a shape": ["plan", "--shape", place / "shape-32.json", "--hardware", "h100-sxm", "--tp-size", 2],
+                       place / "points.json", "--max-ppl-increase", "50%", "--sync-tp-size", 2, "--prompt-len", 8,
+                       "--output-len", 8],
+        "plan of a shape": ["plan", "--shape", place / "shape-256.json", "--hardware", "h100-sxm", "--tp-size", 2,
+                            "--link", "nvlink", "--prompt-len", 8, "--output-len", 8],
         "plan of a machine": ["plan", "--shape", "1b", "--hardware", place / "machine.json", "--link",
-                              place / "machine.json", "--tp-size", 2],
-        "bench of a shape": ["bench", "--random-weights", place / "shape-32.json", "--prompt-len", 4, "--output-len", 3,
-                             "--repeat", 1, "--threads", 1],
-        "bench over a link": ["bench", dense, "--emulate-tp", 2, "--link", place / "machine.json", "--prompt-len", 4,
-                              "--output-len", 3, "--repeat", 1, "--threads", 1],
-        "calibrate by timings": ["calibrate", "--timings", place / "found/bench.json", "--hardware", "h100-sxm",
-                                 "--shape", place / "shape-32.json", "--out", out],
+                              "nvlink", "--tp-size", 2],
+        "bench of a shape": ["bench", "--random-weights", place / "shape-256.json", "--prompt-len", 4,
+                             "--output-len", 3, "--repeat", 1, "--threads", 1],
         "calibrate by table": ["calibrate", "--timings", place / "timings.csv", "--hardware", "h100-sxm", "--out", out],
         "report of sensitivity": ["report", place / "s.json", "--out", out],
+        "report of results": ["report", place / "eval.json", "--out", out],
         "full of rows": ["adapt", place / "spd", out, "--data", place / "rows.jsonl", "--max-steps", 2, "--threads", 1,
                          "--device", "cpu", "--batch-size", 2, "--seq-len", 16, "--no-verify", "--write", "last"],
         "eval of rows": ["eval", dense, "--perplexity", place / "rows.jsonl", "--device", "cpu"],
         "eval of a file": ["eval", dense, "--perplexity", place / "ids.npy", "--device", "cpu", "--config",
                            place / "options.yaml"],
-        "answers": ["generate", dense, "--prompt-file", place / "rows.jsonl", "--out", out, "--threads", 1],
         "sweep alone": ["sweep", place / "sweep.yaml", "--out", out, "--dry-run"],
     }  # fmt: skip
     return others[name] if name in others else COMMANDS[name].arguments(place, out)
@@ -90,7 +92,7 @@ def arguments_of(name: str, place: Path, out: Path) -> list[object]:
 def suffix_of(name: str) -> str:
     if name in COMMANDS:
         return COMMANDS[name].suffix
-    return {"answers": ".jsonl", "report of sensitivity": ".html"}.get(
+    return {"report of results": ".html", "report of sensitivity": ".html"}.get(
         name, ".json" if name.startswith("calibrate") else ""
     )
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -12,10 +13,10 @@ from pathlib import Path
 from scripts.campaign.places import COMMANDS, digest, start
 from tests import warm
 
-LEAST_S = 1.0  # before that Python itself speaks of Ctrl-C: the command line is not read yet
 END_S = 60.0  # within which a command ends after a signal, on a busy machine
 WAYS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "SIGINT twice", "Ctrl-C")  # the last: to all in the foreground
 WAYS_OF_RANKS = (*WAYS, "SIGKILL to a rank", "SIGKILL to a rank", "SIGTERM to a rank", "SIGINT to a rank")
+EARLY = "ended before it was killed"
 LEFT = ("torchinductor_",)  # torch's own folder
 
 
@@ -30,7 +31,14 @@ class Killer:
     known: dict[str, tuple[float, dict[str, str]]] = field(default_factory=dict)
 
     def kill_one(self, name: str) -> str:
-        """What came of a command that was killed once and given again: "equal", or what was wrong."""
+        """What came of a command that was killed once and given again: "equal", or what was wrong. One that ended
+        before is begun anew, and killed earlier."""
+        share = 1.0
+        while (result := self._kill_one(name, share)) == EARLY and share > 0.1:
+            share /= 2
+        return result
+
+    def _kill_one(self, name: str, share: float) -> str:
         command = COMMANDS[name]
         if name not in self.known:
             with self._folder() as folder:
@@ -40,15 +48,17 @@ class Killer:
                 assert process.returncode == 0, errors
                 self.known[name] = (time.monotonic() - begin, digest(out, command))
         seconds, right = self.known[name]
-        has_ranks = any(word in name for word in ("ranks", "calibrate", "sweep"))
+        has_ranks = any(word in name for word in ("ranks", "sweep"))
         way = self.draw.choice(WAYS_OF_RANKS if has_ranks else WAYS)
         with self._folder() as folder:
             out = folder / f"out{command.suffix}"
             process = self._start(name, folder)
-            # an end is as likely as any other moment, though the machine may be quicker now
-            time.sleep(self.draw.uniform(0 if "SIGKILL" in way else LEAST_S, max(1.0, seconds)))
+            if "SIGKILL" not in way:  # before that Python itself answers Ctrl-C
+                while not process.has_ended() and not _listens(process.pid):
+                    time.sleep(0.01)
+            time.sleep(self.draw.uniform(0, share * seconds))
             if process.has_ended():
-                return "ended before it was killed"
+                return EARLY
             _send(process, way, folder)
             try:
                 _, errors = process.communicate(timeout=END_S)
@@ -113,6 +123,14 @@ def _send(process: warm.WarmProcess, way: str, folder: Path) -> None:
         time.sleep(random.uniform(0.05, 1.0))
         if not process.has_ended():
             os.kill(process.pid, number)
+
+
+def _listens(process: int) -> bool:
+    """Whether it catches SIGTERM."""
+    with contextlib.suppress(OSError):
+        (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{process}/status").read_text())
+        return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+    return False
 
 
 def _ranks(leader: int, folder: Path) -> list[int]:

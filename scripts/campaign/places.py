@@ -56,15 +56,17 @@ def _plan(place: Path, out: Path) -> list[object]:
 
 
 def _calibrate(place: Path, out: Path) -> list[object]:
-    shapes = [word for width in (32, 64) for word in ("--shape", place / f"shape-{width}.json")]
-    return ["calibrate", *shapes, "--tp-size", "1,2", "--prefill-tokens", 32, "--output-len", 3, "--repeat", 1,
+    shapes = [word for width in (256, 768) for word in ("--shape", place / f"shape-{width}.json")]
+    return ["calibrate", *shapes, "--prefill-tokens", 256, "--output-len", 3, "--repeat", 1,
             "--warmup", 1, "--threads", 1, "--out", out]  # fmt: skip
 
 
 COMMANDS = {
     **{name: Command(lambda place, out, name=name: training_command(name, place, out)) for name in TRAINED},
     "full of 2 ranks": Command(lambda place, out: [*training_command("full", place, out), "--tp-size", 2]),
-    "convert": Command(lambda place, out: ["convert", place / "dense", out, "--ladder", "2:", "--dtype", "bfloat16"]),
+    "convert": Command(
+        lambda place, out: ["convert", place / "dense", out, "--ladder", "2:", "--dtype", "bfloat16", "--no-verify"]
+    ),
     "merge": Command(lambda place, out: ["merge", place / "lora", out]),
     "sensitivity": Command(_sensitivity, ".json"),
     "generate": Command(_generate, ".jsonl"),
@@ -80,7 +82,7 @@ COMMANDS = {
         lambda place, out: ["bench", place / "dense", place / "spd", *GROUP, *QUICK, "--out", out], ".json", timed=True
     ),
     "calibrate": Command(_calibrate, ".json", timed=True),
-    "compare": Command(lambda place, out: ["compare", place / "found", "--out", out], ".json"),
+    "compare": Command(lambda place, out: ["compare", place / "eval.json", "--out", out], ".json"),
     "sweep": Command(lambda place, out: ["sweep", place / "sweep.yaml", "--out", out], timed=True),
 }
 
@@ -91,8 +93,9 @@ def make_place(folder: Path) -> Path:
     convert_checkpoint(folder / "dense", folder / "spd", Recipe(spd="0,2", sync_tp_size=2), verify=False)
     np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (24, 16)))
     config = json.loads((folder / "dense/config.json").read_text())
-    for width in (32, 64):
-        shape = {**config, "hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 8}
+    for width in (256, 768):
+        shape = {**config, "hidden_size": width, "intermediate_size": 2 * width, "head_dim": width // 8,
+                 "max_position_embeddings": 512}  # fmt: skip
         (folder / f"shape-{width}.json").write_text(json.dumps(shape))
     retraining = {"method": "full", "layouts": "half", "data": str(folder / "ids.npy"), "max_steps": 2, "batch_size": 2,
                   "seq_len": 16, "write": "last"}  # fmt: skip
@@ -114,6 +117,7 @@ def make_place(folder: Path) -> Path:
         training_command("lora", folder, folder / "lora"),
         _sensitivity(folder, folder / "s.json"),
         [*_sensitivity(folder, folder / "points.json"), "--mode", "points"],
+        _eval(folder, folder / "eval.json"),
     ):
         process = start(arguments)
         _, errors = process.communicate()
