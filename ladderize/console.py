@@ -474,6 +474,14 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def code_span(text: str) -> str:
+    """Text of strangers as code in Markdown: no backtick in it ends that, and nothing turns what is around it."""
+    text = printable(text).replace("\n", "\\n")
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if len(fence) > 1 else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
 def is_text(value: str) -> bool:
     """Whether UTF-8 can hold this: no half of a surrogate pair."""
     try:

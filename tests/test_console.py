@@ -94,6 +94,19 @@ def test_sigterm_ends_a_command_as_ctrl_c_does():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("models/a", "`models/a`"),
+        ("a`[d](http:x)`<b>", "`` a`[d](http:x)`<b> ``"),
+        ("`` ` ```", "```` `` ` ``` ````"),
+        ("a\u202eb\nc\x1b", "`a\\u202eb\\nc\\x1b`"),
+    ],
+)
+def test_a_name_in_a_card_stays_code(name, shown):
+    assert console.code_span(name) == shown
+
+
 def test_ctrl_c_while_libraries_tidy_up_shows_no_traceback():
     code = """
 import atexit, signal

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from ladderize import __version__
+from ladderize.console import code_span, printable
 from ladderize.convert.plan import Plan
 from ladderize.families.registry import family_of
 from ladderize.files.parsing import parse_yaml
@@ -53,14 +54,14 @@ def make_card(plan: Plan) -> str:
     if source:
         paragraphs.append("The source's own card is in [README.source.md](README.source.md).")
     header = yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()
-    return "\n\n".join([f"---\n{header}\n---", MARK, f"# {plan.out.name}", *paragraphs]) + "\n"
+    return "\n\n".join([f"---\n{header}\n---", MARK, f"# {printable(plan.out.name)}", *paragraphs]) + "\n"
 
 
 def _dense_paragraphs(plan: Plan) -> Iterator[str]:
     name = family_of(plan.source.config).class_prefix
     again = f" (which was: {plan.before})" if not plan.before.is_dense else ""
     yield (
-        f"A dense {name}, made of `{plan.source_name}`{again} with ladderize {__version__}. "
+        f"A dense {name}, made of {code_span(plan.source_name)}{again} with ladderize {__version__}. "
         f"Every sync point is blocking; any tool for a {name} reads it."
     )
     yield from _changes(plan)
@@ -103,7 +104,7 @@ def _paragraphs(plan: Plan) -> Iterator[str]:
             f"The number of ranks must divide {layout.sync_tp_size}, for which\nits sync points were dropped. Engines"
             " without the plugin refuse this checkpoint."
         )
-    yield f"Converted from `{plan.source_name}` with ladderize {__version__}."
+    yield f"Converted from {code_span(plan.source_name)} with ladderize {__version__}."
     yield f"""**Layout.** {layout}: of {2 * layout.num_layers} sync points per token, {blocking} are blocking, \
 {overlapped} overlapped
 (Ladder Residual, arXiv 2501.06589) and {dropped} dropped (Sync-Point Drop, arXiv 2502.20727)."""

@@ -177,10 +177,10 @@ def give_one(draw: random.Random, place: Path, folder: Path) -> str:
         return f"{chosen} with {what}: longer than {WALL_S:g} s"
     wall, cpu = time.monotonic() - begin, _cpu_seconds(process.pid)
     _, errors = process.communicate()
-    if cpu > CPU_S or (wall > CPU_S and cpu < wall / 10):
-        return f"{chosen} with {what}: {cpu:.1f} s of CPU time, {wall:.1f} s"
     if process.returncode == 0:
         return "accepted"
+    if cpu > CPU_S or (wall > CPU_S and cpu < wall / 10):
+        return f"{chosen} with {what}: {cpu:.1f} s of CPU time, {wall:.1f} s"
     sentences = [line for line in errors.splitlines() if line.startswith("Error: ")]
     right = process.returncode in (1, 2) and len(sentences) == 1 and "unexpected error" not in errors
     if not right or "Traceback" in errors or printable(errors) != errors:

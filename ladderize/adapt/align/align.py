@@ -32,7 +32,7 @@ from ladderize.adapt.methods import ALIGN
 from ladderize.blocks import Blocks, stored_dtype
 from ladderize.checkpoint.config import kv_head_count
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import SILENT, Console, human_bytes, human_seconds
+from ladderize.console import SILENT, Console, code_span, human_bytes, human_seconds
 from ladderize.convert.heads import HEAD_MAP, permute_heads, read_head_map
 from ladderize.layout import Layout, format_ranges
 from ladderize.memory import check_room
@@ -62,7 +62,7 @@ class Alignment(RewrittenLayers):
         layers = format_ranges([report.layer for report in self.layers])
         return (
             f"**Alignment.** The projections of layers {layers} were solved anew by least squares, towards"
-            f" `{self.teacher}` (`align`)."
+            f" {code_span(self.teacher)} (`align`)."
         )
 
 

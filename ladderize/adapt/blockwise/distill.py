@@ -25,7 +25,7 @@ from ladderize.adapt.blockwise.windows import Windows, training_windows
 from ladderize.adapt.methods import BLOCKS
 from ladderize.blocks import Blocks, layer_seconds, timed
 from ladderize.checkpoint.reading import Checkpoint
-from ladderize.console import SILENT, Console, human_bytes, human_seconds
+from ladderize.console import SILENT, Console, code_span, human_bytes, human_seconds
 from ladderize.errors import UserError
 from ladderize.layout import Layout, format_ranges, parse_ranges
 from ladderize.memory import check_room
@@ -59,7 +59,9 @@ class Distillation(RewrittenLayers):
 
     def done(self) -> str:
         layers = format_ranges([block.block for block in self.blocks])
-        return f"**Retraining.** Layers {layers} were distilled block by block from `{self.teacher}` (`blocks`)."
+        return (
+            f"**Retraining.** Layers {layers} were distilled block by block from {code_span(self.teacher)} (`blocks`)."
+        )
 
 
 def adapt_blocks(

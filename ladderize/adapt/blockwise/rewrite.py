@@ -18,7 +18,7 @@ from ladderize.adapt.teacher import check_improved, check_pair, check_related, t
 from ladderize.blocks import Blocks, open_checkpoint, stored_dtype, window_streams
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint
-from ladderize.console import Console, human_bytes, to_json
+from ladderize.console import Console, code_span, human_bytes, to_json
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
@@ -126,8 +126,8 @@ def measured_note(perplexities: Mapping[str, Perplexity], data: WindowData) -> s
     """The held-out perplexities of each step as a paragraph of a model card."""
     steps = ", ".join(f"{value.perplexity:.4f} ({name.removeprefix('+ ')})" for name, value in perplexities.items())
     return (
-        f"**Measured.** Perplexity on {data.heldout} held-out windows of {data.seq_len} tokens of `{data.file}`:"
-        f" {steps}."
+        f"**Measured.** Perplexity on {data.heldout} held-out windows of {data.seq_len} tokens of"
+        f" {code_span(data.file)}: {steps}."
     )
 
 

@@ -21,7 +21,7 @@ from ladderize.adapt.lora.config import (
 )
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint, infos_of, write_tensors
-from ladderize.console import sentence, to_json
+from ladderize.console import code_span, sentence, to_json
 from ladderize.convert.card import TAGS
 from ladderize.errors import UserError
 from ladderize.files import output
@@ -119,8 +119,8 @@ def adapter_card(
 
 # {name}
 
-A LoRA adapter for `{base}`, trained with ladderize {__version__}: rank {config["r"]}, alpha {config["lora_alpha"]},
-on {targets} of layers {format_ranges(layers)}. `adaptation.json` says how.
+A LoRA adapter for {code_span(base)}, trained with ladderize {__version__}: rank {config["r"]}, alpha
+{config["lora_alpha"]}, on {targets} of layers {format_ranges(layers)}. `adaptation.json` says how.
 
 **It belongs to this layout.** {layout}. On {others}, it does not work.
 

@@ -22,7 +22,7 @@ from ladderize.blocks import open_checkpoint, stored_dtype
 from ladderize.checkpoint.config import EMBEDDING, HEAD
 from ladderize.checkpoint.reading import Checkpoint
 from ladderize.checkpoint.tensors import fingerprint, locate_tensors
-from ladderize.console import Console, human_seconds, to_json
+from ladderize.console import Console, code_span, human_seconds, to_json
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
@@ -106,13 +106,13 @@ class Adaptation(Record):
         objective, heldout = self.options.objective, self.heldout_perplexity
         weights = (("predictions", objective.distill_weight), ("sub-modules' outputs", objective.hidden_weight))
         taught = " and the ".join(f"{what} (weight {weight:g})" for what, weight in weights if weight)
-        teacher = f" and the {taught} of `{self.distill_from}`" if taught else ""
+        teacher = f" and the {taught} of {code_span(self.distill_from or '')}" if taught else ""
         reached = f", held-out perplexity {heldout.before:.4f} before and {heldout.after:.4f} after" if heldout else ""
         if heldout and heldout.target:
             reached += f"; {heldout.target}"
         return (
             f"**Retraining.** Layers {format_ranges(self.layers)} were retrained (`{self.method}`) on"
-            f" {' and '.join(f'`{name}`' for name in self.data)}{teacher}: {self.steps:,} steps,"
+            f" {' and '.join(map(code_span, self.data))}{teacher}: {self.steps:,} steps,"
             f" {self.tokens:,} tokens, loss ({self.options.objective.label}) {self.loss.first:.4f} to"
             f" {self.loss.last:.4f}{reached}."
             " `adaptation.json` and `metrics.jsonl` say more."
