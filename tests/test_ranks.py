@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ladderize.errors import UserError
+from ladderize.ranks.device import check_device
 from ladderize.ranks.environment import ALONE, Place, started_rank_variables
 from ladderize.ranks.group import already_started, join_ranks, launched
 from ladderize.ranks.training import compute_dtype
@@ -73,3 +74,12 @@ def test_blocks_train_in_the_launchers_precision(place, tmp_path, monkeypatch):
     outcome = invoke(*training_command("blocks", place, tmp_path / "out"))
     assert outcome.code == 0, outcome.stderr
     assert json.loads((tmp_path / "out" / "distillation.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("1.5", "is no device that torch knows"), ("meta", "nothing to compute on"), ("\x1b", "no device")],
+)
+def test_a_device_that_is_none(device, said):
+    with pytest.raises(UserError, match=said):
+        check_device(device)

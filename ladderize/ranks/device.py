@@ -14,9 +14,19 @@ def default_device() -> DeviceName:
 
 
 def check_device(device: str) -> None:
-    """Raise UserError for a GPU where there is none."""
-    if device.partition(":")[0] == "cuda" and default_device() != "cuda":
+    """Raise UserError for what names no device, or one that is not here."""
+    import torch
+
+    try:
+        asked = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"--device {device[:80]!r} is no device that torch knows; give cpu, cuda or cuda:0") from None
+    if asked.type == "cuda" and default_device() != "cuda":
         raise UserError(f"--device {device}, but torch sees no GPU here")
+    if asked.type == "cuda" and (asked.index or 0) >= (count := torch.cuda.device_count()):
+        raise UserError(f"--device {device}, but torch sees {count} GPUs here, from cuda:0 on")
+    if asked.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f"--device {device} is nothing to compute on; give cpu, cuda or cuda:0")
 
 
 def visible_gpus() -> list[str]:

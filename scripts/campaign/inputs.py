@@ -1,5 +1,6 @@
 """Commands that are given damaged files and strange arguments."""
 
+import contextlib
 import json
 import os
 import random
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 
 from ladderize.console import printable
-from scripts.campaign.places import COMMANDS, start
+from scripts.campaign.places import COMMANDS, processes_in, start
 
 CPU_S = 10.0  # of the whole command, its ranks included: other programs run on the machine
 WALL_S = 120.0
@@ -168,14 +169,15 @@ def give_one(draw: random.Random, place: Path, folder: Path) -> str:
         arguments, what = arguments_of(chosen, place, out), name
     before = set(folder.rglob("*"))
     process = start(arguments, cwd=folder)
-    begin = time.monotonic()
+    begin, used = time.monotonic(), dict[int, float]()
     while not process.has_ended() and time.monotonic() - begin < WALL_S:
-        time.sleep(0.01)
+        time.sleep(0.2)
+        used |= {one: _cpu_seconds(one) for one in processes_in(folder)}
     if not process.has_ended():
         process.kill()
         process.communicate()
         return f"{chosen} with {what}: longer than {WALL_S:g} s"
-    wall, cpu = time.monotonic() - begin, _cpu_seconds(process.pid)
+    wall, cpu = time.monotonic() - begin, sum((used | {process.pid: _cpu_seconds(process.pid)}).values())
     _, errors = process.communicate()
     if process.returncode == 0:
         return "accepted"
@@ -201,6 +203,8 @@ def _relocate(before: Path, now: Path) -> None:
 
 
 def _cpu_seconds(process: int) -> float:
-    """Of a process that has ended and those that it has waited for."""
-    times = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:15]
-    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+    """Of a process, which may have ended, and of its threads."""
+    with contextlib.suppress(OSError):
+        times = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+    return 0.0

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.campaign.places import COMMANDS, digest, start
+from scripts.campaign.places import COMMANDS, digest, processes_in, start
 from tests import warm
 
 END_S = 60.0  # within which a command ends after a signal, on a busy machine
@@ -98,16 +98,6 @@ class Killer:
         return start(arguments, cwd=folder, TMPDIR=str(folder / "tmp"))
 
 
-def _processes(folder: Path) -> list[int]:
-    """Of which the working folder is this one, or in it."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and Path(os.readlink(entry / "cwd")).is_relative_to(folder):
-                found.append(int(entry.name))
-    return found
-
-
 def _send(process: warm.WarmProcess, way: str, folder: Path) -> None:
     name, _, more = way.partition(" ")
     number = signal.SIGINT if way == "Ctrl-C" else signal.Signals[name]
@@ -115,7 +105,7 @@ def _send(process: warm.WarmProcess, way: str, folder: Path) -> None:
     if more == "to a rank":
         targets = [random.choice(ranks)] if (ranks := _ranks(process.pid, folder)) else targets
     elif way == "Ctrl-C":
-        targets = [one for one in _processes(folder) if _group(one) == _group(process.pid)]
+        targets = [one for one in processes_in(folder) if _group(one) == _group(process.pid)]
     for target in targets:
         with contextlib.suppress(ProcessLookupError):
             os.kill(target, number)
@@ -135,7 +125,7 @@ def _listens(process: int) -> bool:
 
 def _ranks(leader: int, folder: Path) -> list[int]:
     """Those that its server has forked."""
-    return [one for one in _processes(folder) if _parent(one) not in (leader, os.getpid()) and one != leader]
+    return [one for one in processes_in(folder) if _parent(one) not in (leader, os.getpid()) and one != leader]
 
 
 def _parent(process: int) -> int:
@@ -153,7 +143,7 @@ def _group(process: int) -> int:
 def _still_there(folder: Path) -> list[str]:
     """What runs in the folder a minute after the command has ended."""
     deadline = time.monotonic() + END_S
-    while (left := _processes(folder)) and time.monotonic() < deadline:
+    while (left := processes_in(folder)) and time.monotonic() < deadline:
         time.sleep(0.05)
     words = []
     for one in left:
@@ -163,7 +153,7 @@ def _still_there(folder: Path) -> list[str]:
 
 
 def _end(folder: Path) -> None:
-    for one in _processes(folder):
+    for one in processes_in(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
 

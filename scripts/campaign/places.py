@@ -1,5 +1,6 @@
 """What campaigns work on, the commands of every kind, and what of an output must be the same whenever it is made."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -129,6 +130,16 @@ def start(arguments: list[object], *, cwd: Path | None = None, **environment: st
     command = [sys.executable, "-m", "ladderize", *map(str, arguments)]
     path = os.pathsep.join(filter(None, [str(warm.ROOT), os.environ.get("PYTHONPATH")]))
     return warm.WarmProcess(command, cwd=cwd, env={**os.environ, "PYTHONPATH": path, **environment})
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Of which the working folder is this one, or in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and Path(os.readlink(entry / "cwd")).is_relative_to(folder):
+                found.append(int(entry.name))
+    return found
 
 
 # ---- what must be the same ----
