@@ -241,6 +241,23 @@ SPECIAL = {
             ("same layer with biases", 0, {"sizes": (ROW,)}),
         )
     },
+    **{
+        f"{family}, {layout}, {number}": (layout, SCHEDULES[number], {"model": {"model_type": family}, **variant})
+        for family, layout, number, variant in (
+            ("mistral", "same layer", 2, {"packed": True}),
+            ("mistral", "mixed", 3, {"sizes": (ROW,), "recompute": True, "kv_heads": 2}),
+            ("qwen2", "spd all 4", 1, {"teacher": True}),
+            ("qwen2", "ladder all", 5, {"sizes": (ROW,), "packed": True, "kv_heads": 1}),
+            ("qwen3", "same layer", 4, {"packed": True, "kv_heads": 2}),
+            ("qwen3", "ladder all", 3, {"sizes": (ROW,), "recompute": True}),
+            ("qwen3", "spd some", 0, {"lora": LORA_TARGETS, "layers": range(LAYERS)}),
+            ("granite", "same layer", 2, {"hidden": True, "packed": True, "tied": True}),
+            ("granite", "spd all 4", 1, {"recompute": True}),
+            ("granite", "ladder all", 0, {"lora": ("q_proj", "o_proj", "down_proj"), "layers": (1, 3)}),
+            ("smollm3", "mixed", 1, {"packed": True}),
+            ("smollm3", "same layer", 5, {"sizes": (ROW,), "teacher": True}),
+        )
+    },
     "nothing counts": ("same layer", SCHEDULES[1], {"scored": 0.0}),
     "nothing counts for LoRA": ("dense", SCHEDULES[1], {"scored": 0.0, "lora": LORA_TARGETS, "layers": (2,)}),
     "bfloat16": ("mixed", SCHEDULES[2], {"compute": torch.bfloat16, "teacher": True}),

@@ -128,8 +128,9 @@ def test_replicated_vocabulary(cases, results):
 
 
 def test_compiled_sub_modules(tmp_path):
-    """--compile changes how the sub-modules run, and nothing of what they compute."""
-    model = make_model("same layer", max_position_embeddings=128)
+    """--compile changes how the sub-modules run, and nothing of what they compute; also with norms of heads, and a
+    window in one layer."""
+    model = make_model("same layer", model_type="qwen3", max_position_embeddings=128)
     model.save_pretrained(tmp_path / "m")
     ids = random_ids(2, 9)
     exact, _ = Oracle(model.state_dict(), model.config)(ids)

@@ -1,30 +1,30 @@
-"""The tensor-parallel runtime on families that are no Llamas, against transformers' own classes: prompts longer than a
-sliding window, padding, pieces of texts, shared prefixes, ranks."""
+"""The tensor-parallel runtime on families that are no Llamas, against transformers' classes and the oracle: prompts
+longer than a sliding window, padding, pieces of texts, common beginnings, ranks."""
 
 import pytest
 import torch
 
 from ladderize.ranks.group import Ranks
+from ladderize.runtime import launch
 from ladderize.runtime.collectives.base import Collectives
 from ladderize.runtime.decode import FixedStep, Generator
 from ladderize.runtime.requests.continuous import ContinuousBatch, Prompt
 from ladderize.runtime.requests.reading import TextReader
 from ladderize.runtime.schedule import Schedule
-from tests.families import make_family_model
-from tests.groups import make_generator
-from tests.helpers import FAMILIES, fresh_rng, random_ids
-from tests.oracle import assert_likeliest
+from tests.groups import make_generator, run_models
+from tests.helpers import OTHER_FAMILIES, fresh_rng, make_model, random_ids
+from tests.oracle import Oracle, assert_likeliest
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 TOKENS, SHORT = 26, 11  # windows are shorter than either
 LIMITS = {"rtol": 1e-4, "atol": 1e-4}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=OTHER_FAMILIES)
 def opened(request, tmp_path_factory):
     """A model of transformers, a generator of the same weights, ids, and what the model makes of them."""
     folder = tmp_path_factory.mktemp("model")
-    model = make_family_model(request.param)
+    model = make_model("same layer", model_type=request.param)
     model.save_pretrained(folder)
     ids = random_ids(2, TOKENS)
     with torch.inference_mode():
@@ -89,3 +89,58 @@ def test_continuous_batching(opened):
     for prompt, tokens in zip(prompts, batch.run(prompts), strict=True):
         assert len(tokens) == prompt.max_new_tokens
         assert_likeliest(lambda ids: model(torch.tensor([ids])).logits[0], prompt.ids, tokens)
+
+
+# ---- ranks ----
+
+LAYOUTS = ("dense", "ladder all", "spd all 4", "mixed", "same layer")
+GROUPS = [(2, "shm"), (4, "gloo")]
+RUNS = [
+    (family, layout, tp_size, backend)
+    for tp_size, backend in GROUPS
+    for family in OTHER_FAMILIES
+    for layout in LAYOUTS
+    if layout != "mixed" or tp_size == 2  # it is of two virtual ranks
+]
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """(family, layout) -> a model, and what to run of it."""
+    folder, found = tmp_path_factory.mktemp("models"), {}
+    for number, (family, layout) in enumerate((family, layout) for family in OTHER_FAMILIES for layout in LAYOUTS):
+        model = make_model(layout, model_type=family)
+        model.save_pretrained(folder / str(number))
+        prompts = [random_ids(12).tolist(), random_ids(3).tolist()]
+        found[family, layout] = model, (folder / str(number), random_ids(2, 14), prompts, STEPS)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(cases):
+    """What a group of ranks computed; each group is started once, for all that it runs."""
+    done = {}
+
+    def of(tp_size, backend):
+        if (tp_size, backend) not in done:
+            items = {run[:2]: cases[run[:2]][1] for run in RUNS if run[2:] == (tp_size, backend)}
+            done[tp_size, backend] = launch.run(run_models, items, backend, tp_size=tp_size, device="cpu", threads=1)
+        return done[tp_size, backend]
+
+    return of
+
+
+@pytest.mark.parametrize(("family", "layout", "tp_size", "backend"), RUNS)
+def test_ranks_compute_what_the_oracle_and_transformers_do(cases, results, family, layout, tp_size, backend):
+    model, (_, ids, prompts, _) = cases[family, layout]
+    result = results(tp_size, backend)[family, layout]
+    assert result["backend"].startswith(backend)
+    assert result["started"] == result["waited"]
+    with torch.no_grad():
+        exact, _ = Oracle(model.state_dict(), model.config)(ids)
+        torch.testing.assert_close(torch.from_numpy(result["logits"]), exact, **LIMITS)
+        torch.testing.assert_close(torch.from_numpy(result["last"]), exact[:, -1], **LIMITS)
+        for prompt, tokens in zip(prompts, result["tokens"], strict=True):
+            assert len(tokens) == STEPS
+            assert_likeliest(lambda text: model(torch.tensor([text])).logits[0], prompt, tokens)
