@@ -64,13 +64,14 @@ def test_parts_of_a_schedule(opened, rows, chunks):
     torch.testing.assert_close(found, expected[:rows], **LIMITS)
 
 
-@pytest.mark.parametrize("budget", [200, 40, 7], ids=["one tree", "two rows", "pieces"])
-def test_texts_with_a_common_beginning(opened, budget):
+@pytest.mark.parametrize("shared", [12, 0])
+@pytest.mark.parametrize("budget", [200, 40, 7])
+def test_texts_of_several_lengths(opened, budget, shared):
+    """Read as a tree where they have a beginning in common, else side by side with padding; or in pieces."""
     model, generator, ids, _ = opened
-    rows = ids.numpy()
-    texts = [rows[0], rows[1]]
-    texts += [fresh_rng().integers(3, 97, TOKENS - 3) for _ in range(2)]
-    texts[2][:12], texts[3][:15] = rows[0, :12], rows[0, :15]
+    texts = [ids[0].numpy(), *(fresh_rng().integers(3, 97, length) for length in (TOKENS, TOKENS - 3, TOKENS - 9))]
+    for number, text in enumerate(texts[2:]):
+        text[: shared + number] = texts[0][: shared + number]
     reader, seen = TextReader(generator.model, generator.rope, budget, torch.float32), []
     for hidden, places in reader.read(texts):
         for number, path in places.items():

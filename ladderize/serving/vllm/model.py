@@ -1,5 +1,5 @@
-"""``LadderizedLlamaForCausalLM`` for vLLM: its own Llama with our layers. Loading, attention, quantisation, LoRA,
-sampling and speculation stay vLLM's."""
+"""Converted models of every family for vLLM: its own Llama with our layers, which know what a family adds. Loading,
+attention, quantisation, LoRA, sampling and speculation stay vLLM's."""
 
 import functools
 from itertools import islice
@@ -8,25 +8,27 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
 from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
 from vllm.sequence import IntermediateTensors
 
 from ladderize.layout import BLOCKING, OVERLAPPED, Layout
-from ladderize.serving.vllm.layer import LadderizedLlamaDecoderLayer, Pending, total_of
+from ladderize.serving.vllm.layer import LadderizedDecoderLayer, Pending, total_of
 from ladderize.serving.vllm.messages import Messages
-from ladderize.serving.vllm.verify import layout_of
+from ladderize.serving.vllm.verify import decoder_of_model, layout_of
 
 
-class LadderizedLlamaModel(LlamaModel):
+class LadderizedModel(LlamaModel):
     """The layers between embedding and last norm, or those of this stage of a pipeline."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         layout = layout_of(vllm_config)
         messages = Messages(f"{prefix}.messages", vllm_config)
-        layer = functools.partial(LadderizedLlamaDecoderLayer, layout, messages)
+        decoder = decoder_of_model(vllm_config)
+        layer = functools.partial(LadderizedDecoderLayer, layout, decoder, messages)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer)
-        self.messages = messages
+        self.messages, self.embedding_scale = messages, decoder.embedding_scale
         self.entering = handed_on(layout, self.start_layer)
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
             self.entering, self.config.hidden_size
@@ -44,6 +46,7 @@ class LadderizedLlamaModel(LlamaModel):
         pending: Pending | None = None
         if get_pp_group().is_first_rank:
             delta, residual = None, self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+            residual = residual if self.embedding_scale == 1 else residual * self.embedding_scale
         else:
             assert intermediate_tensors is not None
             residual = intermediate_tensors["residual"]
@@ -85,8 +88,14 @@ def handed_on(layout: Layout, layer: int) -> list[str]:
     return ["residual", *(["hidden_states"] if earlier else []), "pending"]
 
 
-class LadderizedLlamaForCausalLM(LlamaForCausalLM):
-    """The architecture that a converted checkpoint names."""
+class LadderizedForCausalLM(LlamaForCausalLM):
+    """The architecture that a converted checkpoint names, of every family."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        scale = decoder_of_model(vllm_config).logits_scale
+        if scale != 1 and get_pp_group().is_last_rank:
+            self.logits_processor = LogitsProcessor(self.config.vocab_size, scale=scale)
 
     def _init_model(self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] | None = None) -> Any:
-        return LadderizedLlamaModel(vllm_config=vllm_config, prefix=prefix)
+        return LadderizedModel(vllm_config=vllm_config, prefix=prefix)

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def register_plugin() -> None:
-    """Tell vLLM and transformers about ladderized Llamas; vLLM then needs no ``--trust-remote-code`` for them.
+    """Tell vLLM and transformers about converted models; vLLM then needs no ``--trust-remote-code`` for them.
 
     vLLM's entry point of the group ``vllm.general_plugins``. It may be called several times, and touches no GPU: the
     model class is named, not imported. In a version of vLLM that was not tested, only ladderized checkpoints are
@@ -12,39 +12,41 @@ def register_plugin() -> None:
     """
     from transformers import AutoConfig
 
-    from ladderize.modeling import MODEL_TYPE
+    from ladderize.families.registry import SUPPORTED
+    from ladderize.modeling import ladderized_class
     from ladderize.serving.vllm.environment import (
-        ARCHITECTURE,
-        STOCK,
         STOCK_ALIASES,
+        architecture,
         installed_version,
+        stock,
         version_problem,
     )
 
     problem = version_problem(installed_version())
+    for family in SUPPORTED:
+        own = ladderized_class(family, "Config")
+        known = own if problem is None else _refusing(own, problem)
+        AutoConfig.register(family.ladderized_type, known, exist_ok=True)
     if problem is not None:
-        AutoConfig.register(MODEL_TYPE, _refusing(problem), exist_ok=True)
         return
 
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
-    from ladderize.serving.vllm.verify import VerifyLadderizedLlama, VerifyLlama
+    from ladderize.serving.vllm.verify import VerifyLadderized, VerifyStock
 
-    AutoConfig.register(MODEL_TYPE, LadderizedLlamaConfig, exist_ok=True)
-    MODELS_CONFIG_MAP[ARCHITECTURE] = VerifyLadderizedLlama
-    for name in (STOCK, *STOCK_ALIASES):
-        MODELS_CONFIG_MAP.setdefault(name, VerifyLlama)
-    if ARCHITECTURE not in ModelRegistry.models:
-        ModelRegistry.register_model(ARCHITECTURE, f"ladderize.serving.vllm.model:{ARCHITECTURE}")
+    for name in (*map(stock, SUPPORTED), *STOCK_ALIASES):
+        MODELS_CONFIG_MAP.setdefault(name, VerifyStock)
+    for family in SUPPORTED:
+        MODELS_CONFIG_MAP[architecture(family)] = VerifyLadderized
+        if architecture(family) not in ModelRegistry.models:
+            ModelRegistry.register_model(architecture(family), "ladderize.serving.vllm.model:LadderizedForCausalLM")
 
 
-def _refusing(problem: str) -> type:
+def _refusing(own: Any, problem: str) -> type:
     """A config class that raises ValueError(problem) when a checkpoint's config is read: before any worker exists."""
-    from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
 
-    class RefusedConfig(LadderizedLlamaConfig):
+    class RefusedConfig(own):  # type: ignore[misc]
         @classmethod
         def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
             raise ValueError(problem)

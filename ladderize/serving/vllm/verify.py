@@ -2,16 +2,17 @@
 before workers exist."""
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from ladderize.checkpoint.config import check_llama
+from ladderize.checkpoint.config import check_config
 from ladderize.errors import UserError
+from ladderize.families.base import Decoder
+from ladderize.families.registry import decoder_of, find_family, is_ladderized
 from ladderize.layout import OVERLAPPED, Layout
-from ladderize.modeling import MODEL_TYPE
 from ladderize.runtime.shards import check_runnable
-from ladderize.serving.vllm.environment import ARCHITECTURE, BACKEND_VARIABLE, MessageBackend
+from ladderize.serving.vllm.environment import BACKEND_VARIABLE, MessageBackend, architecture
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,17 +24,18 @@ QUANTISED = ("quantization_config", "compression_config")  # whatever vLLM itsel
 KV_CACHE_UPDATES = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
 
 
-class VerifyLadderizedLlama(VerifyAndUpdateConfig):
+class VerifyLadderized(VerifyAndUpdateConfig):
     """vLLM's hook for an architecture's own rules."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         """Raises ValueError, which vLLM shows as it is, for what this layout cannot do."""
-        config = vllm_config.model_config.hf_config
-        if config.model_type != MODEL_TYPE:
+        model_type, name = vllm_config.model_config.hf_config.model_type, vllm_config.model_config.architecture
+        family = find_family({"model_type": model_type})
+        if family is None or (family.ladderized_type, architecture(family)) != (model_type, name):
             raise ValueError(
-                f"{vllm_config.model_config.model}: architectures names {ARCHITECTURE}, but model_type is"
-                f" {config.model_type!r}; it must be {MODEL_TYPE!r}"
+                f"{vllm_config.model_config.model}: architectures names {name}, but model_type is {model_type!r};"
+                " the two are of different models, so take both from a converted checkpoint"
             )
         layout = layout_of(vllm_config)
         backend = MessageBackend.from_environment(os.environ)
@@ -44,31 +46,46 @@ class VerifyLadderizedLlama(VerifyAndUpdateConfig):
             _split_graph(vllm_config)
 
 
-class VerifyLlama(VerifyAndUpdateConfig):
-    """The same for vLLM's own Llama, which reads a ladderized checkpoint's weights but does not know its layout."""
+class VerifyStock(VerifyAndUpdateConfig):
+    """The same for vLLM's own models, which read a converted checkpoint's weights but do not know its layout."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         """Raises ValueError where a layout would be lost without a word."""
         config = vllm_config.model_config.hf_config
-        if config.model_type == MODEL_TYPE and not layout_of(vllm_config).is_dense:
+        family = find_family({"model_type": config.model_type})
+        if family and is_ladderized({"model_type": config.model_type}) and not layout_of(vllm_config).is_dense:
             raise ValueError(
-                f"{vllm_config.model_config.model} is a ladderized Llama, and {vllm_config.model_config.architecture}"
-                f" would compute a dense one; its architectures must be {ARCHITECTURE}"
+                f"{vllm_config.model_config.model} is a ladderized {family.class_prefix}, and"
+                f" {vllm_config.model_config.architecture} would compute a dense one; its architectures must be"
+                f" {architecture(family)}"
             )
 
 
 def layout_of(vllm_config: "VllmConfig") -> Layout:
     """The layout that a checkpoint's config names. Raises ValueError where the sync points do not fit the model."""
-    config = vllm_config.model_config.hf_config.to_dict()
+    config = _config(vllm_config)
     try:
-        check_llama({key: value for key, value in config.items() if key not in QUANTISED})
+        check_config(config)
         layout = Layout.from_config(config)
         layout.check_model(config)
         check_runnable(config, layout, vllm_config.parallel_config.tensor_parallel_size, name="--tensor-parallel-size")
     except UserError as error:
         raise ValueError(f"{vllm_config.model_config.model}: {error}") from None
     return layout
+
+
+def decoder_of_model(vllm_config: "VllmConfig") -> Decoder:
+    """What computing needs of the model's family."""
+    return decoder_of(_config(vllm_config))
+
+
+def _config(vllm_config: "VllmConfig") -> dict[str, Any]:
+    """config.json as vLLM has read it, without what it heeds itself."""
+    model = vllm_config.model_config
+    # --disable-sliding-window takes the window out of the config, but not the list of layers that have it
+    own = {*QUANTISED, *(("layer_types",) if model.disable_sliding_window else ())}
+    return {key: value for key, value in model.hf_config.to_dict().items() if key not in own}
 
 
 def _split_graph(vllm_config: "VllmConfig") -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ladderize.errors import UserError
+from ladderize.families.registry import known_family
 from ladderize.layout import CONFIG_KEYS, Layout
-from ladderize.modeling import MODEL_TYPE
 from ladderize.runtime.spec import ModelSpec
 from ladderize.serving.vllm.bench.options import PLUGIN, VllmBenchOptions
-from ladderize.serving.vllm.environment import ARCHITECTURE, STOCK
+from ladderize.serving.vllm.environment import architecture, stock
 
 PLUGIN_ROW = "plugin's dense"
 
@@ -63,11 +63,13 @@ def _served(spec: ModelSpec, folder: Path, *, plugin: bool, baseline: bool = Fal
                 (folder / path.name).symlink_to(path)
     config = vllm_config(spec.config, spec.layout, plugin=plugin)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    return Served(spec, folder, ARCHITECTURE if plugin else STOCK, baseline)
+    return Served(spec, folder, config["architectures"][0], baseline)
 
 
 def vllm_config(config: dict[str, Any], layout: Layout, *, plugin: bool) -> dict[str, Any]:
     """config.json for vLLM's own class, or for the plugin's, which takes dense layouts, too."""
     kept = {key: value for key, value in config.items() if key not in {*CONFIG_KEYS, "auto_map"}}
-    kept["model_type"], kept["architectures"] = (MODEL_TYPE, [ARCHITECTURE]) if plugin else ("llama", [STOCK])
+    family = known_family(config)
+    kept["model_type"] = family.ladderized_type if plugin else family.model_type
+    kept["architectures"] = [architecture(family) if plugin else stock(family)]
     return kept | (layout.to_config() if plugin else {})
