@@ -12,7 +12,7 @@ from ladderize.runtime.requests.continuous import ContinuousBatch, Prompt
 from ladderize.runtime.requests.reading import TextReader
 from ladderize.runtime.schedule import Schedule
 from tests.groups import make_generator, run_models
-from tests.helpers import OTHER_FAMILIES, fresh_rng, make_model, random_ids
+from tests.helpers import FAMILIES, fresh_rng, make_model, random_ids
 from tests.oracle import Oracle, assert_likeliest
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -20,7 +20,7 @@ TOKENS, SHORT = 26, 11  # windows are shorter than either
 LIMITS = {"rtol": 1e-4, "atol": 1e-4}
 
 
-@pytest.fixture(scope="module", params=OTHER_FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES)
 def opened(request, tmp_path_factory):
     """A model of transformers, a generator of the same weights, ids, and what the model makes of them."""
     folder = tmp_path_factory.mktemp("model")
@@ -99,7 +99,7 @@ GROUPS = [(2, "shm"), (4, "gloo")]
 RUNS = [
     (family, layout, tp_size, backend)
     for tp_size, backend in GROUPS
-    for family in OTHER_FAMILIES
+    for family in FAMILIES
     for layout in LAYOUTS
     if layout != "mixed" or tp_size == 2  # it is of two virtual ranks
 ]
@@ -110,7 +110,7 @@ STEPS = 16
 def cases(tmp_path_factory):
     """(family, layout) -> a model, and what to run of it."""
     folder, found = tmp_path_factory.mktemp("models"), {}
-    for number, (family, layout) in enumerate((family, layout) for family in OTHER_FAMILIES for layout in LAYOUTS):
+    for number, (family, layout) in enumerate((family, layout) for family in FAMILIES for layout in LAYOUTS):
         model = make_model(layout, model_type=family)
         model.save_pretrained(folder / str(number))
         prompts = [random_ids(12).tolist(), random_ids(3).tolist()]

@@ -16,7 +16,6 @@ from ladderize.checkpoint.reading import (
     resolve_json,
 )
 from ladderize.errors import UserError
-from ladderize.families.llama import LLAMA
 from ladderize.families.registry import complete_config, family_of, find_family, known_family
 from ladderize.files.documents import read_json
 from ladderize.layout import Layout
@@ -83,13 +82,6 @@ def check_config(config: Mapping[str, Any]) -> None:
     check_sizes(config)
     check_rope(config)
     family.describe(config)
-
-
-def check_llama(config: Mapping[str, Any]) -> None:
-    """``check_config`` for what runs Llamas alone."""
-    check_config(config)
-    if (family := family_of(config)) is not LLAMA:
-        raise UserError(f"this is a {family.class_prefix}; only Llamas run here so far")
 
 
 def check_sizes(config: Mapping[str, Any]) -> None:

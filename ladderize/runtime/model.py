@@ -329,10 +329,14 @@ def gated(gate_up: Tensor) -> Tensor:
 def with_usable_mask(step: Step, cache: KVCache) -> Step:
     """On a GPU ``step`` with what is added to the scores in place of a bool mask, in the dtype of keys: attention would
     make that of it once more in every layer."""
-    if step.mask is None or step.mask.device.type == "cpu":
+    if cache.keys.device.type == "cpu":
         return step
-    added = torch.zeros(step.mask.shape, dtype=cache.keys.dtype, device=step.mask.device)
-    return replace(step, mask=added.masked_fill_(~step.mask, -torch.inf))
+
+    def added(mask: Tensor) -> Tensor:
+        return torch.zeros(mask.shape, dtype=cache.keys.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+    near = {window: added(mask) for window, mask in step.near.items()}
+    return replace(step, mask=None if step.mask is None else added(step.mask), near=near)
 
 
 # ---- the parts that a schedule cuts a pass into: by rows, or one row along its tokens ----

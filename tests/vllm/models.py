@@ -53,7 +53,8 @@ CASES = {
 def make(name: str, folder: Path, **extra: object) -> PreTrainedModel:
     """A fresh random model with one of CASES, written to ``folder``; the model of remote_code itself is the oracle."""
     case = CASES[name]
-    shape, family = {**FAMILIES[case.family], **SHAPE, **case.config, **extra}, family_of({"model_type": case.family})
+    shape = {**FAMILIES.get(case.family, {}), **SHAPE, **case.config, **extra}
+    family = family_of({"model_type": case.family})
     depth = shape["num_hidden_layers"]
     if case.drawn:
         layout = drawn_layout(depth, case.sync_tp_size)

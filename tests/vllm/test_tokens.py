@@ -61,7 +61,7 @@ def test_other_messages(engines, tmp_path, name, backend, eager):
 
 def test_the_dense_layout_is_vllms_own_model(engines, tmp_path):
     """Of a family with norms of heads; vLLM's own Qwen3 heeds no windows."""
-    make("ladder upper half", tmp_path, use_sliding_window=False, attention_bias=False)
+    make("ladder upper half", tmp_path, use_sliding_window=False, layer_types=None, attention_bias=False)
     edit_json(tmp_path / "config.json", **Layout.dense(SHAPE["num_hidden_layers"]).to_config())
     prompts = random_prompts(*LENGTHS)
     stock = {"hf_overrides": {"architectures": ["Qwen3ForCausalLM"]}}
