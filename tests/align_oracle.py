@@ -7,7 +7,7 @@ weights that reads an appended one. No code of the package is used.
 import torch
 from torch.nn.functional import linear, silu
 
-from tests.oracle import part, rms_norm, rotate
+from tests.oracle import Equations, part, rms_norm, rotate
 
 
 class AlignOracle:
@@ -20,13 +20,14 @@ class AlignOracle:
     def __init__(self, dense, student, config, ridge, trained):
         self.dense = {name: weight.double() for name, weight in dense.items()}
         self.student = {name: weight.double() for name, weight in student.items()}
-        self.config, self.ridge, self.trained = config, ridge, trained
+        self.config, self.ridge, self.trained, self.family = config, ridge, trained, Equations(config)
 
     def __call__(self, ids, layers):
         """``stream`` is then what leaves the student's last layer."""
         config = self.config
-        dense = self.dense["model.embed_tokens.weight"][ids]
-        complete = visible = self.student["model.embed_tokens.weight"][ids]
+        scale = self.family.of_sums
+        dense = self.dense["model.embed_tokens.weight"][ids] * self.family.of_embedding
+        complete = visible = self.student["model.embed_tokens.weight"][ids] * self.family.of_embedding
         for layer in range(config.num_hidden_layers):
             attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
             solve = layer in layers
@@ -37,15 +38,15 @@ class AlignOracle:
                     self.solve(attention + name, [x], [self.apply(self.dense, attention + name, x_dense)])
             # what writes attention's output: the target is the dense model's stream
             h_dense, h = self.heads(self.dense, layer, x_dense), self.heads(self.student, layer, x)
-            attended = dense + self.apply(self.dense, attention + "o_proj", h_dense)
+            attended = dense + scale * self.apply(self.dense, attention + "o_proj", h_dense)
             if solve:
-                self.solve(attention + "o_proj", [h], [attended - complete])
+                self.solve(attention + "o_proj", [h], [(attended - complete) / scale])
             # each virtual rank has a part of the heads; the bias is nobody's
             modes = config.attention_sync[layer], config.mlp_sync[layer]
             ranks = config.sync_tp_size if modes[0] == "dropped" else 1
             o_proj = self.student[attention + "o_proj.weight"]
-            partials = [linear(part(h, -1, k, ranks), part(o_proj, 1, k, ranks)) for k in range(ranks)]
-            bias = self.student.get(attention + "o_proj.bias", torch.zeros(()))
+            partials = [scale * linear(part(h, -1, k, ranks), part(o_proj, 1, k, ranks)) for k in range(ranks)]
+            bias = scale * self.student.get(attention + "o_proj.bias", torch.zeros(()))
             if modes[0] == "blocking":
                 reads = [complete + partials[0] + bias]
             elif modes[0] == "overlapped":
@@ -67,12 +68,12 @@ class AlignOracle:
             inner = torch.cat(inner, -1)
             # what writes the MLP's output
             gate, up = (self.apply(self.dense, mlp + name, m_dense) for name in ("gate_proj", "up_proj"))
-            dense = attended + self.apply(self.dense, mlp + "down_proj", silu(gate) * up)
+            dense = attended + scale * self.apply(self.dense, mlp + "down_proj", silu(gate) * up)
             summed = complete + sum(partials) + bias
             if solve:
-                self.solve(mlp + "down_proj", [inner], [dense - summed])
+                self.solve(mlp + "down_proj", [inner], [(dense - summed) / scale])
             before = complete + bias if modes[0] == "dropped" else summed  # a dropped sum is in flight with the MLP's
-            complete = summed + self.apply(self.student, mlp + "down_proj", inner)
+            complete = summed + scale * self.apply(self.student, mlp + "down_proj", inner)
             visible = complete if modes[1] == "blocking" else before
         self.stream = complete
         return self.student
@@ -118,21 +119,25 @@ class AlignOracle:
 
     def heads(self, weights, layer, x):
         """What o_proj reads: [windows, tokens, heads * head_dim]."""
-        config = self.config
+        config, attention = self.config, f"model.layers.{layer}.self_attn."
         tokens = x.shape[1]
         allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril()
         positions = torch.arange(tokens)[None]
         q, k, v = (
-            self.apply(weights, f"model.layers.{layer}.self_attn.{name}_proj", x)
-            .unflatten(-1, (-1, config.head_dim))
-            .transpose(1, 2)
+            self.apply(weights, f"{attention}{name}_proj", x).unflatten(-1, (-1, self.family.head_dim)).transpose(1, 2)
             for name in "qkv"
         )
-        q, k = (rotate(t, positions, config.rope_parameters["rope_theta"]) for t in (q, k))
+        if f"{attention}q_norm.weight" in weights:
+            q = rms_norm(q, weights[f"{attention}q_norm.weight"], config.rms_norm_eps)
+            k = rms_norm(k, weights[f"{attention}k_norm.weight"], config.rms_norm_eps)
+        if self.family.rotates[layer]:
+            q, k = (rotate(t, positions, config.rope_parameters["rope_theta"]) for t in (q, k))
+        if (window := self.family.windows[layer]) is not None:
+            allowed = allowed & (positions.T - positions < window)
         outputs = []
         for head in range(config.num_attention_heads):
             group = head // (config.num_attention_heads // config.num_key_value_heads)
-            scores = q[:, head] @ k[:, group].transpose(-1, -2) / config.head_dim**0.5
+            scores = q[:, head] @ k[:, group].transpose(-1, -2) * self.family.of_scores
             scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
             outputs.append(scores.softmax(-1) @ v[:, group])
         return torch.cat(outputs, -1)

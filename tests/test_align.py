@@ -22,12 +22,12 @@ from ladderize.console import SILENT, to_json
 from ladderize.convert.heads import HeadMap, permute_heads
 from ladderize.convert.pipeline import convert_checkpoint
 from ladderize.convert.recipe import Recipe
-from ladderize.convert.remote_code.modeling_ladderized_llama import LadderizedLlamaForCausalLM
 from ladderize.errors import UserError
 from ladderize.layout import Layout
+from ladderize.modeling import ladderized_class
 from ladderize.ranks.group import Ranks
 from tests.align_oracle import AlignOracle
-from tests.helpers import BIASES, LAYOUTS, SHAPE, listing, random_ids, save_llama
+from tests.helpers import BIASES, FAMILIES, LAYOUTS, SHAPE, listing, random_ids, save_llama
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, CPU)
@@ -126,8 +126,9 @@ def solutions(solved):
 
 
 def loaded(folder, layout, weights):
-    model = LadderizedLlamaForCausalLM(blocks_of(folder).model_config(layout)).eval()
-    model.load_state_dict(weights)
+    blocks = blocks_of(folder)
+    model = ladderized_class(blocks.family, "ForCausalLM")(blocks.model_config(layout)).eval()
+    model.load_state_dict({"lm_head.weight": weights["model.embed_tokens.weight"], **weights})  # which may be tied
     return model
 
 
@@ -143,7 +144,15 @@ def divergence(dense, model, ids):
 @pytest.mark.parametrize("noise", [0.0, 0.02], ids=["as converted", "retrained"])
 @pytest.mark.parametrize("name", CONVERTED)
 def test_the_weights_are_the_slow_ones(tmp_path, name, noise):
-    models = pair(tmp_path, name, noise=noise)
+    check_weights(tmp_path, pair(tmp_path, name, noise=noise))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_weights_of_every_family_are_the_slow_ones(tmp_path, model_type):
+    check_weights(tmp_path, pair(tmp_path, "mixed", model_type=model_type))
+
+
+def check_weights(tmp_path, models):
     ids = random_ids(40, 12)
     solved = solve(models, tmp_path / "work", ids)
     expected = oracle_of(models)(ids, layers_to_align(blocks_of(models[1]).layout, None))
@@ -184,10 +193,12 @@ def test_layers_that_are_not_chosen_are_passed_through(tmp_path, layers):
     assert changed == set(chosen) == {report.layer for report in solved.reports}
 
 
-@pytest.mark.parametrize("name", CONVERTED)
-def test_the_slow_models_are_transformers(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "model_type"), [*((name, "llama") for name in CONVERTED), *(("mixed", name) for name in FAMILIES)]
+)
+def test_the_slow_models_are_transformers(tmp_path, name, model_type):
     """The oracle's streams are those of the class that every checkpoint carries."""
-    models = pair(tmp_path, name)
+    models = pair(tmp_path, name, model_type=model_type)
     ids = random_ids(3, 12)
     oracle = oracle_of(models)
     oracle(ids, ())

@@ -4,6 +4,7 @@ import ast
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -12,13 +13,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ladderize.checkpoint.config import check_config, expected_tensors, head_dim, kv_head_count
+from ladderize.checkpoint.reading import read_checkpoint
+from ladderize.checkpoint.tensors import fingerprint
+from ladderize.convert.heads import HeadMap
 from ladderize.convert.pipeline import convert_checkpoint
+from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.convert.remote_code import modeling_ladderized_llama as llama_classes
 from ladderize.errors import UserError
 from ladderize.families.registry import SUPPORTED, decoder_of, family_of
 from ladderize.modeling import dense_class, load
-from tests.helpers import FAMILIES, SHAPE, invoke, make_model, one_sentence, random_ids, save_llama
+from tests.helpers import FAMILIES, SHAPE, invoke, make_model, one_sentence, random_ids, save_llama, training_command
 from tests.oracle import Oracle, assert_likeliest
 
 SIZES = {**SHAPE, "head_dim": 8}
@@ -196,6 +201,67 @@ def test_peft_adapts_what_it_adapts_in_the_dense_model(model_type):
     model = get_peft_model(make_model("mixed", model_type=model_type), LoraConfig(r=2))
     adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
     assert adapted == set(targets)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def place(request, tmp_path_factory):
+    """Of a family: a dense model, one of a layout, and ids to train and measure on."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_llama(folder / "dense", model_type=request.param)
+    convert_checkpoint(folder / "dense", folder / "spd", Recipe(spd="0,2", sync_tp_size=2), verify=False)
+    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (24, 16)))
+    return folder
+
+
+def succeed(*arguments):
+    outcome = invoke(*arguments)
+    assert outcome.code == 0, outcome.stderr
+    return outcome.stdout
+
+
+def test_commands_that_train(place, tmp_path):
+    """Each once: the output is of the family, and another model."""
+    for method in ("full", "lora", "align", "blocks", "spd"):
+        succeed(*training_command(method, place, tmp_path / method))
+    succeed("merge", tmp_path / "lora", tmp_path / "merged", "--no-verify")
+    before, ids = load(place / "spd"), random_ids(1, 12)
+    for name in ("full", "merged", "align", "blocks", "spd"):
+        model = load(tmp_path / name)
+        assert model.config.model_type == before.config.model_type
+        with torch.no_grad():
+            found, (expected, _) = model(ids).logits, Oracle(model.state_dict(), model.config)(ids)
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+        assert not torch.equal(found, before(ids).logits)
+
+
+def test_commands_that_measure(place, tmp_path):
+    """The perplexity of a model as a whole, in transformers and in the runtime, and layer by layer is one number."""
+    data = ("--seq-len", 16)
+    table = tmp_path / "sensitivity.json"
+    succeed("sensitivity", place / "dense", "--data", place / "ids.npy", *data, "--sync-tp-size", 2, "--out", table)
+    found, divergence = [json.loads(table.read_text())["perplexity"][-1]], []
+    for backend in ("hf", "runtime"):
+        more = ("--perplexity", place / "ids.npy", *data, "--backend", backend, "--dtype", "float32", "--json")
+        models = json.loads(succeed("eval", place / "dense", place / "spd", *more))["models"]
+        found.append(models[0]["ladderize"]["perplexity"]["perplexity"])
+        divergence.append(models[1]["ladderize"]["predictions"]["mean_kl"])
+    assert found == pytest.approx([found[0]] * 3, rel=1e-4)
+    assert divergence[0] == pytest.approx(divergence[1], rel=1e-3)
+
+
+def test_heads_in_another_order(place, tmp_path):
+    """The dense model is the same; biases and projections move along, norms of heads do not."""
+    order = (2, 3, 7, 6, 0, 1, 5, 4)
+    found = HeadMap(2, {0: order, 2: order}, fingerprint(read_checkpoint(place / "dense")))
+    recipe = Recipe(spd="0,2", sync_tp_size=2)
+    convert_checkpoint(place / "dense", tmp_path / "out", recipe, Changes(head_map=found), verify=False)
+    convert_checkpoint(tmp_path / "out", tmp_path / "back", Recipe(dense=True), verify=False)
+    ids = random_ids(1, 12)
+    with torch.no_grad():
+        before, after = (load(folder)(ids).logits for folder in (place / "dense", tmp_path / "back"))
+        dropped, other = (load(folder)(ids).logits for folder in (place / "spd", tmp_path / "out"))
+    torch.testing.assert_close(after, before, **TOLERANCE)
+    assert not torch.allclose(dropped, other, **TOLERANCE)
 
 
 SLIDES = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4}

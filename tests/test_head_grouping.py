@@ -19,7 +19,7 @@ from ladderize.adapt.blockwise.head_grouping import (
 from ladderize.blocks import Blocks, open_checkpoint, window_nlls
 from ladderize.convert.heads import check_order, permute_heads
 from ladderize.layout import Layout
-from tests.helpers import BIASES, SHAPE, fresh_rng, save_llama
+from tests.helpers import BIASES, FAMILIES, SHAPE, fresh_rng, save_llama
 
 SHAPES = {
     "mha, 2 ranks": ({"num_key_value_heads": 8}, 2),
@@ -30,6 +30,7 @@ SHAPES = {
     "one kv head": ({"num_key_value_heads": 1}, 4),
     "gqa with biases": ({"num_key_value_heads": 4, **BIASES}, 2),
 }
+OF_FAMILIES = {name: ({"num_key_value_heads": 4, "model_type": name}, 2) for name in FAMILIES}
 
 
 def random_blocks(tmp_path, extra):
@@ -112,10 +113,10 @@ def test_freedom_is_said():
         assert units.freedom == "which groups of heads share a rank can change, and which rank that is"
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *OF_FAMILIES])
 def test_the_probe_computes_what_permuted_layers_compute(tmp_path, name):
     """The error of an assignment is the difference between real layers whose weights are permuted."""
-    extra, ranks = SHAPES[name]
+    extra, ranks = {**SHAPES, **OF_FAMILIES}[name]
     blocks = random_blocks(tmp_path, extra)
     heads, kv_heads = SHAPE["num_attention_heads"], extra["num_key_value_heads"]
     units = Units.of(heads, kv_heads, ranks)
@@ -141,16 +142,18 @@ def test_the_probe_computes_what_permuted_layers_compute(tmp_path, name):
             assert probe.error(assignment) == pytest.approx(sum(errors) / 3, rel=1e-4)  # all 60 tokens are drawn
 
 
-def test_distances_are_between_attention_maps(tmp_path):
-    blocks = random_blocks(tmp_path, {"num_key_value_heads": 4})
+@pytest.mark.parametrize("model_type", ["llama", *FAMILIES])
+def test_distances_are_between_attention_maps(tmp_path, model_type):
+    blocks = random_blocks(tmp_path, {"num_key_value_heads": 4, "model_type": model_type})
     units = Units.of(8, 4, 2)
-    dropped = Layout.from_layers(blocks.num_layers, spd=[0], sync_tp_size=2)
-    layer = blocks.layer(0, dropped)
+    dropped = Layout.from_layers(blocks.num_layers, spd=[3], sync_tp_size=2)
+    layer = blocks.layer(3, dropped)  # which has the window, or no rope, of a family that has such layers
     with torch.no_grad():
         states = [blocks.embed(torch.randint(3, SHAPE["vocab_size"], (1, 12))) for _ in range(2)]
         distance, _ = _observe(blocks, layer, states, units, seed=0)
         layer.self_attn.config._attn_implementation = "eager"
-        mask = torch.full((1, 1, 12, 12), -torch.inf).triu(1)
+        allowed = torch.ones(12, 12).tril().triu(1 - (blocks.decoder.windows[3] or 12))
+        mask = torch.zeros(1, 1, 12, 12).masked_fill(allowed == 0, -torch.inf)
         maps = [
             layer.self_attn(
                 layer.input_layernorm(s), attention_mask=mask, position_embeddings=blocks.position_embeddings(12)

@@ -16,7 +16,7 @@ from ladderize.checkpoint.reading import read_checkpoint
 from ladderize.commands.adapt import adapt_options
 from ladderize.runtime.training.outputs import SubModuleOutputs, hidden_error
 from ladderize.tradeoff.sweep.stages import adapt_words, asked_by
-from tests.helpers import LAYOUTS, fresh_rng, make_layout, make_model, one_sentence
+from tests.helpers import FAMILIES, LAYOUTS, fresh_rng, make_layout, make_model, one_sentence
 from tests.oracle import Oracle
 from tests.retrain.commands import CPU, adapt, losses_of, succeed
 
@@ -77,8 +77,17 @@ def engine_of(folder, layout, *, lora=None, recompute=False):
 @pytest.mark.parametrize("method", ["full", "recompute", "lora"])
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "dense"])
 def test_value_and_gradient_are_the_oracles(tmp_path, rows, name, method):
+    check_against_the_oracle(tmp_path, rows, name, method, "llama")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_value_and_gradient_of_every_family_are_the_oracles(tmp_path, rows, model_type):
+    check_against_the_oracle(tmp_path, rows, "mixed", "full", model_type)
+
+
+def check_against_the_oracle(tmp_path, rows, name, method, model_type):
     layout = make_layout(name)
-    student, dense = make_model(name), make_model("dense", **LAYOUTS[name][3])
+    student, dense = (make_model(of, model_type=model_type, **LAYOUTS[name][3]) for of in (name, "dense"))
     student.save_pretrained(tmp_path / "student")
     dense.save_pretrained(tmp_path / "dense")
     lora = None
@@ -121,7 +130,7 @@ def test_value_and_gradient_are_the_oracles(tmp_path, rows, name, method):
         scored = engine.student.scored(
             ids, positions, torch.zeros_like(ids), SubModuleOutputs(engine.compared, ids >= 0)
         )
-    assert torch.equal(scored, logits.flatten(0, 1))
+    torch.testing.assert_close(scored, logits.flatten(0, 1), rtol=1e-6, atol=1e-7)
 
 
 def test_rows_that_are_computed_as_one(tmp_path, rows, monkeypatch):
