@@ -51,6 +51,7 @@ LAYERS = SHAPE["num_hidden_layers"]
         (["--no-check"], "--no-check has no effect with --engine vllm, whose tokens are not compared"),
         (["--seq-len", "8"], "--seq-len has no effect with --engine vllm"),
         (["--baselines", "no-comm"], "--baselines no-comm is not for --engine vllm; it takes plugin"),
+        (["--baselines", "unfused,unfused"], "--baselines names unfused twice"),
         (["--baselines", "plugin,plugin"], "--baselines names plugin twice"),
         (["--batch-size", "1,x"], "--batch-size '1,x' is not a comma-separated list"),
     ],
@@ -108,7 +109,7 @@ def specs(names=("dense", "ladder", "spd")):
 def test_each_layout_is_a_folder_that_vllm_opens(tmp_path):
     served = served_models(specs(), VllmBenchOptions(tp_size=2, baselines=("plugin",)), tmp_path)
     assert [row.name for row in served] == ["dense", PLUGIN_ROW, "ladder", "spd"]
-    assert [row.baseline for row in served] == [False, True, False, False]
+    assert [row.baseline for row in served] == [None, "plugin", None, None]
     configs = [json.loads((row.folder / "config.json").read_text()) for row in served]
     assert [config["architectures"] for config in configs] == [
         ["LlamaForCausalLM"],
@@ -133,6 +134,14 @@ def test_a_checkpoint_is_linked_to_and_not_copied(tmp_path):
         assert weights.resolve() == (source / "model.safetensors").resolve()
         assert not (row.folder / "config.json").is_symlink()
     assert json.loads((source / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_baselines_come_behind_the_first_model_in_the_order_given(tmp_path):
+    served = served_models(specs(), VllmBenchOptions(tp_size=2, baselines=("plugin", "unfused")), tmp_path)
+    assert [one.name for one in served[:3]] == [specs()[0].name, PLUGIN_ROW, "dense, norms not fused"]
+    assert [one.baseline for one in served[:3]] == [None, "plugin", "unfused"]
+    assert served[0].architecture == served[2].architecture != served[1].architecture
+    assert all(one.spec is served[0].spec for one in served[:3])
 
 
 def test_the_plugin_baseline_is_of_a_dense_model(tmp_path):

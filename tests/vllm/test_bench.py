@@ -65,10 +65,29 @@ def test_two_ranks_over_gloo_show_the_overlap(tmp_path):
             assert sum(event.get("name") == "ladderize::start" for event in events) == passes * messages
 
 
+def test_the_names_of_vllms_all_reduces_are_the_installed_ones():
+    """What a row says of its all-reduce asks vLLM's communicator as vLLM itself does, in the same order."""
+    import inspect
+
+    from vllm.config.compilation import PassConfig
+    from vllm.distributed.device_communicators import cuda_communicator
+
+    from ladderize.serving.vllm.bench.engine import ALL_REDUCES, FUSED
+
+    assert hasattr(PassConfig(), FUSED)
+    source = inspect.getsource(cuda_communicator.CudaCommunicator.all_reduce)
+    taken = [source.rindex(f"{attribute}.") for attribute, _, _ in ALL_REDUCES]
+    assert taken == sorted(taken)
+    for attribute, asks, _ in ALL_REDUCES:
+        assert f"self.{attribute}" in source
+        assert asks is None or f"{attribute}.{asks}(input_)" in source
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "words"),
     [
         (["--layout", "ladder"], {"LADDERIZE_VLLM_BACKEND": "gloo"}, "gloo has no effect with one rank"),
+        (["--layout", "dense", "--baselines", "unfused"], {}, "vLLM fuses no norms into all-reduces here"),
         (["--layout", "dense,ladder"], {"LADDERIZE_VLLM_BACKEND": "smoke"}, "LADDERIZE_VLLM_BACKEND=smoke is not one"),
     ],
 )

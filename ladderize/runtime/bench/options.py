@@ -153,7 +153,8 @@ class InferenceLengths:
     output_len: int = option(OUTPUT_LEN, 33)
     baselines: tuple[str, ...] = option(
         "Time these too, of the first model: parallel (one all-reduce per layer), no-comm (none), sequential (with"
-        " --schedule domino); with --engine vllm: plugin (in the class that runs layouts).",
+        " --schedule domino); with --engine vllm: plugin (in the class that runs layouts), unfused (norms not fused"
+        " into all-reduces).",
         (),
         metavar="A,B",
         parse=split_names,

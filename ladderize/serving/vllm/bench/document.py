@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,10 +25,11 @@ class VllmBenchRow(InferenceRow):
 
     architecture: vLLM's model class. ratios: time over the first model's of the same round, the median of the rounds;
     quartiles: the first and the third. A speed-up is the first model's median over this one's. overlap: what a trace
-    showed, None without --profile.
+    showed, None without --profile. all_reduce: vLLM's own for blocking sums of each phase's size, None where that is
+    the document's ``backend``. fused_norm: whether vLLM was configured to fuse norms into all-reduces.
     """
 
-    LEFT_OUT: ClassVar = ("overlap",)
+    LEFT_OUT: ClassVar = ("overlap", "all_reduce", "fused_norm")
 
     architecture: str
     ratio_prefill: float
@@ -38,6 +39,8 @@ class VllmBenchRow(InferenceRow):
     quartiles_ms: dict[str, list[float]]
     samples_ms: dict[str, list[float]]
     overlap: dict[str, Overlap] | None = None
+    all_reduce: dict[str, str] | None = None
+    fused_norm: bool | None = None
 
     def ratio(self, phase: str) -> float:
         """Time over the first model's."""
@@ -53,6 +56,8 @@ class ServedVariant(TimedVariant):
     """architecture: vLLM's model class, its own or the plugin's."""
 
     architecture: str
+    all_reduce: dict[str, str] | None = field(default=None, kw_only=True)
+    fused_norm: bool | None = field(default=None, kw_only=True)
 
 
 def vllm_rows(variants: Sequence[ServedVariant], options: VllmBenchOptions, batch: int) -> list[VllmBenchRow]:
@@ -74,6 +79,8 @@ def vllm_rows(variants: Sequence[ServedVariant], options: VllmBenchOptions, batc
                 quartiles_ms={phase: [1e3 * s for s in quartiles(seconds[phase])] for phase in PHASES},
                 samples_ms=variant.timed.samples_ms(),
                 overlap=variant.overlap,
+                all_reduce=variant.all_reduce,
+                fused_norm=variant.fused_norm,
             )
         )
     return rows
@@ -146,6 +153,15 @@ def _explanations(document: VllmBenchDocument) -> Iterator[str]:
     ]
     if shares:
         yield f"Of the messages' time in flight, under compute in the traces: {', '.join(shares)}."
+    names = dict.fromkeys(name for row in document.rows for name in (row.all_reduce or {}).values())
+    if names:
+        yield f"vLLM's blocking all-reduces: {', '.join(names)}, by the size of the message."
+    fused = [label for row, label in labelled(document.rows) if row.fused_norm]
+    if document.options.tp_size > 1:
+        yield (
+            f"Norms are fused into the all-reduces before them in: {', '.join(dict.fromkeys(fused)) or 'no row'}."
+            " An overlapped sum is not fused."
+        )
     if any(row.is_random for row in document.rows):
         yield "Weights are random: only the times are meaningful."
 

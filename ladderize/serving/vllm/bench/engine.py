@@ -15,10 +15,11 @@ from vllm.sampling_params import RequestOutputKind
 from ladderize.console import Console
 from ladderize.errors import UserError
 from ladderize.ranks.group import Ranks, host_id
-from ladderize.runtime.bench.cost_model import cache_bytes
+from ladderize.runtime.bench.cost_model import cache_bytes, weight_bytes
 from ladderize.runtime.bench.harness import Bench, Timed
 from ladderize.runtime.bench.inference import TRACED_STEPS, random_prompts
 from ladderize.runtime.bench.messages import AloneTimes, sending_over, synchronize
+from ladderize.runtime.bench.plan import check_ranks_memory
 from ladderize.runtime.bench.rows import BASELINE_ROW, MODEL_ROW, PHASES
 from ladderize.runtime.bench.trace import Overlap, trace_passes
 from ladderize.runtime.collectives.base import Collectives
@@ -32,7 +33,7 @@ from ladderize.serving.vllm.bench.document import (
     VllmBenchRow,
     vllm_rows,
 )
-from ladderize.serving.vllm.bench.options import VllmBenchOptions
+from ladderize.serving.vllm.bench.options import UNFUSED, VllmBenchOptions
 from ladderize.serving.vllm.bench.served import Served, VllmPlan
 from ladderize.serving.vllm.bench.worker import IDENTITY
 from ladderize.serving.vllm.environment import MessageBackend, installed_version
@@ -71,6 +72,7 @@ class ServingEngine:
             kv_cache_memory_bytes=_kv_bytes(served.spec, options),
             gpu_memory_utilization=0.9 / (sharing + 1),
             **placement,
+            **({"compilation_config": {"pass_config": {FUSED: False}}} if served.baseline == UNFUSED else {}),
         )
         found = self.llm.apply_model(_class_name)[0]
         if found != served.architecture:
@@ -96,6 +98,16 @@ class ServingEngine:
         """That it computes in."""
         found: torch.dtype = self.llm.llm_engine.vllm_config.model_config.dtype
         return found
+
+    @property
+    def fused_norm(self) -> bool:
+        """Whether vLLM was configured to fuse norms into the all-reduces before them."""
+        return bool(getattr(self.llm.llm_engine.vllm_config.compilation_config.pass_config, FUSED))
+
+    def all_reduce(self, tokens: int) -> str | None:
+        """vLLM's own for sums of ``tokens``; None where it has one only."""
+        config = self.served.spec.config
+        return chosen_all_reduce((tokens, int(config["hidden_size"])), self.dtype)
 
     def prefill(self, prompts: list[list[int]], output_len: int) -> None:
         """Ask for ``output_len`` greedy tokens after each prompt, and go on until each has its first.
@@ -126,6 +138,42 @@ class ServingEngine:
     def _step(self) -> None:
         for output in self.llm.llm_engine.step():
             self.made[output.request_id] += output.outputs[0].token_ids
+
+
+# vLLM's attribute of each all-reduce of GPUs, what asks it whether it takes a message, and its name here; in the order
+# in which vLLM 0.32's CudaCommunicator asks
+ALL_REDUCES = (
+    ("qr_comm", "should_quick_allreduce", "quick reduce"),
+    ("fi_pcie_ipc_ar_comm", "should_use", "FlashInfer over PCIe"),
+    ("fi_ar_comm", "should_use_fi_ar", "FlashInfer"),
+    ("ca_comm", "should_custom_ar", "custom kernel"),
+    ("symm_mem_comm", "should_use_symm_mem", "symmetric memory"),
+    ("pynccl_comm", None, "NCCL"),
+)
+FUSED = "fuse_allreduce_rms"  # of vLLM's PassConfig
+
+
+def chosen_all_reduce(shape: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """What vLLM's CudaCommunicator takes for a message [tokens, hidden]; None on other devices, and with one rank."""
+    from vllm.distributed.device_communicators.all_reduce_utils import should_nccl_symm_mem_allreduce
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    found = group.device_communicator
+    if group.world_size == 1 or torch.device(group.device).type != "cuda":
+        return None
+    message = torch.empty(shape, dtype=dtype, device=group.device)
+    by_flashinfer = found.fi_ar_comm is not None and not found.fi_ar_comm.disabled
+    by_flashinfer = by_flashinfer and found.fi_ar_comm.should_use_fi_ar(message)
+    if not by_flashinfer and should_nccl_symm_mem_allreduce(group.world_size, message):
+        return "NCCL in symmetric memory"
+    for attribute, asks, name in ALL_REDUCES:
+        own = getattr(found, attribute)
+        if own is None or getattr(own, "disabled", False):
+            continue
+        if asks is None or getattr(own, asks)(message):
+            return name
+    return "torch.distributed"
 
 
 def communicator() -> str:
@@ -166,6 +214,17 @@ def _kv_bytes(spec: ModelSpec, options: VllmBenchOptions) -> int:
     return cache_bytes(shape, max(options.batch_sizes) + 2, tokens, spec.torch_dtype.itemsize)
 
 
+def check_engines_memory(plan: VllmPlan, ranks: Ranks) -> None:
+    """Raise UserError where the ranks of this machine cannot hold the engines of all rows, which live side by side."""
+    weights = kv_cache = 0
+    for served in plan.served:
+        shape = Shape.from_config(served.spec.config, tp_size=ranks.size, rank=0)
+        weights += weight_bytes(shape, served.spec.torch_dtype.itemsize, packed=False)
+        kv_cache += _kv_bytes(served.spec, plan.options)
+    parts = {f"the weights of {len(plan.served)} rows take": weights, "their KV caches": kv_cache}
+    check_ranks_memory("vLLM", parts, "--prompt-len", ranks)
+
+
 class TimedEngine(Timed):
     """A sample: the seconds until every request has its first token, and from then on per token of each."""
 
@@ -199,9 +258,14 @@ class VllmBench(Bench[EngineVariant, VllmBenchDocument]):
         identify(ranks)
         register_plugin()  # also where ladderize runs from a source tree, whose entry points are not installed
         self.engines = []
+        check_engines_memory(plan, ranks)
         for number, served in enumerate(plan.served, start=1):
             with console.stage(f"starting vLLM, {number} of {len(plan.served)}: {served.name}"):
                 self.engines.append(ServingEngine(served, plan.options, ranks, len(plan.served)))
+        if UNFUSED in plan.options.baselines and not self.engines[0].fused_norm:
+            raise UserError(
+                f"--baselines {UNFUSED} has no effect: vLLM fuses no norms into all-reduces here; leave it out"
+            )
         self.backend = communicator()
         self.link = MessageBackend.from_environment(os.environ).link
         carriers = {engine.messages.collectives.name for engine in self.engines if engine.messages is not None}
@@ -211,8 +275,22 @@ class VllmBench(Bench[EngineVariant, VllmBenchDocument]):
         variants = []
         for engine in self.engines:
             served, timed = engine.served, TimedEngine(engine, self.options, batch)
-            kind = BASELINE_ROW if served.baseline else MODEL_ROW
-            variants.append(EngineVariant(served.name, served.spec, timed, served.architecture, kind=kind))
+            kind = MODEL_ROW if served.baseline is None else BASELINE_ROW
+            tokens = {"prefill": batch * self.options.prompt_len, "decode": batch}
+            carriers = {
+                phase: name for phase, count in tokens.items() if (name := engine.all_reduce(count)) is not None
+            }
+            variants.append(
+                EngineVariant(
+                    served.name,
+                    served.spec,
+                    timed,
+                    served.architecture,
+                    kind=kind,
+                    all_reduce=carriers or None,
+                    fused_norm=engine.fused_norm,
+                )
+            )
         return variants
 
     def rows(self, variants: list[EngineVariant], batch: int) -> list[VllmBenchRow]:

@@ -12,7 +12,10 @@ from ladderize.runtime.bench.options import (
     check_rounds_usage,
 )
 
-PLUGIN = "plugin"  # of --baselines: the first model, which is dense, in the class that runs layouts
+# of --baselines: the first model, which is dense, in the class that runs layouts; and in vLLM's own class with norms
+# that are not fused into the all-reduces before them
+PLUGIN, UNFUSED = "plugin", "unfused"
+BASELINES = (PLUGIN, UNFUSED)
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,10 @@ def check_vllm_usage(choice: ModelChoice, options: VllmBenchOptions) -> None:
     """Raise UsageError for arguments that do not go together, or that vLLM has no use for."""
     check_rounds_usage(choice, options)
     for name in options.baselines:
-        if name != PLUGIN:
+        if name not in BASELINES:
             raise UsageError(
                 f"--baselines {name} is not for --engine vllm; it takes {PLUGIN}: the first model, which is dense, in"
-                " the class that runs layouts"
+                f" the class that runs layouts, and {UNFUSED}: in vLLM's own, without fused norms"
             )
-    if len(set(options.baselines)) < len(options.baselines):
-        raise UsageError(f"--baselines names {PLUGIN} twice")
+        if options.baselines.count(name) > 1:
+            raise UsageError(f"--baselines names {name} twice")

@@ -9,27 +9,29 @@ from ladderize.errors import UserError
 from ladderize.families.registry import known_family
 from ladderize.layout import CONFIG_KEYS, Layout
 from ladderize.runtime.spec import ModelSpec
-from ladderize.serving.vllm.bench.options import PLUGIN, VllmBenchOptions
+from ladderize.serving.vllm.bench.options import PLUGIN, UNFUSED, VllmBenchOptions
 from ladderize.serving.vllm.environment import architecture, stock
 
 PLUGIN_ROW = "plugin's dense"
+BASELINE_ROWS = {PLUGIN: PLUGIN_ROW, UNFUSED: "dense, norms not fused"}
 
 
 @dataclass(frozen=True)
 class Served:
     """One row: a folder that vLLM opens, and the model in it; random weights where the model has no folder.
 
-    architecture: vLLM's model class, its own or the plugin's. A row that is a baseline runs the first model's weights.
+    architecture: vLLM's model class, its own or the plugin's. baseline: of --baselines; it runs the first model's
+    weights.
     """
 
     spec: ModelSpec
     folder: Path
     architecture: str
-    baseline: bool = False
+    baseline: str | None = None
 
     @property
     def name(self) -> str:
-        return PLUGIN_ROW if self.baseline else self.spec.name
+        return self.spec.name if self.baseline is None else BASELINE_ROWS[self.baseline]
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,16 @@ def served_models(specs: list[ModelSpec], options: VllmBenchOptions, work: Path)
     Raises UserError for what vLLM's classes cannot take.
     """
     rows = [_served(spec, work / str(number), plugin=not spec.layout.is_dense) for number, spec in enumerate(specs)]
-    if PLUGIN in options.baselines:
+    for name in reversed(options.baselines):
         if not specs[0].layout.is_dense:
             raise UserError(
-                f"--baselines {PLUGIN} needs a dense model as the first one, and {specs[0].name} is not dense"
+                f"--baselines {name} needs a dense model as the first one, and {specs[0].name} is not dense"
             )
-        rows.insert(1, _served(specs[0], work / PLUGIN, plugin=True, baseline=True))
+        rows.insert(1, _served(specs[0], work / name, plugin=name == PLUGIN, baseline=name))
     return rows
 
 
-def _served(spec: ModelSpec, folder: Path, *, plugin: bool, baseline: bool = False) -> Served:
+def _served(spec: ModelSpec, folder: Path, *, plugin: bool, baseline: str | None = None) -> Served:
     folder.mkdir()
     if spec.folder is not None:
         for path in spec.folder.resolve().iterdir():
