@@ -15,7 +15,7 @@ from ladderize.runtime.bench.options import (
 # of --baselines: the first model, which is dense, in the class that runs layouts; and in vLLM's own class with norms
 # that are not fused into the all-reduces before them
 PLUGIN, UNFUSED = "plugin", "unfused"
-BASELINES = (PLUGIN, UNFUSED)
+VLLM_BASELINES = (PLUGIN, UNFUSED)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def check_vllm_usage(choice: ModelChoice, options: VllmBenchOptions) -> None:
     """Raise UsageError for arguments that do not go together, or that vLLM has no use for."""
     check_rounds_usage(choice, options)
     for name in options.baselines:
-        if name not in BASELINES:
+        if name not in VLLM_BASELINES:
             raise UsageError(
                 f"--baselines {name} is not for --engine vllm; it takes {PLUGIN}: the first model, which is dense, in"
                 f" the class that runs layouts, and {UNFUSED}: in vLLM's own, without fused norms"
