@@ -72,9 +72,9 @@ def test_the_names_of_vllms_all_reduces_are_the_installed_ones():
     from vllm.config.compilation import PassConfig
     from vllm.distributed.device_communicators import cuda_communicator
 
-    from ladderize.serving.vllm.bench.engine import ALL_REDUCES, FUSED
+    from ladderize.serving.vllm.bench.engine import ALL_REDUCES, NORM_FUSION
 
-    assert hasattr(PassConfig(), FUSED)
+    assert hasattr(PassConfig(), NORM_FUSION)
     source = inspect.getsource(cuda_communicator.CudaCommunicator.all_reduce)
     taken = [source.rindex(f"{attribute}.") for attribute, _, _ in ALL_REDUCES]
     assert taken == sorted(taken)

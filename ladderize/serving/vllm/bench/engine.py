@@ -72,7 +72,7 @@ class ServingEngine:
             kv_cache_memory_bytes=_kv_bytes(served.spec, options),
             gpu_memory_utilization=0.9 / (sharing + 1),
             **placement,
-            **({"compilation_config": {"pass_config": {FUSED: False}}} if served.baseline == UNFUSED else {}),
+            **({"compilation_config": {"pass_config": {NORM_FUSION: False}}} if served.baseline == UNFUSED else {}),
         )
         found = self.llm.apply_model(_class_name)[0]
         if found != served.architecture:
@@ -102,7 +102,7 @@ class ServingEngine:
     @property
     def fused_norm(self) -> bool:
         """Whether vLLM was configured to fuse norms into the all-reduces before them."""
-        return bool(getattr(self.llm.llm_engine.vllm_config.compilation_config.pass_config, FUSED))
+        return bool(getattr(self.llm.llm_engine.vllm_config.compilation_config.pass_config, NORM_FUSION))
 
     def all_reduce(self, tokens: int) -> str | None:
         """vLLM's own for sums of ``tokens``; None where it has one only."""
@@ -150,7 +150,7 @@ ALL_REDUCES = (
     ("symm_mem_comm", "should_use_symm_mem", "symmetric memory"),
     ("pynccl_comm", None, "NCCL"),
 )
-FUSED = "fuse_allreduce_rms"  # of vLLM's PassConfig
+NORM_FUSION = "fuse_allreduce_rms"  # of vLLM's PassConfig
 
 
 def chosen_all_reduce(shape: tuple[int, int], dtype: torch.dtype) -> str | None:
