@@ -65,15 +65,16 @@ class Killer:
             except Exception:
                 _end(folder)
                 return f"{way}: did not end within {END_S:g} s"
-            if wrong := _wrong_words(way, process.returncode, errors):
+            was_complete = digest(out, command) == right
+            if wrong := _wrong_words(way, process.returncode, errors, was_complete):
                 return wrong
             if left := _still_there(folder):
                 _end(folder)
                 return f"{way}: processes left {left}"
-            first, was_complete = process.returncode, digest(out, command) == right
+            first = process.returncode
             process = self._start(name, folder)
             _, errors = process.communicate()
-            if process.returncode and was_complete and first == 0:
+            if process.returncode and was_complete and first in (0, -signal.SIGTERM, -signal.SIGINT):
                 return "equal"  # the whole command ended; some refuse to write it again
             if process.returncode:
                 return f"{way}: again: exit code {process.returncode}: {errors[-400:]}"
@@ -158,7 +159,7 @@ def _end(folder: Path) -> None:
             os.kill(one, signal.SIGKILL)
 
 
-def _wrong_words(way: str, code: int | None, errors: str) -> str | None:
+def _wrong_words(way: str, code: int | None, errors: str, was_complete: bool) -> str | None:
     """What is wrong with the words and the exit code after a signal; None if nothing is."""
     if any(words in errors for words in ("Traceback", "resource_tracker", "Exception ignored", "unexpected error")):
         return f"{way}: a traceback: {errors[:3000]}"
@@ -166,6 +167,8 @@ def _wrong_words(way: str, code: int | None, errors: str) -> str | None:
     ends = [line for line in lines if line.startswith(("Error: ", "Stopped by", "Interrupted"))]
     if code == 0 or (way == "SIGKILL" and code == -signal.SIGKILL):
         return f"{way}: ended with 0, and {ends}" if ends else None
+    if was_complete and not ends and code in (-signal.SIGTERM, -signal.SIGINT):
+        return None  # while Python and its libraries tidied up
     allowed = (1, 130) if "INT" in way or way == "Ctrl-C" else (1, 143)
     if way.endswith("to a rank"):
         allowed = (1, 130, 143, -signal.Signals[way.split()[0]])  # of the command itself where it had none
