@@ -1,4 +1,4 @@
-"""Turn a dense Llama checkpoint into one that waits less for communication under tensor parallelism.
+"""Turn a dense checkpoint into one that waits less for communication under tensor parallelism.
 
 The commands as functions; docs/python.md shows each. ``import ladderize`` imports no torch: a name is imported when it
 is first used, from the module that ``__init__.pyi`` says.

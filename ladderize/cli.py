@@ -34,7 +34,7 @@ from ladderize.tradeoff.sweep.command import sweep_command
 app = typer.Typer(
     name="ladderize",
     cls=Commands,
-    help="Turn a dense Llama checkpoint into one that waits less for communication under tensor parallelism.",
+    help="Turn a dense checkpoint into one that waits less for communication under tensor parallelism.",
     epilog="Every error is one sentence; --debug, given anywhere, shows the traceback behind it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

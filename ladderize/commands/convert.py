@@ -46,7 +46,7 @@ class ConvertArguments:
     configurable=False,
 )
 def convert(given: GivenOptions) -> None:
-    """Convert a Llama checkpoint to a layout of overlapped and dropped all-reduces.
+    """Convert a checkpoint to a layout of overlapped and dropped all-reduces.
 
     Weights keep their values, except with --dtype. --head-map changes the order of heads.
     """
