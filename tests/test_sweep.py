@@ -121,8 +121,8 @@ def test_a_model_that_changes_meanwhile_ends_the_sweep(place, tmp_path, monkeypa
     content["model"] = str(tmp_path / "dense")
     launch = execute.Execution._launch
 
-    def changing(self, stage):
-        launch(self, stage)
+    def changing(self, stage, numbers):
+        launch(self, stage, numbers)
         config = tmp_path / "dense" / "config.json"
         config.write_text(config.read_text() + "\n")
 
@@ -134,10 +134,10 @@ def test_a_model_that_changes_meanwhile_ends_the_sweep(place, tmp_path, monkeypa
 
 
 def test_a_full_disk_is_said_where_sweep_json_has_no_room_either(place, tmp_path, monkeypatch):
-    from ladderize.tradeoff.sweep import execute, run
-    from ladderize.tradeoff.sweep.execute import Ended
+    from ladderize.tradeoff.sweep import run, workers
+    from ladderize.tradeoff.sweep.workers import Ended
 
-    result = execute._result
+    result = workers._result
 
     def full(running):
         result(running)
@@ -148,7 +148,7 @@ def test_a_full_disk_is_said_where_sweep_json_has_no_room_either(place, tmp_path
         monkeypatch.setattr(run, "write_json", no_room)
         return Ended(1.0, "the output cannot be written", disk_full=True)
 
-    monkeypatch.setattr(execute, "_result", full)
+    monkeypatch.setattr(workers, "_result", full)
     content = spec(place, sensitivity=None, adapt=None, bench=None, layouts=[{"ladder": "all"}])
     outcome = invoke("sweep", write(tmp_path / "s.yaml", content), "--out", tmp_path / "out")
     assert outcome.code == 1

@@ -11,6 +11,7 @@ from ladderize.tradeoff.sweep.builder import Inputs
 from ladderize.tradeoff.sweep.launch import Launch
 from ladderize.tradeoff.sweep.stages import Stage, adapt_words, asked_by
 from ladderize.tradeoff.sweep.sweep_file import sweep_spec
+from ladderize.tradeoff.sweep.workers import ThisHost
 from tests.helpers import invoke, listing, one_sentence
 from tests.sweeps import FAST, make_place, planner, rerun, spec, write
 
@@ -199,22 +200,22 @@ def test_no_two_stages_share_a_gpu_and_the_widest_waits_for_none_that_is_ready(t
     class Fake(execute.Execution):
         """Whatever it launches runs until it is taken out of ``running``."""
 
-        def _launch(self, stage):
-            gpus = tuple(self._free[: self._share(stage)])
-            self.running.append(execute.Running(stage, None, None, 0.0, self._own_cores(stage), gpus))
+        def _launch(self, stage, numbers):
+            taken = {n: (tuple(self._free(n)[: self._share(stage)]), self._own_cores(stage, n)) for n in numbers}
+            self.running.append(execute.Running(stage, taken))
             started.append(stage.title)
 
     def stage(title, gpus, kind="eval"):
         return Stage.of(kind, title, {"title": title}, lambda output: (), launch=Launch(gpus=gpus))
 
-    running = Fake(tmp_path, None, jobs, ["a", "b", "c", "d"], lambda *_: None)
+    running = Fake(tmp_path, None, jobs, [ThisHost(tmp_path, ("a", "b", "c", "d"))], lambda *_: None)
     stages = [stage("one", 1), stage("two", 2), stage("timed", 0, "bench"), stage("none", 0), stage("more", 3)]
     left = running._start(stages)
     assert started == ["more", "none"]  # the next in width would wait for ever
     running.running.pop(0)
     left = running._start(left)
     assert started == ["more", "none", "two", "one"]
-    assert sorted(gpu for one in running.running for gpu in one.gpus) == ["a", "b", "c"]
+    assert sorted(gpu for one in running.running for gpu in one.places[0][0]) == ["a", "b", "c"]
     running.running.clear()
     assert not running._start(left)
     assert started[-1] == "timed"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ladderize.demo.inputs import TASKS
-from ladderize.tradeoff.sweep import builder, run
-from tests.helpers import SHAPE, invoke, one_sentence, save_llama
+from ladderize.tradeoff.sweep import builder
+from tests.helpers import SHAPE, invoke, save_llama
 from tests.sweeps import FAST, make_place, planner, ran, read, rerun, spec, stages_of, write
 
 
@@ -86,8 +86,6 @@ def test_what_is_printed_and_run_by_hand_is_taken(place, tmp_path, monkeypatch):
     assert outcome.code == 0, outcome.stderr
     assert [line.split(":")[0] for line in ran(outcome)] == ["eval", "convert", "eval"]  # which find it all there
     assert {path: path.stat().st_mtime_ns for path in models} == kept
-    monkeypatch.setattr(run, "already_started", lambda: True)
-    assert one_sentence(invoke("sweep", file, "--out", out)).endswith("--print-commands")
 
 
 def rerun_by_hand(out, stages, monkeypatch):

@@ -3,9 +3,10 @@
 Imports nothing of ladderize, and no torch: the console asks here who may print.
 """
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE = "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
@@ -19,6 +20,7 @@ STARTERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+OF_LAUNCHERS = (WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
 _MOST_PROCESSES = 10**6
 
 
@@ -123,6 +125,45 @@ def _check_threads(text: str) -> None:
 def is_main_rank() -> bool:
     """Whether this process is the one that prints and writes: rank 0, or alone."""
     return os.environ.get(RANK, "0") in ("", "0")
+
+
+def set_by_srun(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What torchrun would have set, where srun alone has started this process as one of several; else nothing. A batch
+    script is no such process, though it has most of Slurm's variables."""
+    tasks, hosts = environment.get("SLURM_STEP_NUM_TASKS", ""), environment.get("SLURM_STEP_NUM_NODES", "")
+    if environment.get(WORLD_SIZE) or not (tasks.isdigit() and hosts.isdigit() and int(tasks) > 1 <= int(hosts)):
+        return {}
+    first = re.match(r"([^\[,]*)(?:\[([0-9]+))?", environment.get("SLURM_STEP_NODELIST", ""))  # gpu[03-07,9]: gpu03
+    job = environment.get("SLURM_JOB_ID", "")
+    return {
+        RANK: environment.get("SLURM_PROCID", ""),
+        WORLD_SIZE: tasks,
+        LOCAL_RANK: environment.get("SLURM_LOCALID", ""),
+        LOCAL_WORLD_SIZE: str(-(-int(tasks) // int(hosts))),
+        MASTER_ADDR: "".join(part or "" for part in first.groups()) if first else "",
+        MASTER_PORT: str(20000 + int(job) % 20000) if job.isdigit() else "",
+    }
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a process that begins anew: no launcher's."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in OF_LAUNCHERS and not name.startswith("TORCHELASTIC_")
+    }
+
+
+@contextlib.contextmanager
+def hidden_launcher() -> Iterator[None]:
+    """Around work that this process does as if it had been started alone."""
+    before = dict(os.environ)
+    for name in before.keys() - without_launcher(before).keys():
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 # ---- places ----

@@ -194,23 +194,27 @@ def started_processes(
     args: Sequence[tuple[Any, ...]],
     environment: Mapping[str, str],
     report: Report = lambda value: None,
+    *,
+    first: int = 0,
+    size: int | None = None,
 ) -> Iterator["StartedRanks"]:
     """The same without a group: ``function(place, report, *args[rank])`` is a context whose value is the rank's.
 
-    environment: of the processes, to which the variables are added that a launcher gives to each.
+    environment: of the processes, to which the variables are added that a launcher gives to each. first, size: they are
+    part of a larger group, whose other ranks are started on other hosts.
     """
-    context, size = start_context(), len(args)
+    context, own = start_context(), len(args)
     streams = [Connection(os.dup(number), readable=False) for number in (1, 2)]
     pipes, processes = [], []
     try:
-        for rank in range(size):
+        for rank in range(own):
             ours, theirs = context.Pipe(duplex=False)
-            place = Place(rank, size, rank, size)
+            place = Place(first + rank, size or own, rank, own)
             # a daemon: a process that leaves early does not wait for ranks that wait for it
             process = context.Process(
                 target=_work,
                 args=(function, args[rank], place, theirs, streams, dict(environment)),
-                name=f"rank {rank}",
+                name=f"rank {place.rank}",
                 daemon=True,
             )
             process.start()
@@ -279,7 +283,7 @@ class StartedRanks:
                 deadline = time.monotonic() + CAUSE_SECONDS
         for rank, process in enumerate(self.processes):  # a killed rank is the cause of what the others report
             if process.exitcode not in (None, 0) and rank not in self.errors:
-                raise UserError(f"rank {rank} {how_it_ended(process.exitcode)}; the whole group was stopped")
+                raise UserError(f"{process.name} {how_it_ended(process.exitcode)}; the whole group was stopped")
         if self.errors:
             raise min(self.errors.values(), key=lambda failure: failure[0])[1]
 
@@ -349,7 +353,8 @@ def _work(
     end_with_parent()
     adopt(streams, environment)
     os.environ.update(started_rank_variables(place))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
+    if place.size == place.local_size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
     try:
         with function(place, lambda value: pipe.send(("report", value)), *args) as value:
             pipe.send(("value", value if place.rank == 0 else None))

@@ -18,7 +18,7 @@ from ladderize.files.regular import open_regular, split_name
 from ladderize.files.work import run_digest
 from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.threads import cores
-from ladderize.tradeoff.sweep.launch import SHARDS, Launch, Words
+from ladderize.tradeoff.sweep.launch import SHARDS, Given, Launch, Words
 from ladderize.tradeoff.sweep.stages import (
     MODEL_FOLDER,
     PREDICTIONS,
@@ -131,20 +131,24 @@ def _digest(value: Any) -> str:
 
 @dataclass(frozen=True)
 class StageBuilder:
-    """model: the dense one as stages name it. digest: of its content. gpus: of this machine."""
+    """model: the dense one as stages name it. digest: of its content. gpus: of each of so many hosts."""
 
     spec: SweepSpec
     inputs: Inputs
     model: str
     digest: str
     gpus: int
+    hosts: int = 1
 
     @classmethod
-    def of(cls, spec: SweepSpec, inputs: Inputs) -> "StageBuilder":
+    def of(cls, spec: SweepSpec, inputs: Inputs, hosts: int = 1) -> "StageBuilder":
         """Reads everything that the sweep reads, once. Raises UserError for what is not there."""
         folder = check_model(spec.model, spec.revision)
         model = spec.model if spec.revision is None else str(folder)
-        return cls(spec, inputs, model, inputs.model(spec.model, spec.revision), len(visible_gpus()))
+        return cls(spec, inputs, model, inputs.model(spec.model, spec.revision), len(visible_gpus()), hosts)
+
+    def _launch(self, given: Given, method: str) -> Launch:
+        return Launch.of(given, method, self.gpus, self.hosts)
 
     def sensitivity(self, mode: str, sync_tp_size: int | None) -> Stage:
         given = {key: value for key, value in (self.spec.sensitivity or {}).items() if key != "mode"}
@@ -159,7 +163,7 @@ class StageBuilder:
         def commands(output: str) -> tuple[Words, ...]:
             return (sensitivity_words(self.model, output, given, mode, sync_tp_size),)
 
-        launch = Launch.of(given, "sensitivity", self.gpus)
+        launch = self._launch(given, "sensitivity")
         return Stage.of("sensitivity", f"sensitivity to {of}", identity, commands, launch=launch)
 
     def conversion(self, recipe: Recipe, text: str) -> Stage:
@@ -186,7 +190,7 @@ class StageBuilder:
             "method": asked.method,
             "options": {**computing("adapt", asked.given), **content},
         }
-        launch = Launch.of(asked.given, asked.method, self.gpus)
+        launch = self._launch(asked.given, asked.method)
         sharing = launch.processes // int(asked.given.get("tp_size", 1))
         if sharing > 1 and asked.method in SHARDS and "batch_size" not in asked.given:
             identity["processes"] = sharing  # by which the batch is then made divisible
@@ -225,7 +229,7 @@ class StageBuilder:
             return (eval_words(model, output, given, {"keep_predictions": kept, "reference": compared_with}),)
 
         needs = tuple(stage.key for stage in (made_by, reference) if stage is not None)
-        return Stage.of("eval", f"eval: {name}", identity, commands, needs, launch=Launch.of(given, "eval", self.gpus))
+        return Stage.of("eval", f"eval: {name}", identity, commands, needs, launch=self._launch(given, "eval"))
 
     def benchmark(self, setting: BenchChoice, converted: Sequence[Stage]) -> Stage:
         """All models of one setting, interleaved in one group of processes."""

@@ -1,5 +1,6 @@
 """The command ``sweep``."""
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from ladderize.commands.next_steps import command_line, show_next
 from ladderize.commands.options import LOADING
 from ladderize.console import Console
 from ladderize.errors import UsageError, UserError
+from ladderize.ranks.environment import is_main_rank, set_by_srun
 
 EXAMPLE = Path(__file__).parent / "example.yaml"
 
@@ -43,6 +45,7 @@ class SweepArguments:
 def sweep_command(given: GivenOptions) -> None:
     """Measure a grid of layouts from conversion to accuracy and speed. What is complete is kept and reused."""
     own = given.fill(SweepArguments)
+    os.environ.update(set_by_srun())  # who prints is known before anything is said
     file, out, console = own.file, own.out, Console(own.as_json)
     if own.write_example:
         _write_example(file, console)
@@ -57,6 +60,8 @@ def sweep_command(given: GivenOptions) -> None:
         from ladderize.tradeoff.sweep.run import plan_sweep, sweep_folder
         from ladderize.tradeoff.sweep.shown import TEXT_COLUMNS, sweep_rows
     if own.dry_run or own.print_commands:
+        if not is_main_rank():
+            return
         planned = plan_sweep(file, out, console=console)
         console.document(planned.to_dict())
         if own.print_commands:
@@ -69,6 +74,8 @@ def sweep_command(given: GivenOptions) -> None:
         return
     root = sweep_folder(file, out)  # before hours in which the file may change
     document = ladderize.sweep(file, out, jobs=own.jobs, prune=own.prune, console=console)
+    if not is_main_rank():
+        return
     console.document(document.to_dict())
     rows = sweep_rows(document, root)
     console.result("")

@@ -88,7 +88,7 @@ class Estimator:
             work = self._work(stage.commands[0])
         if work is None:
             return None
-        starts, devices = len(stage.commands), max(1, stage.launch.gpus)
+        starts, devices = len(stage.commands), max(1, stage.launch.gpus) * stage.launch.hosts
         if stage.kind == "bench":
             asked = asked_by(stage.commands[0])
             starts, devices = len(asked.fill(ModelChoice).models), asked.fill(BenchOptions).tp_size

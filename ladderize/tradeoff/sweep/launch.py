@@ -31,31 +31,52 @@ Given = Mapping[str, Any]  # option -> value, as a file has them
 
 
 @dataclass(frozen=True)
+class Part:
+    """One host's part of a command that several run together. host: its number among them. address, port: where all
+    find each other."""
+
+    host: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
 class Launch:
     """processes: that share the work. fsdp: they shard weights, gradients and the optimizer (FSDP2). gpus: that they
-    take, where the machine has any."""
+    take on each host, where it has any. hosts: on which they are, as many on each."""
 
     processes: int = 1
     fsdp: bool = False
     gpus: int = 0
+    hosts: int = 1
 
     @classmethod
-    def of(cls, given: Given, method: str, gpus: int) -> "Launch":
+    def of(cls, given: Given, method: str, gpus: int, hosts: int = 1) -> "Launch":
         """What a section asks for; where it says nothing of ``processes``, what is ``OF_ALL_GPUS`` gets as many of the
-        machine's ``gpus`` as its batch is divisible by. method: of adapt, or the name of another section's command."""
+        machine's ``gpus`` as its batch is divisible by, and what shards its model those of all ``hosts``. method: of
+        adapt, or the name of another section's command."""
         tp_size, batch = int(given.get("tp_size", 1)), given.get("batch_size") if method in SHARDS else None
         on_cpu = given.get("device") == "cpu"
+        own = 1 if on_cpu else max(1, gpus)
+
+        def spread(processes: int) -> int:
+            """The fewest hosts that have as many devices; where there are not so many, it is one's."""
+            able = (n for n in range(1, hosts + 1) if processes % (n * tp_size) == 0 and processes <= n * own)
+            return next(able, 1)
+
         shared = given.get(PROCESSES, 1)
         if PROCESSES not in given and method in OF_ALL_GPUS and tp_size == 1 and gpus > 1 and not on_cpu:
-            shared = max(n for n in range(1, gpus + 1) if batch is None or int(batch) % n == 0)
+            fitting = [n for n in range(1, gpus * hosts + 1) if batch is None or int(batch) % n == 0]
+            shared = max(n for n in fitting if n <= gpus or (method in SHARDS and n <= gpus * spread(n)))
         sharded = given.get(FSDP, method in SHARDS and shared > tp_size)
-        return cls(shared, sharded, 0 if on_cpu else max(shared, tp_size))
+        return cls(shared, sharded, 0 if on_cpu else max(shared // spread(shared), tp_size), spread(shared))
 
     def words(self, gpus: int) -> str:
-        """Where it runs, on a machine that has ``gpus``."""
-        count, unit = (self.gpus, "GPU") if gpus else (self.processes, "process")
+        """Where it runs, on machines that have ``gpus``."""
+        count, unit = (self.gpus * self.hosts, "GPU") if gpus else (self.processes, "process")
         many = f"{count} {unit}{'s' if unit == 'GPU' else 'es'}" if count != 1 else f"1 {unit}"
-        return (many if count > 1 or self.gpus * gpus else "") + (", sharded" if self.fsdp else "")
+        spread = f" of {self.hosts} hosts" if self.hosts > 1 else ""
+        return (many + spread if count > 1 or self.gpus * gpus else "") + (", sharded" if self.fsdp else "")
 
     @property
     def variables(self) -> dict[str, str]:
@@ -66,13 +87,18 @@ class Launch:
         """As a user types it."""
         if self.processes == 1:
             return shlex.join(["ladderize", *words])
-        torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(self.processes), "-m", "ladderize"]
+        meeting = ["--standalone"]
+        if self.hosts > 1:  # on each of them
+            meeting = ["--nnodes", str(self.hosts), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+        own = str(self.processes // self.hosts)
+        torchrun = ["torchrun", *meeting, "--nproc-per-node", own, "-m", "ladderize"]
         return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *torchrun, *words])
 
-    def run(self, words: Words, threads: int | None) -> None:
-        """Run a command of ladderize, in this process or on several. threads: of each; None shares the cores out.
-        Raises what it does, and KeyboardInterrupt."""
-        threads = min(threads, max(1, len(cores()) // self.processes)) if threads is not None else None
+    def run(self, words: Words, threads: int | None, part: Part | None = None) -> None:
+        """Run a command of ladderize, in this process or on several. threads: of each; None shares the cores out. part:
+        this host's, where several run it. Raises what it does, and KeyboardInterrupt."""
+        own = self.processes // self.hosts
+        threads = min(threads, max(1, len(cores()) // own)) if threads is not None else None
         if threads is not None and words[0] in TAKE_ALL_CORES and "--threads" not in words:
             words = (*words, "--threads", str(threads))
         print(f"$ {self.command(words)}", flush=True)
@@ -82,11 +108,13 @@ class Launch:
             return
         from torch.distributed import TCPStore
 
-        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        found = {MASTER_ADDR: LOOPBACK, MASTER_PORT: str(store.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
-        ranks = [(words, Path.cwd(), threads)] * self.processes
+        if part is None:
+            store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+            part = Part(0, LOOPBACK, store.port)
+        found = {MASTER_ADDR: part.address, MASTER_PORT: str(part.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
+        environment, ranks = {**os.environ, **found, **self.variables}, [(words, Path.cwd(), threads)] * own
         with (
-            started_processes(_rank, ranks, {**os.environ, **found, **self.variables}) as group,
+            started_processes(_rank, ranks, environment, first=part.host * own, size=self.processes) as group,
             handing_on_signals(group.processes),
         ):
             group.watch()

@@ -25,7 +25,7 @@ from ladderize.tradeoff.sweep.stages import (
     asked_by,
     finished_stage,
     read_marker,
-    written_bytes,
+    stage_files,
 )
 
 
@@ -91,8 +91,9 @@ class Forecaster:
         return self.estimator.seconds(stage) if known is None and self.estimator is not None else known
 
     def share(self, stage: Stage) -> float:
-        """Of the machine."""
-        return max(1, stage.launch.gpus) / self.gpus if self.gpus and stage.kind != TIMED else 1.0
+        """Of all hosts."""
+        own = max(1, stage.launch.gpus) / self.gpus if self.gpus and stage.kind != TIMED else 1.0
+        return own * stage.launch.hosts / self.planner.builder.hosts
 
     def machine_seconds(self, stage: Stage) -> float | None:
         known = self.seconds(stage)
@@ -109,7 +110,7 @@ class Forecaster:
                 return self.size, 0
             trained = trained_numbers(self.planner.config, layout, options)
             adapter = trained * WEIGHT_BYTES if options.method == LORA else 0
-            here = written_bytes(self.planner.root / stage.output)  # of a run that was killed
+            here = sum(stage_files(self.planner.root / stage.output).values())  # of a run that was killed
             return self.size + adapter, max(0, saved_bytes(trained, options.keep) - here)
         alike = [one.bytes for one in self.history if one.stage == stage.kind]
         return round(fmean(alike)) if alike else None, 0

@@ -18,12 +18,13 @@ from ladderize.files.documents import read_own, write_json
 from ladderize.files.regular import resolved
 from ladderize.files.temporaries import lock_folder, replacement
 from ladderize.ranks.device import visible_gpus
-from ladderize.ranks.group import already_started
+from ladderize.ranks.environment import hidden_launcher
 from ladderize.ranks.threads import cores
 from ladderize.tradeoff.sweep.board import Board
 from ladderize.tradeoff.sweep.builder import CACHE, Inputs, StageBuilder
 from ladderize.tradeoff.sweep.estimate import Estimator
 from ladderize.tradeoff.sweep.execute import Execution
+from ladderize.tradeoff.sweep.hosts import Link, OtherHost, linked, other_hosts, say_end, started_hosts, take_orders
 from ladderize.tradeoff.sweep.margin import Questions, count_questions, margin_words, questions_needed
 from ladderize.tradeoff.sweep.plan import Planner
 from ladderize.tradeoff.sweep.planned import PlanDocument
@@ -41,6 +42,7 @@ from ladderize.tradeoff.sweep.stages import (
     remove_others,
 )
 from ladderize.tradeoff.sweep.sweep_file import SweepSpec, read_sweep
+from ladderize.tradeoff.sweep.workers import ThisHost
 from ladderize.workflows.sweep_document import StageState, SweepDocument, SweepPoint
 
 SWEEP_JSON, SWEEP_YAML = "sweep.json", "sweep.yaml"
@@ -61,13 +63,23 @@ def sweep(
     has its share of the cores, and GPUs of its own; None: as many as there are GPUs, else one. prune: remove outputs
     of the folder that are not of this sweep any more, as soon as all of its layouts are known. What an earlier run has
     completed is kept, also of another sweep.yaml. A stage that fails does not stop the others: see the document's
-    points and stages. Raises UserError for a file, a folder or layouts that do not fit.
+    points and stages. Where a launcher has started one process on each of several hosts, stages run on all of them, and
+    every process returns the same. Raises UserError for a file, a folder or layouts that do not fit.
     """
-    if already_started():
-        raise UserError(
-            "a sweep is one process, which starts those of its stages; run it without torchrun, accelerate launch or"
-            " srun, or schedule its stages yourself: --print-commands"
-        )
+    with linked(started_hosts()) as link:
+        if link is not None and link.place.rank:
+            return SweepDocument.from_dict(take_orders(link), "what process 0 of the sweep said")
+        with hidden_launcher():  # the stages' commands begin anew
+            document = _lead(file, out, jobs, prune, link, console)
+        if link is not None:
+            say_end(link, document.to_dict())
+        return document
+
+
+def _lead(
+    file: str | Path, out: str | Path | None, jobs: int | None, prune: bool, link: Link | None, console: Console
+) -> SweepDocument:
+    """The same, where this process is the only one or leads."""
     gpus = visible_gpus()
     jobs = jobs if jobs is not None else min(len(gpus) or 1, len(cores()))
     if jobs < 1 or jobs > len(cores()):
@@ -75,7 +87,8 @@ def sweep(
     spec, root = _asked(file, out)
     command = shlex.join(["ladderize", "sweep", str(file), *(["--out", str(out)] if out is not None else [])])
     with _owned(root):
-        planner = _planner(spec, root, console)
+        others = other_hosts(link, root) if link is not None else []
+        planner = _planner(spec, root, 1 + len(others), console)
         plan = planner.plan()
         check_gpus(plan, root, gpus)
         if prune and plan.complete:  # first, so that there is room for what follows
@@ -84,7 +97,7 @@ def sweep(
         questions = check_tasks(plan, planner, console)
         if questions and questions_needed(questions, spec.margin) > sum(task.count for task in questions):
             console.note(f"Note: {margin_words(questions, spec.margin)}")
-        document = _Sweep(planner, plan, jobs, gpus, command, console).run()
+        document = _Sweep(planner, plan, jobs, tuple(gpus), others, command, console).run()
         if prune and document.complete:
             kept = {stage.output for point in document.points for stage in point.stages}
             remove_others(root, kept | {stage.output for stage in document.stages})
@@ -95,8 +108,14 @@ def sweep(
 
 def plan_sweep(file: str | Path, out: str | Path | None = None, *, console: Console = SILENT) -> PlanDocument:
     """What ``sweep`` would do: nothing is written. Raises the same errors for what does not fit."""
+    hosts = started_hosts().size
+    with hidden_launcher():
+        return _plan(file, out, hosts, console)
+
+
+def _plan(file: str | Path, out: str | Path | None, hosts: int, console: Console) -> PlanDocument:
     spec, root = _asked(file, out)
-    planner = _planner(spec, root, console)
+    planner = _planner(spec, root, hosts, console)
     plan, gpus = planner.plan(), visible_gpus()
     check_gpus(plan, root, gpus)
     questions = check_tasks(plan, planner, console)
@@ -137,9 +156,9 @@ def _is_sweep(root: Path) -> bool:
     return all(name in STAGE_VERSIONS for name in stages) and all(name.startswith(f".{SWEEP_JSON}.") for name in others)
 
 
-def _planner(spec: SweepSpec, root: Path, console: Console) -> Planner:
+def _planner(spec: SweepSpec, root: Path, hosts: int, console: Console) -> Planner:
     with console.stage("reading the model and the data"):
-        return Planner.of(spec, StageBuilder.of(spec, Inputs(root / CACHE)), root)
+        return Planner.of(spec, StageBuilder.of(spec, Inputs(root / CACHE), hosts), root)
 
 
 def check_gpus(plan: SweepPlan, root: Path, gpus: Sequence[str]) -> None:
@@ -200,7 +219,8 @@ class _Sweep:
     planner: Planner
     plan: SweepPlan
     jobs: int
-    gpus: Sequence[str]
+    gpus: tuple[str, ...]
+    others: Sequence[OtherHost]
     command: str
     console: Console
 
@@ -212,7 +232,7 @@ class _Sweep:
                 self._write(execution)
                 board.changed(stage, state)
 
-            execution = Execution(root, inputs, self.jobs, self.gpus, changed, board.draw)
+            execution = Execution(root, inputs, self.jobs, ThisHost(root, self.gpus), self.others, changed, board.draw)
             self._show(board, execution, [])
             inputs.save()
             with replacement(root / SWEEP_YAML) as kept:

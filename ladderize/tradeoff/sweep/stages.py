@@ -32,7 +32,7 @@ RESUMES = ("sensitivity", "convert", "adapt", "eval")  # stages that go on with 
 TIMED: StageKind = "bench"  # its times are the result, so nothing runs beside it
 STAGES = "stages"  # folder of their outputs
 MARKER = "stage.json"  # written when all else in the folder is complete
-LOG = "log.txt"
+LOG, LOGS = "log.txt", "log*.txt"  # of the host that leads a stage; of all
 MODEL_FOLDER, ADAPTER_FOLDER, PREDICTIONS = "model", "adapter", "predictions"
 RESULTS, SENSITIVITY_JSON, BENCH_JSON = "results.json", "sensitivity.json", "bench.json"
 SAY_COMPLETE = {"sensitivity": SENSITIVITY_JSON, "bench": BENCH_JSON}
@@ -243,18 +243,18 @@ def finished_stage(stage: Stage, root: Path) -> FinishedStage | None:
     command was run by hand, and would do all of it again."""
     folder = root / stage.output
     marker = read_marker(folder)
-    if marker is None and set(files := _files(folder)) == {SAY_COMPLETE.get(stage.kind)}:
+    if marker is None and set(files := stage_files(folder)) == {SAY_COMPLETE.get(stage.kind)}:
         is_complete = all(read_own(folder / name).get("complete") is True for name in files)
         return _marker(stage, files, None) if is_complete else None
     if marker is None or marker.key != stage.key or marker.stage != stage.kind:
         return None
-    return marker if marker.files.items() <= _files(folder).items() else None
+    return marker if marker.files.items() <= stage_files(folder).items() else None
 
 
 def mark_finished(stage: Stage, root: Path, seconds: float) -> None:
     """Write the marker, last of all."""
     folder = root / stage.output
-    write_json(folder / MARKER, _marker(stage, _files(folder), seconds).to_dict())
+    write_json(folder / MARKER, _marker(stage, stage_files(folder), seconds).to_dict())
 
 
 def _marker(stage: Stage, files: dict[str, int], seconds: float | None) -> FinishedStage:
@@ -279,7 +279,7 @@ def prepare(stage: Stage, root: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if stage.kind not in RESUMES or (folder / MARKER).exists():
         for entry in folder.iterdir():
-            if entry.name != LOG:
+            if not entry.match(LOGS):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
@@ -290,15 +290,11 @@ def remove_others(root: Path, kept: set[str]) -> None:
             shutil.rmtree(folder)
 
 
-def written_bytes(folder: Path) -> int:
-    """Of everything that a stage has left in its folder, complete or not."""
-    return sum(_files(folder).values())
-
-
-def _files(folder: Path) -> dict[str, int]:
-    """Everything in a stage's folder but the log and the marker, with its size."""
+def stage_files(folder: Path) -> dict[str, int]:
+    """Everything in a stage's folder but its logs and the marker, with its size."""
+    logs = list(folder.glob(LOGS))
     return {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MARKER and path.relative_to(folder).as_posix() != LOG
+        if path.is_file() and path.name != MARKER and path not in logs
     }

@@ -1,0 +1,166 @@
+"""``ladderize sweep`` that a launcher has started on several hosts: here two processes, which take each other for
+another host's."""
+
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from threading import Thread
+
+import pytest
+
+from ladderize.errors import UserError
+from ladderize.ranks.environment import launch_variables, launched_place, set_by_srun, without_launcher
+from ladderize.ranks.group import meet
+from ladderize.tradeoff.sweep import hosts
+from ladderize.tradeoff.sweep.hosts import linked, started_hosts
+from ladderize.tradeoff.sweep.launch import Launch
+from tests import warm
+from tests.helpers import invoke
+from tests.sweeps import FAST, make_place, ran, read, spec, stages_of, write
+
+COMMAND = """
+import sys; sys.argv[0] = 'ladderize'
+from ladderize.cli import main
+main()
+"""
+PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("hosts"))
+
+
+def content(place, **changes):
+    """Retraining on both hosts; all else on one."""
+    adapt = {**spec(place)["adapt"][1], "processes": 2}
+    del adapt["layouts"]
+    return spec(
+        place, sensitivity=None, layouts=[{"ladder": ["all", "2:"]}], adapt=[{**adapt, **changes}], bench=[FAST]
+    )
+
+
+def start(file, out):
+    port, started = warm.free_port(), []
+    for rank in range(2):
+        given = (rank, 2, 0, 1, "localhost", port)
+        variables = dict(zip(PLACES, map(str, given), strict=True)) | {"LADDERIZE_RENDEZVOUS_SECONDS": "300"}
+        command = [sys.executable, "-c", COMMAND, "sweep", file, "--out", out]
+        started.append(warm.WarmProcess(command, env={**os.environ, **variables, "GLOO_SOCKET_IFNAME": "lo"}))
+    return started
+
+
+def test_stages_run_on_every_host(place, tmp_path):
+    file, out = write(tmp_path / "s.yaml", content(place)), tmp_path / "out"
+    lead, other = start(file, out)
+    _, stderr = lead.communicate()
+    assert lead.returncode == 0, stderr
+    assert other.communicate() == ("", "")
+    assert other.returncode == 0
+    document = read(out)
+    assert document["complete"]
+    logs = {stage["output"]: (out / stage["output"] / "log.txt").read_text() for stage in stages_of(document).values()}
+    assert {re.search(r"host (\d)\) ====", text)[1] for text in logs.values()} == {"0", "1"}
+    shared = [output for output in logs if output.startswith("stages/adapt")]
+    assert len(shared) == 2
+    for output in shared:
+        assert "torchrun --nnodes 2 " in logs[output]
+        assert "on 2 processes" in logs[output]
+        assert (out / output / "log-1.txt").stat().st_size > 0
+    assert not list(out.glob(".sweep.json.hosts"))
+    assert ran(invoke("sweep", file, "--out", out)) == []  # one host alone would do the same
+
+
+def test_where_the_leader_is_killed_the_other_ends_and_all_goes_on(place, tmp_path):
+    long = content(place, max_steps=60, save_every=5, eval_every=60) | {"layouts": [{"ladder": "all"}]}
+    del long["bench"]
+    file, out = write(tmp_path / "s.yaml", long), tmp_path / "out"
+    lead, other = start(file, out)
+    warm.wait_until(lambda: len(list(out.glob("stages/adapt-*/model.ladderize-work/*00*"))) > 1, lead)
+    lead.kill()
+    _, stderr = other.communicate()
+    assert other.returncode == 1
+    assert re.fullmatch(r"Error: process 0 of the sweep is gone; run the same command again.*\n", stderr)
+    outcome = invoke("sweep", file, "--out", out)
+    assert outcome.code == 0, outcome.stderr
+    (log,) = out.glob("stages/adapt-*/log.txt")
+    assert "resuming after step" in log.read_text()
+    assert read(out)["complete"]
+
+
+def test_a_host_that_says_nothing_more_is_missed(tmp_path, monkeypatch):
+    """Whoever waits for it ends, and tells the others why."""
+    port = str(warm.free_port())
+    for name, value in zip(PLACES, ("0", "2", "0", "1", "localhost", port), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(hosts, "LOST_SECONDS", 0.2)
+    store = []
+
+    def other():
+        store.append(meet(replace(launch_variables(), rank=1), timedelta(seconds=60)))
+        store[0].set("1>0/0", '{"name": "b"}')
+
+    thread = Thread(target=other)
+    thread.start()
+
+    def lead():
+        with linked(started_hosts()) as link:
+            thread.join()
+            assert link.await_message(1) == {"name": "b"}
+            link.await_message(1)
+
+    with pytest.raises(UserError, match="process 1 of the sweep has been silent"):
+        lead()
+    assert "has been silent" in json.loads(store[0].get("0>1/0"))["gone"]
+
+
+# ---- what takes which hosts ----
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "gpus", "expected"),
+    [
+        ("full", {"batch_size": 64}, 8, Launch(16, True, 8, 2)),
+        ("full", {}, 8, Launch(16, True, 8, 2)),
+        ("lora", {"batch_size": 12}, 8, Launch(12, True, 6, 2)),
+        ("full", {"batch_size": 7}, 8, Launch(7, True, 7)),
+        ("full", {"processes": 8, "fsdp": False}, 8, Launch(8, False, 8)),
+        ("full", {"processes": 16, "tp_size": 8}, 8, Launch(16, True, 8, 2)),
+        ("sensitivity", {}, 8, Launch(8, False, 8)),
+        ("align", {}, 8, Launch(1, False, 1)),
+        ("align", {"processes": 16}, 8, Launch(16, False, 8, 2)),
+        ("eval", {"tp_size": 4}, 8, Launch(1, False, 4)),
+        ("full", {"device": "cpu"}, 8, Launch()),
+        ("full", {"processes": 2}, 0, Launch(2, True, 1, 2)),
+        ("full", {"processes": 4}, 0, Launch(4, True, 4)),
+    ],
+)
+def test_which_stages_take_all_hosts(method, given, gpus, expected):
+    assert Launch.of(given, method, gpus, hosts=2) == expected
+
+
+STEP = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
+STEP |= {"SLURM_JOB_ID": "41234", "SLURM_STEP_NODELIST": "gpu[07-08,11]"}
+
+
+def test_a_process_that_srun_alone_has_started(monkeypatch):
+    for name in (*PLACES, *STEP):
+        monkeypatch.delenv(name, raising=False)
+    found = set_by_srun(STEP)
+    assert dict(zip(PLACES, ("2", "3", "0", "1", "gpu07", "21234"), strict=True)) == found
+    assert set_by_srun({**STEP, "SLURM_STEP_NODELIST": "a,b,c"})["MASTER_ADDR"] == "a"
+    batch = {name: value for name, value in STEP.items() if "STEP" not in name}
+    for none in ({}, batch, {**STEP, "WORLD_SIZE": "3"}, {**STEP, "SLURM_STEP_NUM_TASKS": "1"}):
+        assert set_by_srun(none) == {}
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    assert (started_hosts().rank, started_hosts().size) == (2, 3)
+    assert without_launcher({**found, "TORCHELASTIC_RUN_ID": "x", "HOME": "/"}) == {"HOME": "/"}
+    for name, value in set_by_srun({**STEP, "SLURM_STEP_NUM_NODES": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert launched_place().local_size == 3
+    with pytest.raises(UserError, match="launcher started 3 here: say torchrun --nproc-per-node 1, or srun"):
+        started_hosts()
