@@ -8,6 +8,7 @@ import pytest
 from ladderize.commands.adapt import adapt_options
 from ladderize.tradeoff.sweep import builder, execute, run
 from ladderize.tradeoff.sweep.builder import Inputs
+from ladderize.tradeoff.sweep.hosts import OtherHost
 from ladderize.tradeoff.sweep.launch import Launch
 from ladderize.tradeoff.sweep.stages import Stage, adapt_words, asked_by
 from ladderize.tradeoff.sweep.sweep_file import sweep_spec
@@ -205,10 +206,10 @@ def test_no_two_stages_share_a_gpu_and_the_widest_waits_for_none_that_is_ready(t
             self.running.append(execute.Running(stage, taken))
             started.append(stage.title)
 
-    def stage(title, gpus, kind="eval"):
-        return Stage.of(kind, title, {"title": title}, lambda output: (), launch=Launch(gpus=gpus))
+    def stage(title, gpus, kind="eval", hosts=1):
+        return Stage.of(kind, title, {"title": title}, lambda output: (), launch=Launch(gpus=gpus, hosts=hosts))
 
-    running = Fake(tmp_path, None, jobs, [ThisHost(tmp_path, ("a", "b", "c", "d"))], lambda *_: None)
+    running = Fake(tmp_path, None, jobs, ThisHost(tmp_path, ("a", "b", "c", "d")), [], lambda *_: None)
     stages = [stage("one", 1), stage("two", 2), stage("timed", 0, "bench"), stage("none", 0), stage("more", 3)]
     left = running._start(stages)
     assert started == ["more", "none"]  # the next in width would wait for ever
@@ -220,6 +221,18 @@ def test_no_two_stages_share_a_gpu_and_the_widest_waits_for_none_that_is_ready(t
     assert not running._start(left)
     assert started[-1] == "timed"
     assert len(running._start([stage("after", 0)])) == 1
+    started.clear()
+    this, other = ThisHost(tmp_path, ("a", "b")), OtherHost(None, 1, tmp_path, ("a", "b"), frozenset({0, 1, 2, 3, 4}))
+    running = Fake(tmp_path, None, jobs, this, [other], lambda *_: None)
+    left = running._start([stage("one", 1), stage("both", 2, hosts=2), stage("timed", 0, "bench"), stage("all", 2)])
+    assert (started, [*running.running[0].places]) == (["both"], [1, 0])
+    running.running.clear()
+    left = running._start(left)
+    assert [(one.stage.title, [*one.places]) for one in running.running] == [("all", [1]), ("one", [0])]
+    running.running.pop(0)
+    assert not running._start(left)  # a benchmark has a host for itself
+    assert [*running.running[-1].places] == [1]
+    assert [*running._with_room(stage("more", 1))] == [0]
 
 
 @pytest.mark.parametrize("said", [True, False, None])
