@@ -180,6 +180,13 @@ def test_windows_to_confirm_on(llama, ids, points, measuring, tmp_path, capsys):
         assert "is not what the sensitivity was measured on" in capsys.readouterr().err
 
 
+def test_a_launcher_is_refused(measuring, monkeypatch):
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", 1)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UserError, match="plan --verify is one process"), measuring():
+        pass
+
+
 def test_what_is_refused(llama, ids, points, measuring, tmp_path):
     def refused(message, **how):
         with pytest.raises(LadderizeError, match=message), measuring(folder=tmp_path / "refused", **how):

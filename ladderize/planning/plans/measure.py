@@ -32,6 +32,7 @@ from ladderize.files.work import WorkFolder
 from ladderize.layout import Layout
 from ladderize.planning.plans.document import LayoutNll
 from ladderize.ranks.device import check_device, default_device
+from ladderize.ranks.group import already_started
 from ladderize.workflows.aligned_layouts import AlignedLayouts, describe_alignment, layers_of, windows_to_align_on
 
 LEAST_HELD_OUT = 2  # windows, of which a standard error can be told
@@ -94,6 +95,11 @@ class LayoutMeasurer:
         revision: str | None = None,
         console: Console = SILENT,
     ) -> None:
+        if already_started():
+            raise UserError(
+                "plan --verify is one process; run it without torchrun, accelerate launch or srun, which share the work"
+                " of `ladderize sensitivity`"
+            )
         device = device or default_device()
         check_device(device)
         checkpoint = open_checkpoint(str(model), revision)
