@@ -283,7 +283,9 @@ class StartedRanks:
                 deadline = time.monotonic() + CAUSE_SECONDS
         for rank, process in enumerate(self.processes):  # a killed rank is the cause of what the others report
             if process.exitcode not in (None, 0) and rank not in self.errors:
-                raise UserError(f"{process.name} {how_it_ended(process.exitcode)}; the whole group was stopped")
+                raise UserError(
+                    f"rank {process.name.split()[-1]} {how_it_ended(process.exitcode)}; the whole group was stopped"
+                )
         if self.errors:
             raise min(self.errors.values(), key=lambda failure: failure[0])[1]
 

@@ -11,7 +11,7 @@ from typing import Any
 from ladderize.errors import UserError
 from ladderize.tradeoff.sweep.builder import Inputs
 from ladderize.tradeoff.sweep.hosts import OtherHost
-from ladderize.tradeoff.sweep.launch import Part
+from ladderize.tradeoff.sweep.launch import HostPart
 from ladderize.tradeoff.sweep.stages import TIMED, Stage, finished_stage, mark_finished, prepare
 from ladderize.tradeoff.sweep.workers import Ended, Order, ThisHost
 from ladderize.workflows.sweep_document import StageState
@@ -147,7 +147,7 @@ class Execution:
                 # one without a GPU must take no memory of any
                 gpus=gpus if self.hosts[number].gpus and stage.kind != TIMED else None,
                 timed=stage.kind == TIMED,
-                part=Part(place, address, one.store.port) if one.store is not None else None,
+                part=HostPart(place, address, one.store.port) if one.store is not None else None,
             )
             self.hosts[number].start(order)
         self.running.append(one)

@@ -24,13 +24,13 @@ from ladderize.files.temporaries import replacement
 from ladderize.ranks.environment import ALONE, Place, launch_variables, set_by_srun
 from ladderize.ranks.group import INFERENCE_TIMEOUT, launched, meet
 from ladderize.tradeoff.sweep.builder import machine
-from ladderize.tradeoff.sweep.launch import Launch, Part
+from ladderize.tradeoff.sweep.launch import HostPart, Launch
 from ladderize.tradeoff.sweep.stages import stage_files
 from ladderize.tradeoff.sweep.workers import STOP_SECONDS, Ended, Order, ThisHost
 
 MEETING = ".sweep.json.hosts"  # in the sweep's folder while the hosts meet: they see the same one
 BEAT_SECONDS, LOST_SECONDS = 2.0, 30.0
-LOOK_SECONDS = 0.2
+ASK_SECONDS = 0.2
 MEET_SECONDS = 60.0  # for the other hosts' first word, and until a file that one has written is seen by another
 
 
@@ -47,7 +47,7 @@ def started_hosts() -> Place:
     return place
 
 
-class Link:
+class HostLink:
     """This process among those of the sweep, numbered as its ranks are."""
 
     def __init__(self, place: Place) -> None:
@@ -83,7 +83,7 @@ class Link:
         while time.monotonic() < deadline:
             for message in self.receive(sender):
                 return message
-            time.sleep(LOOK_SECONDS)
+            time.sleep(ASK_SECONDS)
         raise UserError(f"process {sender} of the sweep said nothing for {MEET_SECONDS:.0f} s")
 
     def _beat(self) -> None:
@@ -113,12 +113,12 @@ def _lost(who: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def linked(place: Place) -> Iterator[Link | None]:
+def linked(place: Place) -> Iterator[HostLink | None]:
     """Around a sweep: its processes, or None where it is alone. Where one fails, the others end, too."""
     if place == ALONE:
         yield None
         return
-    link = Link(place)
+    link = HostLink(place)
     try:
         yield link
     except BaseException as error:
@@ -126,7 +126,7 @@ def linked(place: Place) -> Iterator[Link | None]:
         with contextlib.suppress(UserError):
             for other in range(1, place.size) if place.rank == 0 else (0,):
                 link.send(other, gone=words)
-            time.sleep(5 * LOOK_SECONDS)  # process 0 may serve the store
+            time.sleep(5 * ASK_SECONDS)  # process 0 may serve the store
         raise
     finally:
         link.over.set()
@@ -139,7 +139,7 @@ def linked(place: Place) -> Iterator[Link | None]:
 class OtherHost:
     """Runs stages elsewhere; used like ``ThisHost``."""
 
-    link: Link
+    link: HostLink
     number: int
     root: Path
     gpus: tuple[str, ...]
@@ -161,7 +161,7 @@ class OtherHost:
         while not files.items() <= stage_files(folder).items():
             if time.monotonic() > deadline:
                 raise UserError(f"what process {self.number} of the sweep has written to {folder} is not seen here")
-            time.sleep(LOOK_SECONDS)
+            time.sleep(ASK_SECONDS)
         return output, Ended(**ended)
 
     def stop(self, *, gently: bool, output: str | None = None) -> None:
@@ -173,10 +173,10 @@ class OtherHost:
             while output is None and time.monotonic() < deadline:
                 if any("stopped" in message for message in self.link.receive(self.number)):
                     break
-                time.sleep(LOOK_SECONDS)
+                time.sleep(ASK_SECONDS)
 
 
-def other_hosts(link: Link, root: Path) -> list[OtherHost]:
+def other_hosts(link: HostLink, root: Path) -> list[OtherHost]:
     """All but this one. Raises UserError where one has other devices, or does not see the sweep's folder."""
     token, found = secrets.token_hex(16), []
     with replacement(root / MEETING) as file:
@@ -201,7 +201,7 @@ def other_hosts(link: Link, root: Path) -> list[OtherHost]:
     return found
 
 
-def say_end(link: Link, document: dict[str, Any]) -> None:
+def say_end(link: HostLink, document: dict[str, Any]) -> None:
     """The sweep is over: to the others, who have it then."""
     for number in range(1, link.place.size):
         link.send(number, end=document)
@@ -213,7 +213,7 @@ def say_end(link: Link, document: dict[str, Any]) -> None:
 # ---- the others ----
 
 
-def take_orders(link: Link) -> dict[str, Any]:
+def take_orders(link: HostLink) -> dict[str, Any]:
     """Run what process 0 orders; returns the document of the sweep. Raises UserError where that ends before."""
     here = ThisHost(Path())
     told = {"name": socket.gethostname(), "gpus": here.gpus, "cores": sorted(here.cores), "machine": machine()}
@@ -233,7 +233,7 @@ def take_orders(link: Link) -> dict[str, Any]:
                     here.stop(gently=order["gently"], output=order["stop"])
                     if order["stop"] is None:
                         link.send(0, stopped=True)
-            here.wait(LOOK_SECONDS)
+            here.wait(ASK_SECONDS)
             parts = {one.order.output: one.order.part for one in here.started}
             for output, ended in here.ended():
                 leads = (part := parts[output]) is None or part.host == 0
@@ -249,12 +249,12 @@ def _sees(path: Path, token: str) -> bool:
         with contextlib.suppress(OSError):
             if path.read_text() == token:
                 return True
-        time.sleep(LOOK_SECONDS)
+        time.sleep(ASK_SECONDS)
     return False
 
 
 def _order(told: dict[str, Any]) -> Order:
     runs = tuple((Launch(**launch), tuple(words)) for launch, words in told["runs"])
-    part = Part(**told["part"]) if told["part"] is not None else None
+    part = HostPart(**told["part"]) if told["part"] is not None else None
     gpus = tuple(told["gpus"]) if told["gpus"] is not None else None
     return Order(**{**told, "runs": runs, "part": part, "gpus": gpus, "cores": tuple(told["cores"])})

@@ -31,7 +31,7 @@ Given = Mapping[str, Any]  # option -> value, as a file has them
 
 
 @dataclass(frozen=True)
-class Part:
+class HostPart:
     """One host's part of a command that several run together. host: its number among them. address, port: where all
     find each other."""
 
@@ -94,7 +94,7 @@ class Launch:
         torchrun = ["torchrun", *meeting, "--nproc-per-node", own, "-m", "ladderize"]
         return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *torchrun, *words])
 
-    def run(self, words: Words, threads: int | None, part: Part | None = None) -> None:
+    def run(self, words: Words, threads: int | None, part: HostPart | None = None) -> None:
         """Run a command of ladderize, in this process or on several. threads: of each; None shares the cores out. part:
         this host's, where several run it. Raises what it does, and KeyboardInterrupt."""
         own = self.processes // self.hosts
@@ -110,7 +110,7 @@ class Launch:
 
         if part is None:
             store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-            part = Part(0, LOOPBACK, store.port)
+            part = HostPart(0, LOOPBACK, store.port)
         found = {MASTER_ADDR: part.address, MASTER_PORT: str(part.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
         environment, ranks = {**os.environ, **found, **self.variables}, [(words, Path.cwd(), threads)] * own
         with (

@@ -24,7 +24,7 @@ from ladderize.tradeoff.sweep.board import Board
 from ladderize.tradeoff.sweep.builder import CACHE, Inputs, StageBuilder
 from ladderize.tradeoff.sweep.estimate import Estimator
 from ladderize.tradeoff.sweep.execute import Execution
-from ladderize.tradeoff.sweep.hosts import Link, OtherHost, linked, other_hosts, say_end, started_hosts, take_orders
+from ladderize.tradeoff.sweep.hosts import HostLink, OtherHost, linked, other_hosts, say_end, started_hosts, take_orders
 from ladderize.tradeoff.sweep.margin import Questions, count_questions, margin_words, questions_needed
 from ladderize.tradeoff.sweep.plan import Planner
 from ladderize.tradeoff.sweep.planned import PlanDocument
@@ -77,7 +77,7 @@ def sweep(
 
 
 def _lead(
-    file: str | Path, out: str | Path | None, jobs: int | None, prune: bool, link: Link | None, console: Console
+    file: str | Path, out: str | Path | None, jobs: int | None, prune: bool, link: HostLink | None, console: Console
 ) -> SweepDocument:
     """The same, where this process is the only one or leads."""
     gpus = visible_gpus()

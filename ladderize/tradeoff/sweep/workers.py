@@ -20,7 +20,7 @@ from ladderize.ranks.device import visible_gpus
 from ladderize.ranks.environment import without_launcher
 from ladderize.ranks.threads import cores
 from ladderize.runtime.launch import end_with_parent, how_it_ended, start_context
-from ladderize.tradeoff.sweep.launch import Launch, Part, Words
+from ladderize.tradeoff.sweep.launch import HostPart, Launch, Words
 from ladderize.tradeoff.sweep.stages import LOG
 
 STOP_SECONDS = 120.0  # that a stage has, after Ctrl-C, to save what it can
@@ -40,7 +40,7 @@ class Order:
     cores: tuple[int, ...] = ()
     gpus: tuple[str, ...] | None = None
     timed: bool = False
-    part: Part | None = None
+    part: HostPart | None = None
 
 
 @dataclass(frozen=True)
