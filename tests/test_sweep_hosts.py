@@ -96,25 +96,26 @@ def test_a_host_that_says_nothing_more_is_missed(tmp_path, monkeypatch):
     port = str(warm.free_port())
     for name, value in zip(PLACES, ("0", "2", "0", "1", "localhost", port), strict=True):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(hosts, "LOST_SECONDS", 0.2)
-    store = []
+    monkeypatch.setattr(hosts, "LOST_SECONDS", 3.0)
+    said = []
 
     def other():
-        store.append(meet(replace(launch_variables(), rank=1), timedelta(seconds=60)))
-        store[0].set("1>0/0", '{"name": "b"}')
+        store = meet(replace(launch_variables(), rank=1), timedelta(seconds=60))
+        store.set("1>0/0", '{"name": "b"}')
+        said.append(json.loads(store.get("0>1/0"))["gone"])
 
     thread = Thread(target=other)
     thread.start()
 
     def lead():
         with linked(started_hosts()) as link:
-            thread.join()
             assert link.await_message(1) == {"name": "b"}
             link.await_message(1)
 
     with pytest.raises(UserError, match="process 1 of the sweep has been silent"):
         lead()
-    assert "has been silent" in json.loads(store[0].get("0>1/0"))["gone"]
+    thread.join()
+    assert "has been silent" in said[0]
 
 
 # ---- what takes which hosts ----
