@@ -20,7 +20,6 @@ from ladderize.families.base import Family
 from ladderize.families.llama import LLAMA
 from ladderize.families.registry import SUPPORTED, find_family, is_ladderized
 
-MODEL_TYPE = LLAMA.ladderized_type
 # transformers' Auto classes of models -> what of ours they make
 AUTO_MODELS = {"AutoModel": "Model"} | {
     f"AutoModelFor{task}": f"For{task}"

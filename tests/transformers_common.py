@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ladderize.convert.remote_code import modeling_ladderized_llama as classes
 from ladderize.convert.remote_code.configuration_ladderized_llama import LadderizedLlamaConfig
+from ladderize.families.llama import LLAMA
 from ladderize.layout import Layout
-from ladderize.modeling import AUTO_CLASSES, MODEL_TYPE, register
+from ladderize.modeling import AUTO_MODELS, ladderized_class, register
 from tests.helpers import SHAPE
 
 SOURCE = Path(os.environ["LADDERIZE_TRANSFORMERS_TESTS"])
@@ -39,7 +39,7 @@ def common_tests() -> ModuleType:
     module = importlib.import_module(f"{PACKAGE}.test_modeling_common")
     for task in ("", "_FOR_SEQUENCE_CLASSIFICATION", "_FOR_TOKEN_CLASSIFICATION", "_FOR_QUESTION_ANSWERING"):
         known = getattr(module, f"MODEL{task}_MAPPING_NAMES")  # which labels a class takes
-        known[MODEL_TYPE] = known["llama"].replace("Llama", "LadderizedLlama")
+        known[LLAMA.ladderized_type] = known["llama"].replace("Llama", "LadderizedLlama")
     return module
 
 
@@ -67,7 +67,7 @@ class Tester:
 
 class OfALayout(common.ModelTesterMixin, common.GenerationTesterMixin):
     layers: ClassVar[dict[str, Any]] = {}
-    all_model_classes = tuple(getattr(classes, name) for name in AUTO_CLASSES.values())
+    all_model_classes = tuple(ladderized_class(LLAMA, what) for what in AUTO_MODELS.values())
 
     def setUp(self) -> None:
         self.model_tester = Tester(self.layers)
