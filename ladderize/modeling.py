@@ -17,7 +17,6 @@ from ladderize.checkpoint.quantised import quantisation_of
 from ladderize.checkpoint.reading import read_config
 from ladderize.errors import UserError
 from ladderize.families.base import Family
-from ladderize.families.llama import LLAMA
 from ladderize.families.registry import SUPPORTED, find_family, is_ladderized
 
 # transformers' Auto classes of models -> what of ours they make

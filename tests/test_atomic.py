@@ -156,7 +156,7 @@ def test_an_interrupted_swap_is_completed_before_out_is_looked_at(llama, tmp_pat
 
 
 def test_a_failed_verification_leaves_nothing(llama, tmp_path, monkeypatch):
-    def refuse(folder, size):
+    def refuse(*_):
         raise UserError("it does not load")
 
     monkeypatch.setattr(pipeline, "verify_output", refuse)

@@ -149,12 +149,11 @@ def test_the_others_go_on_where_an_evaluation_fails(place, tmp_path, monkeypatch
     """The whole way: the failed layout is skipped, of the others the best is trained."""
     ended = Execution._ended
 
-    def failing(self, one):
-        if one.stage.title == "eval: two, align 8 windows":
-            self._set(one.stage, status="failed", message="no luck")
-            one.process.join()
+    def failing(self, stage, result):
+        if stage.title == "eval: two, align 8 windows":
+            self._set(stage, status="failed", message="no luck")
         else:
-            ended(self, one)
+            ended(self, stage, result)
 
     monkeypatch.setattr(Execution, "_ended", failing)
     _, document = sweep(tmp_path, tournament(place, bench=None), code=1)

@@ -83,7 +83,8 @@ def test_where_the_leader_is_killed_the_other_ends_and_all_goes_on(place, tmp_pa
     lead.kill()
     _, stderr = other.communicate()
     assert other.returncode == 1
-    assert re.fullmatch(r"Error: process 0 of the sweep is gone; run the same command again.*\n", stderr)
+    # what torch's C++ says before is heard here alone: this process has imported torch before it knew its rank
+    assert re.search(r"^Error: process 0 of the sweep is gone; run the same command again.*\n\Z", stderr, re.MULTILINE)
     outcome = invoke("sweep", file, "--out", out)
     assert outcome.code == 0, outcome.stderr
     (log,) = out.glob("stages/adapt-*/log.txt")

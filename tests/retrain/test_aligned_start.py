@@ -11,6 +11,8 @@ from ladderize.adapt.retrain.task import left_by_alignment
 from tests.helpers import invoke, listing, one_sentence
 from tests.retrain.commands import adapt, losses_of, same_weights, succeed, weights_of
 
+SIZES = {"hidden_size": 4096, "num_attention_heads": 32}
+
 
 def aligned(place, out, *more, steps=4, **kwargs):
     return adapt(place, out, "--align", "--distill-from", place / "dense", *more, steps=steps, **kwargs)
@@ -74,16 +76,16 @@ def test_the_peak_goes_with_the_root_of_the_divergence_that_is_left(done, tmp_pa
     document["heldout_divergence"] = {"before": 1, "aligned": left}
     (tmp_path / "alignment.json").write_text(json.dumps(document))
     options = RetrainOptions(data=(), budget=Budget(steps=100))
-    training = options.resolve({"hidden_size": 4096}, 1, left_by_alignment=left_by_alignment(tmp_path))
+    training = options.resolve(SIZES, 1, left_by_alignment=left_by_alignment(tmp_path))
     assert training.schedule.peak == pytest.approx(2e-5 * share)
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(4, 0), (20, 4), (58, 10), (190, 10), (600, 30), (9000, 200)])
 def test_the_rate_rises_over_ten_steps_or_a_fifth_of_a_shorter_training(steps, warmup):
     options = RetrainOptions(data=(), budget=Budget(steps=steps))
-    training = options.resolve({"hidden_size": 4096}, 1, left_by_alignment=0.1)
+    training = options.resolve(SIZES, 1, left_by_alignment=0.1)
     assert training.schedule.warmup_steps == warmup
-    usual = options.resolve({"hidden_size": 4096}, 1).schedule.warmup_steps
+    usual = options.resolve(SIZES, 1).schedule.warmup_steps
     assert usual == min(200, steps // 20)
 
 

@@ -46,6 +46,8 @@ def sweep_command(given: GivenOptions) -> None:
     """Measure a grid of layouts from conversion to accuracy and speed. What is complete is kept and reused."""
     own = given.fill(SweepArguments)
     os.environ.update(set_by_srun())  # who prints is known before anything is said
+    if not is_main_rank():  # of a process 0 that is gone torch's C++ would say much before we do
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     file, out, console = own.file, own.out, Console(own.as_json)
     if own.write_example:
         _write_example(file, console)
