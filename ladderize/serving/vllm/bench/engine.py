@@ -74,7 +74,8 @@ class ServingEngine:
             **placement,
             **({"compilation_config": {"pass_config": {NORM_FUSION: False}}} if served.baseline == UNFUSED else {}),
         )
-        found = self.llm.apply_model(_class_name)[0]
+        # resolved: where the plugin is missing, vLLM takes a class for models of transformers
+        found = self.llm.llm_engine.vllm_config.model_config.architecture
         if found != served.architecture:
             raise UserError(f"{served.name}: vLLM runs it as {found}, and not as {served.architecture}")
         self.sampling = SamplingParams(
@@ -201,10 +202,6 @@ def identify(ranks: Ranks) -> None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _class_name(model: Any) -> str:
-    return type(model).__name__
 
 
 def _kv_bytes(spec: ModelSpec, options: VllmBenchOptions) -> int:
