@@ -9,6 +9,10 @@ Another shape, on prose in the place of the demo's texts (benchmarks/recovery.py
 
     python scripts/train_demo_model.py --text ../shared/fixtures/wikitext-2/test.txt --layers 16 --hidden-size 96 \
         --intermediate-size 256 --heads 6 --repeat-kv --steps 1200 --out prose --log prose.log
+
+The same recipe for another family (docs/results.md, "A Qwen3"; not shipped):
+
+    python scripts/train_demo_model.py --family qwen3 --out qwen3 --log benchmarks/results/train_qwen3.log
 """
 
 import argparse
@@ -20,7 +24,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from ladderize.demo.corpus import documents
 
@@ -30,6 +42,10 @@ CONFIG = {
     "vocab_size": 768, "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
 }  # fmt: skip
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -52,7 +68,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, model_max_length=512)
 
 
-def repeat_kv(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def repeat_kv(model: PreTrainedModel) -> PreTrainedModel:
     """The same function with a key-value head for each query head."""
     config = copy.deepcopy(model.config)
     config.num_key_value_heads = config.num_attention_heads
@@ -62,7 +78,7 @@ def repeat_kv(model: LlamaForCausalLM) -> LlamaForCausalLM:
         if name.endswith(("k_proj.weight", "v_proj.weight")):
             heads = weight.unflatten(0, (model.config.num_key_value_heads, -1))
             weights[name] = heads.repeat_interleave(times, 0).flatten(0, 1)
-    repeated = LlamaForCausalLM(config)
+    repeated = type(model)(config)
     repeated.load_state_dict(weights)
     return repeated
 
@@ -75,6 +91,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2.5e-3)
     parser.add_argument("--documents", type=int, default=250_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", choices=FAMILIES, default="llama")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--intermediate-size", type=int, default=320)
@@ -102,8 +119,10 @@ def main() -> None:
         "num_hidden_layers": args.layers,
         "num_attention_heads": args.heads,
         "num_key_value_heads": args.heads // 2,
+        "head_dim": args.hidden_size // args.heads,
     }
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG, **shape))
+    config_class, model_class = FAMILIES[args.family]
+    model = model_class(config_class(**CONFIG, **shape))
     parameters = sum(p.numel() for p in model.parameters())
     decay = [p for p in model.parameters() if p.ndim > 1]
     other = [p for p in model.parameters() if p.ndim == 1]
