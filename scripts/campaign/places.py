@@ -147,7 +147,7 @@ def processes_in(folder: Path) -> list[int]:
 # what tells when and how a document was made, rather than what of
 TOLD = re.compile(
     r"seconds|(_|^)(ms|us|s|per_s|gb_s|bytes|memory|pid|host|time|date|created|threads|work_dir|resumed\w*|reused|"
-    r"started|ended|out|run_sha256)$|speedup|environment"
+    r"started|ended|out|run_sha256|uncertain)$|speedup|environment"
 )
 
 
