@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+import torch
 
 from ladderize.errors import UserError
 from ladderize.layout import ATTENTION_MODES, BLOCKING, DROPPED, MLP_MODES, OVERLAPPED, Layout, LayoutError
@@ -29,6 +30,7 @@ from ladderize.planning.passes import (
     predict_silent,
 )
 from ladderize.planning.plans.rows import band_cases, relative_band
+from ladderize.runtime.bench.cost_model import cache_bytes
 from ladderize.runtime.collectives.links import (
     NO_LINK,
     Interconnect,
@@ -37,6 +39,8 @@ from ladderize.runtime.collectives.links import (
     known_interconnects,
     read_interconnect,
 )
+from ladderize.runtime.kv_cache import KVCache
+from ladderize.runtime.shards import Shape
 from tests.helpers import ROOT, invoke, one_sentence
 
 # an engine that does nothing but its products
@@ -57,6 +61,7 @@ BARE = EngineFacts(
     kv_per_query_head=False,
     whole_cache=False,
     masked_prefill=False,
+    windowed=False,
     all_logits=False,
     replicate_vocab=False,
     source="a test",
@@ -147,6 +152,49 @@ def test_without_a_limit_of_arithmetic_decoding_reads_weights_and_cache(ranks):
     numbers = layers * (weights + vectors + cache) + hidden * vocab + hidden + vocab
     # the stream is looked up, and normed at the end: four passes over a vector
     assert predict_silent(parts).total == pytest.approx(2 * (numbers + 4 * hidden) / (rate * 1e9), rel=2e-3)
+
+
+def test_windows_count_where_the_engine_heeds_them():
+    """Against a count, token by token and layer by layer: windows shorter than the prompt, longer than it, and none."""
+    layers, prompt, output = random.randint(3, 8), random.randint(20, 60), random.randint(2, 40)
+    window = random.choice([random.randint(1, prompt), prompt + random.randint(0, output), 10**6])
+    kinds = ["sliding_attention", "full_attention", *random.choices(["sliding_attention", "full_attention"], k=layers)]
+    config = {**random_config(), "num_hidden_layers": len(kinds)}
+    sliding = {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "max_window_layers": 0,
+        "layer_types": kinds,
+    }
+    heads, kv_heads, width = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    reached = [window if kind == "sliding_attention" else 10**9 for kind in kinds]
+    prefill = sum(min(own, token) for own in reached for token in range(1, prompt + 1))
+    steps = [sum(min(own, prompt + step) for own in reached) for step in range(1, output)]
+    all_prefill = len(kinds) * prompt * (prompt + 1) / 2
+    all_steps = len(kinds) * (prompt + output / 2)
+
+    def saved(phase, device, **facts):
+        engine = dataclasses.replace(BARE, **facts)
+        full, own = (
+            predict_silent(parts_of(one, device, engine, workload=Workload(3, prompt, output))[phase]).total
+            for one in (config, {**config, **sliding})
+        )
+        return full - own
+
+    flop = saved("prefill", only(tflop_s=1e-3), windowed=True) * 1e9 / (3 * 4 * heads * width)
+    assert flop == pytest.approx(all_prefill - prefill, abs=1e-3)
+    numbers = saved("decode", only(gb_s=1.0), windowed=True) * 1e9 / (2 * 3 * 2 * kv_heads * width)
+    assert numbers == pytest.approx(all_steps - sum(steps) / len(steps), abs=1e-3)
+    whole = saved("prefill", only(tflop_s=1e-3), windowed=True, masked_prefill=True) * 1e9 / (3 * 4 * heads * width)
+    end = prompt + output
+    assert whole == pytest.approx(prompt * sum(end - min(own, end) for own in reached), abs=1e-3)
+    for phase in ("prefill", "decode"):
+        assert saved(phase, a_device()) == 0  # under a mask, as the runtime does
+    # and its cache holds the whole text of every layer
+    shape = Shape.from_config({**config, **sliding}, tp_size=2, rank=0)
+    kept = KVCache.allocate(shape, 3, end, torch.float32, torch.device("cpu")).nbytes
+    assert kept == cache_bytes(shape, 3, end, 4) == len(kinds) * 2 * 3 * max(1, kv_heads // 2) * end * width * 4
 
 
 def fp8_parts(config, device, workload, **how):

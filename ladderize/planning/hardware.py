@@ -47,6 +47,7 @@ class EngineFacts(Record):
     kv_per_query_head: bool  # the KV cache is read once for each query head, not for each KV head
     whole_cache: bool  # a decode step reads the cache to its end, not to the current position
     masked_prefill: bool  # a prompt's attention computes every score of the whole cache, not the prompt's causal half
+    windowed: bool  # attention reads and multiplies a window's keys only; else all of them, under a mask
     all_logits: bool  # a prefill computes the logits of every token of a prompt, not only of the last
     replicate_vocab: bool  # every rank holds the whole embedding and LM head: nothing of them is communicated
     source: str

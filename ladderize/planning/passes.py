@@ -1,13 +1,15 @@
 """How long the parts of a forward pass take by themselves, and a whole pass in some layout. Imports no torch.
 
-All layers of a Llama are alike, so a pass is a few figures. Each wait comes right after the next sub-module
-(docs/design.md), so one message is in flight at a time, and times add up over sync points.
+All layers are alike (of layers with and without a window, attention is the mean), so a pass is a few figures. Each wait
+comes right after the next sub-module (docs/design.md), so one message is in flight at a time, and times add up over
+sync points.
 
 A product takes as long as its floating-point operations or its bytes, whichever takes longer (the roofline of Williams
 et al., 2009), and everything else as long as its bytes; what is started costs some microseconds besides. Where the host
 starts every operation (a prefill without CUDA graphs), a sub-module takes no less than that.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,14 +82,16 @@ def pass_parts(
     shape = Shape.from_config(config, tp_size=ranks, rank=0, replicate_vocab=engine.replicate_vocab)
     prompt, batch = workload.prompt_len, workload.batch_size
     end = prompt + workload.output_len
-    # step j of output_len - 1 sees the prompt and j new tokens
-    seen = end if engine.whole_cache else prompt + workload.output_len / 2
+    whole = end, end
     passes = {
         "prefill": _Pass(
-            *(shape, engine, device, dtype, weights, batch, prompt),
-            float(end if engine.masked_prefill else prompt),
+            *(shape, engine, device, dtype, weights, batch, prompt), whole if engine.masked_prefill else (1, prompt)
         ),
-        "decode": _Pass(shape, engine, device, dtype, weights, batch, 1, seen),
+        # step j of output_len - 1 sees the prompt and j new tokens
+        "decode": _Pass(
+            *(shape, engine, device, dtype, weights, batch, 1),
+            whole if engine.whole_cache else (prompt + 1, max(prompt + 1, end - 1)),
+        ),
     }
     link, contention = (NO_LINK, 0.0) if interconnect is None else (interconnect.at(ranks), interconnect.contention)
     # one CUDA graph starts a decode step as a whole
@@ -96,7 +100,8 @@ def pass_parts(
 
 
 class _Pass:
-    """One forward pass: ``batch`` times ``tokens`` rows, each token with ``seen`` columns of the cache in view."""
+    """One forward pass: ``batch`` times ``tokens`` rows, which have ``seen[0]`` to ``seen[1]`` columns of the cache in
+    view, as many rows each number between."""
 
     def __init__(
         self,
@@ -107,7 +112,7 @@ class _Pass:
         weights: str,
         batch: int,
         tokens: int,
-        seen: float,
+        seen: tuple[int, int],
     ) -> None:
         self.shape, self.engine, self.device = shape, engine, device
         self.batch, self.tokens, self.seen = batch, tokens, seen
@@ -198,15 +203,22 @@ class _Pass:
         return self.qkv_product() + self.scores() + output + self.moved(elsewhere) + self.started(kernels)
 
     def scores(self) -> float:
-        """Queries times keys, softmax, times values."""
+        """Queries times keys, softmax, times values; the mean over the layers."""
+        if not self.engine.windowed:
+            return self.scores_within(None)
+        windows = Counter(self.shape.decoder.windows)
+        return sum(layers * self.scores_within(window) for window, layers in windows.items()) / windows.total()
+
+    def scores_within(self, window: int | None) -> float:
+        """The same of a layer with this window; None: without."""
         engine, shape = self.engine, self.shape
         width = self.width if engine.cache_bytes is None else engine.cache_bytes
         heads = shape.own_heads if engine.kv_per_query_head else shape.own_kv_heads
-        cache = 2 * self.batch * heads * self.seen * shape.head_dim * width
-        pairs = self.tokens * self.seen
-        if self.tokens > 1 and not engine.masked_prefill:
-            pairs = self.tokens * (self.tokens + 1) / 2
-        pairs *= self.batch * shape.own_heads
+        seen = mean_keys(*self.seen, window)
+        # a decode step reads what it sees; a prompt reads each key once for many tokens
+        columns = seen if self.tokens == 1 else self.seen[1]
+        cache = 2 * self.batch * heads * columns * shape.head_dim * width
+        pairs = self.batch * shape.own_heads * self.tokens * seen
         written = self.moved(engine.score_passes * pairs * width) if self.tokens > 1 else 0.0
         return self.roofline(4 * pairs * shape.head_dim, cache, self.flop_s) + written
 
@@ -247,6 +259,15 @@ class _Pass:
             return 0.0
         gathered = self.batch * self.shape.own_vocab * self.shape.tp_size * self.width
         return link.seconds(self.stream) + link.seconds(gathered)
+
+
+def mean_keys(least: int, most: int, window: int | None) -> float:
+    """The keys of a token, the mean over tokens with ``least``, ``least + 1``, ... ``most`` of them in view, of which
+    those in the window count."""
+    if window is None or window >= most:
+        return (least + most) / 2
+    count, inside = most - least + 1, max(0, window - least)
+    return (inside * (least + window - 1) / 2 + (count - inside) * window) / count
 
 
 def _no_less(attention: float, mlp: float, host: float) -> tuple[float, float]:
