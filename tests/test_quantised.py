@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from ladderize import convert_checkpoint, load
@@ -16,7 +17,7 @@ from ladderize.convert.heads import HeadMap
 from ladderize.convert.plan import Changes
 from ladderize.convert.recipe import Recipe
 from ladderize.errors import UserError
-from tests.helpers import edit_json, invoke, listing, random_ids
+from tests.helpers import FAMILIES, edit_json, invoke, listing, random_ids
 from tests.oracle import Oracle
 from tests.quantised import FORMATS, dequantised, save_quantised
 
@@ -136,11 +137,15 @@ def rounded(kind):
 @pytest.mark.parametrize("name", RUNNABLE)
 @pytest.mark.skipif(not INSTALLED, reason="compressed-tensors is not installed: pip install -e '.[dev]'")
 def test_transformers_computes_the_layout(sources, tmp_path, name, recipe):
-    """In a dropped layer each rank's part of what a projection reads is quantised by itself, as that rank would."""
     convert_checkpoint(sources(name), tmp_path / "out", recipe, verify=False)
-    model = load(tmp_path / "out")
+    compare(tmp_path / "out", sources(name), name)
+
+
+def compare(folder, source, name):
+    """In a dropped layer each rank's part of what a projection reads is quantised by itself, as that rank would."""
+    model = load(folder)
     ids = random_ids(24, 3)
-    plain = dequantised(sources(name), name)
+    plain = dequantised(source, name)
     exact = Oracle(plain, model.config)(ids)[0]
     expected = exact if name == "W4A16" else Oracle(plain, model.config, read=rounded(name))(ids)[0]
     with torch.no_grad():
@@ -151,6 +156,28 @@ def test_transformers_computes_the_layout(sources, tmp_path, name, recipe):
     assert error.max() < 0.2
     if name != "W4A16":
         assert (logits - exact).abs().amax((1, 2)).quantile(0.2) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["int8", "FP8 dynamic"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.skipif(not INSTALLED, reason="compressed-tensors is not installed: pip install -e '.[dev]'")
+def test_other_families(tmp_path, model_type, name):
+    """There, inspected, computed and back: with norms of heads, biases, windows and multipliers."""
+    source = save_quantised(tmp_path / "src", name, seed=int(torch.randint(1 << 30, ())), model_type=model_type)
+    outcome = invoke(
+        *("convert", source, tmp_path / "out", "--ladder", "1:", "--spd", "all", "--sync-tp-size", "2", "--json")
+    )
+    assert outcome.code == 0, outcome.stderr
+    assert json.loads(outcome.stdout)["verified"]["forward"] == "finite"
+    shown = json.loads(invoke("inspect", tmp_path / "out", "--json").stdout)
+    assert shown["model_type"] == f"ladderized_{model_type}"
+    assert "one scale per channel; dynamic activations" in shown["quantisation"]
+    compare(tmp_path / "out", source, name)
+    assert invoke("convert", tmp_path / "out", tmp_path / "back", "--dense", "--no-verify").code == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
+    assert (tmp_path / "back" / "model.safetensors").samefile(source / "model.safetensors")
 
 
 # ---- what is refused ----
@@ -323,11 +350,35 @@ def test_what_does_not_run_quantised_weights(sources, tmp_path, words):
     places = {"TEXT": tmp_path / "text.jsonl", "OUT": tmp_path / "out"}
     outcome = invoke(words[0], sources("int8"), *(places.get(word, word) for word in words[1:]))
     assert outcome.code == 1, outcome.stderr
-    assert "do not run quantised weights, `ladderize eval --backend vllm` and `vllm serve` do" in " ".join(
-        outcome.stderr.split()
-    )
+    sentence = "do not run quantised weights, from which adapters get no right gradients either; `ladderize eval"
+    assert sentence in " ".join(outcome.stderr.split())
     assert "Traceback" not in outcome.stderr
     assert listing(tmp_path) == ["text.jsonl"]
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.skipif(not INSTALLED, reason="compressed-tensors is not installed: pip install -e '.[dev]'")
+def test_which_gradients_adapters_would_get(sources, tmp_path, name):
+    """Why adapt refuses them: none passes through a projection of int8 or FP8. Of W4A16 they are the loss's slope."""
+    convert_checkpoint(sources(name), tmp_path / "out", BOTH, verify=False)
+    model = load(tmp_path / "out")
+    ids = random_ids(2, 12)
+    with torch.no_grad():
+        model(ids)  # the first forward makes floats of the weights
+    read = torch.randn(1, 64, requires_grad=True)
+    assert model.requires_grad_(False).model.layers[0].mlp.gate_proj(read).requires_grad == (name == "W4A16")
+    if name != "W4A16":
+        return
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    weight = adapted.base_model.model.model.layers[0].mlp.down_proj.lora_B["default"].weight
+    (gradient,) = torch.autograd.grad(adapted(ids, labels=ids).loss, weight)
+    losses = []
+    with torch.no_grad():
+        for step in (1e-2, -1e-2):
+            weight += step * gradient / gradient.norm()
+            losses.append(float(adapted(ids, labels=ids).loss))
+            weight -= step * gradient / gradient.norm()
+    assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(float(gradient.norm()), rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["modelopt", "FP8 scalars", "AWQ"])
